@@ -50,7 +50,7 @@ def main() -> None:
         ):
             quantizer = make(opfuse_recipes()[name](), QuantizerRole("linear", role), "cpu")
             ways = [
-                functools.partial(getattr(module, call), *arguments, quantizer, BOTH)
+                functools.partial(getattr(module, call), *arguments, twins.Into(quantizer, BOTH))
                 for module in (twins, compiled)
             ]
             with torch.no_grad():

@@ -191,9 +191,7 @@ def grammar():
         "random": code(sorted(table.RANDOM.values())),
         "methods": code(sorted(table.METHODS)),
         "properties": code(sorted(table.PROPERTIES)),
-        "operators": code(
-            sorted({*table.BINARY, *table.COMPARED, *table.UNARY, "In", "Is", "IsNot", "NotIn"})
-        ),
+        "operators": code(sorted({*table.OPERATORS, "In", "Is", "IsNot", "NotIn"})),
         "plain": code(kind.__name__ for kind in table.PLAIN),
     }
     text = myst(inspect.getdoc(reader)).partition("\n\n")[2]

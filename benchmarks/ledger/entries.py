@@ -12,10 +12,10 @@ import torch
 from opfuse_triton import KernelCase, Launch, Operand, Target
 from opfuse_triton.floor import TorchBytes, count_bytes
 from opfuse_triton.floor import by_role as sums_by_role
-from opfuse_triton.model import LaunchWork, launch_seconds
 from opfuse_triton.recorded import CaseRun, record, storage_of, tensors_of
 
 from .counting import LaunchCount, counting
+from .model import LaunchWork, launch_seconds
 
 SAMPLE = 16
 """Programs of a launch that run at real shapes."""
@@ -54,7 +54,7 @@ class LaunchEntry:
         moved: What all programs move.
         again: How often a program reads or writes a byte of a full-size operand, at most.
         flops: Floating-point operations of matrix products.
-        seconds: The modelled time, see :func:`opfuse_triton.model.launch_seconds`.
+        seconds: The modelled time, see :func:`.model.launch_seconds`.
     """
 
     kernel: str

@@ -20,6 +20,7 @@ from ..core.settings import current
 from ..report.explain import explain
 from ..report.lines import table, wrap
 from ..tuning import tune
+from . import scaffold
 from .doctor import as_text, examine
 from .models import UserError, load_model, quiet_stdout, told
 
@@ -105,16 +106,13 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
             "A plugin is a package with an entry point in group opfuse.v1; pip install one.",
         ]
     cells = [("PLUGIN", "DISTRIBUTION", "STATE")]
-    cells += [
-        (row["name"], f"{row['distribution']} {row['version']}", row["state"]) for row in rows
-    ]
+    cells += [(r["name"], f"{r['distribution']} {r['version']}", r["state"]) for r in rows]
     starts = table(cells)
     width = max(map(len, starts)) + 2
     lines = [f"{starts[0]:{width}}FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
-        fusions = [
-            f"{name} ({', '.join(dict.fromkeys(kinds))})" for name, kinds in row["fusions"].items()
-        ]
+        passes = {name: ", ".join(dict.fromkeys(of)) for name, of in row["fusions"].items()}
+        fusions = [f"{name} ({of})" for name, of in passes.items()]
         lines += wrap(", ".join(fusions) or "-", f"{start:{width}}", " " * width)
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
@@ -147,7 +145,7 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr: a function that is told how much is done, of how much, and what comes."""
+    """A bar on stderr: a function of how much is done, of how much, and the name of the next."""
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
@@ -174,7 +172,7 @@ def tune_command(
 ) -> None:
     """Measure on this machine which fusions are right and not slower for a model.
 
-    What is found is written into the table of this device, and every plan goes by it from then on.
+    The results go into the table of this device, and every plan uses them from then on.
     The tables are in the user's cache directory, or where the environment variable OPFUSE_TUNING
     says; if it is empty, nothing is written.
 
@@ -211,7 +209,7 @@ def doctor(as_json: bool) -> None:
     the exit status 1.
     """
     with quiet_stdout():
-        _listing()  # says what fails
+        _listing()  # prints what fails
         found = examine()
     click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
     if is_strict() and found["errors"]:
@@ -235,8 +233,6 @@ def new(name: str, into: str) -> None:
     It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
     """
     try:
-        from . import scaffold
-
         click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
-    except (ImportError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise UserError(str(error)) from None

@@ -1,4 +1,4 @@
-"""What is installed, what this machine has, and what runs here: for ``opfuse doctor``."""
+"""``opfuse doctor``: installed packages, devices, tuning tables, and the recipes that run here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def examine() -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    """What there is to say of one device."""
+    """The facts of one device."""
     path, table = path_for(device), table_for(device)
     supported = {name: cls.support(device) for name, cls in sorted(manager.recipes().items())}
     return {
@@ -50,7 +50,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """What :func:`examine` found, as lines."""
+    """The result of :func:`examine`, as lines."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = wrap(versions, "", "  ")
     states = [f"{name} ({state})" for name, state in found["plugins"].items()]

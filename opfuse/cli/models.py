@@ -1,4 +1,4 @@
-"""What commands share: the model that the user names, and foreign code that prints and raises."""
+"""Shared by the commands: loading the user's model, and code that prints or raises."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ def quiet_stdout() -> Iterator[None]:
     """
     show = warnings.showwarning
 
-    def one_line(
-        message: Warning | str, category: type[Warning], *where: Any, **file_and_line: Any
-    ) -> None:
+    def one_line(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, PluginWarning):
             click.echo("Warning: " + " ".join(str(message).split()), err=True)
         else:
-            show(message, category, *where, **file_and_line)
+            show(message, category, *where, **more)
 
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("always", PluginWarning)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .identity import PassThrough
-from .op_context import Grads, OperationContext
+from .op_context import Grads, OperationContext, Unread
 from .quantization import QuantizedTensor, Quantizer, Usage
 
 
@@ -37,8 +37,8 @@ class Cast(PassThrough):
         super().__init__()
         self.quantizer, self.usage = quantizer, usage
 
-    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Any:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Any:  # fmt: skip
         """Quantize the input, unless this quantizer already did."""
         return self.quantizer(input_, self.usage)
 

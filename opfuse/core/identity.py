@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .op import BasicOperation
-from .op_context import Grads, OperationContext
+from .op_context import Grads, OperationContext, Unread
 
 
 class PassThrough(BasicOperation):
@@ -19,8 +19,8 @@ class PassThrough(BasicOperation):
     grad_input = "same"
     differentiable = True
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Return the input, which the engine has cast if the op asks for it; save nothing."""
         return input_
 

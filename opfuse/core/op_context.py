@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -98,13 +98,8 @@ class OperationContext:
         return self.weights.quantized(name, self.params[index], self.quantizers[name], usage, part)
 
 
-_LIBRARY = ("opfuse.ops.", "opfuse.core.identity", "opfuse.core.cast", "opfuse.core.quantize")
-
-
-def of_library(defined: Any) -> bool:
-    """Return whether a class or function is an op of this distribution, or defined in one."""
-    return getattr(defined, "__module__", "").startswith(_LIBRARY)
-
+Unread: TypeAlias = Annotated[Any, "unread"]
+"""The annotation of an argument that callers may pass and that nobody reads."""
 
 QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
@@ -121,9 +116,9 @@ asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=1024)
 def _asked_by(function: Any, is_method: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    if of_library(function):
-        return (), ()  # they accept them from direct callers of op_forward, and need none
     parameters = list(inspect.signature(function).parameters.values())[3 if is_method else 2 :]
+    if any(p.annotation in ("Unread", Unread) for p in parameters):
+        return (), ()
     if named := tuple(p.name for p in parameters if p.name in QUANTIZERS):
         return (), named
     first_two = [p.name[:7] for p in parameters[:2] if p.kind is p.POSITIONAL_OR_KEYWORD]

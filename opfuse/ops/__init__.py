@@ -28,7 +28,6 @@ from .residual import AddExtraInput, MakeExtraOutput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 
-# fmt: off
 __all__ = [
     "GEGLU",
     "GELU",

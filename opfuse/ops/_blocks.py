@@ -38,13 +38,11 @@ def writes_out(*tensors: Tensor) -> bool:
 
     Autograd, tangents, ``torch.compile`` and subclasses of Tensor do not support it.
     """
-    return (
-        not tracing()
-        and _transforms() is None
-        and forward_ad._current_level < 0
-        and all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors])
-        and not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]))
-    )
+    if tracing() or _transforms() is not None or forward_ad._current_level >= 0:
+        return False
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+        return False
+    return all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors])
 
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:
@@ -52,18 +50,11 @@ def in_blocks(x: Tensor, *others: Tensor) -> bool:
 
     ``others`` must be dense too.
     """
-    return (
-        not tracing()
-        and x.is_cpu
-        and x.numel() > LEAST
-        and not torch.is_grad_enabled()
-        and type(x) is Tensor
-        and x.ndim > 1
-        and x.is_contiguous()
-        and all([other.is_contiguous() for other in others])
-        and _transforms() is None
-        and forward_ad._current_level < 0
-    )
+    if tracing() or not x.is_cpu or x.numel() <= LEAST or torch.is_grad_enabled():
+        return False
+    if type(x) is not Tensor or _transforms() is not None or forward_ad._current_level >= 0:
+        return False
+    return x.ndim > 1 and all([tensor.is_contiguous() for tensor in (x, *others)])
 
 
 def blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -90,15 +81,10 @@ def scaled_by_blocks(
 
 
 def gradients_by_blocks(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    scale: Tensor | None,
-    count: int,
-    needs_x: bool,
-    needs_weight: bool,
+    dy: Tensor, x: Tensor, rstd: Tensor, scale: Tensor | None, count: int, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of ``x`` and ``scale`` in :func:`scaled_by_blocks`, by blocks of rows."""
+    """The wanted gradients of ``x`` and ``scale`` in :func:`scaled_by_blocks`, by blocks."""
+    needs_x, needs_weight = wants
     dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
     for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
         normalized, g = of_x.to(wider).mul(of_rstd), g.to(wider)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import Grads, OperationContext
+
+OpGrads = tuple[Tensor | None, Grads]
+"""The result of ``op_backward``: the gradients of the input and of the parameters."""
 
 
 def rows_of(tensor: Tensor) -> Tensor:
@@ -24,6 +27,11 @@ def sum_rows(tensor: Tensor, dims: int) -> Tensor:
     rows = tuple(range(tensor.ndim - dims))
     # a sum over no dimension would be a sum over all
     return tensor.sum(rows) if rows else tensor.clone()
+
+
+def expected(op: object, what: str, got: Any) -> str:
+    """The text of a refusal: who expected what, and what came."""
+    return f"{type(op).__name__} expected {what}, got {got}"
 
 
 def whole(value: Any) -> int | None:
@@ -48,10 +56,20 @@ def check_size(op: object, name: str, value: Any) -> int:
     """
     size = whole(value)
     if size is None:
-        raise TypeError(f"{type(op).__name__} expected a whole number as {name}, got {value!r}")
+        raise TypeError(expected(op, f"a whole number as {name}", repr(value)))
     if size < 0:
-        raise ValueError(f"{type(op).__name__} expected {name} of at least 0, got {size}")
+        raise ValueError(expected(op, f"{name} of at least 0", size))
     return size
+
+
+def check_bool(op: object, name: str, value: Any) -> None:
+    """Refuse anything but True and False.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(expected(op, f"a bool as {name}", repr(value)))
 
 
 def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:
@@ -63,7 +81,7 @@ def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int,
     """
     shape = tuple(value) if isinstance(value, Iterable) and whole(value) is None else (value,)
     if not shape:
-        raise ValueError(f"{type(op).__name__} expected at least one dimension as {name}, got none")
+        raise ValueError(expected(op, f"at least one dimension as {name}", "none"))
     return tuple(check_size(op, name, size) for size in shape)
 
 
@@ -72,6 +90,17 @@ def shows(*names: str) -> Callable[[Any], str]:
     return lambda op: ", ".join(
         f"{name}={value}" for name in names if (value := getattr(op, name)) is not None
     )
+
+
+class RowwiseOperation(BasicOperation):
+    """An op of differentiable torch operations, whose output has a row for each row of its input.
+
+    The gradient of its input is a new tensor, unless it declares otherwise.
+    """
+
+    keeps_rows = True
+    differentiable = True
+    grad_input = "fresh"
 
 
 class WithLaterArguments(BasicOperation):
@@ -122,39 +151,14 @@ class ExtraTensorOperation(BasicOperation):
         Raises:
             RuntimeError: Always: extra tensors pass through ``fuser_forward``.
         """
-        raise RuntimeError(
-            f"{type(self).__name__} has extra tensors: call fuser_forward, not op_forward"
-        )
+        who = f"{type(self).__name__} has extra tensors"
+        raise RuntimeError(f"{who}: call fuser_forward, not op_forward")
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Refused.
 
         Raises:
             RuntimeError: Always: gradients of extra tensors pass through ``fuser_backward``.
         """
-        raise RuntimeError(
-            f"{type(self).__name__} has extra tensors: call fuser_backward, not op_backward"
-        )
-
-
-def check_shapes(
-    op: BasicOperation, params: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
-) -> None:
-    """Refuse parameters whose shape changed since the op was made.
-
-    Args:
-        op: The op.
-        params: Its parameters.
-        shapes: Their original shapes.
-
-    Raises:
-        ValueError: One has another shape.
-    """
-    if [param.shape for param in params] == shapes:
-        return
-    for name, param, shape in zip(op.param_names or (), params, shapes, strict=True):
-        if param.shape != shape:
-            what = f"expected {name} of shape {shape}, as when it was made"
-            raise ValueError(f"{type(op).__name__} {what}, got {tuple(param.shape)}")
+        who = f"{type(self).__name__} has extra tensors"
+        raise RuntimeError(f"{who}: call fuser_backward, not op_backward")

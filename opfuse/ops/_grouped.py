@@ -11,7 +11,7 @@ traces, or where the sizes have no values yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,12 @@ from torch.nn import functional as F
 from ..core.precision import cast, widen
 from ._common import sum_rows
 
+Matrices = Sequence[Tensor] | Tensor
+"""The matrix of each group; one tensor may hold all."""
+
 
 class Groups(NamedTuple):
-    """The number of rows in each group.
+    """The number of rows in each group, and the products of such groups.
 
     Attributes:
         sizes: The tensor of sizes; on the CPU if it was read there.
@@ -35,6 +38,74 @@ class Groups(NamedTuple):
     sizes: Tensor
     counts: list[int] | None = None
     ends: Tensor | None = None
+
+    def products(self, x: Tensor, weights: Matrices, biases: Sequence[Tensor]) -> Tensor:
+        """``x_i @ weight_i.T + bias_i`` for each group; biases are optional."""
+        if self.ends is not None:
+            y = _multiply(self.ends, x, _stacked(weights).transpose(1, 2))
+            return y + self._of_rows(biases, x) if biases else y
+        if self.counts is None:
+            return _products(self.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
+        return _loop(self.counts, x, weights, biases)
+
+    def input_grads(self, dy: Tensor, weights: Matrices) -> Tensor:
+        """``dy_i @ weight_i`` for each group."""
+        if self.ends is not None:
+            return _multiply(self.ends, dy, _stacked(weights))
+        return self.products(dy, [weight.t() for weight in weights], ())
+
+    def weight_grads(self, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """``dy_i.T @ x_i`` for each wanted group; zeros if it has no rows."""
+        if self.ends is not None:
+            whole = self.stacked_grads(dy, x, len(wanted))
+            return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+        if self.counts is None:
+            return _only(_weight_grads(self.sizes, dy, x, list(wanted)), wanted)
+        return _only(_loop_weights(self.counts, dy, x, wanted), wanted)
+
+    def stacked_grads(self, dy: Tensor, x: Tensor, count: int) -> Tensor:
+        """``dy_i.T @ x_i`` for all groups, in one tensor."""
+        if self.ends is not None:
+            return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=self.ends)
+        return _stacked(self.weight_grads(dy, x, (True,) * count))
+
+    def row_sums(
+        self, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """The sum of the rows of each wanted group; zeros if it has no rows.
+
+        With scales, each row is first multiplied by its own.
+        """
+        dtype, dy = grad_output.dtype, grad_output
+        if scales is not None:
+            dy = widen(dy) * widen(scales).unsqueeze(-1)
+        if self.ends is not None:
+            dy = _aligned(cast(dy, dtype))  # there is a product for few dtypes
+            # a product with ones is the same in every run, unlike sums by atomic adds
+            ones = dy.new_ones(dy.shape[0], 8)
+            whole = F.grouped_mm(dy.t(), ones, offs=self.ends)[:, :, 0].contiguous()
+            return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+        if self.counts is None:
+            found = _row_sums(self.sizes, dy, list(wanted))
+        else:
+            found = _loop_sums(self.counts, dy, wanted)
+        return _only([cast(of_group, dtype) for of_group in found], wanted)
+
+    def add_scaled(self, y: Tensor, biases: Sequence[Tensor], scales: Tensor) -> Tensor:
+        """``y_i + bias_i * scales_i`` for each group, with a scale for each row."""
+        of_rows = widen(self._of_rows(biases, y)) * widen(scales).unsqueeze(-1)
+        return cast(widen(y) + of_rows, y.dtype)
+
+    def scale_grads(self, dy: Tensor, biases: Sequence[Tensor]) -> Tensor:
+        """The sum of ``dy_i * bias_i`` over the features, for each row."""
+        return (widen(dy) * widen(self._of_rows(biases, dy))).sum(-1)
+
+    def _of_rows(self, vectors: Sequence[Tensor], x: Tensor) -> Tensor:
+        """For each row of ``x``, the vector of its group, such as its bias."""
+        sizes = self.sizes.to(x.device, torch.int64)
+        group = torch.repeat_interleave(sizes, output_size=x.shape[0])
+        of_rows = group.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
+        return torch.stack(list(vectors))[of_rows]
 
 
 def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False) -> Groups:
@@ -90,88 +161,6 @@ def _has_kernel(device: torch.device) -> bool:
 _has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-def products(
-    groups: Groups, x: Tensor, weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
-) -> Tensor:
-    """``x_i @ weight_i.T + bias_i`` for each group; biases are optional.
-
-    The weights may be one tensor, also for :func:`input_grads`.
-    """
-    if groups.ends is not None:
-        y = _multiply(groups.ends, x, _stacked(weights).transpose(1, 2))
-        return y + _rows_of_groups(groups, biases, x) if biases else y
-    if groups.counts is None:
-        y = _products(x, groups.sizes, list(weights), list(biases))
-        return y  # type: ignore[no-any-return]
-    return _loop(x, groups.counts, weights, biases)
-
-
-def input_grads(groups: Groups, grad_output: Tensor, weights: Sequence[Tensor] | Tensor) -> Tensor:
-    """``dy_i @ weight_i`` for each group."""
-    if groups.ends is not None:
-        return _multiply(groups.ends, grad_output, _stacked(weights))
-    return products(groups, grad_output, [weight.t() for weight in weights], ())
-
-
-def weight_grads(
-    groups: Groups, grad_output: Tensor, x: Tensor, wanted: Sequence[bool]
-) -> list[Tensor | None]:
-    """``dy_i.T @ x_i`` for each wanted group; zeros if it has no rows."""
-    if groups.ends is not None:
-        whole = stacked_grads(groups, grad_output, x, len(wanted))
-        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
-    if groups.counts is None:
-        return _only(_weight_grads(grad_output, x, groups.sizes, list(wanted)), wanted)
-    return _only(_loop_weights(grad_output, x, groups.counts, wanted), wanted)
-
-
-def stacked_grads(groups: Groups, grad_output: Tensor, x: Tensor, count: int) -> Tensor:
-    """``dy_i.T @ x_i`` for all groups, in one tensor."""
-    if groups.ends is not None:
-        dy = _aligned(grad_output)
-        return F.grouped_mm(dy.t(), _aligned(x), offs=groups.ends)
-    return _stacked(weight_grads(groups, grad_output, x, (True,) * count))
-
-
-def row_sums(
-    groups: Groups, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
-) -> list[Tensor | None]:
-    """The sum of the rows of each wanted group; zeros if it has no rows.
-
-    With scales, each row is first multiplied by its own.
-    """
-    dtype, dy = grad_output.dtype, grad_output
-    if scales is not None:
-        dy = widen(dy) * widen(scales).unsqueeze(-1)
-    if groups.ends is not None:
-        dy = _aligned(cast(dy, dtype))  # there is a product for few dtypes
-        # a product with ones is the same in every run, unlike sums by atomic adds
-        ones = dy.new_ones(dy.shape[0], 8)
-        whole = F.grouped_mm(dy.t(), ones, offs=groups.ends)[:, :, 0].contiguous()
-        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
-    if groups.counts is None:
-        found = _row_sums(dy, groups.sizes, list(wanted))
-    else:
-        found = _loop_sums(dy, groups.counts, wanted)
-    return _only([cast(of_group, dtype) for of_group in found], wanted)
-
-
-def add_scaled(groups: Groups, y: Tensor, biases: Sequence[Tensor], scales: Tensor) -> Tensor:
-    """``y_i + bias_i * scales_i`` for each group, with a scale for each row."""
-    of_rows = widen(_rows_of_groups(groups, biases, y)) * widen(scales).unsqueeze(-1)
-    return cast(widen(y) + of_rows, y.dtype)
-
-
-def scale_grads(groups: Groups, grad_output: Tensor, biases: Sequence[Tensor]) -> Tensor:
-    """The sum of ``dy_i * bias_i`` over the features, for each row."""
-    return (widen(grad_output) * widen(_rows_of_groups(groups, biases, grad_output))).sum(-1)
-
-
-def _rows_of_groups(groups: Groups, rows: Sequence[Tensor], x: Tensor) -> Tensor:
-    """For each row of ``x``, the row of its group, such as its bias."""
-    return torch.stack(list(rows))[_group_of_rows(groups, x)]
-
-
 def _only(found: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """The computed results, each at its place among all."""
     rest = iter(found)
@@ -198,85 +187,59 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _group_of_rows(groups: Groups, x: Tensor) -> Tensor:
-    """The group index of each row, in the shape of the rows of ``x``."""
-    sizes = groups.sizes.to(x.device, torch.int64)
-    found = torch.repeat_interleave(sizes, output_size=x.shape[0])
-    return found.view(-1, *[1] * (x.ndim - 2)).expand(x.shape[:-1])
-
-
 # The loop, and the same as operators that torch.compile does not trace
 
 
-def _loop(
-    x: Tensor, counts: list[int], weights: Sequence[Tensor] | Tensor, biases: Sequence[Tensor]
-) -> Tensor:
+def _loop(counts: list[int], x: Tensor, weights: Matrices, biases: Sequence[Tensor]) -> Tensor:
     each: Sequence[Tensor | None] = biases or [None] * len(weights)
     parts = zip(torch.split(x, counts), weights, each, strict=True)
     return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
 
 
-def _loop_weights(
-    grad_output: Tensor, x: Tensor, counts: list[int], wanted: Sequence[bool]
-) -> list[Tensor]:
-    parts = zip(torch.split(grad_output, counts), torch.split(x, counts), wanted, strict=True)
+def _loop_weights(counts: list[int], dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    parts = zip(torch.split(dy, counts), torch.split(x, counts), wanted, strict=True)
     return [dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for dy, x, wants in parts if wants]
 
 
-def _loop_sums(grad_output: Tensor, counts: list[int], wanted: Sequence[bool]) -> list[Tensor]:
-    parts = zip(torch.split(grad_output, counts), wanted, strict=True)
+def _loop_sums(counts: list[int], dy: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    parts = zip(torch.split(dy, counts), wanted, strict=True)
     return [sum_rows(dy, 1) for dy, wants in parts if wants]
 
 
-# a graph of CUDA cannot hold what reads sizes on the host
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+def _operator(loop: Callable[..., Any], types: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make the loop an operator, which takes the sizes and reads them when it runs.
+
+    Args:
+        loop: The loop.
+        types: The types of the arguments and of the result.
+
+    Returns:
+        A decorator of a function that makes tensors of the result's shapes.
+    """
+
+    def run(sizes: Tensor, rows: Tensor, *others: Any) -> Any:
+        return loop(_counts(sizes, rows.shape[0]), rows, *others)
+
+    def decorate(fake: Callable[..., Any]) -> Any:
+        name = f"opfuse::grouped{fake.__name__}"
+        tags = (torch.Tag.cudagraph_unsafe,)  # a graph of CUDA cannot hold what reads on the host
+        made = torch.library.custom_op(name, run, mutates_args=(), schema=types, tags=tags)
+        made.register_fake(fake)
+        return made
+
+    return decorate
 
 
-@torch.library.custom_op(
-    "opfuse::grouped_products",
-    mutates_args=(),
-    schema="(Tensor x, Tensor sizes, Tensor[] weights, Tensor[] biases) -> Tensor",
-    tags=_TAGS,
-)
-def _products(
-    x: Tensor, sizes: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-) -> Tensor:
-    return _loop(x, _counts(sizes, x.shape[0]), weights, biases)
-
-
-@torch.library.custom_op(
-    "opfuse::grouped_weight_grads",
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor x, Tensor sizes, bool[] wanted) -> Tensor[]",
-    tags=_TAGS,
-)
-def _weight_grads(
-    grad_output: Tensor, x: Tensor, sizes: Tensor, wanted: Sequence[bool]
-) -> list[Tensor]:
-    return _loop_weights(grad_output, x, _counts(sizes, x.shape[0]), wanted)
-
-
-@torch.library.custom_op(
-    "opfuse::grouped_row_sums",
-    mutates_args=(),
-    schema="(Tensor grad_output, Tensor sizes, bool[] wanted) -> Tensor[]",
-    tags=_TAGS,
-)
-def _row_sums(grad_output: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    return _loop_sums(grad_output, _counts(sizes, grad_output.shape[0]), wanted)
-
-
-@_products.register_fake
-def _(x: Tensor, sizes: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+@_operator(_loop, "(Tensor sizes, Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
+def _products(sizes: Tensor, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weights[0].shape[0])
 
 
-@_weight_grads.register_fake
-def _(grad_output: Tensor, x: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    shape = grad_output.shape[-1], x.shape[-1]
-    return [x.new_empty(shape) for wants in wanted if wants]
+@_operator(_loop_weights, "(Tensor sizes, Tensor dy, Tensor x, bool[] wanted) -> Tensor[]")
+def _weight_grads(sizes: Tensor, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return [x.new_empty(dy.shape[-1], x.shape[-1]) for wants in wanted if wants]
 
 
-@_row_sums.register_fake
-def _(grad_output: Tensor, sizes: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    return [grad_output.new_empty(grad_output.shape[-1]) for wants in wanted if wants]
+@_operator(_loop_sums, "(Tensor sizes, Tensor dy, bool[] wanted) -> Tensor[]")
+def _row_sums(sizes: Tensor, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return [dy.new_empty(dy.shape[-1]) for wants in wanted if wants]

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from ..core.op_context import OperationContext
 from ..core.quantization import QuantizedTensor, Usage
-from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.quantization.state import quantizer_names
 from ._common import rows_of
 from ._grouped import Groups
+from ._products import quantized_backward, quantized_operands
 
 _NAMES = "input", "weight", "grad_output"
 
@@ -40,9 +40,8 @@ class QuantizedGroups:
     def __init__(self, op: Any, ctx: OperationContext, groups: Groups, *, stacked: bool) -> None:
         if groups.counts is None:
             who = f"{type(op).__name__} under a recipe expected split_sizes that have values"
-            raise RuntimeError(
-                f"{who}, got a {type(groups.sizes).__name__} on a fake or meta device"
-            )
+            got = f"a {type(groups.sizes).__name__} on a fake or meta device"
+            raise RuntimeError(f"{who}, got {got}")
         forward, backward = [quantizer_names(op, mode) for mode in ("forward", "backward")]
         names = enumerate(zip(forward[::2], forward[1::2], backward, strict=True))
         self._groups = [_Group(ctx, of, *((0, i) if stacked else (i, None))) for i, of in names]
@@ -80,9 +79,8 @@ class QuantizedGroups:
         width = grad_output.shape[-1]
         dxs: list[Any] = []
         grads: list[Any] = []
-        for group, rows, *saved in zip(
-            self._groups, self._split(grad_output), xs, weights, strict=True
-        ):
+        parts = zip(self._groups, self._split(grad_output), xs, weights, strict=True)
+        for group, rows, *saved in parts:
             dx = grad = None
             if any(tensor is not None for tensor in saved):
                 group.saved_tensors = saved
@@ -125,9 +123,8 @@ class _Group:
         self.requires_grad, self.input_requires_grad = ctx.requires_grad, ctx.input_requires_grad
         self.param_requires_grad = ctx.param_requires_grad[here]
         self.params = [param if part is None else param[part] for param in ctx.params[here]]
-        self.quantizers = {
-            tensor: ctx.quantizers[name] for tensor, name in zip(_NAMES, names, strict=True)
-        }
+        quantizers = [ctx.quantizers[name] for name in names]
+        self.quantizers = dict(zip(_NAMES, quantizers, strict=True))
 
     def quantized_weight(self, usage: Usage, *, name: str, index: int) -> QuantizedTensor:
         """As :meth:`OperationContext.quantized_weight`, for this group."""

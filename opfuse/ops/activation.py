@@ -15,31 +15,25 @@ from torch.nn import functional as F
 
 from ..core.identity import PassThrough
 from ..core.op import BasicOperation
-from ..core.op_context import Grads, OperationContext
+from ..core.op_context import OperationContext, Unread
 from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, dispatch_modes, in_blocks
+from ._common import OpGrads, RowwiseOperation, check_bool, expected
 
+_LINEAR = ("linear_value", "linear_derivative")
+_GRADIENTS = ("derivative", "value", *_LINEAR, "split", "join", "_gradient", "gate_gradient")
 _SHORTCUTS = {
     "value_and_derivative": ("value", "derivative"),
-    "linear_value_and_derivative": ("value", "linear_value", "linear_derivative"),
+    "linear_value_and_derivative": ("value", *_LINEAR),
     "gate_value": ("value",),
     "_gradient": ("derivative",),
     "gate_gradient": ("derivative",),
-    "device_functions": ("value", "derivative", "linear_value", "linear_derivative"),
+    "device_functions": ("value", "derivative", *_LINEAR),
+    "_write_gradients": _GRADIENTS,
+    "backward_value": (*_GRADIENTS, "_write_gradients"),
+    "forward_value": ("value", "linear_value", "split", "gate_value"),
 }
-_ALL = (
-    "derivative",
-    "value",
-    "linear_value",
-    "linear_derivative",
-    "split",
-    "join",
-    "_gradient",
-    "gate_gradient",
-)
-_SHORTCUTS |= {"_write_gradients": _ALL, "backward_value": (*_ALL, "_write_gradients")}
-_SHORTCUTS |= {"forward_value": ("value", "linear_value", "split", "gate_value")}
 """Optional methods for speed, and the methods that they must agree with.
 
 The first of the latter is abstract at first.
@@ -51,7 +45,7 @@ _COMMON = frozenset(vars(PassThrough()))
 """The attributes that every op has."""
 
 
-class Activation(BasicOperation):
+class Activation(RowwiseOperation):
     """An elementwise function. A subclass implements only :meth:`value` and :meth:`derivative`.
 
     Accepts any shape, which the output keeps; the output is in the compute dtype. Half precision is
@@ -69,7 +63,7 @@ class Activation(BasicOperation):
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
         deterministic: Whether the same input always gives the same output, so that it may be
             computed again. False for a class that implements any of the computing methods and does
-            not declare it.
+            not declare it, unless it is one of opfuse's.
 
     Args:
         cache_quantized_input: Keep the input for the backward in FP8, with one scale, as the recipe
@@ -88,9 +82,6 @@ class Activation(BasicOperation):
     deterministic: bool = True
     saved_names = ("input",)
     feature_ratio = 1
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
     casts_input = True
     _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set again
     _caches: bool = False
@@ -100,18 +91,16 @@ class Activation(BasicOperation):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        parts_known = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)].__module__.startswith(
-            "opfuse.ops."
-        )
-        if _newest(cls, _COMPUTING) < _newest(cls, {"deterministic"}):
-            type.__setattr__(cls, "deterministic", False)
-        type.__setattr__(cls, "_in_parts", parts_known)
+        computing = _newest(cls, _COMPUTING)
+        if computing < _newest(cls, {"deterministic"}):
+            type.__setattr__(cls, "deterministic", _is_of_ops(cls.__mro__[computing]))
+        formulas = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)]
+        type.__setattr__(cls, "_in_parts", _is_of_ops(formulas))
         for name, replaced in _SHORTCUTS.items():
             newest = _newest(cls, set(replaced))
             for index, base in enumerate(cls.__mro__):
-                made_of_them = getattr(
-                    getattr(base, replaced[0], None), "__isabstractmethod__", False
-                )
+                first = getattr(base, replaced[0], None)
+                made_of_them = getattr(first, "__isabstractmethod__", False)
                 if name in vars(base) and (index <= newest or made_of_them):
                     break
             if name in vars(base) and index > _newest(cls, {name}):
@@ -119,14 +108,12 @@ class Activation(BasicOperation):
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        if not isinstance(cache_quantized_input, bool):
-            what = f"a bool as cache_quantized_input, got {cache_quantized_input!r}"
-            raise TypeError(f"{type(self).__name__} expected {what}")
+        check_bool(self, "cache_quantized_input", cache_quantized_input)
         self._caches = cache_quantized_input
 
     @property
     def cache_quantized_input(self) -> bool:
-        """Whether the input is kept in FP8."""
+        """True if the input is kept in FP8."""
         return self._caches
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
@@ -140,13 +127,10 @@ class Activation(BasicOperation):
 
     def _find_numbers(self) -> None:
         """Find the op's own plain values: attributes that no class of the library has."""
-        foreign = [
-            base
-            for base in type(self).__mro__
-            if not base.__module__.startswith(("opfuse.", "torch."))
-        ]
+        mro = type(self).__mro__
+        library = [base for base in mro if base.__module__.startswith(("opfuse.", "torch."))]
+        foreign = [base for base in mro if base not in library]
         members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
-        library = [base for base in type(self).__mro__ if base not in foreign]
         skipped = _COMMON.union(self._fixed, *map(vars, library))
         codes = [member.__code__ for member in members.values() if inspect.isfunction(member)]
         if any("training" in code.co_names for code in codes):
@@ -166,29 +150,19 @@ class Activation(BasicOperation):
             raise RuntimeError(f"{cls.__name__}.{name} is fixed: write a subclass")
         if name not in _FORMULAS:
             return
-        ready = [
-            base
-            for base in cls.__mro__
-            if base.__module__.startswith("opfuse.") and issubclass(base, Activation)
-        ]
-        if not all(map(inspect.isabstract, ready)):
-            raise RuntimeError(
-                f"{cls.__name__}.{name} cannot be replaced, kernels would not follow: "
-                "write a subclass"
-            )
+        library = [base for base in cls.__mro__ if base.__module__.startswith("opfuse.")]
+        if not all(inspect.isabstract(base) for base in library if issubclass(base, Activation)):
+            why = "cannot be replaced, kernels would not follow: write a subclass"
+            raise RuntimeError(f"{cls.__name__}.{name} {why}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         who = f"{type(self).__name__}.{name}"
         if name in _FORMULAS and hasattr(type(self), name):
-            raise RuntimeError(
-                f"{who} cannot be replaced on one op, whose kernels would not follow: "
-                "write a subclass"
-            )
+            why = "on one op, whose kernels would not follow: write a subclass"
+            raise RuntimeError(f"{who} cannot be replaced {why}")
         if name in self._fixed and hasattr(self, name):
-            raise RuntimeError(
-                f"{who} is fixed, and is {getattr(self, name)!r}: "
-                f"make another {type(self).__name__}"
-            )
+            remedy = f"make another {type(self).__name__}"
+            raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: {remedy}")
         super().__setattr__(name, value)
         own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
         if self._numbers_as_of is not None and (own or name in dict(self._numbers)):
@@ -288,8 +262,8 @@ class Activation(BasicOperation):
         dx = widen(grad_output) * self.derivative(wide_x)
         return dx.to(x.dtype) if out is None else out.copy_(dx)
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
         return self.forward_value(self.operand(ctx, input_))
 
@@ -317,9 +291,7 @@ class Activation(BasicOperation):
         (x,) = ctx.saved_tensors
         return x if type(x) is Tensor else dequantize(x)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Compute the gradient of the input; overwrite ``grad_output`` if allowed."""
         x = self.saved_input(ctx)
         if x is None:
@@ -333,17 +305,20 @@ class Activation(BasicOperation):
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (numbers.Number, str)) or (
-        isinstance(value, tuple) and all(map(_is_plain, value))
-    )
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (numbers.Number, str))
+
+
+def _is_of_ops(cls: type) -> bool:
+    """Return whether a class is defined here: its formulas take any rows, and do not draw."""
+    return cls.__module__.startswith("opfuse.ops.")
 
 
 def _newest(cls: type, names: set[str]) -> int:
     """Return the MRO index of the first class that defines one of these names."""
-    return next(
-        (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base))),
-        len(cls.__mro__),
-    )
+    found = (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base)))
+    return next(found, len(cls.__mro__))
 
 
 def _backward_kernel(
@@ -393,16 +368,13 @@ class GELU(Activation):
         ValueError: ``approximate`` is neither.
     """
 
-    deterministic = True
     _fixed = ("approximate",)
 
     def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
         if approximate not in ("tanh", "none"):
-            raise ValueError(
-                f"{type(self).__name__} expected approximate to be 'tanh' or 'none', "
-                f"got {approximate!r}"
-            )
+            what = "approximate to be 'tanh' or 'none'"
+            raise ValueError(expected(self, what, repr(approximate)))
         self.approximate = approximate
 
     def extra_repr(self) -> str:
@@ -416,14 +388,11 @@ class GELU(Activation):
     def derivative(self, x: Tensor) -> Tensor:
         """``(1 + t) / 2 + x (1 - t^2) u' / 2`` with ``t = tanh(u)``; or ``Phi(x) + x phi(x)``."""
         if getattr(self, "approximate", "tanh") == "none":
-            return (
-                0.5 * (1 + torch.erf(x * 0.7071067811865476))
-                + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
-            )
+            cdf = 0.5 * (1 + torch.erf(x * 0.7071067811865476))
+            return cdf + x * torch.exp(-0.5 * x * x) * 0.3989422804014327
         t = torch.tanh(x * (0.7978845608028654 + 0.035677408136300125 * x * x))
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (
-            0.7978845608028654 + 0.10703222440890037 * x * x
-        )
+        du = 0.7978845608028654 + 0.10703222440890037 * x * x
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * du
 
     forward_value = value  # torch computes half precision in fp32 itself
     # the default is for other activations that reuse GELU's methods
@@ -435,8 +404,6 @@ class QGELU(Activation):
 
     It is the approximation of equation 2 in Hendrycks and Gimpel 2016.
     """
-
-    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(1.702 x)``."""
@@ -461,8 +428,6 @@ class QGELU(Activation):
 class ReLU(Activation):
     """``max(x, 0)``."""
 
-    deterministic = True
-
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""
         return torch.relu(x)
@@ -477,8 +442,6 @@ class ReLU(Activation):
 
 class SReLU(Activation):
     """Squared ReLU: ``max(x, 0)^2`` (So et al. 2021)."""
-
-    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)^2``."""
@@ -499,8 +462,6 @@ class SReLU(Activation):
 
 class SiLU(Activation):
     """``x sigmoid(x)`` (Elfwing et al. 2017), also called Swish."""
-
-    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(x)``."""

@@ -13,15 +13,50 @@ from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation
-from ..core.op_context import Grads, OperationContext
+from ..core.op_context import OperationContext, Unread
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
-from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.settings import current
-from ._common import WithLaterArguments, check_size, shows
+from ._common import (
+    OpGrads,
+    RowwiseOperation,
+    WithLaterArguments,
+    check_size,
+    expected,
+    rows_of,
+    shows,
+)
+from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
 
 
-class BasicLinear(WithLaterArguments):
+class LinearOperation(RowwiseOperation):
+    """The declarations and the input's quantizer, which all ops with matrix products share."""
+
+    params_in_compute_dtype = True
+    casts_input = True
+    _shapes: Sequence[tuple[int, ...]] = ()  # of the parameters when the op was made
+
+    def _check_shapes(self, params: Sequence[Tensor]) -> None:
+        """Refuse parameters whose shape changed since the op was made."""
+        if [param.shape for param in params] == self._shapes:
+            return
+        for name, param, shape in zip(self.param_names or (), params, self._shapes, strict=True):
+            if param.shape != shape:
+                what = f"{name} of shape {shape}, as when it was made"
+                raise ValueError(expected(self, what, tuple(param.shape)))
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The quantizer of the input; None if the op quantizes the input itself.
+
+        It does so if the backward needs the unquantized input.
+        """
+        recipe = current.recipe
+        if recipe is not None and recipe.backward_override == "high_precision":
+            return None
+        return super().get_input_quantizer()
+
+
+class BasicLinear(WithLaterArguments, LinearOperation):
     """``y = x @ weight.T``: a linear layer without bias.
 
     Maps ``(..., in_features)`` to ``(..., out_features)``, in the compute dtype. ``weight`` has
@@ -62,11 +97,6 @@ class BasicLinear(WithLaterArguments):
 
     saved_names = ("input", "weight")
     takes_params = ("weight",)
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-    casts_input = True
     splits_backward = True
 
     def __init__(
@@ -92,9 +122,8 @@ class BasicLinear(WithLaterArguments):
         )
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
-        self.weight = nn.Parameter(
-            torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
-        )
+        weight = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
         self.reset_parameters()
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
@@ -130,10 +159,8 @@ class BasicLinear(WithLaterArguments):
             ValueError: It is not a matrix, or both flags are set.
         """
         if transposed and accumulate_into_main_grad:
-            raise ValueError(
-                "BasicLinear.reading: main_grad has the shape of a Parameter, which "
-                "transposed=True does not: leave out accumulate_into_main_grad"
-            )
+            why = "main_grad has the shape of a Parameter, which transposed=True does not"
+            raise ValueError(f"BasicLinear.reading: {why}: leave out accumulate_into_main_grad")
         sizes = tensor_of(cls, module, weight, dims=2).shape
         outputs, inputs = reversed(sizes) if transposed else sizes
         op = cls(
@@ -145,8 +172,8 @@ class BasicLinear(WithLaterArguments):
 
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""
-        if not self._sources and self.weight.numel() and not self.weight.is_meta:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if not self._sources:
+            draw(self.weight, self.in_features)
 
     extra_repr = shows("in_features", "out_features")
 
@@ -160,16 +187,6 @@ class BasicLinear(WithLaterArguments):
         """Input and weight of a linear layer, or the gradient of its output."""
         tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """The quantizer of the input; None if the op quantizes the input itself.
-
-        It does so if the backward needs the unquantized input.
-        """
-        recipe = current.recipe
-        if recipe is not None and recipe.backward_override == "high_precision":
-            return None
-        return BasicOperation.get_input_quantizer(self)  # ParallelLinear shares this method
 
     # The operation itself
 
@@ -205,10 +222,8 @@ class BasicLinear(WithLaterArguments):
             x, w = x.to(dtype), weight.to(dtype)
             (kept,) = kept_weights(ctx, (weight,), (w,))
         if ctx.requires_grad:
-            ctx.to_save = (
-                x if ctx.param_requires_grad[0] else None,
-                kept if ctx.input_requires_grad else None,
-            )
+            kept_x = x if ctx.param_requires_grad[0] else None
+            ctx.to_save = kept_x, kept if ctx.input_requires_grad else None
         return x, w
 
     @staticmethod
@@ -223,8 +238,8 @@ class BasicLinear(WithLaterArguments):
             w = w.to(ctx.dtype)
         return x, w
 
-    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The product, in ``ctx.dtype``; saves ``(input, weight)`` in that dtype, or quantized.
 
         The weight is saved as it is if ``ctx.saves_params``.
@@ -234,9 +249,7 @@ class BasicLinear(WithLaterArguments):
         x, w = BasicLinear.quantized_operands(ctx, input_)
         return F.linear(x.widened(), w.widened()).to(ctx.dtype or x.dtype)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> OpGrads:
         """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype.
 
         Autograd casts them at the end.
@@ -247,7 +260,8 @@ class BasicLinear(WithLaterArguments):
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
-        return None if w is None else dy @ w, (None if x is None else _grad_weight(dy, x),)
+        dx = None if w is None else dy @ w
+        return dx, (None if x is None else rows_of(dy).t().mm(rows_of(x)),)
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -257,6 +271,20 @@ class BasicLinear(WithLaterArguments):
         Returns zeros if hooks must run on ``.grad``, and None otherwise.
         """
         return (accumulate_main_grad(self, params[0], grads[0]),)
+
+
+def draw(param: Tensor | None, in_features: int | None) -> None:
+    """Draw a weight, or a bias of one dimension, as ``torch.nn.Linear`` does.
+
+    Nothing is drawn on the meta device.
+    """
+    if param is None or param.is_meta or not param.numel():
+        return
+    if param.ndim > 1:
+        nn.init.kaiming_uniform_(param, a=math.sqrt(5))
+    else:
+        bound = 1 / math.sqrt(in_features) if in_features else 0.0
+        nn.init.uniform_(param, -bound, bound)
 
 
 def _can_be_saved(weight: Tensor) -> bool:
@@ -304,29 +332,17 @@ def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
     who = f"{type(op).__name__}(accumulate_into_main_grad=True) expected"
     wanted = f"a tensor of shape {tuple(weight.shape)}"
     if not isinstance(weight, nn.Parameter):
-        raise RuntimeError(
-            f"{who} a Parameter as its weight, "
-            "got a tensor that is computed, as by a parametrization"
-        )
+        got = "got a tensor that is computed, as by a parametrization"
+        raise RuntimeError(f"{who} a Parameter as its weight, {got}")
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
     main_grad = getattr(weight, "main_grad", None)
     if not isinstance(main_grad, Tensor):
-        raise RuntimeError(
-            f"{who} {wanted} as weight.main_grad, got {main_grad!r}: set it before the backward"
-        )
-    if (
-        main_grad.shape != weight.shape
-        or main_grad.device != weight.device
-        or not main_grad.is_floating_point()
-    ):
+        got = f"got {main_grad!r}: set it before the backward"
+        raise RuntimeError(f"{who} {wanted} as weight.main_grad, {got}")
+    fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+    if not (fits and main_grad.is_floating_point()):
+        wanted = f"{wanted}, floating point and on {weight.device}, as weight.main_grad"
         got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)} on {main_grad.device}"
-        raise RuntimeError(
-            f"{who} {wanted}, floating point and on {weight.device}, as weight.main_grad, got {got}"
-        )
+        raise RuntimeError(f"{who} {wanted}, got {got}")
     return main_grad
-
-
-def _grad_weight(grad_output: Tensor, x: Tensor) -> Tensor:
-    dy_rows, x_rows = [tensor.unsqueeze(0).flatten(0, -2) for tensor in (grad_output, x)]
-    return dy_rows.t().mm(x_rows)

@@ -12,7 +12,7 @@ from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide, widen
 from . import _blocks
-from ._common import ExtraTensorOperation, rows_of, shows, whole
+from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -99,9 +99,8 @@ class CrossEntropy(ExtraTensorOperation):
             ValueError: They have another shape.
         """
         if not shape or targets.shape != shape[:-1]:
-            expected = f"{type(self).__name__} expected targets of shape {tuple(shape[:-1])}"
-            what = f"for logits of shape {tuple(shape)}, got {tuple(targets.shape)}"
-            raise ValueError(f"{expected} {what}")
+            what = f"targets of shape {tuple(shape[:-1])} for logits of shape {tuple(shape)}"
+            raise ValueError(expected(self, what, tuple(targets.shape)))
 
     def in_dtype(self, loss: Tensor, ctx: Any, input_: Tensor) -> Tensor:
         """The loss in the dtype that the op gives; for fusions too."""
@@ -169,18 +168,15 @@ def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
         targets: ``(rows,)``.
         numbers: Of the op.
     """
-    rows, targets = _rows_at_once(logits), targets.long()
-    pairs: Any = ((logits, targets),)
-    if rows is not None:
-        pairs = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
-    losses = [_losses(x, of_x, numbers) for x, of_x in pairs]
+    targets = targets.long()
+    losses = [_losses(numbers, *part) for part in _parts(logits, targets)]
     of_all = losses[0] if len(losses) == 1 else torch.cat(losses)
     if not (numbers.label_smoothing or numbers.z_loss):
         return of_all  # 0 where a row is ignored
     return torch.where(counts(targets, numbers), of_all, 0.0)
 
 
-def _losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
+def _losses(numbers: LossNumbers, logits: Tensor, targets: Tensor) -> Tensor:
     ignored, smoothing, z_loss, *_ = numbers
     z = _capped(widen(logits), numbers.softcap)
     log_p = z.log_softmax(-1)
@@ -235,20 +231,19 @@ def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: Los
         weights: The gradient of each row's loss, ``(rows,)``, in fp32 for half precision.
         numbers: Of the forward.
     """
-    rows, targets, weights = _rows_at_once(logits), targets.unsqueeze(-1), weights.unsqueeze(-1)
+    targets, weights = targets.unsqueeze(-1), weights.unsqueeze(-1)
     places = targets.long().where(counts(targets, numbers), 0)
-    given = logits, places, weights, weights * (numbers.label_smoothing - 1)
-    if rows is None:
-        return _gradients(*given, numbers).to(logits.dtype)
+    parts = _parts(logits, places, weights, weights * (numbers.label_smoothing - 1))
+    if len(parts) == 1:
+        return _gradients(numbers, *parts[0]).to(logits.dtype)
     out = torch.empty_like(logits)
-    blocks = [torch.split(tensor, rows) for tensor in (out, *given)]
-    for block, *of_block in zip(*blocks, strict=True):
-        block.copy_(_gradients(*of_block, numbers))  # type: ignore[call-arg]
+    for rows, part in zip(torch.split(out, len(parts[0][0])), parts, strict=True):
+        rows.copy_(_gradients(numbers, *part))
     return out
 
 
 def _gradients(
-    logits: Tensor, places: Tensor, weights: Tensor, at_places: Tensor, numbers: LossNumbers
+    numbers: LossNumbers, logits: Tensor, places: Tensor, weights: Tensor, at_places: Tensor
 ) -> Tensor:
     _, smoothing, z_loss, softcap, _ = numbers
     z = _capped(widen(logits), softcap)
@@ -266,8 +261,9 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _rows_at_once(logits: Tensor) -> int | None:
-    """The number of rows to process at once, so that temporaries fit a cache; None: all."""
+def _parts(logits: Tensor, *others: Tensor) -> list[Any]:
+    """The rows to process at once, so that temporaries fit a cache; one part on other devices."""
     if not logits.is_cpu or logits.numel() <= _blocks.LEAST or _blocks.tracing():
-        return None
-    return max(1, _blocks.BLOCK // logits.shape[-1])
+        return [(logits, *others)]
+    rows = max(1, _blocks.BLOCK // logits.shape[-1])
+    return list(zip(*[torch.split(each, rows) for each in (logits, *others)], strict=True))

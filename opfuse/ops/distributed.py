@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op import BasicOperation
-from ..core.op_context import Grads, OperationContext
-from ._common import shows
+from ..core.op_context import OperationContext, Unread
+from ._common import OpGrads, expected, shows
 
 
 class _Collective(BasicOperation):
@@ -25,23 +25,19 @@ class _Collective(BasicOperation):
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                f"{type(self).__name__} needs torch.distributed.init_process_group "
-                "to be called first"
-            )
+            needed = "torch.distributed.init_process_group to be called first"
+            raise RuntimeError(f"{type(self).__name__} needs {needed}")
         self.process_group = process_group
         self.process_group_size = dist.get_world_size(process_group)
 
     extra_repr = shows("process_group_size")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Run the collective on the input; save nothing."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Run the adjoint collective on the gradient."""
         return grad_output if self.process_group_size == 1 else self._back(grad_output), ()
 
@@ -55,20 +51,15 @@ class _Collective(BasicOperation):
         size = self.process_group_size
         self._check_dimensions(tensor)
         if tensor.shape[0] % size:
-            expected = (
-                f"{type(self).__name__} expected a multiple of {size}, "
-                "the number of processes, in dimension 0"
-            )
-            raise ValueError(f"{expected}, got shape {tuple(tensor.shape)}")
+            what = f"a multiple of {size}, the number of processes, in dimension 0"
+            raise ValueError(expected(self, what, f"shape {tuple(tensor.shape)}"))
         part = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
         dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.process_group)
         return part
 
     def _check_dimensions(self, tensor: Tensor) -> None:
         if not tensor.ndim:
-            raise ValueError(
-                f"{type(self).__name__} expected a tensor with at least one dimension, got a scalar"
-            )
+            raise ValueError(expected(self, "a tensor with at least one dimension", "a scalar"))
 
 
 class AllGather(_Collective):

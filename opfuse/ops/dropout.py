@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.op import BasicOperation
-from ..core.op_context import Grads
-from ._common import shows
+from ..core.op_context import Unread
+from ._common import OpGrads, RowwiseOperation, expected, shows
 
 
-class Dropout(BasicOperation):
+class Dropout(RowwiseOperation):
     """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
 
     See Srivastava et al. 2014. Takes and gives any shape, in the dtype of the input. Draws from
@@ -27,25 +26,21 @@ class Dropout(BasicOperation):
     """
 
     saved_names = ("mask",)
-    keeps_rows = True
     context_names = ("p",)
     real_numbers = ("p",)
     feature_ratio = 1
     grad_input = "same"
-    differentiable = True
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
         if not 0 <= self.p <= 1:
-            raise ValueError(
-                f"{type(self).__name__} expected a probability p between 0 and 1, got {p!r}"
-            )
+            raise ValueError(expected(self, "a probability p between 0 and 1", repr(p)))
 
     extra_repr = shows("p")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output; saves ``(mask,)``, leaves ``ctx.p``.
 
         The mask is True where an element stays, and None where all do.
@@ -58,7 +53,7 @@ class Dropout(BasicOperation):
             ctx.save_for_backward(mask if ctx.input_requires_grad else None)
         return y
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = dy * mask / (1 - p)``, with the forward's ``p``."""
         (mask,) = ctx.saved_tensors
         if mask is None:

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..core.precision import cast, wide
 from ._blocks import blocks, in_blocks, tracing
-from ._common import check_size, shows
+from ._common import check_size, expected, shows
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
@@ -42,7 +42,6 @@ class GatedActivation(Activation):
     """
 
     gated: ClassVar[bool] = True
-    deterministic = True
     feature_ratio = 2
     _fixed: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
     _has_kernels: ClassVar[bool] = False  # gate_value and gate_gradient are kernels
@@ -53,15 +52,9 @@ class GatedActivation(Activation):
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        size = (
-            None
-            if glu_interleave_size is None
-            else check_size(self, "glu_interleave_size", glu_interleave_size)
-        )
-        if size == 0:
-            raise ValueError(
-                f"{type(self).__name__} expected a glu_interleave_size of at least 1, got 0"
-            )
+        size = glu_interleave_size
+        if size is not None and not (size := check_size(self, "glu_interleave_size", size)):
+            raise ValueError(expected(self, "a glu_interleave_size of at least 1", size))
         self.glu_interleave_size = size
 
     def linear_value(self, b: Tensor) -> Tensor:
@@ -83,11 +76,8 @@ class GatedActivation(Activation):
         size = self.glu_interleave_size
         width = x.shape[-1] if x.ndim else 1
         if width % (parts := 2 * (size or 1)):
-            expected = (
-                f"{type(self).__name__} expected a multiple of {parts} features "
-                "in the last dimension"
-            )
-            raise ValueError(f"{expected}, got shape {tuple(x.shape)}")
+            what = f"a multiple of {parts} features in the last dimension"
+            raise ValueError(expected(self, what, f"shape {tuple(x.shape)}"))
         if size is None:
             a, b = x.chunk(2, -1)
             return a, b
@@ -118,9 +108,8 @@ class GatedActivation(Activation):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         base = GatedActivation
-        cls._has_kernels = (
-            base.gate_value is not cls.gate_value and base.gate_gradient is not cls.gate_gradient
-        )
+        own_value = base.gate_value is not cls.gate_value
+        cls._has_kernels = own_value and base.gate_gradient is not cls.gate_gradient
         linear = cls.linear_value, cls.linear_derivative
         cls._rounds = cls._has_kernels and linear == (base.linear_value, base.linear_derivative)
         cls._splits = (cls.split, cls.join) == (base.split, base.join)
@@ -193,11 +182,9 @@ class GatedActivation(Activation):
     def _halves(self, x: Tensor) -> tuple[Tensor, ...]:
         """Views of the gate and of the linear half; interleaved, they have a dimension more."""
         size = self.glu_interleave_size
-        return (
-            x.chunk(2, -1)
-            if size is None
-            else x.view(*x.shape[:-1], x.shape[-1] // (2 * size), 2, size).unbind(-2)
-        )
+        if size is None:
+            return x.chunk(2, -1)
+        return x.view(*x.shape[:-1], x.shape[-1] // (2 * size), 2, size).unbind(-2)
 
     def _like(self, y: Tensor) -> Tensor:
         """A view of a tensor ``(..., n)`` in the shape of the halves."""
@@ -214,8 +201,6 @@ class _InHalves(GatedActivation):
 
 class GLU(_InHalves):
     """``sigmoid(a) b`` (Dauphin et al. 2016)."""
-
-    deterministic = True
 
     def value(self, x: Tensor) -> Tensor:
         """``sigmoid(x)``."""
@@ -239,7 +224,6 @@ class GLU(_InHalves):
 class GEGLU(_InHalves):
     """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
 
-    deterministic = True
     approximate = "tanh"  # read by GELU's methods
     _fixed = (*_InHalves._fixed, "approximate")
     value = GELU.value
@@ -251,7 +235,6 @@ class GEGLU(_InHalves):
 class QGEGLU(_InHalves):
     """``a sigmoid(1.702 a) b``."""
 
-    deterministic = True
     value = QGELU.value
     derivative = QGELU.derivative
     value_and_derivative = QGELU.value_and_derivative
@@ -260,7 +243,6 @@ class QGEGLU(_InHalves):
 class ReGLU(_InHalves):
     """``max(a, 0) b`` (Shazeer 2020)."""
 
-    deterministic = True
     value = ReLU.value
     derivative = ReLU.derivative
     gate_value = ReLU.forward_value
@@ -270,7 +252,6 @@ class ReGLU(_InHalves):
 class SReGLU(_InHalves):
     """``max(a, 0)^2 b``."""
 
-    deterministic = True
     value = SReLU.value
     derivative = SReLU.derivative
     gate_value = SReLU.forward_value
@@ -280,7 +261,6 @@ class SReGLU(_InHalves):
 class SwiGLU(GatedActivation):
     """``silu(a) b`` (Shazeer 2020)."""
 
-    deterministic = True
     value = SiLU.value
     derivative = SiLU.derivative
     gate_value = SiLU.forward_value
@@ -302,7 +282,6 @@ class SiTUGLU(GatedActivation):
         ValueError: A bound is not finite, or not greater than 0.
     """
 
-    deterministic = True
     context_names = ("numbers",)
     real_numbers = ("beta1", "beta2")
 
@@ -319,9 +298,7 @@ class SiTUGLU(GatedActivation):
         )
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
             if not (math.isfinite(beta) and beta > 0):
-                raise ValueError(
-                    f"{type(self).__name__} expected a finite {name} greater than 0, got {beta!r}"
-                )
+                raise ValueError(expected(self, f"a finite {name} greater than 0", repr(beta)))
         self.beta1 = float(beta1)
         self.beta2 = float(beta2)
 
@@ -372,7 +349,6 @@ class ClampedSwiGLU(GatedActivation):
         ValueError: ``limit`` is negative or not a number.
     """
 
-    deterministic = True
     context_names = ("numbers",)
     real_numbers = ("limit", "alpha", "glu_linear_offset")
 
@@ -389,7 +365,7 @@ class ClampedSwiGLU(GatedActivation):
             cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
         if not limit >= 0:
-            raise ValueError(f"{type(self).__name__} expected a limit of at least 0, got {limit!r}")
+            raise ValueError(expected(self, "a limit of at least 0", repr(limit)))
         self.limit = float(limit)
         self.alpha = float(alpha)
         self.glu_linear_offset = float(glu_linear_offset)

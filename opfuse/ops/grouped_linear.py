@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -16,37 +15,27 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
-from ._common import ExtraTensorOperation, WithLaterArguments, check_shapes, check_size, shows
-from ._grouped import (
-    Groups,
-    add_scaled,
-    groups_of,
-    input_grads,
-    products,
-    row_sums,
-    scale_grads,
-    stacked_grads,
-    weight_grads,
-)
+from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
+from ._grouped import Groups, groups_of
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, accumulate_main_grad
+from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
-class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
+class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     """``y_i = x_i @ weight_i.T + bias_i`` for each group ``i`` of rows: one linear layer per group.
 
     Takes ``x`` of shape ``(rows, ..., in_features)`` and one extra input ``split_sizes``: integers
-    of shape ``(num_groups,)``, how many rows of the first dimension belong to each group, one group
-    behind the other. Gives ``(rows, ..., out_features)``, in the compute dtype. A group may have no
-    rows; the gradients of its parameters are zeros then.
+    of shape ``(num_groups,)``, the number of rows of each group. The groups follow one another in
+    the first dimension. Gives ``(rows, ..., out_features)``, in the compute dtype. A group may have
+    no rows; the gradients of its parameters are zeros then.
 
     With ``scale_bias`` there is a second extra input, ``scales`` of shape ``(rows, ...)`` and any
-    floating dtype: a group's bias is multiplied by the scale of each row before it is added, as the
-    last layer of a mixture of experts needs it whose activation is weighted.
+    floating dtype: a group's bias is multiplied by the scale of each row before it is added. The
+    last layer of a mixture of experts needs this if its activation is weighted.
 
     The parameters are ``weight0``, ``weight1``, ... of shape ``(out_features, in_features)`` and
     ``bias0``, ``bias1``, ... of shape ``(out_features,)``; each pair starts as that of
@@ -85,7 +74,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         single_grouped_weight: False; True comes with a later release.
         single_grouped_bias: False; True comes with a later release.
         delay_wgrad_compute: False; True comes with a later release.
-        scale_bias: Whether the biases are scaled, see above. Without biases it changes nothing.
+        scale_bias: Scale the biases, see above. Without biases it changes nothing.
 
     Raises:
         TypeError: A size is not a whole number; in a call, ``split_sizes`` that are not integers,
@@ -103,13 +92,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     extra_input_dtypes: tuple[str, ...] = ("integer",)
     kwarg_names: ClassVar[tuple[str, ...] | None] = (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)
     context_names = ("grad_input_buffer",)
-    keeps_rows = True
     extras_of_any_dtype = True
     reads_sizes = True  # under a recipe, which torch.compile cannot trace
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-    casts_input = True
     _is_one = False  # whether the weights are one parameter, of another module
 
     def __init__(
@@ -138,7 +122,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         )
         self.num_groups = check_size(self, "num_groups", num_groups)
         if not self.num_groups:
-            raise ValueError(f"{type(self).__name__} expected num_groups of at least 1, got 0")
+            raise ValueError(expected(self, "num_groups of at least 1", 0))
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self._register(bias, device=device, dtype=dtype)
@@ -160,8 +144,8 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
     def reading(cls, module: nn.Module, weight: str = "weight", *, name: str = "") -> GroupedLinear:
         """Return an op without biases that reads all weights from one parameter of another module.
 
-        Mixtures of experts keep them so. The op then has one parameter, ``weight``, and one
-        gradient for all groups. See :meth:`BasicLinear.reading`.
+        Mixtures of experts often store them that way. The op then has one parameter, ``weight``,
+        and one gradient for all groups. See :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the weights.
@@ -183,33 +167,25 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     def reset_parameters(self) -> None:
         """Draw the parameters again; nothing is drawn on the meta device."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for name, param in self.named_parameters():
-            if not param.numel():
-                continue
-            if name.startswith("weight"):
-                nn.init.kaiming_uniform_(param, a=math.sqrt(5))
-            else:
-                nn.init.uniform_(param, -bound, bound)
+        for param in self.parameters():
+            draw(param, self.in_features)
 
     @property
     def has_bias(self) -> bool:
-        """Whether there are biases."""
+        """True if there are biases."""
         return self.bias0 is not None
 
     @property
     def scales_bias(self) -> bool:
-        """Whether there are biases, and each is scaled by row."""
+        """True if there are biases, and each is scaled by row."""
         return self.num_extra_inputs == 2
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """``input``, ``split_sizes``, ``weight0``..., ``input0``..., ``scales``, ``bias0``..."""
         # one weight comes before those that a recipe makes of it, scales only if biases are scaled
-        of_groups = [
-            [f"{n}{i}" for i in range(self.num_groups)] for n in ("input", "weight", "bias")
-        ]
-        inputs, weights, biases = of_groups
+        groups = range(self.num_groups)
+        inputs, weights, biases = [[f"{n}{i}" for i in groups] for n in ("input", "weight", "bias")]
         one, scaled = ["weight"] * self._is_one, ["scales", *biases] if self.scales_bias else []
         return ("input", "split_sizes", *one, *weights, *inputs, *scaled)
 
@@ -251,17 +227,22 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         """
         (ctx,), ((split_sizes, *scales),) = basic_op_ctxs, basic_op_extra_inputs
         self._check(input_, split_sizes, *scales)
-        check_shapes(self, ctx.params, self._shapes)
+        self._check_shapes(ctx.params)
         dtype, params = ctx.dtype or input_.dtype, ctx.params
         x = input_ if ctx.quantizers else cast(input_, dtype)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))
         groups = groups_of(x, split_sizes, self._features, recorded or bool(ctx.quantizers))
-        into = self._places(basic_op_kwargs[0], input_, dtype, (*params, *scales), recorded)
+        into = self._places(basic_op_kwargs[0], input_, dtype, [*params, *scales], recorded)
         biases = [cast(bias, dtype) for bias in params[self._count :]]
-        run = self._quantized_products if ctx.quantizers else self._products
-        y, saved = run(ctx, groups, x, () if scales else biases, dtype)
+        added = () if scales else biases
+        if ctx.quantizers:
+            parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
+            y, of_x, of_weights = parts.products(x, added, dtype)
+            saved = (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
+        else:
+            y, saved = self._products(ctx, groups, x, added, dtype)
         if scales:
-            y = add_scaled(groups, y, biases, *scales)
+            y = groups.add_scaled(y, biases, *scales)
         if ctx.requires_grad:
             ctx.save_for_backward(*saved, *self._saved_to_scale(ctx, biases, *scales))
             ctx.grad_input_buffer = into[1]
@@ -269,22 +250,14 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
 
     def _products(
         self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Sequence[Any]]:
+    ) -> tuple[Tensor, tuple[Any, ...]]:
         """The products, and what the backward needs, in the order of ``saved_names``."""
         count = self._count
         weights = [cast(weight, dtype) for weight in ctx.params[:count]]
-        y = products(groups, x, weights[0] if self._is_one else weights, biases)
+        y = groups.products(x, weights[0] if self._is_one else weights, biases)
         kept_x = x if any(ctx.param_requires_grad[:count]) else None
         kept = weights if ctx.input_requires_grad else [None] * count
         return y, (kept_x, groups.sizes, *kept, *[None] * self.num_groups * (1 + self._is_one))
-
-    def _quantized_products(
-        self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[Tensor, Sequence[Any]]:
-        """The quantized products, and what the backward needs, as :meth:`_products`."""
-        parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
-        y, of_x, of_weights = parts.products(x, biases, dtype)
-        return y, (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
 
     def _saved_to_scale(
         self, ctx: Any, biases: Sequence[Tensor], scales: Tensor | None = None
@@ -297,12 +270,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         return scales if needed else None, *(biases if wanted else [None] * len(biases))
 
     def _places(
-        self,
-        given: dict[str, Any],
-        x: Tensor,
-        dtype: torch.dtype,
-        others: Sequence[Tensor],
-        recorded: bool,
+        self, given: Any, x: Tensor, dtype: torch.dtype, read: list[Tensor], recorded: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """The caller's tensors for the output and for the gradient of the input."""
         if not given:
@@ -313,7 +281,7 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         output, grad_input = [given.get(n) for n in (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)]
         like = x.new_empty(0, dtype=dtype)
         shape = (*x.shape[:-1], self.out_features)
-        check_buffer(self, OUTPUT_BUFFER_KEY, output, shape, like, (x, *others))
+        check_buffer(self, OUTPUT_BUFFER_KEY, output, shape, like, [x, *read])
         check_buffer(self, GRAD_INPUT_BUFFER_KEY, grad_input, x.shape, like)
         return output, grad_input
 
@@ -350,12 +318,12 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         """The gradients of the input and of the weights."""
         dx = None
         if weights[0] is not None:
-            dx = input_grads(groups, dy, weights[0] if self._is_one else weights)
+            dx = groups.input_grads(dy, weights[0] if self._is_one else weights)
         if x is None:
             return dx, [None] * self._count
         if self._is_one:
-            return dx, [stacked_grads(groups, dy, x, self.num_groups)]
-        return dx, weight_grads(groups, dy, x, ctx.param_requires_grad[: self._count])
+            return dx, [groups.stacked_grads(dy, x, self.num_groups)]
+        return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
 
     def _bias_grads(
         self, ctx: Any, groups: Groups, dy: Tensor, scales: Tensor | None = None, *biases: Tensor
@@ -364,12 +332,12 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         wanted = ctx.param_requires_grad[self._count :]
         of_biases: Sequence[Tensor | None] = [None] * len(wanted)
         if any(wanted):
-            of_biases = row_sums(groups, dy, wanted, scales)
+            of_biases = groups.row_sums(dy, wanted, scales)
         if not self.scales_bias:
             return of_biases, ()
         if scales is None or biases[0] is None:
             return of_biases, (None,)
-        return of_biases, (scale_grads(groups, dy, biases).to(scales.dtype),)
+        return of_biases, (groups.scale_grads(dy, biases).to(scales.dtype),)
 
     @property
     def _count(self) -> int:
@@ -381,17 +349,18 @@ class GroupedLinear(WithLaterArguments, ExtraTensorOperation):
         return self.in_features, self.out_features  # type: ignore[return-value]
 
     def _check(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> None:
-        who, expected = type(self).__name__, f"split_sizes of shape ({self.num_groups},)"
+        shape = input_.shape
         if not is_kind("integer", split_sizes.dtype):
-            refuse_kind(f"split_sizes of {who}", "integer", split_sizes.dtype)
+            refuse_kind(f"split_sizes of {type(self).__name__}", "integer", split_sizes.dtype)
         if split_sizes.shape != (self.num_groups,):
-            raise ValueError(f"{who} expected {expected}, got {tuple(split_sizes.shape)}")
-        if input_.ndim < 2:
-            shape = tuple(input_.shape)
-            raise ValueError(f"{who} expected an input of at least 2 dimensions, got shape {shape}")
-        if scales is not None and scales.shape != input_.shape[:-1]:
-            shapes = f"{tuple(input_.shape[:-1])}, a scale for each row, got {tuple(scales.shape)}"
-            raise ValueError(f"{who} expected scales of shape {shapes}")
+            what = f"split_sizes of shape ({self.num_groups},)"
+            raise ValueError(expected(self, what, tuple(split_sizes.shape)))
+        if len(shape) < 2:
+            got = f"shape {tuple(shape)}"
+            raise ValueError(expected(self, "an input of at least 2 dimensions", got))
+        if scales is not None and scales.shape != shape[:-1]:
+            what = f"scales of shape {tuple(shape[:-1])}, a scale for each row"
+            raise ValueError(expected(self, what, tuple(scales.shape)))
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]

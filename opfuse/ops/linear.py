@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,13 @@ from torch import Tensor, nn
 
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation, FusedOperation
-from ..core.op_context import Grads, ModuleCache, OperationContext
-from ._common import WithLaterArguments, check_size, sum_rows
+from ..core.op_context import ModuleCache, OperationContext, Unread
+from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, sum_rows
 from ._reading import check_stock, tensor_of
-from .basic_linear import BasicLinear
+from .basic_linear import BasicLinear, draw
 
 
-class Bias(WithLaterArguments):
+class Bias(WithLaterArguments, RowwiseOperation):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
     Takes and returns ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
@@ -40,8 +39,6 @@ class Bias(WithLaterArguments):
     saved_names = ()
     takes_params = ("bias",)
     grad_input = "same"
-    keeps_rows = True
-    differentiable = True
 
     def __init__(
         self,
@@ -83,15 +80,13 @@ class Bias(WithLaterArguments):
         """The size."""
         return f"size={self.in_features}"
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The sum; saves nothing."""
         y: Tensor = input_ + ctx.params[0]
         return y if y.dtype is input_.dtype else y.to(input_.dtype)
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """``dx = dy``; ``dbias`` is the sum of ``dy`` over all rows."""
         if not ctx.param_requires_grad[0]:
             return grad_output, (None,)
@@ -162,7 +157,7 @@ class Linear(FusedOperation):
             op.lend_parameters(self)
         if not bias:
             self.register_parameter("bias", None)
-        self._reset_bias()
+        draw(self.bias, self.in_features)
 
     @classmethod
     def of(
@@ -199,17 +194,15 @@ class Linear(FusedOperation):
         ops = nn.ModuleList([copy.copy(op) for op in self.basic_ops])
         for op in ops:
             vars(op)["_sources"] = {name: ParamSource(twin, name) for name in vars(op)["_sources"]}
-        vars(twin).update(
-            vars(self), _modules={**self._modules, "basic_ops": ops}, _cache=ModuleCache()
-        )
+        modules = {**self._modules, "basic_ops": ops}
+        vars(twin).update(vars(self), _modules=modules, _cache=ModuleCache())
         return twin
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; refused for the bias of a layer without one."""
         if name == "bias" and param is not None and len(self.basic_ops) == 1:
-            raise RuntimeError(
-                "Linear(bias=False) does not add a bias: make one with bias=True and set its bias"
-            )
+            remedy = "make one with bias=True and set its bias"
+            raise RuntimeError(f"Linear(bias=False) does not add a bias: {remedy}")
         super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
@@ -217,16 +210,8 @@ class Linear(FusedOperation):
 
         On the meta device nothing is drawn.
         """
-        if self.weight.is_meta:
-            return
-        if self.weight.numel():
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self._reset_bias()
-
-    def _reset_bias(self) -> None:
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
-            nn.init.uniform_(self.bias, -bound, bound)
+        for param in (self.weight, self.bias):
+            draw(param, self.in_features)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):
@@ -237,7 +222,5 @@ class Linear(FusedOperation):
 
     def extra_repr(self) -> str:
         """The sizes, and whether there is a bias."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"

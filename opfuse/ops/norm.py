@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,21 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..core.fusible import ParamSource
-from ..core.op import BasicOperation
-from ..core.op_context import Grads
+from ..core.op_context import Unread
 from ..core.precision import cast, wide
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
-from ._common import check_shape, shows, sum_rows
+from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
 
 
-class _Norm(BasicOperation):
+class _Norm(RowwiseOperation):
     """The base of LayerNorm and RMSNorm: the shape, the parameters, and their arguments."""
 
     context_names = ("zero_centered_gamma",)
     real_numbers = ("eps",)
     takes_params = ("weight", "bias")
-    grad_input = "fresh"
-    differentiable = True
     autocast_dtype = torch.float32
-    keeps_rows = True
+    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -48,47 +45,38 @@ class _Norm(BasicOperation):
         self.zero_centered_gamma = zero_centered_gamma
         margins = sm_margin.values() if isinstance(sm_margin, dict) else [sm_margin]
         if not all(isinstance(margin, int) for margin in margins):
-            raise TypeError(
-                f"{type(self).__name__} expected an int or a dict of ints as sm_margin, "
-                f"got {sm_margin!r}"
-            )
+            what = "an int or a dict of ints as sm_margin"
+            raise TypeError(expected(self, what, repr(sm_margin)))
         self.sm_margin = sm_margin
         if zero_centered_gamma and not elementwise_affine:
-            who = (
-                f"{type(self).__name__} expected elementwise_affine=True "
-                "for zero_centered_gamma=True"
-            )
-            raise ValueError(f"{who}, got {elementwise_affine!r}")
+            what = "elementwise_affine=True for zero_centered_gamma=True"
+            raise ValueError(expected(self, what, repr(elementwise_affine)))
         self.elementwise_affine = elementwise_affine
-        self.weight: nn.Parameter | None
-        empty = (
-            torch.empty(self.normalized_shape, device=device, dtype=dtype)
-            if elementwise_affine
-            else None
-        )
-        self.register_parameter("weight", None if empty is None else nn.Parameter(empty))
+        weight = None
+        if elementwise_affine:
+            weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+        self.register_parameter("weight", weight)
         self.reset_parameters()
 
     def extra_repr(self) -> str:
         """The shape and the constants."""
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
-        return (
-            f"{self.normalized_shape}, eps={self.eps}{affine}, "
-            f"zero_centered_gamma={self.zero_centered_gamma}"
-        )
+        known = f"{self.normalized_shape}, eps={self.eps}{affine}"
+        return f"{known}, zero_centered_gamma={self.zero_centered_gamma}"
 
     def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else, if the op holds them."""
-        if self.weight is not None and not self._sources:
+        """Set the parameters so that the op only normalizes, unless another module holds them."""
+        if self._sources:
+            return
+        if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if (bias := getattr(self, "bias", None)) is not None:
+            nn.init.zeros_(bias)
 
     def _check_input(self, x: Tensor) -> None:
         shape = self.normalized_shape  # of one dimension: the chain has checked it
         if len(shape) > 1 and x.shape[-len(shape) :] != shape:
-            raise ValueError(
-                f"{type(self).__name__} expected last dimensions {shape}, "
-                f"got shape {tuple(x.shape)}"
-            )
+            raise ValueError(expected(self, f"last dimensions {shape}", f"shape {tuple(x.shape)}"))
 
 
 def _scale(weight: Tensor | None, dtype: torch.dtype, zero_centered: bool) -> Tensor | None:
@@ -124,6 +112,7 @@ class LayerNorm(_Norm):
     """
 
     saved_names = ("input", "weight", "mean", "rstd")
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -146,10 +135,9 @@ class LayerNorm(_Norm):
             zero_centered_gamma=zero_centered_gamma,
             sm_margin=sm_margin,
         )
-        self.bias: nn.Parameter | None
-        zeros = (
-            None if self.weight is None or not bias else nn.Parameter(torch.zeros_like(self.weight))
-        )
+        zeros = None
+        if bias and self.weight is not None:
+            zeros = nn.Parameter(torch.zeros_like(self.weight))
         self.register_parameter("bias", zeros)
 
     @classmethod
@@ -176,7 +164,7 @@ class LayerNorm(_Norm):
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
             ValueError: As for :meth:`RMSNorm.reading`, or weight and bias differ in shape. In a
-                call, the module has got a bias since.
+                call, the module has a bias that it did not have when the op was made.
         """
         shape = tuple(tensor_of(cls, module, weight).shape)
         sources = {"weight": ParamSource(module, weight)}
@@ -185,15 +173,12 @@ class LayerNorm(_Norm):
             if (got := tuple(tensor_of(cls, module, bias).shape)) != shape:
                 what = f"{type(module).__name__}.{bias} of shape {shape}, that of {weight}"
                 raise ValueError(f"{cls.__name__}.reading expected {what}, got {got}")
+        number, biased = eps_of(cls, module, eps), "bias" in sources
         op = cls(
-            shape,
-            eps=eps_of(cls, module, eps),
-            bias="bias" in sources,
-            device="meta",
-            zero_centered_gamma=zero_centered_gamma,
+            shape, eps=number, bias=biased, device="meta", zero_centered_gamma=zero_centered_gamma
         )
         op.read_parameters(sources)
-        if bias is not None and "bias" not in sources:
+        if bias is not None and not biased:
             op._absent = (ParamSource(module, bias),)
         op.name = name
         return op
@@ -212,30 +197,19 @@ class LayerNorm(_Norm):
             TypeError: ``module`` is not such a module.
         """
         check_stock(cls, module, nn.LayerNorm)
-        op = cls(
-            module.normalized_shape,
-            eps=module.eps,
-            elementwise_affine=module.elementwise_affine,
-            bias=module.bias is not None,
-            device="meta",
-        )
+        shape, affine = module.normalized_shape, module.elementwise_affine
+        biased = module.bias is not None
+        op = cls(shape, eps=module.eps, elementwise_affine=affine, bias=biased, device="meta")
         op.weight, op.bias, op.name = module.weight, module.bias, name
         return op.train(module.training)
 
     def extra_repr(self) -> str:
         """The shape and the constants."""
-        return super().extra_repr() + (
-            ", bias=False" if self.elementwise_affine and self.bias is None else ""
-        )
+        lacks_bias = self.elementwise_affine and self.bias is None
+        return super().extra_repr() + (", bias=False" if lacks_bias else "")
 
-    def reset_parameters(self) -> None:
-        """Set the parameters to what normalizes and does nothing else, if the op holds them."""
-        super().reset_parameters()
-        if getattr(self, "bias", None) is not None and not self._sources:
-            nn.init.zeros_(self.bias)  # type: ignore[arg-type]
-
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, weight, mean, rstd)``.
 
         The input is saved as it came.
@@ -247,28 +221,25 @@ class LayerNorm(_Norm):
         mixes = input_.device.type == "cpu" and weight is not None and forward_ad._current_level < 0
         # the mixed kernel's tangent has the statistics' dtype
         x = input_ if mixes else cast(input_, dtype)
-        scale, shift = (
-            _scale(weight, dtype, self.zero_centered_gamma),
-            None if bias is None else cast(bias, dtype),
-        )
+        scale = _scale(weight, dtype, self.zero_centered_gamma)
+        shift = None if bias is None else cast(bias, dtype)
         y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, shift, self.eps)
         if ctx.requires_grad:
             ctx.zero_centered_gamma = self.zero_centered_gamma
             needs_x = ctx.input_requires_grad
             needed = needs_x or (weight is not None and ctx.param_requires_grad[0])
-            ctx.to_save = (
-                (input_, weight if needs_x else None, mean, rstd) if needed else (None,) * 4
-            )
+            saved = input_, weight if needs_x else None, mean, rstd
+            ctx.to_save = saved if needed else (None,) * 4
         return cast(y, ctx.dtype or input_.dtype)
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = rstd (g - mean(g) - n mean(g n))``.
 
         Here ``n`` is the normalized input and ``g = dy weight``.
         """
-        input_, weight, mean, rstd = ctx.saved_tensors
+        x, weight, mean, rstd = ctx.saved_tensors
         needs = ctx.param_requires_grad
-        if input_ is None:
+        if x is None:
             return None, (None, sum_rows(grad_output, len(self.normalized_shape)))[: len(needs)]
         dtype = mean.dtype
         scale = _scale(weight, dtype, ctx.zero_centered_gamma)
@@ -276,51 +247,39 @@ class LayerNorm(_Norm):
             scale = mean.new_ones(self.normalized_shape)
         wants = [ctx.input_requires_grad, *needs, False, False][:3]
         constants = scale, self.normalized_shape, wants
-        dy, x = grad_output, input_
         if dtype is not x.dtype and len(self._dims) == 1 and in_blocks(x):
-            dx, *grads = _layer_norm_backward_by_blocks(dy.contiguous(), x, mean, rstd, *constants)
+            dy = grad_output.contiguous()
+            dx, *grads = _layer_norm_backward_by_blocks(dy, x, mean, rstd, constants)
         else:
-            dx, *grads = _layer_norm_backward(
-                cast(dy, dtype), cast(x, dtype), mean, rstd, *constants
-            )
+            dy = cast(grad_output, dtype)
+            dx, *grads = _layer_norm_backward(dy, cast(x, dtype), mean, rstd, constants)
         return (cast(dx, x.dtype) if wants[0] else None), tuple(grads[: len(needs)])
 
 
 def _layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    scale: Tensor | None,
-    shape: tuple[int, ...],
-    wants: list[bool],
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, constants: Sequence[Any]
 ) -> tuple[Any, ...]:
     """The gradients of the input, weight and bias that are wanted.
 
     All is in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half
-    precision.
+    precision. The constants are the factor of the normalized values, ``normalized_shape``, and
+    which gradients are wanted.
     """
-    grads = torch.ops.aten.native_layer_norm_backward.default(
-        dy, x, shape, mean, rstd, scale, scale, wants
-    )
+    scale, shape, wants = constants
+    kernel = torch.ops.aten.native_layer_norm_backward.default
+    grads = kernel(dy, x, shape, mean, rstd, scale, scale, wants)
     return tuple([grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)])
 
 
 def _layer_norm_backward_by_blocks(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    scale: Any,
-    shape: tuple[int, ...],
-    wants: list[bool],
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, constants: Sequence[Any]
 ) -> tuple[Any, ...]:
     """The same in half precision, in fp32 by blocks."""
-    dtype, dx = mean.dtype, torch.empty_like(x) if wants[0] else None
+    dtype, dx = mean.dtype, torch.empty_like(x) if constants[-1][0] else None
     sums: list[Any] = [None, None]
     for rows, of_dy, of_x, of_mean, of_rstd in blocks(x if dx is None else dx, dy, x, mean, rstd):
         given = of_dy.to(dtype), of_x.to(dtype), of_mean, of_rstd
-        of_dx, *grads = _layer_norm_backward(*given, scale, shape, wants)
+        of_dx, *grads = _layer_norm_backward(*given, constants)
         if of_dx is not None:
             rows.copy_(of_dx)
         for i, grad in enumerate(grads):
@@ -406,32 +365,27 @@ class RMSNorm(_Norm):
         op.weight, op.name = module.weight, name
         return op.train(module.training)
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, weight, rstd)``, the input as it came."""
         self._check_input(input_)
         (weight,) = ctx.params or (None,)
-        dtype = wide(input_.dtype)
+        dtype, result = wide(input_.dtype), ctx.dtype or input_.dtype
         scale = _scale(weight, dtype, self.zero_centered_gamma)
         if len(self._dims) == 1 and in_blocks(input_):
-            y, rstd = scaled_by_blocks(
-                input_, scale, self.eps, input_.shape[-1], ctx.dtype or input_.dtype
-            )
+            y, rstd = scaled_by_blocks(input_, scale, self.eps, input_.shape[-1], result)
         else:
             x = cast(input_, dtype)
             rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + self.eps)
             y = x * rstd if scale is None else x * rstd * scale
         if ctx.requires_grad:
             ctx.zero_centered_gamma = self.zero_centered_gamma
-            needed = ctx.input_requires_grad or weight is not None
-            ctx.to_save = (
-                (input_, weight if ctx.input_requires_grad else None, rstd)
-                if needed
-                else (None,) * 3
-            )
-        return cast(y, ctx.dtype or input_.dtype)
+            needs_x = ctx.input_requires_grad
+            saved = input_, weight if needs_x else None, rstd
+            ctx.to_save = saved if needs_x or weight is not None else (None,) * 3
+        return cast(y, result)
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = rstd (g - n mean(g n))``, with ``n`` the normalized input, ``g = dy weight``."""
         x, weight, rstd = ctx.saved_tensors
         needs_x, needs_weight = ctx.input_requires_grad, any(ctx.param_requires_grad)
@@ -439,23 +393,21 @@ class RMSNorm(_Norm):
             return None, ()
         scale = _scale(weight, rstd.dtype, ctx.zero_centered_gamma)
         if len(self._dims) == 1 and in_blocks(x):
-            dx, dw = gradients_by_blocks(
-                grad_output.contiguous(), x, rstd, scale, x.shape[-1], needs_x, needs_weight
-            )
+            dy, count = grad_output.contiguous(), x.shape[-1]
+            dx, dw = gradients_by_blocks(dy, x, rstd, scale, count, (needs_x, needs_weight))
             return dx, (dw,) if ctx.param_requires_grad else ()
         normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = dw = None
         if needs_x:
             g = dy if scale is None else dy * scale
-            dx = cast(
-                rstd * (g - normalized * (g * normalized).mean(self._dims, keepdim=True)), x.dtype
-            )
+            mean = (g * normalized).mean(self._dims, keepdim=True)
+            dx = cast(rstd * (g - normalized * mean), x.dtype)
         if needs_weight:
             dw = sum_rows(dy * normalized, len(self._dims))
         return dx, (dw,) if ctx.param_requires_grad else ()
 
 
-class L2Normalization(BasicOperation):
+class L2Normalization(RowwiseOperation):
     """``y = x / sqrt(sum(x^2) + eps)`` over the last dimension.
 
     Takes and returns ``(..., n)``, in the dtype of the input, under autocast in fp32; the sum is in
@@ -469,10 +421,7 @@ class L2Normalization(BasicOperation):
 
     saved_names = ("input", "rstd")
     real_numbers = ("eps",)
-    keeps_rows = True
     feature_ratio = 1
-    grad_input = "fresh"
-    differentiable = True
     autocast_dtype = torch.float32
 
     def __init__(
@@ -489,8 +438,8 @@ class L2Normalization(BasicOperation):
 
     extra_repr = shows("eps")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output, in ``ctx.dtype``; saves ``(input, rstd)``, the input as it came."""
         if in_blocks(input_):
             y, rstd = scaled_by_blocks(input_, None, self.eps, 1, ctx.dtype or input_.dtype)
@@ -502,16 +451,14 @@ class L2Normalization(BasicOperation):
             ctx.to_save = (input_, rstd) if ctx.input_requires_grad else (None, None)
         return cast(y, ctx.dtype or input_.dtype)
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """With ``n`` the normalized input: ``dx = rstd (dy - n sum(dy n))``."""
         x, rstd = ctx.saved_tensors
         if x is None:
             return None, ()
         if in_blocks(x):
-            return (
-                gradients_by_blocks(grad_output.contiguous(), x, rstd, None, 1, True, False)[0],
-                (),
-            )
+            dy = grad_output.contiguous()
+            return gradients_by_blocks(dy, x, rstd, None, 1, (True, False))[0], ()
         normalized, dy = cast(x, rstd.dtype) * rstd, cast(grad_output, rstd.dtype)
         dx = rstd * (dy - normalized * (dy * normalized).sum(-1, keepdim=True))
         return cast(dx, x.dtype), ()

@@ -12,15 +12,14 @@ from torch.nn import functional as F
 from ..core.fusible import ParamSource
 from ..core.identity import Identity
 from ..core.introspection import hook_dicts, hook_kinds, op_class
-from ..core.op import BasicOperation
-from ..core.op_context import Grads, OperationContext
+from ..core.op_context import Grads, OperationContext, Unread
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
-from ..core.quantization.products import quantized_backward, quantized_operands
 from ..core.quantization.state import quantizer_names
 from ._blocks import writes_out
-from ._common import check_shapes, rows_of
+from ._common import OpGrads, rows_of
+from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
-from .basic_linear import BasicLinear, kept_weights
+from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
 
 _LINEARS = nn.Linear, Linear, BasicLinear
@@ -29,7 +28,7 @@ _ATTRIBUTES = vars(Identity()).keys()
 Modules = Mapping[str, nn.Module] | Sequence[nn.Module]
 
 
-class ParallelLinear(BasicOperation):
+class ParallelLinear(LinearOperation):
     """``y = concat(x @ w.T + b for w, b in linears)``: several linear layers of one input.
 
     Takes ``(..., in_features)`` and returns ``(..., out_features)``, in the compute dtype, where
@@ -65,40 +64,29 @@ class ParallelLinear(BasicOperation):
             was not there then.
     """
 
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
-    params_in_compute_dtype = True
-    casts_input = True
     sizes: tuple[int, ...] = ()
     biased: tuple[bool, ...] = ()
-    _shapes: Sequence[tuple[int, ...]] = ()
     _known: frozenset[str] = frozenset()
 
     def __init__(self, linears: Modules) -> None:
         super().__init__()
-        named = _named(linears)
+        named: dict[str, Any] = _named(linears)
         for name, linear in named.items():
             _check_new(name, linear)
             self.add_module(name, linear)
-        self.in_features = next(iter(named.values())).in_features  # type: ignore[assignment]
+        self.in_features = next(iter(named.values())).in_features
         for name, linear in named.items():
             if linear.in_features != self.in_features:
                 who = f"ParallelLinear expected linears of {self.in_features} features"
                 raise ValueError(f"{who}, got {linear.in_features} for {name}")
-        self.sizes = tuple([linear.out_features for linear in named.values()])  # type: ignore[misc]
-        self.biased = tuple(
-            [getattr(linear, "bias", None) is not None for linear in named.values()]
-        )
+        sizes = {name: linear.out_features for name, linear in named.items()}
+        biased = {n: getattr(linear, "bias", None) is not None for n, linear in named.items()}
+        self.sizes, self.biased = tuple(sizes.values()), tuple(biased.values())
         self.out_features = sum(self.sizes)
-        with_bias = [
-            (n, size) for n, size, b in zip(named, self.sizes, self.biased, strict=True) if b
-        ]
-        weights = [f"{name}.weight" for name in named]
-        self.param_names = (*weights, *[f"{name}.bias" for name, _ in with_bias])
-        of_weights: list[Any] = [(size, self.in_features) for size in self.sizes]
-        self._known = frozenset(self.param_names)
-        self._shapes = [*of_weights, *[(size,) for _, size in with_bias]]
+        shapes: dict[str, Any] = {f"{n}.weight": (sizes[n], self.in_features) for n in named}
+        shapes |= {f"{n}.bias": (sizes[n],) for n in named if biased[n]}
+        self.param_names, self._shapes = tuple(shapes), list(shapes.values())
+        self._known = frozenset(shapes)
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -198,8 +186,6 @@ class ParallelLinear(BasicOperation):
         tensors = ["input", *["weight"] * len(self.sizes)] if mode == "forward" else ["grad_output"]
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
-    get_input_quantizer = BasicLinear.get_input_quantizer
-
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The quantizer of the gradient; None if there are biases: the op then casts it itself."""
         return None if any(self.biased) else super().get_grad_output_quantizer()
@@ -213,7 +199,7 @@ class ParallelLinear(BasicOperation):
 
         See :meth:`BasicLinear.quantized_operands`.
         """
-        check_shapes(self, ctx.params, self._shapes)
+        self._check_shapes(ctx.params)
         names = quantizer_names(self, "forward")[1:]
         rest = iter(ctx.params[len(names) :])
         biases = [next(rest) if has_bias else None for has_bias in self.biased]
@@ -236,17 +222,15 @@ class ParallelLinear(BasicOperation):
             plain = [tensor.dequantize().to(dtype) for tensor in (of_x, *of_weights)]
             return plain[0], plain[1:], [b if b is None else b.to(dtype) for b in biases]
         x: Any = input_
-        check_shapes(self, params, self._shapes)
+        self._check_shapes(params)
         kept: Sequence[Tensor] = params[:count]
         if ctx.dtype is not None:
             x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
             kept = kept_weights(ctx, kept, params[:count])
         weights, rest = params[:count], iter(params[count:])
         if ctx.requires_grad:
-            ctx.to_save = (
-                x if any(ctx.param_requires_grad[:count]) else None,
-                *(kept if ctx.input_requires_grad else (None,) * count),
-            )
+            kept_x = x if any(ctx.param_requires_grad[:count]) else None
+            ctx.to_save = kept_x, *(kept if ctx.input_requires_grad else (None,) * count)
         return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
 
     @staticmethod
@@ -257,8 +241,8 @@ class ParallelLinear(BasicOperation):
             return x, [weight.to(ctx.dtype) for weight in weights]
         return x, weights
 
-    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Any, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
         if ctx.quantizers:
             x, weights, biases = self.quantized_operands(ctx, input_)
@@ -284,7 +268,7 @@ class ParallelLinear(BasicOperation):
                 torch.addmm(bias, rows, weight.t(), out=place)
         return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[1])
 
-    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> OpGrads:
         """``dx`` is the sum over the linears; each weight and bias has its own gradient."""
         if ctx.quantizers:
             dx, of_weights = quantized_backward(ctx, grad_output, self.sizes)

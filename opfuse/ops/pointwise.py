@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from ..core.op import BasicOperation
-from ..core.op_context import Grads
-from ._common import shows, whole
+from ..core.op_context import Unread
+from ._common import OpGrads, RowwiseOperation, expected, shows, whole
 
 
-class ConstantScale(BasicOperation):
+class ConstantScale(RowwiseOperation):
     """``y = scale * x``, for any shape, in the dtype of the input.
 
     Args:
@@ -26,9 +26,6 @@ class ConstantScale(BasicOperation):
     context_names = ("scale",)
     real_numbers = ("scale",)
     feature_ratio = 1
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -36,14 +33,14 @@ class ConstantScale(BasicOperation):
 
     extra_repr = shows("scale")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The product; saves no tensor, leaves ``ctx.scale``."""
         if ctx.requires_grad:
             ctx.scale = self.scale
         return input_ * self.scale
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = scale * dy``, with the forward's ``scale``."""
         return grad_output * ctx.scale, ()
 
@@ -70,24 +67,22 @@ class Reshape(BasicOperation):
         sizes = [whole(size) for size in shape]
         self.shape = tuple([size for size in sizes if size is not None])
         if len(self.shape) != len(shape):
-            raise TypeError(f"{type(self).__name__} expected whole numbers as shape, got {shape}")
+            raise TypeError(expected(self, "whole numbers as shape", shape))
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
-            raise ValueError(
-                f"{type(self).__name__} expected sizes of at least 0 and one -1 at most, "
-                f"got {self.shape}"
-            )
+            what = "sizes of at least 0 and one -1 at most"
+            raise ValueError(expected(self, what, self.shape))
         if self.shape and self.shape[-1] >= 0:
             self.out_features = self.shape[-1]
 
     extra_repr = shows("shape")
 
-    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Any = None,
-                   next_op_input_quantizer: Any = None) -> Tensor:  # fmt: skip
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The reshaped input; saves no tensor."""
         if ctx.requires_grad:
             ctx.input_shape = input_.shape
         return input_.reshape(self.shape)
 
-    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Grads]:
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """The gradient in the input's shape."""
         return grad_output.reshape(ctx.input_shape), ()

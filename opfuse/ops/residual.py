@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.op_context import AllGrads, OperationContext, Outputs
-from ._common import ExtraTensorOperation, shows
+from ._common import ExtraTensorOperation, expected, shows
 
 
 class _JoinOrFork(ExtraTensorOperation):
@@ -64,16 +64,15 @@ class AddExtraInput(_JoinOrFork):
             Whether the sum goes into the memory of ``extra``.
         """
         if extra.shape != shape:
-            expected = f"{type(self).__name__} expected an extra input of shape {tuple(shape)}"
-            raise ValueError(f"{expected}, the input's, got {tuple(extra.shape)}")
+            what = f"an extra input of shape {tuple(shape)}, the input's"
+            raise ValueError(expected(self, what, tuple(extra.shape)))
         into = self.in_place and self._extra_input_channels[0] is None
         if not into or torch.compiler.is_compiling():
             return False
         if isinstance(extra, nn.Parameter) or isinstance(extra._base, nn.Parameter):
-            raise RuntimeError(
-                f"{type(self).__name__}(in_place=True) got a Parameter, or a view of one, as extra "
-                f"input, and must not write into it: pass in_place=False, or a copy"
-            )
+            who = f"{type(self).__name__}(in_place=True) got a Parameter, or a view of one"
+            why = "as extra input, and must not write into it: pass in_place=False, or a copy"
+            raise RuntimeError(f"{who}, {why}")
         return True
 
     def fuser_backward(
@@ -112,9 +111,8 @@ class MakeExtraOutput(_JoinOrFork):
         ((grad_extra,),) = basic_op_grad_extra_outputs
         if grad_extra is None:
             return grad_output, [()], [()]
-        holds_the_sum = (
-            torch.promote_types(grad_output.dtype, grad_extra.dtype) is grad_output.dtype
-        )
+        dtype = grad_output.dtype
+        holds_the_sum = torch.promote_types(dtype, grad_extra.dtype) is dtype
         if self.in_place and basic_op_ctxs[0].owns_grad_output and holds_the_sum:
             return grad_output.add_(grad_extra), [()], [()]
         return grad_output + grad_extra, [()], [()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide
-from ._common import ExtraTensorOperation, check_size, shows
+from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, check_size, expected, shows
+
+Turns = tuple[Tensor, Tensor]
+"""Cosine and sine of each pair, ``(..., rotary_dim / 2)``."""
 
 
 class Rotation(NamedTuple):
@@ -20,36 +24,43 @@ class Rotation(NamedTuple):
     rotary_dim: int
 
 
-class _Rotary(ExtraTensorOperation):
+class _Rotary(RowwiseOperation, ExtraTensorOperation):
     """The base of both ops: they rotate pairs of features, and the backward rotates them back."""
 
-    keeps_rows = True
-    grad_input = "fresh"
-    differentiable = True
+    context_names = ("rotation",)
+    _turns: Callable[..., Turns]  # from the extra inputs, the rotation, and the dtype of its input
 
-    def __init__(self, head_dim: int, *, interleaved: bool, rotary_dim: int | None) -> None:
+    def __init__(
+        self, head_dim: int, *, interleaved: bool = False, rotary_dim: int | None = None
+    ) -> None:
         super().__init__()
-        self.in_features = self.out_features = self.head_dim = check_size(
-            self, "head_dim", head_dim
-        )
-        self.rotary_dim = check_size(
-            self, "rotary_dim", head_dim if rotary_dim is None else rotary_dim
-        )
+        self.head_dim = check_size(self, "head_dim", head_dim)
+        self.in_features = self.out_features = self.head_dim
+        rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
+        self.rotary_dim = check_size(self, "rotary_dim", rotary_dim)
         if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
-            raise ValueError(
-                f"{type(self).__name__} expected an even rotary_dim of at most {self.head_dim}, "
-                f"the head_dim, got {self.rotary_dim}"
-            )
-        if not isinstance(interleaved, bool):
-            raise TypeError(
-                f"{type(self).__name__} expected a bool as interleaved, got {interleaved!r}"
-            )
+            what = f"an even rotary_dim of at most {self.head_dim}, the head_dim"
+            raise ValueError(expected(self, what, self.rotary_dim))
+        check_bool(self, "interleaved", interleaved)
         self.interleaved = interleaved
+
+    extra_repr = shows("head_dim", "interleaved", "rotary_dim")
 
     @property
     def rotation(self) -> Rotation:
         """The rotation, as a forward leaves it for the backward."""
         return Rotation(getattr(self, "base", 0.0), self.interleaved, self.rotary_dim)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """The gradient, rotated back."""
+        (ctx,) = basic_op_ctxs
+        given, of_extras = ctx.saved_tensors, [(None,) * self.num_extra_inputs]
+        if given[0] is None:
+            return None, [()], of_extras
+        cos, sin = self._turns(given, ctx.rotation, grad_output.dtype)
+        return rotated(grad_output, cos, -sin, ctx.rotation), [()], of_extras
 
 
 class RoPE(_Rotary):
@@ -75,7 +86,6 @@ class RoPE(_Rotary):
     num_extra_inputs = 1
     extra_input_dtypes = ("integer",)
     saved_names = ("positions",)
-    context_names = ("rotation",)
     real_numbers = ("base",)
 
     def __init__(
@@ -89,7 +99,7 @@ class RoPE(_Rotary):
         super().__init__(head_dim, interleaved=interleaved, rotary_dim=rotary_dim)
         self.base = base
         if not self.base > 0:
-            raise ValueError(f"{type(self).__name__} expected a base above 0, got {base!r}")
+            raise ValueError(expected(self, "a base above 0", repr(base)))
 
     extra_repr = shows("head_dim", "base", "interleaved", "rotary_dim")
 
@@ -98,24 +108,21 @@ class RoPE(_Rotary):
     ) -> Outputs:
         """The rotated input; saves ``(positions,)``, leaves how it rotates."""
         (ctx,), ((positions,),) = basic_op_ctxs, basic_op_extra_inputs
-        _check_fits(self, "positions", positions.shape, input_.shape[:-2], input_)
+        _check_fits(self, "positions", positions.shape, input_)
         rotation = self.rotation
         if ctx.requires_grad:
             ctx.rotation = rotation
             ctx.save_for_backward(positions if ctx.input_requires_grad else None)
-        cos, sin = _angles(positions, rotation, wide(input_.dtype))
+        cos, sin = self._turns((positions,), rotation, input_.dtype)
         return rotated(input_, cos, sin, rotation), [()]
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
-        """The gradient, rotated back."""
-        (ctx,) = basic_op_ctxs
-        (positions,) = ctx.saved_tensors
-        if positions is None:
-            return None, [()], [(None,)]
-        cos, sin = _angles(positions, ctx.rotation, wide(grad_output.dtype))
-        return rotated(grad_output, cos, -sin, ctx.rotation), [()], [(None,)]
+    @staticmethod
+    def _turns(given: Sequence[Tensor], rotation: Rotation, dtype: torch.dtype) -> Turns:
+        (positions,), dtype = given, wide(dtype)
+        exponents = torch.arange(0, rotation.rotary_dim, 2, device=positions.device, dtype=dtype)
+        frequencies = rotation.base ** (-exponents / max(1, rotation.rotary_dim))
+        angles = positions.to(dtype).unsqueeze(-1) * frequencies
+        return angles.cos(), angles.sin()
 
 
 class ApplyRoPE(_Rotary):
@@ -141,14 +148,6 @@ class ApplyRoPE(_Rotary):
 
     num_extra_inputs = 2
     saved_names = ("cos", "sin")
-    context_names = ("rotation",)
-
-    def __init__(
-        self, head_dim: int, *, interleaved: bool = False, rotary_dim: int | None = None
-    ) -> None:
-        super().__init__(head_dim, interleaved=interleaved, rotary_dim=rotary_dim)
-
-    extra_repr = shows("head_dim", "interleaved", "rotary_dim")
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
@@ -157,11 +156,9 @@ class ApplyRoPE(_Rotary):
         (ctx,), ((cos, sin),) = basic_op_ctxs, basic_op_extra_inputs
         for name, given in (("cos", cos), ("sin", sin)):
             if given.shape[-1:] not in ((self.rotary_dim,), (self.rotary_dim // 2,)):
-                wanted = f"{self.rotary_dim} or {self.rotary_dim // 2} features in {name}"
-                raise ValueError(
-                    f"{type(self).__name__} expected {wanted}, got shape {tuple(given.shape)}"
-                )
-            _check_fits(self, name, given.shape[:-1], input_.shape[:-2], input_)
+                what = f"{self.rotary_dim} or {self.rotary_dim // 2} features in {name}"
+                raise ValueError(expected(self, what, f"shape {tuple(given.shape)}"))
+            _check_fits(self, name, given.shape[:-1], input_)
             if ctx.requires_grad and given.requires_grad and not torch.compiler.is_compiling():
                 who = f"{type(self).__name__} gives no gradient of {name}, and it requires grad"
                 raise RuntimeError(f"{who}: detach it")
@@ -169,50 +166,29 @@ class ApplyRoPE(_Rotary):
         if ctx.requires_grad:
             ctx.rotation = rotation
             ctx.to_save = (cos, sin) if ctx.input_requires_grad else (None, None)
-        cos, sin = cos.detach(), sin.detach()
-        return rotated(input_, *_halves(cos, sin, rotation), rotation), [()]
+        cos, sin = self._turns((cos.detach(), sin.detach()), rotation, input_.dtype)
+        return rotated(input_, cos, sin, rotation), [()]
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
-        """The gradient, rotated back."""
-        (ctx,) = basic_op_ctxs
-        cos, sin = ctx.saved_tensors
-        if cos is None:
-            return None, [()], [(None, None)]
-        cos, sin = _halves(cos, sin, ctx.rotation)
-        return rotated(grad_output, cos, -sin, ctx.rotation), [()], [(None, None)]
+    @staticmethod
+    def _turns(given: Sequence[Tensor], rotation: Rotation, dtype: torch.dtype) -> Turns:
+        count = rotation.rotary_dim // 2
+        found = []
+        for of_rows in given:
+            if of_rows.shape[-1] != count:
+                of_rows = of_rows[..., ::2] if rotation.interleaved else of_rows[..., :count]
+            found.append(of_rows.to(wide(of_rows.dtype)))
+        return found[0], found[1]
 
 
-def _check_fits(
-    op: object, name: str, shape: torch.Size, wanted: torch.Size, input_: Tensor
-) -> None:
+def _check_fits(op: object, name: str, shape: torch.Size, input_: Tensor) -> None:
     """Refuse shapes that do not broadcast to the dimensions before the heads."""
+    wanted = input_.shape[:-2]
     pairs = zip(reversed(shape), reversed(wanted), strict=False)
     fits = len(shape) <= len(wanted) and all(a in (1, b) for a, b in pairs)
     if input_.ndim < 2 or not fits:
-        expected = f"{type(op).__name__} expected {name} that fit the dimensions {tuple(wanted)}"
-        what = f"before the heads of an input of shape {tuple(input_.shape)}, got {tuple(shape)}"
-        raise ValueError(f"{expected} {what}")
-
-
-def _angles(positions: Tensor, rotation: Rotation, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each pair, ``(..., rotary_dim / 2)``."""
-    exponents = torch.arange(0, rotation.rotary_dim, 2, device=positions.device, dtype=dtype)
-    frequencies = rotation.base ** (-exponents / max(1, rotation.rotary_dim))
-    angles = positions.to(dtype).unsqueeze(-1) * frequencies
-    return angles.cos(), angles.sin()
-
-
-def _halves(cos: Tensor, sin: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """One cosine and sine per pair, in fp32 for half precision."""
-    count = rotation.rotary_dim // 2
-    found = []
-    for given in (cos, sin):
-        if given.shape[-1] != count:
-            given = given[..., ::2] if rotation.interleaved else given[..., :count]
-        found.append(given.to(wide(given.dtype)))
-    return found[0], found[1]
+        where = f"before the heads of an input of shape {tuple(input_.shape)}"
+        what = f"{name} that fit the dimensions {tuple(wanted)} {where}"
+        raise ValueError(expected(op, what, tuple(shape)))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:

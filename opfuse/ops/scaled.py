@@ -13,12 +13,12 @@ from torch import Tensor
 from ..core.introspection import overridden, why_apart
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
-from ._common import ExtraTensorOperation
+from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, expected
 from .activation import Activation, SReLU
 from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 
 
-class ScaledActivation(ExtraTensorOperation):
+class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
     """``y = activation(x) * scales[..., None]``, as a mixture of experts weights its tokens.
 
     Takes ``x`` and one extra input ``scales`` of shape ``x.shape[:-1]``; gives what the activation
@@ -40,23 +40,17 @@ class ScaledActivation(ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
-    keeps_rows = True
     saved_names = ("input", "scales")
     context_names = ("scales_requires_grad", "numbers")
-    grad_input = "fresh"
-    differentiable = True
     casts_input = True
 
     def __init__(
         self, activation: Activation, *, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__()
-        if not isinstance(activation_recompute_in_mlp, bool):
-            what = f"activation_recompute_in_mlp, got {activation_recompute_in_mlp!r}"
-            raise TypeError(f"{type(self).__name__} expected a bool as {what}")
+        check_bool(self, "activation_recompute_in_mlp", activation_recompute_in_mlp)
         if not isinstance(activation, Activation):
-            got = type(activation).__name__
-            raise TypeError(f"{type(self).__name__} expected an Activation, got {got}")
+            raise TypeError(expected(self, "an Activation", type(activation).__name__))
         if activation_recompute_in_mlp and isinstance(activation, GatedActivation):
             who = f"{type(self).__name__} does not support activation recomputation"
             raise ValueError(f"{who}: activation_recompute_in_mlp=True is for no gated activation")
@@ -82,30 +76,26 @@ class ScaledActivation(ExtraTensorOperation):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "activation" and name in self._modules:
-            raise RuntimeError(
-                f"{type(self).__name__}.activation is fixed: make another {type(self).__name__}"
-            )
+            who = type(self).__name__
+            raise RuntimeError(f"{who}.activation is fixed: make another {who}")
         super().__setattr__(name, value)
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:
         """The output; saves ``(input, scales)``, the input in ``ctx.dtype``."""
-        (ctx,) = basic_op_ctxs
-        ((scales,),) = basic_op_extra_inputs
+        (ctx,), ((scales,),) = basic_op_ctxs, basic_op_extra_inputs
         if scales.shape != input_.shape[:-1]:
-            expected = f"{type(self).__name__} expected scales of shape {tuple(input_.shape[:-1])}"
-            raise ValueError(
-                f"{expected} for an input of shape {tuple(input_.shape)}, got {tuple(scales.shape)}"
-            )
+            shape = tuple(input_.shape)
+            what = f"scales of shape {shape[:-1]} for an input of shape {shape}"
+            raise ValueError(expected(self, what, tuple(scales.shape)))
         x = input_.to(ctx.dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.numbers = self.numbers_of()
             ctx.scales_requires_grad = self.wants_gradient(scales)
-            ctx.save_for_backward(
-                x if ctx.input_requires_grad or ctx.scales_requires_grad else None,
-                scales if ctx.input_requires_grad else None,
-            )
+            needs_x = ctx.input_requires_grad
+            kept_x = x if needs_x or ctx.scales_requires_grad else None
+            ctx.to_save = kept_x, scales if needs_x else None
         y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
         return y.to(x.dtype), [()]
 
@@ -114,9 +104,9 @@ class ScaledActivation(ExtraTensorOperation):
         return self.activation.numbers_of()
 
     def wants_gradient(self, scales: Tensor) -> bool:
-        """Whether the gradient of ``scales`` is needed.
+        """Return whether the gradient of ``scales`` is needed.
 
-        Traced tensors do not know. A tracer may override the answer.
+        Traced tensors do not tell. A tracer may override the answer.
         """
         return scales.requires_grad or torch.compiler.is_compiling()
 
@@ -132,9 +122,8 @@ class ScaledActivation(ExtraTensorOperation):
         if x is not None:
             x = widen(x)
         if scales is not None:
-            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x).to(
-                grad_output.dtype
-            )
+            dx = activation.backward_value(dy * widen(scales).unsqueeze(-1), x)
+            dx = dx.to(grad_output.dtype)
         if ctx.scales_requires_grad:
             dscales = (activation.forward_value(x) * dy).sum(-1)
             dscales = dscales if scales is None else dscales.to(scales.dtype)

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import nn
 
 from ..core.engine.fuser import OperationFuser, _functorch_active
 from ..core.engine.partition import Cut
-from ..core.engine.plan import FusionPlan, PlanStep, Refusal
+from ..core.engine.plan import PlanStep, Refusal
 from ..core.engine.program import Program
 from ..core.fusible import FusibleOperation
 from ..core.introspection import op_class, why_apart
@@ -29,17 +28,11 @@ from ..core.replaced_forward import replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call
-from .lines import counted, wrap
-from .quantized import quantized_by, total
-from .text import (
-    MATCHES_NOTHING,
-    alike_calls,
-    describe_call,
-    how_many_fused,
-    summarize_refused,
-    title_of,
-    why_none,
-)
+from .picture import draw
+from .quantized import quantized_by
+from .text import describe
+
+_OWN = "path", "class", "reason"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -61,38 +54,14 @@ class Explanation:
     convertible: int = 0
 
     def __str__(self) -> str:
-        return "\n".join([*self._chains(full=False), *summarize_refused(self.calls)])
+        return describe(self.calls, self.own, self.convertible, full=False)
 
     __repr__ = __str__
 
     @property
     def details(self) -> str:
         """The long report: every step in order, every refused candidate, notes of fused ops."""
-        return "\n".join(self._chains(full=True))
-
-    def _chains(self, *, full: bool) -> list[str]:
-        """The lines about each chain, those alike once."""
-        calls, lines = self.calls, []
-        for (cls, why), n in Counter((cls, why) for _, cls, why in self.own).items():
-            lines += wrap(f"{cls} x {n} ran its own forward: {why}", "", "  ")
-        if not calls:
-            none = (
-                "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made "
-                "of opfuse.ops."
-            )
-            could = f" opfuse.convert(model) could convert {self.convertible} of its modules."
-            return [*lines, *wrap(none + could if self.convertible else none, "")]
-        count = f"{counted(len(calls), 'call')} of fusible ops: {how_many_fused(calls)}."
-        lines += wrap(count, "", "  ")
-        lines += total([call.quantized for call in calls]).lines()
-        unfused = {call.unfused for call in calls}
-        everywhere = unfused.pop() if len(unfused) == 1 else ""
-        if everywhere:
-            lines += wrap(f"Nothing is fused: {everywhere}.", "")
-        for call, numbers in alike_calls(calls, full):
-            why = "" if everywhere else call.unfused or MATCHES_NOTHING
-            lines += describe_call(call, numbers, calls, why, full)
-        return lines
+        return describe(self.calls, self.own, self.convertible, full=True)
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         """The same as JSON-able data.
@@ -111,29 +80,19 @@ class Explanation:
             ops), quantized (how many of them), and tensors, each with op, tensor, format, usage,
             quantizer, where (which step casts it).
         """
-        refused = dict.fromkeys(
-            (call.path, call.ops, refusal) for call in self.calls for refusal in call.plan.refused
-        )
+        calls = [({"path": c.path, "call": n}, c) for n, c in enumerate(self.calls)]
+        refused = dict.fromkeys((c.path, c.ops, r) for c in self.calls for r in c.plan.refused)
+        quantized = [where | c.quantized.to_dict() for where, c in calls if c.quantized.recipe]
         return {
             "forward": [
-                _row(step, path=c.path, call=n) | {"saved_bytes": size}
-                for n, c in enumerate(self.calls)
+                _row(step, where) | {"saved_bytes": size}
+                for where, c in calls
                 for step, size in itertools.zip_longest(c.plan.forward, c.saved_bytes)
             ],
-            "backward": [
-                _row(step, path=c.path, call=n)
-                for n, c in enumerate(self.calls)
-                for step in c.plan.backward
-            ],
-            "refused": [_row(refusal, path=path) for path, _, refusal in refused],
-            "own_forward": [
-                {"path": path, "class": cls, "reason": why} for path, cls, why in self.own
-            ],
-            "quantized": [
-                {"path": c.path, "call": n} | c.quantized.to_dict()
-                for n, c in enumerate(self.calls)
-                if c.quantized.recipe
-            ],
+            "backward": [_row(step, where) for where, c in calls for step in c.plan.backward],
+            "refused": [_row(refusal, {"path": path}) for path, _, refusal in refused],
+            "own_forward": [dict(zip(_OWN, row, strict=True)) for row in self.own],
+            "quantized": quantized,
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -145,22 +104,16 @@ class Explanation:
         Raises:
             ValueError: Another name.
         """
-        from .picture import draw
-
         if not str(path).endswith(".svg"):
             raise ValueError(
                 f"the picture is an SVG image: expected a file name that ends with .svg, got "
                 f"{path!r}"
             )
-        chains = [] if self.calls else [([str(self)], FusionPlan((), ()))]
-        for call, numbers in alike_calls(self.calls):
-            reason = why_none(call.plan, call.unfused or MATCHES_NOTHING)
-            title = title_of(dataclasses.replace(call, ops=(call.owner,)), numbers, self.calls)
-            chains.append(([line for line in (title, call.cut, reason) if line], call.plan))
-        Path(path).write_text(draw(chains), encoding="utf-8", newline="\n")
+        picture = draw(self.calls, nothing=str(self))
+        Path(path).write_text(picture, encoding="utf-8", newline="\n")
 
 
-def _row(item: PlanStep | Refusal, **where: Any) -> dict[str, Any]:
+def _row(item: PlanStep | Refusal, where: dict[str, Any]) -> dict[str, Any]:
     row = where | dataclasses.asdict(item) | {"basic_ops": list(item.basic_ops)}
     if isinstance(item, PlanStep):
         row["casts"] = [[edge, by] for edge, by in item.casts]
@@ -264,7 +217,7 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
 
 
 def _notes(program: Program) -> tuple[str, ...]:
-    """What the fused ops of a program say about themselves."""
+    """The notes of the fused ops of a program."""
     ops = [step.op for step in program.forward]
     noted = [op for op in ops if isinstance(op, FusedOperation) and op.notes]
     names = [" + ".join(op_class(basic).__name__ for basic in op.basic_ops) for op in noted]

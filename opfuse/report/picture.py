@@ -1,23 +1,35 @@
-"""A plan as a picture: the basic ops from top to bottom, beside them what the passes fuse.
+"""A plan as a picture: the basic ops from top to bottom, and on both sides the fused steps.
 
 ``picture.svg`` is the empty page, with the styles.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from xml.sax.saxutils import escape
 
 from ..core.engine.plan import FusionPlan, PlanStep
+from .call import Call
+from .text import alike_calls, title_of, why_none
 
 _CHAR = 7.4  # width of a character of the monospaced font, a little more than the widest of them
 _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
 
 
-def draw(chains: Sequence[tuple[Sequence[str], FusionPlan]]) -> str:
-    """An SVG image of plans below each other, each under lines of text."""
+def draw(calls: Sequence[Call], nothing: str) -> str:
+    """An SVG image of the plans of calls below each other, each under lines of text.
+
+    Args:
+        calls: The calls; those alike are drawn once.
+        nothing: The text if there is none.
+    """
+    chains = [] if calls else [([nothing], FusionPlan((), ()))]
+    for call, numbers in alike_calls(calls):
+        title = title_of(dataclasses.replace(call, ops=(call.owner,)), numbers, calls)
+        chains.append(([line for line in (title, call.cut, why_none(call)) if line], call.plan))
     columns: dict[str, list[str]] = {"forward": [], "ops": [], "backward": []}
     for _, plan in chains:
         columns["ops"] += _ops(plan)

@@ -34,7 +34,7 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     try:
         own = _facts()
-    except Exception as error:  # all ranks are to hear of it
+    except Exception as error:  # all ranks must hear of it
         own = {"failed": f"{type(error).__name__}: {error}"}
     facts = _gathered(own, group)
     for rank, of_rank in zip(ranks, facts, strict=True):
@@ -54,7 +54,7 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _facts() -> dict[str, Any]:
-    """What ranks are to agree on, as JSON-able data; what explains the rest comes first."""
+    """The facts that ranks must agree on, as JSON-able data; causes come before effects."""
     active = manager.active(current.selection)
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():

@@ -8,32 +8,55 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..core.engine.plan import FusionPlan, PlanStep, Refusal
+from ..core.engine.plan import PlanStep, Refusal
 from .call import Call
 from .lines import as_bytes, counted, wrap
+from .quantized import total
 
-MATCHES_NOTHING = "no plugin offers a fusion for these ops"
 _LOST = "overlaps ", "another set of fusions "
 """How the planner's reasons begin where a candidate lost to others."""
 
 
-def describe_call(
-    call: Call, numbers: list[int], calls: Sequence[Call], unfused: str, full: bool
-) -> list[str]:
-    """One of calls that are alike, as lines of text.
+def describe(
+    calls: Sequence[Call], own: Sequence[tuple[str, str, str]], convertible: int, *, full: bool
+) -> str:
+    """An explanation as text.
 
     Args:
-        call: The call.
-        numbers: The numbers of all that are like it.
-        calls: All calls.
-        unfused: Why there is no candidate, if there is none.
-        full: Every step in order and every candidate refused; if not, the steps, those alike once.
+        calls: Its calls.
+        own: Converted modules that ran their own forward: path, class, and why.
+        convertible: If there is no call, how many modules could be converted.
+        full: Every step in order and every refused candidate. If not, the steps of each chain,
+            those alike once, and then each reason of a refusal once.
     """
+    lines = []
+    for (cls, why), n in Counter((cls, why) for _, cls, why in own).items():
+        lines += wrap(f"{cls} x {n} ran its own forward: {why}", "", "  ")
+    if not calls:
+        none = "No opfuse op was called: opfuse fuses what is in an opfuse.Sequential, or made of "
+        none += "opfuse.ops."
+        if convertible:
+            none += f" opfuse.convert(model) could convert {convertible} of its modules."
+        return "\n".join([*lines, *wrap(none, "")])
+    count = f"{counted(len(calls), 'call')} of fusible ops: {_how_many_fused(calls)}."
+    lines += [*wrap(count, "", "  "), *total([call.quantized for call in calls]).lines()]
+    unfused = {call.unfused for call in calls}
+    everywhere = unfused.pop() if len(unfused) == 1 else ""
+    if everywhere:
+        lines += wrap(f"Nothing is fused: {everywhere}.", "")
+    for call, numbers in alike_calls(calls, full):
+        title = title_of(call, numbers, calls, full)
+        why = "" if everywhere else why_none(call)
+        lines += ["", *wrap(title, "", "  "), *wrap(call.cut, "  "), *wrap(why, "  ")]
+        lines += _describe_call(call, full)
+    return "\n".join(lines + ([] if full else _summarize_refused(calls)))
+
+
+def _describe_call(call: Call, full: bool) -> list[str]:
+    """The steps of a call and, if full, its refused candidates, its recipe and its notes."""
     plan, sizes = call.plan, call.saved_bytes if full else ()
-    lines = ["", *wrap(title_of(call, numbers, calls, full), "", "  "), *wrap(call.cut, "  ")]
-    lines += wrap(why_none(plan, unfused), "  ")
     keeps = f", keeps {as_bytes(sum(sizes))} for the backward" if any(sizes) else ""
-    lines += _describe_steps(f"forward{keeps}", plan.forward, full, sizes)
+    lines = _describe_steps(f"forward{keeps}", plan.forward, full, sizes)
     if plan.backward:
         lines += _describe_steps("backward", plan.backward, full)
     else:
@@ -68,17 +91,20 @@ def title_of(call: Call, numbers: list[int], calls: Sequence[Call], full: bool =
         ops = call.ops if full or len(call.ops) <= 12 else _first(call.ops, 8)
         what += f" [{', '.join(ops)}]"
     which = f"calls {', '.join(map(str, numbers))}"
-    if len(numbers) == 1 or len(numbers) > most:
-        which = f"call {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} calls"
+    if len(numbers) > most:
+        which = f"{len(numbers)} calls"
+    elif len(numbers) == 1:
+        which = f"call {numbers[0]}"
     return f"{where}{what} ({which})"
 
 
-def why_none(plan: FusionPlan, unfused: str) -> str:
-    """Return why no step of a plan is fused; ``""`` if one is."""
+def why_none(call: Call) -> str:
+    """Return why no step of a call is fused; ``""`` if one is."""
+    plan = call.plan
     if any(step.fusion for step in (*plan.forward, *plan.backward)):
         return ""
-    reason = "every candidate was refused" if plan.refused else unfused
-    return reason and f"nothing is fused: {reason}"
+    nothing = call.unfused or "no plugin offers a fusion for these ops"
+    return f"nothing is fused: {'every candidate was refused' if plan.refused else nothing}"
 
 
 def _describe_steps(
@@ -131,7 +157,7 @@ def _describe_refused(refused: Sequence[Refusal]) -> list[str]:
     return lines
 
 
-def summarize_refused(calls: Sequence[Call]) -> list[str]:
+def _summarize_refused(calls: Sequence[Call]) -> list[str]:
     """Each reason once, with its ops; candidates that lost to others are counted."""
     # calls alike once
     refused = dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused)
@@ -173,7 +199,7 @@ def _times(number: int) -> str:
     return f" ({number} times)" if number > 1 else ""
 
 
-def how_many_fused(calls: Sequence[Call]) -> str:
+def _how_many_fused(calls: Sequence[Call]) -> str:
     """How many steps of each pass are fused, how many of them fall back, how many are separate."""
     parts = []
     for name in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""What holds a plugin to the contract.
+"""The conformance kit: tests of a plugin against the contract.
 
 ``FusionSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the parts are for tests of
 kernels.

@@ -54,7 +54,7 @@ class CubicGLU(built_in.GatedActivation):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Op:
-    """How to make one basic op: its class and arguments, among which others may be to be made.
+    """Makes one basic op from its class and arguments; an argument may be another :class:`Op`.
 
     ``via`` names the method of the class that makes it, such as ``"reading"``.
     """
@@ -75,11 +75,13 @@ class Op:
         make = getattr(self.cls, self.via) if self.via else self.cls
         return make(*map(_made, self.args), **dict(self.kwargs))  # type: ignore[no-any-return]
 
+    def with_(self, cls: Any = None, **kwargs: Any) -> Op:
+        """The op of another class, or with some arguments changed; its class makes it itself."""
+        return Op(cls or self.cls, *self.args, **{**dict(self.kwargs), **kwargs})
+
     def __repr__(self) -> str:
-        given = [repr(arg) for arg in self.args] + [
-            f"{name}={value!r}"
-            for name, value in (*self.kwargs, *(("via", self.via),) * bool(self.via))
-        ]
+        named = [*self.kwargs, *([("via", self.via)] if self.via else [])]
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in named)]
         return f"testing.Op({', '.join([where(self.cls), *given])})"
 
 
@@ -90,23 +92,20 @@ def _made(argument: Any) -> Any:
 
 
 CAST = Op(built_in.Cast)
-"""Stands among the ops of a case where the fusion's pattern has a cast, which the engine makes."""
+"""The place of a cast of the fusion's pattern among the ops of a case; the engine makes it."""
 
 
 def is_cast(op: Op) -> bool:
-    """Whether it is :data:`CAST`."""
+    """Return whether an op is :data:`CAST`."""
     return op.cls is built_in.Cast
 
 
 def where(cls: type) -> str:
-    """How code names a class."""
+    """The name of a class in code."""
     if getattr(built_in, cls.__name__, None) is cls:
         return f"ops.{cls.__name__}"
-    return (
-        f"testing.{cls.__name__}"
-        if cls.__module__.startswith(__package__)
-        else f"{cls.__module__}.{cls.__qualname__}"
-    )
+    own = cls.__module__.startswith(__package__)
+    return f"testing.{cls.__name__}" if own else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def recipe_code(recipe: Recipe) -> str:
@@ -122,8 +121,8 @@ def recipe_code(recipe: Recipe) -> str:
 class Subject(NamedTuple):
     """The fusion under test: which plugin offers it, and for which pass.
 
-    ``makers`` says how ops that are not built in are made; ``inexact`` whether a code of what it
-    casts may be one step off.
+    ``makers`` makes ops that are not built in. If ``inexact``, a code of a tensor that it casts may
+    be one step off.
     """
 
     plugin: str
@@ -176,7 +175,7 @@ class Built(NamedTuple):
         writable: Extra inputs that an op may write into.
         autocast: The dtype of autocast, or None.
         prefer: The option of this name.
-        recipe: What it is quantized by, or None.
+        recipe: The recipe that quantizes it, or None.
     """
 
     chain: Sequential
@@ -186,14 +185,14 @@ class Built(NamedTuple):
     prefer: str = "speed"
     recipe: Recipe | None = None
 
+    def named_inputs(self) -> dict[str, Tensor]:
+        """Input and extra inputs of one call by name; a copy of what is written into."""
+        given = {name: leaf for name, leaf in self.leaves.items() if "." not in name}
+        return {name: leaf * 1 if name in self.writable else leaf for name, leaf in given.items()}
+
     def inputs(self) -> list[Tensor]:
-        """Input and extra inputs of one call; a copy of what is written into."""
-        given = {
-            name: leaf
-            for name, leaf in self.leaves.items()
-            if name == "input" or name.startswith("extra ")
-        }
-        return [leaf * 1 if name in self.writable else leaf for name, leaf in given.items()]
+        """The same in the order of the chain's arguments."""
+        return list(self.named_inputs().values())
 
     def params(self) -> dict[str, Tensor]:
         """The Parameters of the chain's ops, wherever they are, by the names of ``leaves``."""
@@ -242,10 +241,10 @@ class Case:
         layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of
             the gradients alone.
         params: The layout of the parameters.
-        scale: By which input and extra inputs are larger than around 1.
-        mean: What the input is around.
+        scale: Factor of the input and the extra inputs, which are around 1 without it.
+        mean: The mean of the input.
         mixed: They, and the incoming gradients, differ in magnitude, within a row and by rows.
-        gradient: By which incoming gradients are larger than around 1.
+        gradient: Factor of the incoming gradients, which are around 1 without it.
         positive: Incoming gradients have one sign.
         cancelling: They are large, and of two rows one takes away what the other gives.
         parametrized: Every read of a parameter draws what it is multiplied with.
@@ -260,7 +259,7 @@ class Case:
         device: Where it runs.
         training: The mode of the chain.
         switched: Ops of the other mode, by number.
-        recipe: What it is quantized by.
+        recipe: The recipe that quantizes it, or None.
     """
 
     subject: Subject
@@ -314,20 +313,18 @@ class Case:
     @property
     def edges(self) -> set[int]:
         """The edges of the chain on which its pattern has a cast."""
-        numbers = [
-            len(self.before) + n - sum(map(is_cast, self.ops[:n])) for n in range(len(self.ops))
-        ]
-        return {edge for edge, op in zip(numbers, self.ops, strict=True) if is_cast(op)}
+        places = [n for n, op in enumerate(self.ops) if is_cast(op)]
+        return {len(self.before) + n - earlier for earlier, n in enumerate(places)}
 
     @property
     def gemm(self) -> bool:
-        """Whether a matrix product is in the chain."""
+        """True if a matrix product is in the chain."""
         products = built_in.BasicLinear, built_in.GroupedLinear, built_in.ParallelLinear
         return any(op.cls in products for op in self.chain_ops)
 
     @property
     def has_modes(self) -> bool:
-        """Whether an op may do something else in evaluation mode.
+        """True if an op may do something else in evaluation mode.
 
         That is a dropout, or an op that is not built in.
         """
@@ -336,7 +333,7 @@ class Case:
 
     @property
     def exact(self) -> torch.dtype | None:
-        """What the truth is computed in: fp64, or None for the dtypes of the case.
+        """The dtype of the truth: fp64, or None for the dtypes of the case.
 
         It is None where the numbers drawn depend on the dtype, and under a recipe: what is rounded
         to a few bits depends on the last bits of what it was.
@@ -352,7 +349,7 @@ class Case:
 
     @property
     def draws(self) -> bool:
-        """Whether an op draws random numbers: a dropout that drops."""
+        """True if an op draws random numbers: a dropout that drops."""
         return any(op.cls is built_in.Dropout for op in self.chain_ops) and any(
             isinstance(op, built_in.Dropout) and op.training and op.p for op in self.basic_ops()
         )
@@ -399,9 +396,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         leaves: dict[str, Tensor] = {}
 
-        def draw(
-            shape: Sequence[int], own: torch.dtype, scale: float, mixed: bool = False
-        ) -> Tensor:
+        def draw(shape: Any, own: torch.dtype, scale: float, mixed: bool = False) -> Tensor:
             values = normal(tuple(shape), generator, mixed) * scale
             values += self.mean if "input" not in leaves else 0.0
             return values.to(own).to(dtype or own).to(self.device)
@@ -419,11 +414,8 @@ class Case:
             leaves[f"extra {number}"] = lay_out(extra, layout)
         writable = [getattr(basic[i], "in_place", False) for i, _ in structure.external_inputs]
         for number, op in enumerate(basic):
-            own = (
-                torch.float32
-                if self.wide and half and not op.params_in_compute_dtype
-                else self.dtype
-            )
+            wide = self.wide and half and not op.params_in_compute_dtype
+            own = torch.float32 if wide else self.dtype
             for name, param in params_of(op).items():
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
                 param.data = lay_out(draw(param.shape, own, scale), self.params)
@@ -437,7 +429,7 @@ class Case:
         return Built(chain, leaves, names, autocast, self.prefer, self.recipe)
 
     def leaf_names(self) -> list[str]:
-        """What could need a gradient."""
+        """The names of the leaves that could need a gradient."""
         return [name for name, leaf in self.build().leaves.items() if leaf.is_floating_point()]
 
     def weights(self, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -456,7 +448,7 @@ class Case:
 
 
 _LARGE = 2.0**14
-"""Beside which what is around 1 has half its digits in fp32, and all in fp64."""
+"""A number around 1 that is added to it keeps half its digits in fp32, and all in fp64."""
 
 
 class _Drawn(nn.Module):

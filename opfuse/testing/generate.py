@@ -5,6 +5,7 @@ They cover every class, every optional element and every built-in activation.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -27,13 +28,13 @@ from .running import Declined, separate
 from .tensors import extra_shape, input_shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Which dtypes to try, the first that a fusion takes being the usual one."""
+"""Dtypes to try; the first that a fusion takes is the usual one."""
 
 WIDTHS = (8, 32, 64, 128, 256, 512, 1024, 2048)
-"""Which widths to try, the first that a fusion takes being the usual one."""
+"""Widths to try; the first that a fusion takes is the usual one."""
 
 TILES = (64, 192)
-"""Rows and widths that are whole tiles, beside whose neighbours kernels are tested too."""
+"""Rows and widths that are whole tiles; kernels are tested with neighbouring sizes, too."""
 
 WIDTHS_OF_MODELS = (768, 1536, 4096)
 MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
@@ -73,7 +74,7 @@ def chains(
 
     @functools.cache
     def options(place: int, at: int) -> list[tuple[Op, int]]:
-        """What is possible at a place, and how wide its output is."""
+        """The ops that are possible at a place, and the width of each one's output."""
         found = [op for cls in classes_of(elements[place]) for op in variants_of(cls, at, makers)]
         return [(op, behind) for op in found if (behind := next_width_behind(op, at)) is not None]
 
@@ -117,8 +118,8 @@ class Chains:
         tiles: As ``all`` and ``models``, as wide as tiles; the latter with as many rows.
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
-        declined: Why the fusion is not used for the structures that are left out, by structure.
-        thorough: Whether the checks are to look at all they can think of, however long it takes.
+        declined: The reasons why the fusion is not used for other structures, by structure.
+        thorough: The checks try all they can think of, however long it takes.
         most_rows: Cases with more rows are left out; None: none is.
     """
 
@@ -161,12 +162,11 @@ def make_chains(
     prefer = "memory" if getattr(subject.fusion, "trades_time", False) else "speed"
     lone = Case(subject, (), device=device, prefer=prefer)
     given = [lone.with_(ops=tuple(example)) for example in examples]
-    plain, every, declined = list(given), list(given), {}
-    residual: list[Case] = []
-    models: list[Case] = []
-    tiles: list[Case] = []
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
-    quantized = [case.with_(recipe=recipe) for case in given for recipe in recipes]
+    found: dict[str, list[Case]] = collections.defaultdict(list)
+    found |= {"plain": [*given], "all": [*given]}
+    found["quantized"] = [case.with_(recipe=recipe) for case in given for recipe in recipes]
+    declined = {}
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     last: list[Any] = []
@@ -182,29 +182,25 @@ def make_chains(
             cases = [placed(base, ops, width) for ops in made]
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
-                odd = [
-                    placed(base, ops, 2 * width - 1)
-                    for ops in chains(elements, 2 * width - 1, makers)[:1]
-                ]
+                at = 2 * width - 1
+                odd = [placed(base, ops, at) for ops in chains(elements, at, makers)[:1]]
                 again, last = elements is last, elements  # under another recipe
-                quantized += _quantized(accepted[0], elements, makers, recipes)
+                found["quantized"] += _quantized(accepted[0], elements, makers, recipes)
                 if again and always:  # it casts nothing: one recipe is like the other
                     break
-                plain.append(accepted[0])
+                found["plain"].append(accepted[0])
                 if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
                     odd.append(accepted[0].with_(shared=False))
-                every += accepted[:1] if again else accepted
-                every += [case for case in odd if refusal(case) is None]
-                residual += _residual(accepted[0], elements, makers)
+                found["all"] += accepted[:1] if again else accepted
+                found["all"] += [case for case in odd if refusal(case) is None]
+                found["residual"] += _residual(accepted[0], elements, makers)
                 for width in () if again else widths:
-                    models += _as_in_models(accepted[0], elements, makers, width)
+                    found["models"] += _as_in_models(accepted[0], elements, makers, width)
                 for width in () if again else TILES:
-                    tiles += [
-                        case.with_(rows=(width,))
-                        for case in _as_in_models(accepted[0], elements, makers, width)
-                    ]
+                    high = _as_in_models(accepted[0], elements, makers, width)
+                    found["tiles"] += [case.with_(rows=(width,)) for case in high]
                     wide = [placed(base, ops, width) for ops in chains(elements, width, makers)]
-                    tiles += [case for case in wide if refusal(case) is None]
+                    found["tiles"] += [case for case in wide if refusal(case) is None]
                 break
             if cases and dtype is torch.float32 and rows == (3,):
                 reason = refusal(cases[0])
@@ -212,10 +208,9 @@ def make_chains(
             names = [getattr(element, "__name__", str(element)) for element in elements]
             names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
-    found = [
-        tuple(dict.fromkeys(cases)) for cases in (plain, every, models, tiles, residual, quantized)
-    ]
-    return Chains(subject, *found, declined, thorough)  # type: ignore[call-arg,arg-type]
+    kinds = "plain", "all", "models", "tiles", "residual", "quantized"
+    made_of: Any = {kind: tuple(dict.fromkeys(found[kind])) for kind in kinds}
+    return Chains(subject, declined=declined, thorough=thorough, **made_of)
 
 
 def _structures_and_recipes(
@@ -233,7 +228,7 @@ def _structures_and_recipes(
 def _quantized(
     case: Case, elements: Sequence[Any], makers: Makers, recipes: Sequence[Recipe]
 ) -> Iterator[Case]:
-    """A case in fp64, where nothing is a last bit beside a code, between linears that quantize.
+    """A case between linears that quantize; in fp64, where a last bit hardly moves a code.
 
     There is one for each recipe, with as many rows and features as that takes.
     """
@@ -247,13 +242,9 @@ def _quantized(
         for rows, at in ((case.rows, width), *SHAPES_OF_RECIPES):
             ops = case.ops if at == width else next(iter(chains(elements, at, makers)), ())
             behind = width_behind(ops, at)
-            found = case.with_(
-                ops=ops,
-                rows=rows,
-                recipe=recipe,
-                before=(Op(built_in.BasicLinear, at, at),),
-                after=(Op(built_in.BasicLinear, behind, behind),),
-            )
+            found = case.with_(ops=ops, rows=rows, recipe=recipe)
+            before, after = (Op(built_in.BasicLinear, size, size) for size in (at, behind))
+            found = found.with_(before=(before,), after=(after,))
             try:
                 separate(found)
             except Declined:
@@ -303,13 +294,10 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
         forked = () if forks else (Op(built_in.MakeExtraOutput),)
         found = found.with_(before=(*forked, *found.before))
         shape, basic = (*found.rows, found.first_width()), found.basic_ops()
-        pairs = zip(basic, input_shapes(basic, shape), strict=True)
-        shapes = {
-            extra_shape(op, at, k)
-            for op, at in pairs
-            for k, kind in enumerate(kinds_of(op))
-            if kind == "floating"
-        }
+        shapes = set()
+        for op, at in zip(basic, input_shapes(basic, shape), strict=True):
+            kinds = enumerate(kinds_of(op))
+            shapes |= {extra_shape(op, at, k) for k, kind in kinds if kind == "floating"}
         if shapes == {shape} and refusal(found.with_(residual=True)) is None:
             yield found.with_(residual=True)
 

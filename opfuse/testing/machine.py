@@ -28,28 +28,27 @@ class Tier(NamedTuple):
 
 
 def is_interpreting() -> bool:
-    """Whether Triton interprets its kernels in this process."""
+    """Return whether Triton interprets its kernels in this process."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def tiers() -> list[Tier]:
     """The three tiers, as this process can run them."""
     interpreting = is_interpreting()
+    reference = interpret = ""
     if importlib.util.find_spec("triton") is None:
         interpret = "triton is not installed"
+    elif interpreting:
+        reference = "TRITON_INTERPRET is set"
     else:
-        interpret = (
-            ""
-            if interpreting
-            else "it needs a process of its own: TRITON_INTERPRET=1 python -m pytest"
-        )
-    gpu = "" if torch.cuda.is_available() else "torch finds no CUDA device"
+        interpret = "it needs a process of its own: TRITON_INTERPRET=1 python -m pytest"
+    gpu = "TRITON_INTERPRET is set" if interpreting else ""
+    if not torch.cuda.is_available():
+        gpu = "torch finds no CUDA device"
     return [
-        Tier(
-            "reference", "cpu", "TRITON_INTERPRET is set" if interpreting and not interpret else ""
-        ),
+        Tier("reference", "cpu", reference),
         Tier("interpret", "cpu", interpret),
-        Tier("gpu", "cuda", "TRITON_INTERPRET is set" if interpreting and not gpu else gpu),
+        Tier("gpu", "cuda", gpu),
     ]
 
 

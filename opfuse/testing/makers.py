@@ -1,7 +1,8 @@
-"""How ops are made: for each class of a pattern, with arguments that matter."""
+"""Makes ops: for each class of a pattern, with arguments that matter."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ def _built_in_classes() -> tuple[type[BasicOperation], ...]:
     classes = [
         cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
     ]
-    # first what stands for the others
+    # representatives first
     classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))
     return (*classes, CubicActivation, CubicGLU)
 
@@ -30,23 +31,20 @@ def _built_in_classes() -> tuple[type[BasicOperation], ...]:
 def classes_of(element: Any) -> list[type]:
     """The classes of ops to try for a pattern element.
 
-    An abstract class stands for what is built in.
+    For an abstract class these are the built-in subclasses.
     """
     if isinstance(element, OneOf):
         return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
     if isinstance(element, Subclasses):
         found: list[type] = [cls for cls in _built_in_classes() if issubclass(cls, element.cls)]
-        own = (
-            []
-            if inspect.isabstract(element.cls) or not issubclass(element.cls, BasicOperation)
-            else [element.cls]
-        )
-        return list(dict.fromkeys([*own, *found]))
+        if issubclass(element.cls, BasicOperation) and not inspect.isabstract(element.cls):
+            found = [element.cls, *found]
+        return list(dict.fromkeys(found))
     return [element]
 
 
 def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
-    """How to make an op of a class for an input of ``width`` features."""
+    """The ways to make an op of a class for an input of ``width`` features."""
     for known in (makers, _MAKERS):
         if cls in known:
             made = known[cls](width)
@@ -58,16 +56,14 @@ def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
 def _by_constructor(cls: type, width: int) -> list[Op]:
     found = []
     for op in (Op(cls), Op(cls, width)):
-        try:
+        with contextlib.suppress(Exception):  # whatever its constructor wants, it is not this
             op()
-        except Exception:  # whatever its constructor wants, it is not this
-            continue
-        found.append(op)
-        break
+            found.append(op)
+            break
     if issubclass(cls, _NAMED):
         takes = inspect.signature(cls).parameters
         given = {n: v for n, v in {**_OTHERWISE, "rotary_dim": width // 2}.items() if n in takes}
-        found += [Op(cls, *op.args, **{n: v}) for op in found for n, v in given.items()]
+        found += [op.with_(**{n: v}) for op in found for n, v in given.items()]
     if cls in _ARGUMENTS:
         found.append(Op(cls, **_ARGUMENTS[cls]))
     return found
@@ -76,7 +72,7 @@ def _by_constructor(cls: type, width: int) -> list[Op]:
 _ROTATING = (built_in.RoPE, built_in.ApplyRoPE)
 _NAMED = (built_in.GatedActivation, built_in.ScaledActivation, built_in.GELU, *_ROTATING)
 _OTHERWISE: Any = {"glu_interleave_size": 2, "approximate": "none", "interleaved": True}
-"""What an argument of these classes is where it is not the default."""
+"""Values of arguments of these classes that are not the default."""
 _CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
 _BOUNDED = {"beta1": 2.0, "beta2": 3.0}
 _LOSS: Any = {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}
@@ -113,6 +109,12 @@ def _parallel(width: int) -> list[Op]:
     return [Op(cls, tuple(plain)), Op(cls, (biased, plain[1])), Op(cls, (biased,), via="reading")]
 
 
+def _grouped(width: int) -> list[Op]:
+    plain = Op(built_in.GroupedLinear, 3, width, width + width // 2)
+    one = Op(built_in.GroupedLinear, 1, width, width, bias=False)
+    return [plain, one, plain.with_(scale_bias=True)]
+
+
 _MAKERS: Makers = {
     built_in.Cast: lambda width: CAST,
     built_in.BasicLinear: _linears,
@@ -130,11 +132,7 @@ _MAKERS: Makers = {
         Op(built_in.AddExtraInput),
         Op(built_in.AddExtraInput, in_place=True),
     ],
-    built_in.GroupedLinear: lambda width: [
-        Op(built_in.GroupedLinear, 3, width, width + width // 2),
-        Op(built_in.GroupedLinear, 1, width, width, bias=False),
-        Op(built_in.GroupedLinear, 3, width, width + width // 2, scale_bias=True),
-    ],
+    built_in.GroupedLinear: _grouped,
     built_in.Dropout: lambda width: [Op(built_in.Dropout, p) for p in (0.0, 0.5, 1.0)],
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
     built_in.CrossEntropy: lambda width: [Op(built_in.CrossEntropy, **given) for given in _LOSSES],

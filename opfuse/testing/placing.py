@@ -1,4 +1,4 @@
-"""Where the ops of a case stand: what is around them, and which casts are between them."""
+"""Places the ops of a case: the ops around them, and the casts between them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def width_behind(ops: Sequence[Op], width: int) -> int:
 
 
 def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
-    """The case with other ops, and around them what asks for the casts at their ends."""
+    """The case with other ops, between ops that ask for the casts at their ends."""
     case = case.with_(ops=ops, rows=DEEP if is_deep(ops) else case.rows, before=(), after=())
     insists, ratio = first_width(tuple(op for op in ops if not is_cast(op)))
     case = case.with_(width=None if insists or width in (8, 8 * ratio) else width)
@@ -48,13 +48,13 @@ def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
 
 
 def is_deep(ops: Sequence[Op]) -> bool:
-    """Whether a norm is over more than the last dimension."""
+    """Return whether a norm is over more than the last dimension."""
     norms = [op for op in ops if issubclass(op.cls, (built_in.LayerNorm, built_in.RMSNorm))]
     return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
 def matched(case: Case) -> tuple[BasicOperation, ...]:
-    """New ops that the fusion would stand for, as its condition sees them: with their casts.
+    """New ops that the fusion would replace, as its condition sees them: with their casts.
 
     Raises:
         Declined: Nothing is cast where its pattern has a cast.

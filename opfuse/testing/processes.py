@@ -57,33 +57,23 @@ def registered_module(plugin: str) -> str | None:
 
 @functools.lru_cache(maxsize=16)
 def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, Any]:
-    """What a fresh process sees of an installed plugin.
+    """Return how a fresh process sees an installed plugin.
 
     Args:
         plugin: Name of its entry point.
         seed: For the hashes of strings, which differ between processes.
-        cases: What to plan there.
+        cases: The chains to plan there.
 
     Raises:
         Failure: The process fails.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    environ = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "PYTHONHASHSEED": str(seed),
-        "OMP_NUM_THREADS": "1",
-    }
-    for name in ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET"):
-        environ.pop(name, None)
-    command = [
-        sys.executable,
-        "-c",
-        _REPORT,
-        plugin,
-        json.dumps([repr(case.with_(subject=None)) for case in cases]),
-        registered_module(plugin) or "",
-    ]
+    unset = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET")
+    environ = {name: value for name, value in os.environ.items() if name not in unset}
+    environ |= {"PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
+    chains = json.dumps([repr(case.with_(subject=None)) for case in cases])
+    given = plugin, chains, registered_module(plugin) or ""
+    command = [sys.executable, "-c", _REPORT, *given]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise Failure(f"a process with plugin {plugin!r} failed:\n{done.stderr.strip()[-2000:]}")
@@ -94,13 +84,11 @@ def entry_point(plugin: str, cases: Sequence[Case] = ()) -> None:
     """The entry point is there, in the group of this contract, and loads without a warning."""
     seen = report(plugin, 1, tuple(cases))
     if not seen["groups"]:
-        raise Failure(
-            f"no installed distribution has an entry point {plugin!r} in a group opfuse.v*"
-        )
+        where = f"entry point {plugin!r} in a group opfuse.v*"
+        raise Failure(f"no installed distribution has an {where}")
     if GROUP not in seen["groups"]:
-        raise Failure(
-            f"its entry point {plugin!r} is in group {seen['groups'][0]}, this opfuse reads {GROUP}"
-        )
+        where = f"in group {seen['groups'][0]}, this opfuse reads {GROUP}"
+        raise Failure(f"its entry point {plugin!r} is {where}")
     for row in seen["rows"]:
         if row["state"] == "failed":
             raise Failure(f"entry point {plugin!r} does not load: {row['error']}")
@@ -129,8 +117,6 @@ def processes(plugin: str, cases: Sequence[Case] = ()) -> None:
 
 
 PLUGIN_CHECKS: dict[str, Callable[[str, Sequence[Case]], None]] = {
-    "entry_point": entry_point,
-    "imports": imports,
-    "processes": processes,
+    check.__name__: check for check in (entry_point, imports, processes)
 }
 """The checks of a plugin as a whole."""

@@ -159,7 +159,7 @@ class QuantizerSuite:
                 assert quantizer.quantize(values, BOTH).dequantize().isfinite().all()
 
     def test_out(self, recipe: Recipe, role: str, way: str) -> None:
-        """What is given to write into gets the same, and is what comes back."""
+        """``out`` gets the same values, and is returned."""
         x, usage = self.draw(), USAGES[way]
         quantizer = self.settled(recipe, role, x)
         expected, out = quantizer.quantize(x, usage), quantizer.quantize(-2 * x, usage)
@@ -171,7 +171,7 @@ class QuantizerSuite:
     # State
 
     def test_owns_its_scales(self, recipe: Recipe, role: str) -> None:
-        """What it made before stays as it is, whatever its state is by then."""
+        """Tensors that it made keep their values when its state changes."""
         x = self.draw()
         quantizer = self.settled(recipe, role, x)
         made = quantizer.quantize(x, BOTH)
@@ -260,7 +260,7 @@ def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 
 def _equal(one: QuantizedTensor, other: QuantizedTensor) -> bool:
-    """Whether two have the same bits in the same copies."""
+    """Return whether two have the same bits in the same copies."""
     pairs = list(zip(one.tensors(), other.tensors(), strict=True))
     here = all((a is None) == (b is None) for a, b in pairs)
     return here and all(

@@ -1,4 +1,4 @@
-"""Recipes for the checks, in plain PyTorch, and those of the plugins beside them.
+"""Recipes for the checks, in plain PyTorch, and access to those of the plugins.
 
 Each makes fp8 tensors in one of the documented formats. They differ in what a fusion can get wrong:
 one scale per tensor, blocks whose rowwise and columnwise copies hold different values, and scales
@@ -34,7 +34,7 @@ from ..core.records import PluginRecord
 
 OVERRIDES = (None, "high_precision", "dequantized")
 NAME = "opfuse-testing"
-"""What the plugin is called that offers these recipes."""
+"""The name of the plugin that offers these recipes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +79,9 @@ class _PerTensor(Quantizer):
 
     def scaled(self, tensor: Tensor, scale: Tensor, usage: Usage) -> QuantizedTensor:
         data = _codes(tensor.detach(), scale.reshape(()), self.dtype).contiguous()
-        return ScaledTensor(
-            tensor.shape,
-            tensor.dtype,
-            self,
-            rowwise_data=data if usage.rowwise else None,
-            columnwise_data=_matrix(data).t().contiguous() if usage.columnwise else None,
-            scale_inv=scale,
-        )
+        row = data if usage.rowwise else None
+        column = _matrix(data).t().contiguous() if usage.columnwise else None
+        return ScaledTensor(tensor.shape, tensor.dtype, self, row, column, scale)
 
 
 class _Delayed(_PerTensor):
@@ -179,7 +174,7 @@ def _amax(tensor: Tensor) -> Tensor:
 
 
 def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """What codes are multiplied by, so that ``amax`` becomes the largest code."""
+    """The factor of the codes with which ``amax`` becomes the largest code."""
     scale = amax / torch.finfo(dtype).max
     return torch.where(scale == 0, 1.0, scale)
 
@@ -190,11 +185,7 @@ def _codes(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (wide / scale).clamp(-most, most).to(dtype)
 
 
-TOYS: Mapping[type[Recipe], type[Quantizer]] = {
-    PerTensor: _PerTensor,
-    PerBlock: _PerBlock,
-    Delayed: _Delayed,
-}
+TOYS: Mapping[type[Recipe], Any] = {PerTensor: _PerTensor, PerBlock: _PerBlock, Delayed: _Delayed}
 """The recipes of the kit, and their quantizers."""
 
 
@@ -212,8 +203,7 @@ class _Plugin:
     ) -> Quantizer | None:
         """See :func:`opfuse.core.hookspecs.opfuse_quantizer`."""
         if type(recipe) in TOYS:
-            toy: Any = TOYS[type(recipe)]
-            return toy(role, env and env.device)  # type: ignore[no-any-return]
+            return TOYS[type(recipe)](role, env and env.device)  # type: ignore[no-any-return]
         given: Any = dict(recipe=recipe, role=role, env=env)
         for record in manager.records:
             if record.name != NAME and type(recipe) in record.recipes.values():
@@ -235,9 +225,8 @@ def _record() -> PluginRecord:
 def offered() -> Iterator[None]:
     """The plugin ``opfuse-testing`` is there, for a ``with`` block; it serves every recipe."""
     record, before = _record(), manager.records
-    record.recipes = {
-        name: cls for other in (*before, record) for name, cls in other.recipes.items()
-    }
+    for other in before:
+        record.recipes = {**record.recipes, **other.recipes}
     manager.records = [*before, record]
     try:
         yield

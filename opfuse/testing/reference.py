@@ -26,10 +26,8 @@ def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) ->
         what = f"extra output {number - 1}" if number else "the output"
         compare(case, what, y, expected.outputs[number], truth.outputs[number])
         if (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
-            raise Failure(
-                f"{what} has {'no' if y.grad_fn is None else 'an'} autograd graph, "
-                "unlike the separate ops'"
-            )
+            has = "no" if y.grad_fn is None else "an"
+            raise Failure(f"{what} has {has} autograd graph, unlike the separate ops'")
 
 
 def compare_grads(case: Case, got: Result, expected: Result, truth: Result) -> None:
@@ -39,13 +37,8 @@ def compare_grads(case: Case, got: Result, expected: Result, truth: Result) -> N
         Failure: A gradient is missing, or wrong.
     """
     for name, grad in got.grads.items():
-        compare(
-            case,
-            f"the gradient of {describe(case, name)}",
-            grad,
-            expected.grads[name],
-            truth.grads[name],
-        )
+        what = f"the gradient of {describe(case, name)}"
+        compare(case, what, grad, expected.grads[name], truth.grads[name])
 
 
 def compare_results(case: Case, got: Result, expected: Result, truth: Result) -> None:
@@ -66,16 +59,13 @@ def compare(
     """
     if got is None or expected is None or truth is None:
         if (got is None) != (expected is None):
-            raise Failure(
-                f"{what} is {'None' if got is None else 'a tensor'}, the separate ops' is not"
-            )
+            is_ = "None" if got is None else "a tensor"
+            raise Failure(f"{what} is {is_}, the separate ops' is not")
         return
     for attribute in ("dtype", "device"):
-        if getattr(got, attribute) != getattr(expected, attribute):
-            raise Failure(
-                f"{what} has {attribute} {getattr(got, attribute)} "
-                f"instead of {getattr(expected, attribute)}"
-            )
+        mine, other = getattr(got, attribute), getattr(expected, attribute)
+        if mine != other:
+            raise Failure(f"{what} has {attribute} {mine} instead of {other}")
     # each op of a chain rounds its result, those around the fused one too
     dtype, around = case.compute_dtype, case.before or case.after
     roundings = 2.0 if dtype is torch.float16 or (dtype is torch.bfloat16 and around) else 1.0

@@ -34,6 +34,15 @@ class Failure(AssertionError):
     """
 
 
+@contextlib.contextmanager
+def saying(before: str = "", hint: str = "") -> Iterator[None]:
+    """Add words before and after the message of a failure, for a ``with`` block."""
+    try:
+        yield
+    except Failure as failure:
+        raise Failure(f"{before}{failure}{hint}") from failure
+
+
 class Declined(Exception):
     """The fusion refused this case, with the reason."""
 
@@ -94,11 +103,11 @@ class Plans(Recorder):
 
 @dataclasses.dataclass
 class Result:
-    """What one forward and backward gave.
+    """The results of one forward and backward.
 
     Attributes:
         built: The chain and its tensors.
-        given: What the chain was called with.
+        given: The arguments of the chain.
         outputs: With their autograd graph.
         weights: The incoming gradients, of the outputs that have one.
         grads: By leaf, for those that need one.
@@ -114,13 +123,13 @@ class Result:
 def forward(
     case: Case, dtype: torch.dtype | None = None, *, built: Built | None = None, chain: Any = None
 ) -> Result:
-    """Run the forward of a case with what is in force here.
+    """Run the forward of a case with the plugins and options that are in force.
 
     Args:
         case: The case.
         dtype: See :meth:`Case.build`.
-        built: What to run, if it was built before.
-        chain: Makes what to call out of the chain.
+        built: The chain, if it was built before.
+        chain: Makes the function to call from the chain.
     """
     built = built or case.build(dtype)
     given = built.inputs()
@@ -134,7 +143,7 @@ def backward(
 
     Args:
         case: The case.
-        result: What :func:`forward` gave.
+        result: The result of :func:`forward`.
         only_main: Use the first output alone.
         retain_graph: Let the backward run again.
     """
@@ -174,7 +183,7 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool 
 
 
 def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
-    """What ``step`` gives with the fusion, and without any.
+    """The results of ``step`` with the fusion, and without any.
 
     Raises:
         Declined: The fusion refused.
@@ -190,16 +199,15 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
 
 @contextlib.contextmanager
 def blamed() -> Iterator[None]:
-    """Whatever is raised inside is a failure: the separate ops ran."""
+    """Turn what is raised inside into a failure: the separate ops ran."""
     try:
         yield
     except (Failure, Declined):
         raise
     except Exception as error:
         text = str(error).strip()
-        raise Failure(
-            f"it raised {type(error).__name__}: {text[:600]}{'...' if text[600:] else ''}"
-        ) from error
+        text = f"{text[:600]}..." if text[600:] else text
+        raise Failure(f"it raised {type(error).__name__}: {text}") from error
 
 
 def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
@@ -218,6 +226,15 @@ def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> Result:
             return backward(case, forward(case, dtype), only_main)
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+
+
+def references(case: Case, only_main: bool = False) -> tuple[Result, Result]:
+    """The references for a fused result: the separate ops', and the truth in fp64.
+
+    Raises:
+        Declined: The separate ops do not take it.
+    """
+    return separate(case, None, only_main), separate(case, torch.float64, only_main)
 
 
 Callback = Callable[[FusedOperation, list[Any], Any, Any], None]
@@ -245,6 +262,7 @@ def watched(
         return op
 
     fusion = case.subject.fusion
+    new: Any
     if isinstance(fusion, Fusion):
         build = fusion.build
 
@@ -253,18 +271,16 @@ def watched(
             return watch(build(ops))
 
         build_watched.kwarg_names = getattr(build, "kwarg_names", ())  # type: ignore[attr-defined]
-        return case.with_(
-            subject=case.subject._replace(fusion=dataclasses.replace(fusion, build=build_watched))
-        )
-    function: Any = fusion
+        new = dataclasses.replace(fusion, build=build_watched)
+    else:
+        function: Any = fusion
 
-    @functools.wraps(function)
-    def function_watched(ops: Any, **kwargs: Any) -> Any:
-        return [
-            watch(op) if isinstance(op, FusedOperation) else op for op in function(ops, **kwargs)
-        ]
+        @functools.wraps(function)
+        def new(ops: Any, **kwargs: Any) -> Any:
+            made = function(ops, **kwargs)
+            return [watch(op) if isinstance(op, FusedOperation) else op for op in made]
 
-    return case.with_(subject=case.subject._replace(fusion=function_watched))
+    return case.with_(subject=case.subject._replace(fusion=new))
 
 
 def _calling(plain: Any, callback: Any) -> Any:

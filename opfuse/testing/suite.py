@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,9 +50,8 @@ class FusionSuite:
             defaults, and of the kit.
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
-        thorough: Whether to look at more widths, rows, layouts and combinations of what is frozen,
-            which takes about twice as long; default: whether the environment has
-            ``OPFUSE_THOROUGH=1``.
+        thorough: Test more widths, rows, layouts and combinations of frozen leaves, which takes
+            about twice as long; default: True if the environment has ``OPFUSE_THOROUGH=1``.
     """
 
     plugin: ClassVar[str] = ""
@@ -76,15 +74,14 @@ class FusionSuite:
             runnable = [tier for tier in tiers() if not tier.reason]
             found = subjects(self.plugin)
             params = [
-                pytest.param(
-                    tier, subject, name, id=f"{tier.name}-{subject.passes} {subject.name}-{name}"
-                )
+                (tier, subject, name)
                 for tier in runnable
                 for subject in found
                 for name, check in CHECKS.items()
                 if subject.passes in check.passes and not (check.slow and tier.name == "interpret")
             ]
-            metafunc.parametrize(("tier", "subject", "fusion_check"), params)
+            ids = [f"{tier.name}-{of.passes} {of.name}-{name}" for tier, of, name in params]
+            metafunc.parametrize(("tier", "subject", "fusion_check"), params, ids=ids)
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:
@@ -99,9 +96,8 @@ class FusionSuite:
         if module is not None and (plugin_check == "entry_point" or not module):
             what = "is registered in code" + ("" if module else ", and no module")
             pytest.skip(f"plugin {self.plugin!r} {what}: no other process finds it")
-        cases = [
-            case for subject in subjects(self.plugin) for case in self.chains(subject, "cpu").plain
-        ]
+        chains = [self.chains(subject, "cpu") for subject in subjects(self.plugin)]
+        cases = [case for of_fusion in chains for case in of_fusion.plain]
         problem = None
         try:
             PLUGIN_CHECKS[plugin_check](self.plugin, cases)
@@ -110,7 +106,7 @@ class FusionSuite:
         self._judge((plugin_check,), problem, passed=problem is None)
 
     def test_tier(self, skipped_tier: Tier) -> None:
-        """Which tiers run here; those that cannot say why."""
+        """Skip the tiers that cannot run here, with the reason."""
         if skipped_tier.reason:
             pytest.skip(f"{skipped_tier.name}: {skipped_tier.reason}")
 
@@ -121,17 +117,11 @@ class FusionSuite:
             pytest.fail(
                 f"plugin {self.plugin!r} offers no fusion, or is not installed", pytrace=False
             )
-        known = {
-            *CHECKS,
-            *PLUGIN_CHECKS,
-            *(f"{subject.name}: {name}" for subject in found for name in CHECKS),
-        }
+        known = {f"{subject.name}: {name}" for subject in found for name in CHECKS}
         for name in self.limits:
-            if name not in known:
-                pytest.fail(
-                    f"limits names {name!r}, which is neither a check nor '<fusion>: <check>'",
-                    pytrace=False,
-                )
+            if name not in {*CHECKS, *PLUGIN_CHECKS, *known}:
+                what = "neither a check nor '<fusion>: <check>'"
+                pytest.fail(f"limits names {name!r}, which is {what}", pytrace=False)
         for name in self.inexact:
             if name not in {subject.name for subject in found}:
                 pytest.fail(f"inexact names {name!r}, which is no fusion", pytrace=False)
@@ -153,14 +143,16 @@ class FusionSuite:
             pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
 
     _failed: ClassVar[dict[tuple[str, Subject, str], bool]] = {}
-    """Which checks of this process failed; a suite of its own for each class."""
+    """The checks of this process, and whether each failed; each class has its own."""
+    _made: ClassVar[dict[tuple[Subject, str], Chains]] = {}
+    """The chains that were made, by fusion and device; each class has its own."""
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        cls._failed = {}
+        cls._failed, cls._made = {}, {}
 
     def _failing(self, tier: Tier, subject: Subject, name: str, known: bool = False) -> str | None:
-        """Which check fails that another rests on, unless that is declared as a limit.
+        """A failing check that another one rests on, unless that is declared as a limit.
 
         With ``known``, of those that ran in this process; else the others run now.
         """
@@ -189,23 +181,14 @@ class FusionSuite:
 
     @classmethod
     def chains(cls, subject: Subject, device: str) -> Chains:
-        """What a fusion is tested on."""
-        cache: Any = cls.__dict__.get("_cache")
-        if cache is None:
-            cls._cache = cache = functools.cache(  # type: ignore[attr-defined]
-                lambda subject, device: dataclasses.replace(
-                    make_chains(
-                        subject._replace(inexact=subject.name in cls.inexact),
-                        device,
-                        cls.makers,
-                        cls.examples.get(subject.name, ()),
-                        cls.thorough,
-                        cls.recipes,
-                    ),
-                    most_rows=cls.most_rows if is_interpreting() else None,
-                )
-            )
-        return cache(subject, device)  # type: ignore[no-any-return]
+        """The chains that a fusion is tested on."""
+        if (subject, device) not in cls._made:
+            own = subject._replace(inexact=subject.name in cls.inexact)
+            examples = cls.examples.get(subject.name, ())
+            made = make_chains(own, device, cls.makers, examples, cls.thorough, cls.recipes)
+            most_rows = cls.most_rows if is_interpreting() else None
+            cls._made[subject, device] = dataclasses.replace(made, most_rows=most_rows)
+        return cls._made[subject, device]
 
     def _judge(self, names: tuple[str, ...], problem: str | None, *, passed: bool) -> None:
         """Fail, or let a declared limit pass; a limit that works is a failure."""
@@ -215,7 +198,5 @@ class FusionSuite:
         if problem is not None:
             pytest.skip(f"declared limit: {self.limits[declared[0]]}")
         if declared and passed:
-            pytest.fail(
-                f"limits declares {declared[0]!r} ({self.limits[declared[0]]}), but it works",
-                pytrace=False,
-            )
+            what = f"{declared[0]!r} ({self.limits[declared[0]]})"
+            pytest.fail(f"limits declares {what}, but it works", pytrace=False)

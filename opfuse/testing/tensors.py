@@ -39,11 +39,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     if layout == "permuted":  # (rows, batch, features) in memory
         return tensor.transpose(0, -2).contiguous().transpose(0, -2) if tensor.ndim > 2 else tensor
     if layout == "summed":
-        return (
-            tensor.flatten()[:1].reshape([1] * tensor.ndim).expand(tensor.shape)
-            if tensor.numel()
-            else tensor
-        )
+        return tensor.flatten()[0].expand(tensor.shape) if tensor.numel() else tensor
     if layout == "expanded":
         return tensor[:1].expand(tensor.shape) if tensor.ndim > 1 and tensor.shape[0] else tensor
     fill = math.nan if tensor.is_floating_point() else 1

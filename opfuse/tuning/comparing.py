@@ -71,7 +71,7 @@ def problem_of(
         got: The tensor.
         expected: The one that is right, but for rounding.
         truth: The same without rounding; None: ``expected`` counts as exact.
-        values: Whether to compare values, and not only shape, dtype and device.
+        values: Compare values, and not only shape, dtype and device.
         dtype: The compute dtype; None: that of the tensor.
         **rule: For :func:`opfuse.tuning.tolerance.difference`.
     """
@@ -112,8 +112,8 @@ def in_fp64(
         wanted: The arguments and parameters that get gradients. The others, and buffers, are
             widened too: operations take one dtype.
     """
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    held = {f"of.{name}": tensor for name, tensor in held.items() if tensor.is_floating_point()}
+    named = (*module.named_parameters(), *module.named_buffers())
+    held = {f"of.{name}": tensor for name, tensor in named if tensor.is_floating_point()}
 
     def exact(dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         floating = [t for t in (*given, *held.values()) if t.is_floating_point()]
@@ -145,7 +145,7 @@ def gradients(
         outputs: The outputs.
         wanted: The tensors that get gradients.
         dys: The gradient of each output, or None.
-        again: Whether the graph is kept for another time.
+        again: Keep the graph for another call.
 
     Returns:
         The gradients; none at all if nothing is wanted or no output has one.

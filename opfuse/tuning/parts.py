@@ -113,7 +113,7 @@ def part_program(
         step: The candidate, or None: the ops run separately.
         configuration: For the candidate, see ``FusedOperation.configurations``.
         exact: In fp64, without a recipe.
-        grads: Whether there is a backward, if there is one in the whole chain.
+        grads: Have a backward, if the whole chain has one.
 
     Raises:
         RuntimeError: The fused op cannot be built.

@@ -49,8 +49,7 @@ def compare(
         first: The one.
         second: The other.
         device: Where they compute; its queue is waited for.
-        clear: Whether fewer turns will do where one is faster by far, or where a turn is slow and
-            the interval narrow.
+        clear: Stop early if one is faster by far, or if a turn is slow and the interval narrow.
         most: The largest number of turns.
     """
     ways = first, second

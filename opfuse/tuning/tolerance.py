@@ -24,7 +24,8 @@ ROWS: tuple[tuple[int, ...], ...] = (
 )
 """Leading dimensions worth testing.
 
-They are of inputs of one to four dimensions, with row counts of tiles and beside them, and no rows.
+They make inputs of one to four dimensions. Their row counts are those of tiles, one more, one less,
+and none.
 """
 
 MORE_ROWS: tuple[tuple[int, ...], ...] = (
@@ -56,7 +57,7 @@ def difference(
         rounded: The same from the separate ops in the dtype of ``got``: twice their own error is
             allowed.
         dtype: The dtype it was computed in; default: that of ``got``.
-        gemm: Whether it comes out of a matrix product.
+        gemm: It comes out of a matrix product.
         roundings: Number of roundings that the relative tolerance covers.
         atol: The absolute tolerance; default: that of the dtype.
     """
@@ -98,8 +99,8 @@ ENOUGH = 256
 def skew(got: Tensor, expected: Tensor, rounded: Tensor) -> str | None:
     """Describe what is wrong with all errors of half precision together, or return None.
 
-    Each may be as small as the dtype's tolerance, and yet all be of one sign, as where a kernel
-    truncates, or those of small numbers as large as those of large ones. Errors are measured in
+    Each error may be within the dtype's tolerance while all have one sign, as in a kernel that
+    truncates, or while small numbers have errors as large as large numbers. Errors are measured in
     units of the separate ops', and of the roundings to the dtype: by their mean, with their sign
     and towards zero, and by their root mean square in each eighth of the numbers by magnitude.
 
@@ -161,7 +162,7 @@ def assert_close(
     Args:
         got: The result of a kernel.
         expected: The same from fp64 arithmetic on the same values.
-        gemm: Whether it comes out of a matrix product.
+        gemm: It comes out of a matrix product.
         what: Its name in the message.
 
     Raises:

@@ -25,7 +25,6 @@ from .timing import TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
 
-
 Results = Mapping[str, Tensor | None]
 """The outputs and gradients of a run, by name."""
 
@@ -33,12 +32,12 @@ Results = Mapping[str, Tensor | None]
 class Trial:
     """One candidate of a call, with the tensors that come to it there.
 
-    Attributes:
-        shape: The shape of the input, for the entry.
-
     Args:
         call: The call.
         step: The candidate.
+
+    Attributes:
+        shape: The shape of the input, for the entry.
     """
 
     def __init__(self, call: Call, step: Step) -> None:
@@ -52,13 +51,10 @@ class Trial:
         flags = [*needs.inputs[:1], *[flag for of_op in needs.params for flag in of_op]]
         flags += [extra.requires_grad for extra in extras]
         # copies: a fusion that writes into them is wrong, and the user's tensors stay as they are
-        self._leaves = [
-            _copy(tensor).requires_grad_(flag)
-            for tensor, flag in zip(self._owned, flags, strict=True)
-        ]
-        names = [
-            f"{chain.name(i)}.{n}" for i, op in enumerate(chain.ops) for n in op.param_names or ()
-        ]
+        pairs = zip(self._owned, flags, strict=True)
+        self._leaves = [_copy(tensor).requires_grad_(flag) for tensor, flag in pairs]
+        ops = enumerate(chain.ops)
+        names = [f"{chain.name(i)}.{name}" for i, op in ops for name in op.param_names or ()]
         places = [f"extra input {k} of {chain.name(i)}" for i, k in chain.external_inputs]
         self._names = ["the input", *names, *places]
         self._weights: dict[tuple[int, ...], Tensor] = {}
@@ -130,7 +126,7 @@ class Trial:
         best: tuple[Program, Mapping[str, Any] | None] = plain, None
         for configuration in offered[:MOST_CONFIGURATIONS]:
             program = make(configuration=dict(configuration))
-            with contextlib.suppress(Exception):  # this GPU has no room for it, say
+            with contextlib.suppress(Exception):  # such as one that this GPU has no room for
                 if not self._difference(program):
                     timing = self._compare(plain, program)
                     if timing.speed - timing.noise > speed:
@@ -140,7 +136,7 @@ class Trial:
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether its ops draw random numbers: alike for the same seed, and not for another."""
+        """The ops draw random numbers: results are equal for one seed, and not for another."""
         first, again, other = (self._seeded(self._separate, seed) for seed in (0, 0, 1))
         return _same(first, again) and not _same(first, other)
 
@@ -233,14 +229,12 @@ class Trial:
         """The results in fp64; none if the ops do not support it, then the separate ops decide."""
         if self._separate.env.recipe is not None:
             return {}
-        leaves = [
-            leaf.detach().double().requires_grad_(leaf.requires_grad)
-            if leaf.is_floating_point()
-            else leaf
-            for leaf in self._leaves
-        ]
+        tensors = [leaf.detach() for leaf in self._leaves]
+        wide = [t.double() if t.is_floating_point() else t for t in tensors]
+        for tensor, leaf in zip(wide, self._leaves, strict=True):
+            tensor.requires_grad_(leaf.requires_grad)
         try:
-            return self._run(part_program(self._call, self._of, exact=True), leaves)
+            return self._run(part_program(self._call, self._of, exact=True), wide)
         except Exception:
             return {}
 
@@ -297,7 +291,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two have the same numbers; NaN is NaN."""
+    """Return whether two have the same numbers; NaN equals NaN."""
     alike = torch.isclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
     return bool(alike.all())
 

@@ -137,11 +137,9 @@ class _Candidate(Job):
     def result(self) -> Result:
         """The line of the report."""
         source, env = self._step.source, self._call.program.env
-        rule = {
-            "trades_time": getattr(source.fusion, "trades_time", False),
-            "prefer": env.options.get("prefer", "speed"),
-        }
-        return self._result(source.distribution, source.passes, self._step.matched, **rule)
+        trades, prefer = getattr(source.fusion, "trades_time", False), env.options.get("prefer")
+        of = source.distribution, source.passes, self._step.matched
+        return self._result(*of, trades_time=trades, prefer=prefer or "speed")
 
 
 class _Collector(Recorder):
@@ -156,7 +154,7 @@ class _Collector(Recorder):
     def hear(self, model: Any, inputs: Any, kwargs: Any) -> None:
         """Make a call, and keep its new candidates."""
         self.candidates, self.wholes = [], []
-        # a fusion that is wrong is not to disturb it, and a compiled call tells nothing
+        # a wrong fusion must not disturb it, and a compiled call is not recorded
         with self, options(fusion_limit=0), torch.compiler.set_stance("force_eager"):
             model(*inputs, **kwargs)
 
@@ -182,7 +180,7 @@ class _Collector(Recorder):
             self.wholes.append(whole)
 
     def _is_new(self, job: Job, coming: Any) -> bool:
-        """Whether there was none like it before, for such an input of the chain."""
+        """Return whether none was like it before, for such an input of the chain."""
         key = tables.subject_key(job.subject), *coming
         before = len(self._seen)
         self._seen.add(key)

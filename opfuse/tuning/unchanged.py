@@ -115,7 +115,7 @@ def _sharded() -> tuple[Any, ...]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is of a class of a model's author."""
+    """Return whether an object is of a class that the model's author wrote."""
     known = isinstance(value, types.SimpleNamespace)
     package = type(value).__module__.partition(".")[0]
     stranger = package in _STRANGERS or package.startswith("opfuse")
@@ -179,7 +179,7 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
             if not torch.equal(part, copy):
                 with torch.inference_mode(part.is_inference()):
                     part.copy_(copy)
-                if memory is None:  # a version of its own tells that the whole has changed
+                if memory is None:  # the whole tensor has a version too
                     torch.autograd.graph.increment_version(tensor)
         if leaf:
             if tensor.grad is not grad:
@@ -191,7 +191,7 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
 
 
 def _shares(tensor: Tensor, memory: Tensor) -> bool:
-    """Whether a tensor is still a view of that memory, of the same form."""
+    """Return whether a tensor is still a view of that memory, of the same form."""
     if (tensor.shape, tensor.dtype, tensor.device) != (memory.shape, memory.dtype, memory.device):
         return False
     return memory.layout is not torch.strided or (

@@ -30,7 +30,7 @@ class Whole(Job):
         replaced: Its two ways.
         module: The module.
         given: The chain's input and extra inputs.
-        compiled: Whether to measure it under ``torch.compile``.
+        compiled: Measure it under ``torch.compile``.
     """
 
     def __init__(
@@ -58,10 +58,8 @@ class Whole(Job):
         wanted = [t for t in (*self._given, *params) if grads and t.requires_grad]
         parts = filter(None, map(replaced_forward, self._module.modules()))
         dtype = self._autocast
-        with (
-            switched_off(parts),
-            torch.autocast(self.device.type, dtype, enabled=dtype is not None),
-        ):
+        autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        with switched_off(parts), autocast:
             dys = [torch.ones_like(y) for y in as_tuple(chain(*self._given))]
 
             def run(function: Any) -> None:
@@ -92,7 +90,7 @@ class Whole(Job):
 
     @property
     def gives_way(self) -> bool:
-        """Whether the measurements favour the module's own operations."""
+        """The measurements favour the module's own operations."""
         return self.found is not None and self.replaced.gives_way(self.found, self._compiled)
 
     def result(self) -> Result:

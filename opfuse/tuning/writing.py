@@ -54,7 +54,7 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _is_outdated(row: Mapping[str, Any], new: Collection[Mapping[str, Any]]) -> bool:
-    """Whether new entries are of another version of its plugin, in the same setting."""
+    """Return whether new entries are of another version of its plugin, in the same setting."""
     plugin = row["subject"]["plugin"] or [None]
     others = [other["subject"]["plugin"] or () for other in new]
     another = plugin not in others and plugin[0] in [other[0] for other in others if other]

@@ -374,10 +374,10 @@ def test_the_custom_operators_are_as_torch_wants_them():
     x, dy, sizes = torch.randn(5, 4), torch.randn(5, 3), torch.tensor([2, 3])
     weights, biases = [torch.randn(3, 4)] * 2, [torch.randn(3)] * 2
     space = torch.ops.opfuse
-    torch.library.opcheck(space.grouped_products.default, (x, sizes, weights, biases))
-    torch.library.opcheck(space.grouped_products.default, (x, sizes, weights, []))
-    torch.library.opcheck(space.grouped_weight_grads.default, (dy, x, sizes, [True, False]))
-    torch.library.opcheck(space.grouped_row_sums.default, (dy, sizes, [False, True]))
+    torch.library.opcheck(space.grouped_products.default, (sizes, x, weights, biases))
+    torch.library.opcheck(space.grouped_products.default, (sizes, x, weights, []))
+    torch.library.opcheck(space.grouped_weight_grads.default, (sizes, dy, x, [True, False]))
+    torch.library.opcheck(space.grouped_row_sums.default, (sizes, dy, [False, True]))
 
 
 @pytest.mark.parametrize("autocast", [False, True])

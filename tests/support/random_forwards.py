@@ -202,7 +202,7 @@ def normed(d, value):
     return f"self.{name}({value})"
 
 
-# Stretches that a chain can stand for
+# Stretches that a chain can replace
 
 
 def two_linears(d):

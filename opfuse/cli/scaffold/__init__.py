@@ -1,4 +1,4 @@
-"""``opfuse new``: a plugin package out of the template beside this file."""
+"""``opfuse new``: writes a plugin package from the template in this folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write(name: str, into: Path) -> Path:
     """Write the plugin ``opfuse-plugin-<name>`` into a new folder of that name.
 
     Args:
-        name: What the entry point is called, such as ``fast-gelu``; the prefix may be there
+        name: The name of the entry point, such as ``fast-gelu``; the prefix may be there
             already.
         into: The folder that gets the new one; made if it does not exist.
 
@@ -34,10 +34,8 @@ def write(name: str, into: Path) -> Path:
             "lower-case letters and digits, beginning with a letter, "
             "words joined by single hyphens, such as 'fast-gelu'"
         )
-    for record in manager.records:
-        if record.group == GROUP and (
-            record.answers_to(short) or record.answers_to(PREFIX + short)
-        ):
+    for record in [record for record in manager.records if record.group == GROUP]:
+        if any(map(record.answers_to, (short, PREFIX + short))):
             taken = f"{record.distribution} {record.version}"
             raise ValueError(
                 f"a plugin called {short!r} is installed already, by {taken}: choose another name"
@@ -49,9 +47,8 @@ def write(name: str, into: Path) -> Path:
         if source.is_file() and "__pycache__" not in source.parts:
             target = folder / fill(source.relative_to(TEMPLATE).as_posix(), short)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(
-                fill(source.read_text(encoding="utf-8"), short), encoding="utf-8", newline="\n"
-            )
+            text = fill(source.read_text(encoding="utf-8"), short)
+            target.write_text(text, encoding="utf-8", newline="\n")
     return folder
 
 
@@ -61,7 +58,7 @@ def fill(text: str, name: str) -> str:
 
 
 def welcome(folder: Path) -> str:
-    """What to do with a plugin that was just written."""
+    """The next steps with a plugin that was just written."""
     return f"""Wrote {folder}. It works as it is:
 
   cd {folder}

@@ -1,6 +1,6 @@
 """The checks, in the order in which their answers help most.
 
-What a later one finds may be due to an earlier one.
+A failure of a later one may come from a fault that an earlier one found.
 """
 
 from . import calls, features, leavings, memory, planning, quantized, values  # noqa: F401  # each adds its checks
@@ -24,6 +24,6 @@ DEPENDENT = frozenset(
 follows_values keeps_numbers nan_and_inf magnitude together versions neighbours subclasses threads
 without_grad gradcheck main_grad recipe deepcopy checkpoint compile""".split()
 )
-"""What fails for the same cause where one of ``ROOTS`` before it fails."""
+"""Checks that fail for the same cause when an earlier one of ``ROOTS`` fails."""
 
 __all__ = ["CHECKS", "DEPENDENT", "ROOTS", "Check"]

@@ -28,6 +28,8 @@ from ..running import (
     forward,
     fused,
     only,
+    references,
+    saying,
     separate,
 )
 from .registry import check, decline_state, evaluating, plain, surrounded
@@ -39,27 +41,23 @@ R = TypeVar("R")
 def repeatable(case: Case) -> None:
     """The same chain gives bitwise the same twice, and the right thing in every call."""
     decline_state(case)
-    expected, truth = separate(case), separate(case, torch.float64)
+    expected = references(case)
     with only(case.subject), Plans() as plans:
         built = case.build()
-        results = [backward(case, forward(case, built=built)) for _ in range(3)]
+        first, *others = [backward(case, forward(case, built=built)) for _ in range(3)]
     plans.require(case)
-    for call, got in enumerate(results):
-        try:
-            compare_results(case, got, expected, truth)
-        except Failure as failure:
-            raise Failure(f"in call {call + 1}, {failure}") from failure
-        pairs: list[Any] = [("the output", got.outputs[0], results[0].outputs[0])]
+    for call, got in enumerate((first, *others), 1):
+        with saying(f"in call {call}, "):
+            compare_results(case, got, *expected)
+        pairs: list[Any] = [("the output", got.outputs[0], first.outputs[0])]
         pairs += [
-            (f"the gradient of {describe(case, n)}", g, results[0].grads[n])
-            for n, g in got.grads.items()
+            (f"the gradient of {describe(case, name)}", grad, first.grads[name])
+            for name, grad in got.grads.items()
         ]
-        for what, one, first in pairs:
-            if one is not None and first is not None and not torch.equal(one, first):
-                raise Failure(
-                    f"{what} differs in its last bits "
-                    f"between call 1 and call {call + 1} of the same"
-                )
+        for what, one, other in pairs:
+            if one is not None and other is not None and not torch.equal(one, other):
+                calls = f"between call 1 and call {call} of the same"
+                raise Failure(f"{what} differs in its last bits {calls}")
 
 
 def _calls(
@@ -92,10 +90,8 @@ def _compare_calls(
         truth = step(case.exact)
     got, expected = both(case, step)
     for number, (one, _) in enumerate(_calls(case, times)):
-        try:
+        with saying(f"in number {number + 1}, "):
             compare_results(one, got[number], expected[number], truth[number])
-        except Failure as failure:
-            raise Failure(f"in number {number + 1}, {failure}") from failure
 
 
 @check(plain)
@@ -106,26 +102,22 @@ def interleaved(case: Case) -> None:
         results = [forward(one, built=built) for one, built in calls]
         return [backward(one, result) for (one, _), result in zip(calls, results, strict=True)]
 
-    try:
+    with saying("with 3 forwards before their backwards, "):
         _compare_calls(case, (2, 2, 1), run)
-    except Failure as failure:
-        raise Failure(f"with 3 forwards before their backwards, {failure}") from failure
 
 
 @check(plain)
 def growing(case: Case) -> None:
     """Calls of one chain, later ones with many more rows: nothing is left of the first size."""
-    try:
-        _compare_calls(
-            case,
-            (1, 43, 2, 171),
-            lambda calls: [backward(one, forward(one, built=built)) for one, built in calls],
-        )
-    except Failure as failure:
-        hint = "what depends on the number of rows belongs into the call"
-        raise Failure(
-            f"with 1, 43, 2 and 171 times the rows one after the other, {failure}; {hint}"
-        ) from failure
+
+    def run(calls: list[tuple[Case, Built]]) -> list[Result]:
+        return [backward(one, forward(one, built=built)) for one, built in calls]
+
+    with saying(
+        "with 1, 43, 2 and 171 times the rows one after the other, ",
+        "; what depends on the number of rows belongs into the call",
+    ):
+        _compare_calls(case, (1, 43, 2, 171), run)
 
 
 # What is changed between calls, or between forward and backward
@@ -201,12 +193,10 @@ def follows_values(case: Case) -> None:
         return results
 
     got, expected = both(case, step)
-    for number, one in enumerate(got):
-        try:
-            compare_results(case, one, expected[number], expected[number])
-        except Failure as failure:
-            where = "after its tensors or numbers were changed, "
-            raise Failure(f"{where}{'' if number % 2 else 'under no_grad, '}{failure}") from failure
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        where = "after its tensors or numbers were changed, "
+        with saying(where if number % 2 else f"{where}under no_grad, "):
+            compare_results(case, one, other, other)
 
 
 @check(_with_constants)
@@ -228,32 +218,24 @@ def keeps_numbers(case: Case) -> None:
                 "the separate ops' own backward uses numbers that were set after the forward"
             ) from None
     got, _ = both(case, step)
-    try:
+    with saying(
+        "with numbers of its ops changed between forward and backward, ",
+        "; leave numbers on the context in the forward, and read them there in the backward",
+    ):
         compare_grads(case, got, expected, expected)
-    except Failure as failure:
-        hint = "leave numbers on the context in the forward, and read them there in the backward"
-        raise Failure(
-            f"with numbers of its ops changed between forward and backward, {failure}; {hint}"
-        ) from failure
 
 
 @check(plain, passes=("forward", "joint"))
 def versions(case: Case) -> None:
     """A tensor changed in place before the backward is an error, or changes no gradient."""
-    expected, truth = separate(case), separate(case, torch.float64)
+    expected, truth = references(case)
     fused(case, grads=False)
     names = [name for name in expected.built.leaves if name not in expected.built.writable]
 
     def step(name: str) -> Result | None:
         """The gradients, or None if autograd refuses."""
         built = case.build()
-        given = dict(
-            zip(
-                [n for n in built.leaves if "." not in n],
-                [t * 1 for t in built.inputs()],
-                strict=True,
-            )
-        )
+        given = {name: tensor * 1 for name, tensor in built.named_inputs().items()}
         outputs = built(*given.values())
         result = Result(built, list(given.values()), outputs)
         try:
@@ -292,21 +274,24 @@ def _drawing(chains: Chains) -> Iterator[Case]:
 @check(_drawing)
 def generator(case: Case) -> None:
     """What is drawn after its forward or backward is what comes after the separate ops."""
+    on_gpu = case.device != "cpu"
+    states: list[Tensor] = []
+
+    def noting(call: Callable[..., R]) -> Callable[..., R]:
+        def noted(*given: Any) -> R:
+            result = call(*given)
+            states.append(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state())
+            return result
+
+        return noted
 
     def step() -> list[Tensor]:
-        built, states = case.build(), []
-        device = built.leaves["input"].device
-        cuda = device.type == "cuda"
-        with torch.random.fork_rng([device] if cuda else []):
-            torch.manual_seed(0)
-            result = Result(built, built.inputs(), ())
-            with built.settings():
-                outputs = built.chain(*result.given)
-            result.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            states.append(torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state())
-            backward(case, result)
-            states.append(torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state())
-        return states
+        states.clear()
+        result = forward(case, chain=noting)
+        with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
+            torch.manual_seed(1)
+            noting(backward)(case, result)
+        return [*states]
 
     got, expected = both(case, step)
     for when, mine, other in zip(("forward", "backward"), got, expected, strict=True):
@@ -399,7 +384,5 @@ def threads(case: Case) -> None:
             raise Failure(
                 f"called from two threads it raises {type(got).__name__}: {got}; {hint}"
             ) from got
-        try:
+        with saying("called from two threads, ", f"; {hint}"):
             compare_results(case, got, expected[me], expected[me])
-        except Failure as failure:
-            raise Failure(f"called from two threads, {failure}; {hint}") from failure

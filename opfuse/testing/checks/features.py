@@ -6,7 +6,8 @@ They cover modes without gradients, autocast, compile, checkpoint, copies and er
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...core.context_managers import checkpoint_contexts
 from ...ops import BasicLinear
-from ..cases import Case, Op
+from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import compare_grads, compare_outputs, compare_results, describe
 from ..running import (
@@ -29,6 +30,8 @@ from ..running import (
     forward,
     fused,
     only,
+    references,
+    saying,
     separate,
     watched,
 )
@@ -58,14 +61,12 @@ def without_grad(case: Case) -> None:
         return first
 
     for mode in (torch.no_grad, torch.inference_mode):
-        try:
+        with saying(f"under {mode.__name__}, "):
             with mode():
                 got, expected = both(watched(case, keep), step)
             if saved:
                 raise Failure("it saves tensors for a backward that never comes")
             compare_outputs(case, got, expected, separate(case, torch.float64))
-        except Failure as failure:
-            raise Failure(f"under {mode.__name__}, {failure}") from failure
 
 
 def _autocasts(chains: Chains) -> Iterator[Case]:
@@ -84,8 +85,8 @@ def _autocasts(chains: Chains) -> Iterator[Case]:
 @check(_autocasts)
 def autocast(case: Case) -> None:
     """Under autocast: the dtypes of the separate ops, and their values."""
-    expected, truth = separate(case), separate(case, torch.float64)
-    compare_results(case, fused(case), expected, truth)
+    expected = references(case)
+    compare_results(case, fused(case), *expected)
 
 
 @check(plain)
@@ -97,46 +98,34 @@ def gradcheck(case: Case) -> None:
     fused(case, grads=False)
     with only(case.subject):
         built = case.build()
-        inputs = built.inputs()
-        leaves = [
-            leaf
-            for name, leaf in built.leaves.items()
-            if name == "input" or name.startswith("extra")
-        ]
-        params = [leaf for name, leaf in built.leaves.items() if "." in name]
+        count = len(built.inputs())  # the parameters are the leaves after them
 
         def call(*tensors: Tensor) -> Any:
-            given = (
-                [t * 1 for t in tensors[: len(inputs)]]
-                if built.writable
-                else tensors[: len(inputs)]
-            )
-            return built(*given)
+            return built(*[t * 1 if built.writable else t for t in tensors[:count]])
 
+        leaves = tuple(built.leaves.values())
         try:
-            torch.autograd.gradcheck(call, (*leaves, *params), nondet_tol=0.0, fast_mode=True)
+            torch.autograd.gradcheck(call, leaves, nondet_tol=0.0, fast_mode=True)
         except GradcheckError as error:
             raise Failure(
                 f"{str(error).strip().splitlines()[0]}: compare its backward with its forward"
             ) from error
 
 
-class Injected(RuntimeError):
-    """Raised inside a kernel, on purpose."""
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``seen`` with every operation and its arguments, before the operation runs."""
 
-
-class Raising(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises at one operation, counted from 0."""
-
-    def __init__(self, at: int) -> None:
+    def __init__(self, seen: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.at, self.count = at, 0
+        self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        if self.count == self.at + 1:
-            raise Injected(str(func))
+        self.seen(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class Injected(RuntimeError):
+    """Raised inside a kernel, on purpose."""
 
 
 @check(plain)
@@ -148,23 +137,36 @@ def errors(case: Case) -> None:
             forward(case, built=warm)
         for at in range(40):
             # where a quantizer cannot be made, its plugin is off from then on
-            built = case.build() if case.recipe is None else warm
-            try:
-                with Raising(at) as mode:
-                    backward(case, forward(case, built=built))
-            except Injected:
-                continue
-            except Exception as error:  # another exception, made from it
-                if isinstance(error.__context__, Injected):
-                    continue
-                raise
-            if mode.count > at:
-                raise Failure(
-                    f"an error raised inside its operation {at} does not reach the caller: "
-                    "never catch it"
-                )
-            break
+            if not _raises(case, case.build() if case.recipe is None else warm, at):
+                break
     _refuse_extras(case)
+
+
+def _raises(case: Case, built: Built, at: int) -> bool:
+    """Raise an error inside one operation, counted from 0; False: there are not that many.
+
+    Raises:
+        Failure: The error does not reach the caller.
+    """
+    counter = itertools.count()
+
+    def inject(func: Any, args: Any, kwargs: Any) -> None:
+        if next(counter) == at:
+            raise Injected(str(func))
+
+    try:
+        with Watching(inject):
+            backward(case, forward(case, built=built))
+    except Injected:
+        return True
+    except Exception as error:  # another exception, made from it
+        if isinstance(error.__context__, Injected):
+            return True
+        raise
+    if next(counter) > at:
+        what = f"an error raised inside its operation {at}"
+        raise Failure(f"{what} does not reach the caller: never catch it")
+    return False
 
 
 def _refuse_extras(case: Case) -> None:
@@ -191,48 +193,12 @@ def _refuse_extras(case: Case) -> None:
 
 # Custom operators, compiling, checkpointing, copying
 
-_TORCHS_OWN = {
-    "aten",
-    "prims",
-    "prim",
-    "mkldnn",
-    "onednn",
-    "quantized",
-    "inductor",
-    "c10d",
-    "_c10d_functional",
-}
-_TORCHS_OWN |= {"profiler", "higher_order", "_quantized", "torchvision", "debugprims", "rngprims"}
-
-
-class CustomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the arguments of the first call of each operator that is not torch's own."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: dict[Any, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace not in _TORCHS_OWN and func not in self.calls:
-            detached = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
-            self.calls[func] = tuple(detached), dict(kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations whose result the host waits for: they read values, or sizes follow them."""
-
-    OPERATIONS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.OPERATIONS:
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
+_TORCHS_OWN = frozenset(
+    """aten prims prim mkldnn onednn quantized inductor c10d _c10d_functional profiler
+higher_order _quantized torchvision debugprims rngprims""".split()
+)
+_HOST_READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
+"""Operations whose result the host waits for: they read values, or sizes follow them."""
 
 
 @check(plain)
@@ -240,11 +206,15 @@ def host_reads(case: Case) -> None:
     """It reads no value of a tensor on the host, so that a CUDA graph can hold it."""
 
     def reads() -> list[str]:
-        built = case.build()
+        built, found = case.build(), list[str]()
+
+        def note(func: Any, args: Any, kwargs: Any) -> None:
+            if func.overloadpacket.__name__ in _HOST_READS:
+                found.append(str(func))
+
         backward(case, forward(case, built=built))  # the first call plans, and may measure
-        with HostReads() as mode:
+        with Watching(note):
             backward(case, forward(case, built=built))
-        found: list[str] = mode.found
         return found
 
     fused(case, grads=False)
@@ -260,9 +230,16 @@ def host_reads(case: Case) -> None:
 def opcheck(case: Case) -> None:
     """``torch.library.opcheck`` of every custom operator that it calls."""
     fused(case, grads=False)
-    with only(case.subject), CustomCalls() as mode:
+    calls: dict[Any, tuple[Any, Any]] = {}  # the first of each operator that is not torch's own
+
+    def keep(func: Any, args: Any, kwargs: Any) -> None:
+        if func.namespace not in _TORCHS_OWN and func not in calls:
+            detached = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
+            calls[func] = tuple(detached), dict(kwargs)
+
+    with only(case.subject), Watching(keep):
         backward(case, forward(case))
-    for op, (args, kwargs) in mode.calls.items():
+    for op, (args, kwargs) in calls.items():
         try:
             torch.library.opcheck(op, args, kwargs)
         except Exception as error:
@@ -274,42 +251,38 @@ def _compiled(chains: Chains) -> Iterator[Case]:
 
     For one row, code is made that takes no other number.
     """
-    yield from (
-        case.with_(rows=(4,)) for case in (chains.plain if chains.thorough else chains.plain[:1])
-    )
-    yield from (
-        case.with_(rows=(1,))
-        for case in (chains.plain if chains.thorough else chains.plain[1:][-1:])
-    )
+    plain, thorough = chains.plain, chains.thorough
+    yield from (case.with_(rows=(4,)) for case in (plain if thorough else plain[:1]))
+    yield from (case.with_(rows=(1,)) for case in (plain if thorough else plain[1:][-1:]))
 
 
 @check(_compiled, slow=True)
 def compile(case: Case) -> None:
     """``torch.compile(fullgraph=True)`` gives the same, for one row count and for any."""
     decline_state(case)
-    expected, truth = separate(case), separate(case, torch.float64)
+    expected = references(case)
     fused(case, grads=False)
-    for dynamic in [case.rows != (1,)]:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
-        def compiled(chain: Any, dynamic: bool = dynamic) -> Any:
-            return torch.compile(chain, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    def compiled(chain: Any) -> Any:
+        dynamic = case.rows != (1,)
+        return torch.compile(chain, fullgraph=True, dynamic=dynamic, backend="aot_eager")
 
-        with only(case.subject):
-            compare_results(case, backward(case, forward(case, chain=compiled)), expected, truth)
+    with only(case.subject):
+        compare_results(case, backward(case, forward(case, chain=compiled)), *expected)
 
 
 @check(first)
 def checkpoint(case: Case) -> None:
     """``torch.utils.checkpoint`` gives the same gradients."""
-    expected, truth = separate(case), separate(case, torch.float64)
+    expected = references(case)
 
     def checkpointed(chain: Any) -> Any:
         return lambda *inputs: torch_checkpoint(
             chain, *inputs, use_reentrant=False, context_fn=checkpoint_contexts
         )
 
-    compare_results(case, fused(case, chain=checkpointed), expected, truth)
+    compare_results(case, fused(case, chain=checkpointed), *expected)
 
 
 @check(plain)
@@ -334,15 +307,13 @@ def deepcopy(case: Case) -> None:
 
 def _accumulating(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
-        ops = [
-            Op(op.cls, *op.args, **{**dict(op.kwargs), "accumulate_into_main_grad": True})
-            if op.cls is BasicLinear and not op.via
-            else op
+        ops = tuple(
+            op.with_(accumulate_into_main_grad=True) if op.cls is BasicLinear and not op.via else op
             for op in case.ops
-        ]
-        if tuple(ops) != case.ops:
-            yield case.with_(ops=tuple(ops))
-            yield case.with_(ops=tuple(ops), rows=(2, 5), frozen=("input",))
+        )
+        if ops != case.ops:
+            yield case.with_(ops=ops)
+            yield case.with_(ops=ops, rows=(2, 5), frozen=("input",))
 
 
 @check(_accumulating)
@@ -369,8 +340,6 @@ def main_grad(case: Case) -> None:
     with only():
         truth = step(case.exact)
     got, expected = both(case, step)
-    try:
+    hint = "; the op adds to main_grad what the backward returns"
+    with saying("with accumulate_into_main_grad=True, ", hint):
         compare_grads(case, got, expected, truth)
-    except Failure as failure:
-        hint = "the op adds to main_grad what the backward returns"
-        raise Failure(f"with accumulate_into_main_grad=True, {failure}; {hint}") from failure

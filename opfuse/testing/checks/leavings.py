@@ -1,4 +1,4 @@
-"""A check of what a call leaves behind in the process."""
+"""A check that a call leaves the settings of the process as they were."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = (
 
 
 def _flag(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """How an attribute in ``torch.backends`` is read, and put back."""
+    """Functions that read an attribute in ``torch.backends``, and put it back."""
     where, _, name = path.rpartition(".")
     owner: Any = torch.backends
     for part in where.split("."):
@@ -44,7 +44,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     **{f"torch.backends.{path}": _flag(path) for path in _FLAGS},
 }
-"""What a process has one of: how it is read, and how it is put back."""
+"""Settings of the process: how each is read, and how it is put back."""
 
 
 _OTHER = {True: False, False: True, "tf32": "ieee", "ieee": "tf32", "none": "tf32", "bf16": "ieee"}

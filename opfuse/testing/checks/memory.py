@@ -21,7 +21,7 @@ from ..generate import Chains
 from ..reference import describe
 from ..running import Failure, Result, backward, blamed, forward, fused, only, watched
 from .registry import check, numbered, plain, surrounded
-from .values import aliases
+from .values import aliases, memory_of
 
 
 def _copies(named: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -62,23 +62,21 @@ def unmodified_gradients(case: Case) -> None:
     saved: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        saved[f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"] = (
-            tensor,
-            tensor.detach().clone(),
-        )
+        name = f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"
+        saved.update(_copies({name: tensor}))
         return tensor
 
     with only(case.subject):
         built = case.build()
         given = built.inputs()
-        before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
+        named = {describe(case, name): leaf for name, leaf in built.leaves.items()}
+        before = _copies(named)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = built(*given)
         weights = case.weights(outputs)
-        before |= _copies({f"output {k}": y for k, y in enumerate(outputs)})
-        before |= _copies(
-            {f"the incoming gradient of output {k}": w for k, w in enumerate(weights)}
-        )
+        named = {f"output {k}": y for k, y in enumerate(outputs)}
+        named |= {f"the incoming gradient of output {k}": w for k, w in enumerate(weights)}
+        before |= _copies(named)
         wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
         torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
     _unchanged({**before, **saved}, "backward")
@@ -89,16 +87,19 @@ def unmodified_gradients(case: Case) -> None:
 
 def _shared(result: Result) -> set[tuple[str, str]]:
     """Pairs of tensors that share memory, of what goes in and comes out."""
-    parts = {
-        "the input": result.given[0],
-        **{f"extra input {k}": t for k, t in enumerate(result.given[1:])},
-    }
+    parts: dict[str, Any] = {"the input": result.given[0]}
+    parts |= {f"extra input {k}": t for k, t in enumerate(result.given[1:])}
     parts |= {name: p for name, p in result.built.leaves.items() if "." in name}
-    parts |= {f"output {k}": t for k, t in enumerate(result.outputs)}
     parts |= {f"incoming gradient {k}": t for k, t in enumerate(result.weights)}
-    parts |= {f"the gradient of {name}": t for name, t in result.grads.items() if t is not None}
-    pairs = itertools.combinations(parts.items(), 2)
-    return {(a, b) for (a, x), (b, y) in pairs if aliases(x, {"other": y})}
+    memory = {name: memory_of(tensor) for name, tensor in {**parts, **_made(result)}.items()}
+    return {(a, b) for a, b in itertools.combinations(memory, 2) if memory[a] & memory[b]}
+
+
+def _made(result: Result) -> dict[str, Tensor]:
+    """The outputs and gradients by name."""
+    outputs = {f"output {k}": y for k, y in enumerate(result.outputs)}
+    grads = {f"the gradient of {name}": t for name, t in result.grads.items() if t is not None}
+    return outputs | grads
 
 
 def _few_rows(chains: Chains) -> Iterator[Case]:
@@ -116,13 +117,9 @@ def aliasing(case: Case) -> None:
         expected = _shared(backward(case, forward(case)))
     for one, other in sorted(_shared(result) - expected):
         raise Failure(f"{other} shares memory with {one}, which the separate ops' does not")
-    mine = {f"output {k}": y for k, y in enumerate(result.outputs)}
-    mine |= {f"the gradient of {name}": g for name, g in result.grads.items() if g is not None}
+    mine = _made(result)
     kept, again = _copies(mine), fused(case)
-    for what, tensor in [
-        *((f"output {k}", y) for k, y in enumerate(again.outputs)),
-        *again.grads.items(),
-    ]:
+    for what, tensor in _made(again).items():
         for name in aliases(tensor, mine):
             raise Failure(f"{what} shares memory with {name} of an earlier call")
     _unchanged(kept, "second call")
@@ -134,26 +131,20 @@ def grad_input(case: Case) -> None:
     found: list[str] = []
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
-        known = {
-            f"saved tensor {k} of op {n}": t
-            for n, c in enumerate(ctxs)
-            for k, t in enumerate(c.saved_tensors or ())
+        fresh = op.grad_input == "fresh" and not ctxs[-1].owns_grad_output
+        known = {"grad_output": dy} if fresh else {}
+        groups = {
+            "saved tensor": [ctx.saved_tensors for ctx in ctxs],
+            "the parameter gradient": result[1],
+            "the extra-input gradient": result[2],
         }
-        known = {name: tensor for name, tensor in known.items() if isinstance(tensor, Tensor)}
-        if op.grad_input == "fresh" and not ctxs[-1].owns_grad_output:
-            known["grad_output"] = dy
-        for kind, groups in (("parameter", result[1]), ("extra-input", result[2])):
-            known |= {
-                f"the {kind} gradient {k} of op {n}": t
-                for n, group in enumerate(groups)
-                for k, t in enumerate(group or ())
-                if t is not None
-            }
+        for kind, of_ops in groups.items():
+            for n, tensors in enumerate(of_ops):
+                each = enumerate(tensors or ())
+                known |= {f"{kind} {k} of op {n}": t for k, t in each if isinstance(t, Tensor)}
+        declares = f"declares grad_input={op.grad_input!r}, but returns "
         if op.grad_input != "shared":
-            found.extend(
-                f"declares grad_input={op.grad_input!r}, but returns {name}"
-                for name in aliases(result[0], known)
-            )
+            found.extend(declares + name for name in aliases(result[0], known))
 
     fused(watched(case, None, look))
     if found:
@@ -170,9 +161,8 @@ def saved_bytes_of(case: Case, fused_op: bool) -> int:
     with only(case.subject if fused_op else None):
         built = case.build()
         given = built.inputs()
-        inputs = ("input", "extra ")
-        leaves = [leaf for name, leaf in built.leaves.items() if not name.startswith(inputs)]
-        there = (*leaves, *((*given, *built.leaves.values()) if fused_op else ()))
+        params = [leaf for name, leaf in built.leaves.items() if "." in name]
+        there = (*given, *built.leaves.values()) if fused_op else params
         return count_saved_bytes(lambda: built(*given), there)
 
 
@@ -181,13 +171,9 @@ def saved_bytes(case: Case) -> None:
     """No more memory is kept for the backward than the separate ops keep."""
     fused(case, grads=False)
     for frozen in ((), ("input",)):
-        with_fusion, without = (
-            saved_bytes_of(case.with_(frozen=frozen), flag) for flag in (True, False)
-        )
-        if with_fusion > without:
-            raise Failure(
-                f"it keeps {with_fusion} bytes for the backward, the separate ops keep {without}"
-            )
+        mine, other = (saved_bytes_of(case.with_(frozen=frozen), flag) for flag in (True, False))
+        if mine > other:
+            raise Failure(f"it keeps {mine} bytes for the backward, the separate ops keep {other}")
 
 
 class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -203,20 +189,17 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id(tensor) not in given:
-                self.tensors.append(
-                    (weakref.ref(tensor), f"a tensor of shape {tuple(tensor.shape)} made by {func}")
-                )
+                what = f"a tensor of shape {tuple(tensor.shape)} made by {func}"
+                self.tensors.append((weakref.ref(tensor), what))
         return result
 
     def still_there(self, known: set[int]) -> Iterator[str]:
-        """What of it is still referenced, and by what, but for memory that is known."""
+        """The tensors that are still referenced, and by what; known memory does not count."""
         for reference, what in self.tensors:
             if (tensor := reference()) is not None and tensor.untyped_storage()._cdata not in known:
-                holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)} - {
-                    "frame",
-                    "list",
-                }
-                yield f"{what} is still referenced, by {', '.join(sorted(holders)) or 'a list'},"
+                holders = {type(holder).__name__ for holder in gc.get_referrers(tensor)}
+                names = ", ".join(sorted(holders - {"frame", "list"})) or "a list"
+                yield f"{what} is still referenced, by {names},"
 
 
 @check(plain)

@@ -11,15 +11,26 @@ import torch
 
 from ... import ops as built_in
 from ...core.environment import Environment
-from ...core.fusion import Fusion, OneOrMore, Optional, Subclasses
+from ...core.fusion import Fusion, Subclasses
 from ...core.op import BasicOperation
 from ...core.quantization import Recipe
 from ..cases import Case, Op, is_cast
-from ..generate import WIDTHS, chains, structures
+from ..generate import DTYPES, WIDTHS, chains, structures
 from ..placing import environment, matched, placed
 from ..recipes import recipes_for
 from ..reference import compare_results
-from ..running import Declined, Failure, Plans, backward, blamed, forward, fused, only, separate
+from ..running import (
+    Declined,
+    Failure,
+    Plans,
+    backward,
+    blamed,
+    forward,
+    fused,
+    only,
+    references,
+    saying,
+)
 from .registry import check, every, first, plain
 
 
@@ -69,7 +80,7 @@ def refusals(case: Case) -> None:
 
 
 def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: str = "") -> Any:
-    """What a fusion says of a chain: the answer of its condition, and its benefit."""
+    """The answer of a fusion's condition for a chain, and its benefit."""
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
@@ -95,13 +106,14 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
     with torch.random.fork_rng([]):
         for elements in structures(case.subject.fusion.pattern):
             for width in (*WIDTHS[:4], 7):
-                for number, made in enumerate(chains(elements, width, dict(case.subject.makers))):
-                    for ops in (made, *(() if number else _flagged(made))):
-                        try:
-                            found = matched(placed(case, ops, width))
-                        except Exception:  # a flag that needs more than a flag
-                            continue
-                        yield found
+                made = chains(elements, width, dict(case.subject.makers))
+                flagged = itertools.chain.from_iterable(map(_flagged, made[:1]))
+                for ops in (*made[:1], *flagged, *made[1:]):
+                    try:
+                        found = matched(placed(case, ops, width))
+                    except Exception:  # a flag that needs more than a flag
+                        continue
+                    yield found
 
 
 def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
@@ -109,8 +121,7 @@ def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
     for place, op in enumerate(ops):
         for name, parameter in inspect.signature(op.cls).parameters.items():
             if isinstance(parameter.default, bool) and not op.via and name not in dict(op.kwargs):
-                kwargs = {**dict(op.kwargs), name: not parameter.default}
-                other = Op(op.cls, *op.args, **kwargs)
+                other = op.with_(**{name: not parameter.default})
                 try:
                     other()
                 except Exception:  # it says why not
@@ -124,19 +135,11 @@ class ProbeRecipe(Recipe):
 
 def environments(device: str, recipe: Recipe | None = None) -> Iterator[Environment]:
     """Environments that differ in everything a condition may look at."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    places: list[tuple[str, Any]] = [
-        ("cpu", None),
-        ("mps", None),
-        ("cuda", (7, 5)),
-        ("cuda", (8, 0)),
-        ("cuda", (9, 0)),
-    ]
-    places += [("cuda", (10, 0)), ("meta", None)]
-    for (name, capability), dtype in itertools.product(places, dtypes):
-        env = environment(device)._replace(
-            device=torch.device(name), capability=capability, dtype=dtype
-        )
+    gpus = [("cuda", capability) for capability in ((7, 5), (8, 0), (9, 0), (10, 0))]
+    places: Any = [("cpu", None), ("mps", None), *gpus, ("meta", None)]
+    for (name, capability), dtype in itertools.product(places, DTYPES):
+        env = environment(device, dtype=dtype)
+        env = env._replace(device=torch.device(name), capability=capability)
         yield env._replace(recipe=recipe)
         yield env._replace(recipe=ProbeRecipe())
         yield env._replace(recipe=ProbeRecipe(backward_override="high_precision"))
@@ -157,14 +160,12 @@ def neighbours(case: Case) -> None:
     """With one op derived, missing or added, a chain gives what its separate ops give."""
     for number, op in enumerate(case.ops):
         if not is_cast(op) and not _by_protocol(case.subject.fusion, op.cls):
-            derived = Op(_derived(op.cls), *op.args, **dict(op.kwargs))
             what = f"its pattern with a subclass of {op.cls.__name__} that computes something else"
-            _unlike(case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what)
-        rest = (*case.ops[:number], *case.ops[number + 1 :])
-        if rest:
-            _unlike(case.with_(ops=rest), f"its pattern without {op.cls.__name__}")
-        more = (*case.ops[:number], Op(built_in.ConstantScale, 3.0), *case.ops[number:])
-        _unlike(case.with_(ops=more), f"its pattern with a ConstantScale before {op.cls.__name__}")
+            _unlike(_with_op(case, number, op.with_(_derived(op.cls))), what)
+        if len(case.ops) > 1:
+            _unlike(_with_op(case, number), f"its pattern without {op.cls.__name__}")
+        more = _with_op(case, number, Op(built_in.ConstantScale, 3.0), op)
+        _unlike(more, f"its pattern with a ConstantScale before {op.cls.__name__}")
 
 
 @check(lambda chains: chains.all if chains.thorough else chains.plain)
@@ -173,15 +174,15 @@ def subclasses(case: Case) -> None:
     for number, op in enumerate(case.ops):
         if not is_cast(op) and _by_protocol(case.subject.fusion, op.cls):
             for what, cls in _overriding(op.cls):
-                derived = Op(cls, *op.args, **dict(op.kwargs))
                 what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
-                try:
-                    _unlike(
-                        case.with_(ops=(*case.ops[:number], derived, *case.ops[number + 1 :])), what
-                    )
-                except Failure as failure:
-                    hint = "ask opfuse.has_same_math(op, cls) before you stand for a class by name"
-                    raise Failure(f"{failure}; {hint}") from failure
+                hint = "; ask opfuse.has_same_math(op, cls) before you stand for a class by name"
+                with saying(hint=hint):
+                    _unlike(_with_op(case, number, op.with_(cls)), what)
+
+
+def _with_op(case: Case, number: int, *others: Op) -> Case:
+    """The case with others in the place of one op."""
+    return case.with_(ops=(*case.ops[:number], *others, *case.ops[number + 1 :]))
 
 
 def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
@@ -197,61 +198,42 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
 
         return method
 
-    pairs = [("fuser_forward", "fuser_backward")]
-    if issubclass(cls, built_in.Activation):
-        pairs += [
-            ("value", "derivative"),
-            ("forward_value", "backward_value"),
-            ("op_forward", "op_backward"),
-        ]
-    if issubclass(cls, built_in.GatedActivation):
-        pairs.append(("linear_value", "linear_derivative"))
-    for names in pairs:
-        if names[0].startswith("fuser"):
-            derived = _derived(cls)
-        else:
-            derived = type(
-                f"Own{names[0].title().replace('_', '')}{cls.__name__}",
-                (cls,),
-                {n: twice(n) for n in names},
-            )
-            derived.own = derived  # type: ignore[attr-defined]
+    yield "fuser_forward and fuser_backward", _derived(cls)
+    of_activation = "value derivative", "forward_value backward_value", "op_forward op_backward"
+    pairs = [*of_activation] if issubclass(cls, built_in.Activation) else []
+    pairs += ["linear_value linear_derivative"] * issubclass(cls, built_in.GatedActivation)
+    for pair in pairs:
+        names = pair.split()
+        title = f"Own{names[0].title().replace('_', '')}{cls.__name__}"
+        derived: Any = type(title, (cls,), {name: twice(name) for name in names})
+        derived.own = derived
         yield " and ".join(names), derived
 
 
 def _by_protocol(fusion: Any, cls: type) -> bool:
-    """Whether a pattern takes a class as a subclass of an abstract one.
+    """Return whether a pattern takes a class as a subclass of an abstract one.
 
     The abstract class says what subclasses may change.
     """
-    todo = list(getattr(fusion, "pattern", ()))
-    while todo:
-        element = todo.pop()
-        if (
-            isinstance(element, Subclasses)
-            and inspect.isabstract(element.cls)
-            and issubclass(cls, element.cls)
-        ):
-            return True
-        todo += (
-            [element.element]
-            if isinstance(element, (Optional, OneOrMore))
-            else getattr(element, "elements", ())
-        )
-    return False
+
+    def takes(element: Any) -> bool:
+        if isinstance(element, Subclasses):
+            return inspect.isabstract(element.cls) and issubclass(cls, element.cls)
+        inner = getattr(element, "elements", [getattr(element, "element", None)])
+        return any(takes(each) for each in inner if each is not None)
+
+    return any(map(takes, getattr(fusion, "pattern", ())))
 
 
 def _unlike(case: Case, what: str) -> None:
     try:
-        expected, truth = separate(case), separate(case, torch.float64)
+        expected = references(case)
     except Declined:  # widths that do not fit
         return
-    try:
+    with saying(f"for {what}, which is not its chain: "):
         with only(case.subject), blamed():
             got = backward(case, forward(case))
-        compare_results(case, got, expected, truth)
-    except Failure as failure:
-        raise Failure(f"for {what}, which is not its chain: {failure}") from failure
+        compare_results(case, got, *expected)
 
 
 def _derived(cls: type) -> type:
@@ -264,12 +246,8 @@ def _derived(cls: type) -> type:
     def fuser_backward(self: Any, ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
         return cls.fuser_backward(self, ctxs, 0.5 * grad_output, **kwargs)  # type: ignore[attr-defined]
 
-    body = {
-        "fuser_forward": fuser_forward,
-        "fuser_backward": fuser_backward,
-        "grad_input": "shared",
-    }
-    return type(f"Derived{cls.__name__}", (cls,), body)
+    own = dict(fuser_forward=fuser_forward, fuser_backward=fuser_backward, grad_input="shared")
+    return type(f"Derived{cls.__name__}", (cls,), own)
 
 
 @check(plain)
@@ -278,9 +256,7 @@ def same_plan(case: Case) -> None:
     plans = [_plan(case).plans for _ in range(3)]
     if not plans[0] == plans[1] == plans[2]:
         other = next(plan for plan in plans if plan != plans[0])
-        text = "\n".join(
-            f"planned {when}:\n{plan[0]}" for when, plan in (("first", plans[0]), ("again", other))
-        )
+        text = f"planned first:\n{plans[0][0]}\nplanned again:\n{other[0]}"
         raise Failure(f"planning the same chain again gives another plan\n{text}")
 
 

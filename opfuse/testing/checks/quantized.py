@@ -27,10 +27,12 @@ from ..running import (
     fused,
     one_by_one,
     only,
+    references,
+    saying,
     separate,
     watched,
 )
-from .registry import MANY_ROWS, check
+from .registry import MANY_ROWS, OTHER_DTYPES, check
 from .values import aliases
 
 
@@ -42,8 +44,7 @@ def _casting(chains: Chains) -> Iterator[Case]:
     """Chains in which the fusion casts its result, in every dtype, and with every usage."""
     yield from filter(_casts_its_result, chains.all)
     for case in filter(_casts_its_result, chains.plain):
-        for dtype in (torch.float64, torch.bfloat16, torch.float16):
-            yield case.with_(dtype=dtype)
+        yield from (case.with_(dtype=dtype) for dtype in OTHER_DTYPES)
         yield from (case.with_(rows=rows) for rows in ((), (1,), (0,), (2, 3), (129,), MANY_ROWS))
         yield case.with_(rows=MANY_ROWS, dtype=torch.bfloat16)
         yield case.with_(rows=(5,), layout="strided")
@@ -111,7 +112,7 @@ def recompute(case: Case) -> None:
         raise Declined("it does not compute its output again")
     if case.recipe is None:
         _lets_go_only_if_asked(case.with_(after=()))
-    expected, truth = separate(case), separate(case, torch.float64)
+    expected = references(case)
     made: list[list[Tensor | None]] = []
 
     def keep(op: Any, ctxs: Any, x: Any, result: Any) -> None:
@@ -130,7 +131,7 @@ def recompute(case: Case) -> None:
         result, results = forward(case), []
         for retain in (True, False):
             results.append(backward(case, result, retain_graph=retain))
-            compare_results(case, results[-1], expected, truth)
+            compare_results(case, results[-1], *expected)
         return results, _states(result.built.chain)
 
     (_, mine), (_, other) = both(watched(case, keep, None, again), step)
@@ -138,15 +139,14 @@ def recompute(case: Case) -> None:
 
 
 def _lets_go_only_if_asked(case: Case) -> None:
-    left: list[Any] = []
-    fused(
-        watched(case, lambda op, ctxs, x, result: left.append(ctxs[0].recomputable_output)),
-        grads=False,
-    )
-    if any(value is not None for value in left):
-        raise Failure(
-            "it leaves recomputable_output on the context where nobody behind it would do without"
-        )
+    def look(op: Any, ctxs: Any, x: Any, result: Any) -> None:
+        if ctxs[0].recomputable_output is not None:
+            raise Failure(
+                "it leaves recomputable_output on the context where nobody behind it would do "
+                "without"
+            )
+
+    fused(watched(case, look), grads=False)
 
 
 def _parts(tensor: Any) -> list[Tensor | None]:
@@ -188,21 +188,16 @@ def recipe(case: Case) -> None:
         raise
     with only():
         expected, other = step()
-    for number, (one, result) in enumerate(zip(got, expected, strict=True)):
-        try:
+    for number, (one, result) in enumerate(zip(got, expected, strict=True), 1):
+        with saying(f"in step {number} under {case.recipe}, "):
             compare_results(case, one, result, result)
-        except Failure as failure:
-            raise Failure(f"in step {number + 1} under {case.recipe}, {failure}") from failure
     _compare_states(mine, other, f"after three steps under {case.recipe}")
 
 
 def _states(chain: nn.Module) -> dict[str, Tensor]:
     """The state of the quantizers of a chain."""
-    return {
-        name: value.clone()
-        for name, value in chain.state_dict().items()
-        if ".quantizers." in name and not name.endswith(".recipe")
-    }
+    found = {name: t for name, t in chain.state_dict().items() if ".quantizers." in name}
+    return {name: t.clone() for name, t in found.items() if not name.endswith(".recipe")}
 
 
 def _compare_states(got: dict[str, Tensor], expected: dict[str, Tensor], when: str) -> None:

@@ -1,15 +1,16 @@
-"""What a check is: a function over one case, and which cases it is for."""
+"""The registry of checks: each is a function of one case, with the cases to run it on."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...core.fusion import PASSES
 from ...core.quantization import Recipe
+from ...ops import AddExtraInput, ConstantScale, MakeExtraOutput
 from ...tuning.tolerance import MORE_ROWS, ROWS
 from ..cases import Case, Op
 from ..generate import Chains, neighbours
@@ -21,12 +22,12 @@ class Check(NamedTuple):
     """One thing that every fusion is held to.
 
     Attributes:
-        name: What reports and limits call it.
+        name: Its name in reports and limits.
         run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the
             case.
         cases: The cases to run it on, plainest first.
         passes: For fusions of which passes.
-        slow: Whether it compiles, or calls from several threads, and is left out where kernels are
+        slow: It compiles, or calls from several threads, so it does not run where kernels are
             interpreted.
     """
 
@@ -42,15 +43,12 @@ FOUND: dict[str, Check] = {}
 
 
 def check(
-    cases: Callable[[Chains], Iterable[Case]],
-    *,
-    passes: tuple[str, ...] = PASSES,
-    slow: bool = False,
+    cases: Callable[[Chains], Iterable[Case]], **options: Any
 ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-    """Add a function to the checks, under its name."""
+    """Add a function to the checks, under its name, with the other attributes of :class:`Check`."""
 
     def add(run: Callable[[Case], None]) -> Callable[[Case], None]:
-        FOUND[run.__name__] = Check(run.__name__, run, cases, passes, slow)
+        FOUND[run.__name__] = Check(run.__name__, run, cases, **options)
         return run
 
     return add
@@ -63,6 +61,8 @@ MORE_THAN_MANY = ((20001, 64), (8192, 4096))
 
 TINY = ((torch.float32, 2.0**-122), (torch.bfloat16, 2.0**-122), (torch.float16, 2.0**-8))
 """Scales whose reciprocal leaves the range of the dtype."""
+
+OTHER_DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 
 MANY_ROWS = (2048,)
 """Enough for a kernel that only takes large tensors."""
@@ -84,7 +84,7 @@ def every(chains: Chains) -> Iterable[Case]:
 
 
 def long_sums(case: Case) -> Iterator[Case]:
-    """Where errors of a sum over rows show: many of one sign, and some that cancel."""
+    """Cases that show errors of a sum over rows: many of one sign, and some that cancel."""
     width = case.first_width()
     for rows in [rows for rows, most in MORE_THAN_MANY if width <= most][:1]:
         yield case.with_(rows=(rows,), positive=True)
@@ -117,9 +117,7 @@ def numeric(chains: Chains) -> Iterator[Case]:
     """Every chain; one per structure in every dtype, shape, layout and place in a chain."""
     yield from chains.all
     for case in surrounded(chains):
-        yield from (
-            case.with_(dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16)
-        )
+        yield from (case.with_(dtype=dtype) for dtype in OTHER_DTYPES)
         if case.before or case.after:
             yield case
     for case in chains.plain:
@@ -140,9 +138,8 @@ def numeric(chains: Chains) -> Iterator[Case]:
     yield from switched(chains)
     yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
     if chains.thorough:
-        yield from (
-            case.with_(rows=(2, 5), layout=layout) for case in chains.all for layout in LAYOUTS
-        )
+        for case in chains.all:
+            yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
         yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
     yield from evaluating(chains)
     yield from chains.residual
@@ -169,8 +166,6 @@ def numbered(chains: Chains) -> Iterator[Case]:
 
 def crossed(case: Case) -> Case:
     """The case inside two channels, of which the first to begin is the first to end."""
-    from ...ops import AddExtraInput, ConstantScale, MakeExtraOutput
-
     rest = (op for op in case.before if op.cls is not MakeExtraOutput)
     before = (Op(MakeExtraOutput), Op(ConstantScale, -2.0), Op(MakeExtraOutput), *rest)
     after = (*case.after, *(Op(AddExtraInput),) * 2)
@@ -201,18 +196,11 @@ def frozen(chains: Chains, every_rank: bool = True) -> Iterator[Case]:
         yield from (half.with_(frozen=tuple(n for n in names if n != k)) for k in kept)
     for case in itertools.chain(surrounded(chains), dimensions):
         names = case.leaf_names()
-        sets = [
-            (),
-            *((name,) for name in names),
-            *(tuple(n for n in names if n != kept) for kept in names),
-        ]
+        sets: list[tuple[str, ...]] = [(), *((name,) for name in names)]
+        sets += [tuple(n for n in names if n != kept) for kept in names]
         sets += [tuple(names[:-1])]
-        if chains.thorough:
-            sets += [
-                chosen
-                for count in range(len(names))
-                for chosen in itertools.combinations(names, count)
-            ]
+        for count in range(len(names)) if chains.thorough else ():
+            sets += itertools.combinations(names, count)
         yield from (case.with_(frozen=names) for names in dict.fromkeys(sets))
 
 
@@ -224,6 +212,4 @@ def keeping_weights(case: Case) -> Iterator[Case]:
 
 def joined(case: Case) -> Case:
     """The case before an op that gives its gradient to two."""
-    from ...ops import AddExtraInput
-
     return case.with_(after=(*case.after, Op(AddExtraInput)))

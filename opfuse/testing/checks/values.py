@@ -24,7 +24,8 @@ from ..running import (
     fused,
     one_by_one,
     only,
-    separate,
+    references,
+    saying,
     watched,
 )
 from .registry import (
@@ -41,16 +42,11 @@ from .registry import (
 )
 
 
-def _pair(case: Case) -> tuple[Result, Result]:
-    """The separate ops' result, and the truth."""
-    return separate(case), separate(case, torch.float64)
-
-
 @check(numeric)
 def output(case: Case) -> None:
     """All outputs, against the separate ops in fp64, at the tolerance of the dtype."""
-    expected, truth = _pair(case)
-    compare_outputs(case, fused(case, grads=False), expected, truth)
+    expected = references(case)
+    compare_outputs(case, fused(case, grads=False), *expected)
 
 
 def _with_shapes(case: Case) -> Case:
@@ -60,16 +56,22 @@ def _with_shapes(case: Case) -> Case:
     """
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
-        for basic, grads in zip(op.basic_ops, result[1], strict=True):
-            for name, grad in zip(basic.param_names, grads or ()):  # noqa: B905  # the core insists on the number
-                if grad is not None and grad.shape != basic.read_parameter(name).shape:
-                    wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
-                    raise Failure(
-                        f"its backward returns a gradient of shape {wrong}, "
-                        "which autograd must add up"
-                    )
+        for basic, _, name, grad in _param_grads(op, ctxs, result):
+            if grad.shape != basic.read_parameter(name).shape:
+                wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
+                raise Failure(
+                    f"its backward returns a gradient of shape {wrong}, which autograd must add up"
+                )
 
     return watched(case, None, look)
+
+
+def _param_grads(op: Any, ctxs: Any, result: Any) -> Iterator[tuple[Any, bool, str, Tensor]]:
+    """The gradients of parameters that a backward gave: op, whether it needs it, name, tensor."""
+    for basic, ctx, grads in zip(op.basic_ops, ctxs, result[1], strict=True):
+        # the core insists on the number
+        each = zip(ctx.param_requires_grad, basic.param_names, grads or (), strict=False)
+        yield from ((basic, *found) for found in each if found[-1] is not None)
 
 
 def _saving(chains: Chains) -> Iterator[Case]:
@@ -109,10 +111,10 @@ class Kept:
         self._left: list[tuple[Any, list[dict[str, Any]]]] = []
 
     def of(self, own: Sequence[Any], count: int) -> list[dict[str, Any]]:
-        """What is left for a chain's own ops and casts, beside others around it that fit as well.
+        """The entries of a chain's own ops and casts, without those of other matches around it.
 
         Raises:
-            Declined: Other fused ops stand for them, or they stand for ops around it, too.
+            Declined: Other fused ops replace them, or theirs replaces ops around the chain, too.
         """
         found: list[dict[str, Any]] = []
         for basic, left in self._left:
@@ -129,12 +131,8 @@ class Kept:
         y, extras = result
         known = {"the input": x, "the output": y}
         for number, (ctx, outputs) in enumerate(zip(ctxs, extras, strict=True)):
-            known |= {f"parameter {k} of op {number}": param for k, param in enumerate(ctx.params)}
-            known |= {
-                f"extra output {k} of op {number}": t
-                for k, t in enumerate(outputs)
-                if t is not None
-            }
+            known |= {f"parameter {k} of op {number}": t for k, t in enumerate(ctx.params)}
+            known |= {f"extra output {k} of op {number}": t for k, t in enumerate(outputs)}
         left: list[dict[str, Any]] = []
         for basic, ctx in zip(op.basic_ops, ctxs, strict=True):
             saved = ctx.to_save
@@ -148,12 +146,13 @@ class Kept:
 
 
 def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
-    """Which of the known tensors, quantized or not, share memory with this one."""
-    memory = _memory(tensor)
-    return [name for name, other in known.items() if memory & _memory(other)]
+    """The names of the known tensors, quantized or not, that share memory with this one."""
+    memory = memory_of(tensor)
+    return [name for name, other in known.items() if memory & memory_of(other)]
 
 
-def _memory(tensor: Any) -> set[int]:
+def memory_of(tensor: Any) -> set[int]:
+    """The storages of a tensor, quantized or not; of anything else there are none."""
     parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
     return {t.untyped_storage()._cdata for t in parts if isinstance(t, Tensor) and t.numel()}
 
@@ -171,27 +170,18 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
         mine, other = got["saved"][k], expected["saved"][k]
         what = f"what it saves as {name!r} for {who}"
         if mine is None or other is None:
-            if mine is not other:
-                needs = (
-                    "although no gradient needs it"
-                    if other is None
-                    else "although a gradient needs it"
-                )
-                raise Failure(f"{what} is {'None' if mine is None else 'a tensor'}, {needs}")
+            if other is not None:
+                raise Failure(f"{what} is None, although a gradient needs it")
+            if mine is not None:
+                raise Failure(f"{what} is a tensor, although no gradient needs it")
             continue
-        for attribute in ("dtype", "shape"):
-            if getattr(mine, attribute) != getattr(other, attribute):
-                values = [getattr(t, attribute) for t in (mine, other)]
-                values = [
-                    tuple(value) if isinstance(value, torch.Size) else value for value in values
-                ]
-                raise Failure(f"{what} has {attribute} {values[0]} instead of {values[1]}")
-        if got["aliases"][k] != expected["aliases"][k]:
-            shares = " and ".join(got["aliases"][k]) or "nothing"
-            raise Failure(
-                f"{what} shares memory with {shares}, the basic op's with "
-                f"{' and '.join(expected['aliases'][k]) or 'nothing'}"
-            )
+        if mine.dtype != other.dtype:
+            raise Failure(f"{what} has dtype {mine.dtype} instead of {other.dtype}")
+        if mine.shape != other.shape:
+            raise Failure(f"{what} has shape {(*mine.shape,)} instead of {(*other.shape,)}")
+        shared = [" and ".join(each["aliases"][k]) or "nothing" for each in (got, expected)]
+        if shared[0] != shared[1]:
+            raise Failure(f"{what} shares memory with {shared[0]}, the basic op's with {shared[1]}")
         if isinstance(other, QuantizedTensor):
             compare_codes(case, what, mine, other)
         else:
@@ -211,43 +201,34 @@ def _differentiable(chains: Chains) -> Iterator[Case]:
         yield from (one.with_(gradient=1e6) for one in (case, half))
         yield from long_sums(case)
     yield from map(joined, chains.plain)
-    yield from (
-        case.with_(hidden=True)
-        for case in chains.plain
-        if any(op.cls.num_extra_outputs for op in case.ops)
-    )
+    forks = [case for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops)]
+    yield from (case.with_(hidden=True) for case in forks)
 
 
 @check(_differentiable)
 def gradients(case: Case) -> None:
     """The gradients of input, parameters and extra inputs, against the separate ops in fp64."""
-    expected, truth = _pair(case)
+    expected = references(case)
     got = fused(_with_shapes(case))
-    compare_grads(case, got, expected, truth)
+    compare_grads(case, got, *expected)
     if len(got.outputs) > 1:
-        got, expected = fused(case, only_main=True), separate(case, None, True)
-        try:
-            compare_grads(case, got, expected, separate(case, torch.float64, True))
-        except Failure as failure:
-            raise Failure(f"where no extra output is used, {failure}") from failure
+        got = fused(case, only_main=True)
+        with saying("where no extra output is used, "):
+            compare_grads(case, got, *references(case, only_main=True))
 
 
 @check(frozen)
 def requires_grad(case: Case) -> None:
     """Whichever leaves need a gradient get the right one, and no other work is done."""
-    expected, truth = _pair(case)
+    expected = references(case)
     needless: list[str] = []
 
     def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
-        for number, (ctx, grads) in enumerate(zip(ctxs, result[1], strict=True)):
-            for name, grad, needs in zip(  # noqa: B905
-                op.basic_ops[number].param_names, grads or (), ctx.param_requires_grad
-            ):
-                if grad is not None and not needs:
-                    needless.append(f"{name} of {type(op.basic_ops[number]).__name__}")
+        for basic, needs, name, _ in _param_grads(op, ctxs, result):
+            needless.extend([f"{name} of {type(basic).__name__}"] * (not needs))
 
     got = fused(watched(case, None, look))
-    compare_results(case, got, expected, truth)
+    compare_results(case, got, *expected)
     if needless:
         raise Failure(f"it computes the gradient of {needless[0]}, which needs none")
 
@@ -255,18 +236,15 @@ def requires_grad(case: Case) -> None:
 @check(surrounded)
 def together(case: Case) -> None:
     """With every fusion of its plugin at once, the numbers are right too."""
-    every = [
-        subject
-        for subject in subjects(case.subject.plugin)
-        if subject.fusion is not case.subject.fusion
-    ]
+    offered = subjects(case.subject.plugin)
+    every = [subject for subject in offered if subject.fusion is not case.subject.fusion]
     if not every:
         raise Declined("its plugin offers no other fusion")
     for dtype in (case.dtype, torch.bfloat16) if case.recipe is None else (torch.float64,):
         case = case.with_(dtype=dtype)
-        expected, truth = _pair(case)
+        expected = references(case)
         with only(case.subject, *every):
-            compare_results(case, backward(case, forward(case)), expected, truth)
+            compare_results(case, backward(case, forward(case)), *expected)
 
 
 def _plain_and_numbered(chains: Chains) -> Iterator[Case]:
@@ -300,13 +278,11 @@ def _near_the_ends(chains: Chains) -> Iterator[Case]:
 @check(_near_the_ends)
 def magnitude(case: Case) -> None:
     """Half precision, large and small numbers: finite where the separate ops are, and as exact."""
-    expected, truth = _pair(case)
+    expected = references(case)
     got = fused(case)
-    try:
-        compare_results(case, *_where_finite(case, got, expected, truth))
-    except Failure as failure:
-        hint = "do what leaves the range of half precision in fp32"
-        raise Failure(f"with inputs around {case.scale:g}, {failure}; {hint}") from failure
+    hint = "; do what leaves the range of half precision in fp32"
+    with saying(f"with inputs around {case.scale:g}, ", hint):
+        compare_results(case, *_where_finite(case, got, *expected))
 
 
 def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
@@ -325,12 +301,6 @@ def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
 
     for result in results:
         pairs = zip(result.outputs, expected.outputs, truth.outputs, strict=True)
-        grads = {
-            name: clear(grad, expected.grads[name], truth.grads[name])
-            for name, grad in result.grads.items()
-        }
-        yield dataclasses.replace(
-            result,
-            outputs=tuple(clear(*three) for three in pairs),  # type: ignore[misc]
-            grads=grads,
-        )
+        grads = {n: clear(g, expected.grads[n], truth.grads[n]) for n, g in result.grads.items()}
+        outputs: Any = tuple(clear(*three) for three in pairs)
+        yield dataclasses.replace(result, outputs=outputs, grads=grads)

@@ -881,3 +881,37 @@ def test_inputs_by_name():
     assert by_place.after == by_name.after and by_name.after.saved > 0
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
         opfuse.convert(Scaled(), an_input(), {"size": 2.0})
+
+
+class Chosen(nn.Module):
+    """An activation that its attributes choose."""
+
+    def __init__(self, function, doubled=False):
+        super().__init__()
+        self.function, self.doubled = function, doubled
+
+    def forward(self, x):
+        return self.function(2 * x if self.doubled else x)
+
+
+class Epsilon(nn.Module):
+    """A norm that adds a number of its own, or one of an object."""
+
+    def __init__(self, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def test_what_differs_in_an_attribute_is_recognised_by_itself():
+    given = (F.silu,), (F.relu,), (F.silu, True), (F.gelu,), (F.silu,)
+    model = nn.ModuleList([Straight(Chosen(*each)) for each in given])
+    model += [Epsilon(1e-6), Epsilon(1e-3), Epsilon(1e-6)]
+    twin = copy.deepcopy(model)
+    found = {row.path: row.ops for row in opfuse.convert(twin).converted}
+    acts = [[op for op in found[str(n)] if op in ("SiLU", "ReLU", "GELU")] for n in range(5)]
+    assert acts == [["SiLU"], ["ReLU"], [], ["GELU"], ["SiLU"]]
+    for mine, theirs in zip(twin, model, strict=True):
+        assert_same(mine, theirs, 1e-2 * an_input())

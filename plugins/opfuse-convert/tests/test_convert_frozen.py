@@ -104,7 +104,7 @@ def layers_of_a_list_are_dropped(self, x):
 
 
 def strange(m):
-    """Layers that no chain stands for."""
+    """Layers that no chain replaces."""
     m.layers = nn.ModuleList([nn.Tanh(), nn.Softmax(-1), nn.Tanh()])
     m.table = nn.ModuleDict({"one": nn.Tanh(), "two": nn.Softmax(-1)})
     m.extra = nn.Tanh()

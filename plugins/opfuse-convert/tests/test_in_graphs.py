@@ -96,7 +96,7 @@ def chains(monkeypatch):
 
 def convert(model, chains):
     assert opfuse.convert(model).converted
-    chains.clear()  # some are compared with what they stand for
+    chains.clear()  # some are compared with what they replace
 
 
 @pytest.fixture

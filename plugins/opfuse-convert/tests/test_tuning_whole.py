@@ -47,7 +47,7 @@ def tuned(model, x, **options):
 
 
 @pytest.mark.parametrize(("value", "runs"), [(1.0, True), (0.995, True), (0.9, False)])
-def test_a_slower_chain_gives_way(monkeypatch, value, runs):
+def test_a_slower_chain_is_declined(monkeypatch, value, runs):
     model = Gated()
     reference = copy.deepcopy(model)
     opfuse.convert(model)
@@ -321,7 +321,7 @@ def test_modules_of_one_class_are_compiled_once(traced):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_inside_of_one_that_gives_way_is_measured_too(monkeypatch, traced, compiled):
+def test_what_is_inside_of_a_declined_chain_is_measured_too(monkeypatch, traced, compiled):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -386,7 +386,7 @@ def test_a_decision_is_for_what_the_entry_is_for(monkeypatch, change):
     assert whys[0] == whys[2] and "0.50x" in whys[0] and whys[1] == ""
 
 
-def test_what_gives_way_asks_no_more_than_a_table(monkeypatch):
+def test_a_declined_chain_asks_no_more_than_a_table(monkeypatch):
     """A chain that does not run need not know whether the module is as it was."""
     model, asked = Gated(), []
     opfuse.convert(model)
@@ -407,7 +407,7 @@ def test_what_gives_way_asks_no_more_than_a_table(monkeypatch):
     assert opfuse.converted(model)[""] == "up has forward hooks"
 
 
-def test_checkpointing_a_module_that_gives_way(monkeypatch):
+def test_checkpointing_a_module_whose_chain_is_declined(monkeypatch):
     """The forward asks and its recomputation does not: both keep the same tensors."""
     model = nn.Sequential(Gated())
     reference = copy.deepcopy(model)

@@ -123,12 +123,13 @@ def drawn(*shapes, dtype=torch.float32):
 
 def forward(op, x, bias, scales, dtype, keep):
     formula = formulas.formula_of(op, scales is not None)
-    return library.forward(formula, None, op, x, bias, scales, dtype, keep)
+    return library.Activation(op, formula).forward(x, bias, scales, dtype, keep)
 
 
 def backward(op, dy, x, *, needs_x=True, needs_sums=True, owns=False):
     formula = formulas.formula_of(op)
-    return library.backward(formula, None, op, op.numbers_of(), dy, x, needs_x, needs_sums, owns)
+    call = library.Activation(op, formula).backward
+    return call(op.numbers_of(), dy, x, needs_x, needs_sums, owns)
 
 
 def of_separate(kernel_result, separate_result, truth):
@@ -271,8 +272,8 @@ def test_every_configuration_computes_the_same(name):
         for chosen in found[:: 2 if is_interpreting() else 1]:
             op = fused_op([act])
             op.planned(env._replace(configuration=chosen))
-            results.append(call(functools.partial(op._run, *op._first)))
-        assert op._first[1].to_dict() in found
+            results.append(call(op._run))
+        assert op._run.__self__._config.to_dict() in found
         for result in results[1:]:
             for got, expected in zip(result, results[0], strict=True):
                 torch.testing.assert_close(got, expected)
@@ -301,13 +302,16 @@ def test_scaled(name, dtype):
     wide = true_value(op, x.double())
     assert_close(y, wide * scales.double()[:, None])
     formula = formulas.formula_of(op, True)
-    given = formula, None, op, op.numbers_of(), dy, x
-    dx, dscales = library.scaled_backward(*given, scales, True)
+    scaled_backward, given = (
+        library.Activation(op, formula).scaled_backward,
+        (op.numbers_of(), dy, x),
+    )
+    dx, dscales = scaled_backward(*given, scales, True)
     scaled_dy = dy.double() * scales.double()[:, None]
     assert_close(dx, true_gradient(op, scaled_dy, x.double()))
     assert_close(dscales, (wide * dy.double()).sum(-1))
-    assert torch.equal(library.scaled_backward(*given, scales, False)[0], dx)
-    none, alone = library.scaled_backward(*given, None, True)
+    assert torch.equal(scaled_backward(*given, scales, False)[0], dx)
+    none, alone = scaled_backward(*given, None, True)
     assert none is None and torch.equal(alone, dscales)
 
 

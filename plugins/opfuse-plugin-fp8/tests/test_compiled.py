@@ -8,6 +8,7 @@ import opfuse_fp8 as fp8
 import pytest
 import torch
 from opfuse_fp8 import compiled, conditions, twins
+from opfuse_fp8.twins import Into
 
 import opfuse
 from opfuse import ops
@@ -114,14 +115,14 @@ def test_forward(form, dtype):
     for rows in rows_of(form):
         x, bias = drawn(dtype, (rows, 128 * op.feature_ratio), (128 * op.feature_ratio,))
         one, other = quantizer_of(form), quantizer_of(form)
-        made, kept = compiled.activation(op, x, bias, dtype, True, one, BOTH)
-        expected, hidden = twins.activation(op, x, bias, dtype, True, other, BOTH)
+        made, kept = compiled.activation(op, x, bias, dtype, True, Into(one, BOTH))
+        expected, hidden = twins.activation(op, x, bias, dtype, True, Into(other, BOTH))
         assert_same(made, expected)
         assert_state(one, other)
         assert torch.equal(kept, hidden)
         x[3, 5], x[4, 7], x[5, 100] = torch.inf, -torch.inf, torch.nan
-        got = compiled.activation(op, x, bias, dtype, True, one, BOTH)[0]
-        assert_same(got, twins.activation(op, x, bias, dtype, True, other, BOTH)[0])
+        got = compiled.activation(op, x, bias, dtype, True, Into(one, BOTH))[0]
+        assert_same(got, twins.activation(op, x, bias, dtype, True, Into(other, BOTH))[0])
     (function,) = compiled._functions.values()
     assert not function.failed
 
@@ -136,8 +137,8 @@ def test_backward(form, dtype):
         x, dy = drawn(dtype, (rows, 128 * op.feature_ratio), (rows, 128))
         one, other = quantizer_of(form, E5M2), quantizer_of(form, E5M2)
         given = op, op.numbers_of(), dy, x, True
-        made, sums = compiled.gradient(*given, one, BOTH)
-        expected, right = twins.gradient(*given, other, BOTH)
+        made, sums = compiled.gradient(*given, Into(one, BOTH))
+        expected, right = twins.gradient(*given, Into(other, BOTH))
         assert_same(made, expected)
         assert_state(one, other)
         assert sums.dtype is right.dtype
@@ -153,7 +154,7 @@ def test_norm(kind):
     x, extra, weight, bias = drawn(torch.bfloat16, (67, 192), (67, 192), (192,), (192,))
     bias = bias if kind is ops.LayerNorm else None
     one, other = quantizer_of("delayed"), quantizer_of("delayed")
-    made = compiled.norm(op, (x, extra, weight, bias), None, True, one, BOTH)
+    made = compiled.norm(op, (x, extra, weight, bias), None, True, True, Into(one, BOTH))
     ctx = opfuse.OperationContext()
     ctx.params = (weight,) if bias is None else (weight, bias)
     ctx.param_requires_grad = (True,) * len(ctx.params)
@@ -173,11 +174,11 @@ def test_a_cast_again(form, traced):
     """It has the scale of then, and records nothing."""
     (x,) = drawn(torch.bfloat16, (64, 128))
     quantizer, op = quantizer_of(form), ops.GELU()
-    first, _ = compiled.activation(op, x, None, x.dtype, False, quantizer, BOTH)
+    first, _ = compiled.activation(op, x, None, x.dtype, False, Into(quantizer, BOTH))
     if form == "delayed":
         quantizer.discard()
         quantizer.scale.fill_(2.0)
-    again, _ = compiled.activation(op, x, None, x.dtype, False, quantizer, BOTH, first)
+    again, _ = compiled.activation(op, x, None, x.dtype, False, Into(quantizer, BOTH, first))
     assert_same(again, first, exact=True)
     assert all((getattr(quantizer, name) == -1).all() for name in quantizer.pending_names)
     assert len(traced) == 1
@@ -189,20 +190,20 @@ def test_equal_ops_share_what_is_compiled(traced):
     for rows in (2, 3, 40, 41, 1000, 7):
         (x,) = drawn(torch.bfloat16, (rows, 64))
         for op in (ops.GELU(), ops.GELU()):
-            compiled.activation(op, x, None, x.dtype, False, quantizer, BOTH)
+            compiled.activation(op, x, None, x.dtype, False, Into(quantizer, BOTH))
     assert len(traced) == 1
     acts = [functools.partial(ops.SiTUGLU, beta1=1.0 + n, beta2=2.0)() for n in range(9)]
     for op in (*acts, *acts):
-        made, _ = compiled.activation(op, x, None, x.dtype, False, quantizer, BOTH)
-        assert_same(made, twins.activation(op, x, None, x.dtype, False, quantizer, BOTH)[0])
+        made, _ = compiled.activation(op, x, None, x.dtype, False, Into(quantizer, BOTH))
+        assert_same(made, twins.activation(op, x, None, x.dtype, False, Into(quantizer, BOTH))[0])
     assert len(traced) == 1 + len(acts)
     acts[0].beta1 = 30.0
-    compiled.activation(acts[0], x, None, x.dtype, False, quantizer, BOTH)
+    compiled.activation(acts[0], x, None, x.dtype, False, Into(quantizer, BOTH))
     numbers = (("beta1", 1.0), ("beta2", 2.0))
     (dy,) = drawn(torch.bfloat16, (7, 32))
-    got = compiled.gradient(acts[0], numbers, dy, x, False, quantizer, BOTH)[0]
+    got = compiled.gradient(acts[0], numbers, dy, x, False, Into(quantizer, BOTH))[0]
     then = ops.SiTUGLU(beta1=1.0, beta2=2.0)
-    assert_same(got, twins.gradient(then, numbers, dy, x, False, quantizer, BOTH)[0])
+    assert_same(got, twins.gradient(then, numbers, dy, x, False, Into(quantizer, BOTH))[0])
     assert len(traced) == 3 + len(acts)
 
 
@@ -226,11 +227,11 @@ def test_modes(mode):
         with mode():
             given = x.clone().requires_grad_(mode is not torch.inference_mode)
             given = given * 1
-            made.append(compiled.cast(given, one, BOTH))
+            made.append(compiled.cast(given, Into(one, BOTH)))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", opfuse.PluginWarning)
-        compiled.cast(x, one, COLUMNWISE)
+        compiled.cast(x, Into(one, COLUMNWISE))
         call()
         thread = threading.Thread(target=call)
         thread.start()
@@ -254,9 +255,11 @@ def test_what_does_not_compile_runs_uncompiled(monkeypatch):
     (x,) = drawn(torch.bfloat16, (64, 128))
     one, other, op = quantizer_of("delayed"), quantizer_of("delayed"), ops.GELU()
     with pytest.warns(opfuse.PluginWarning, match="cannot compile GELU with a cast.*no compiler"):
-        made, _ = compiled.activation(op, x, None, x.dtype, False, one, BOTH)
-    again, _ = compiled.activation(op, x, None, x.dtype, False, one, BOTH)  # a second is an error
-    expected, _ = twins.activation(op, x, None, x.dtype, False, other, BOTH)
+        made, _ = compiled.activation(op, x, None, x.dtype, False, Into(one, BOTH))
+    again, _ = compiled.activation(
+        op, x, None, x.dtype, False, Into(one, BOTH)
+    )  # a second is an error
+    expected, _ = twins.activation(op, x, None, x.dtype, False, Into(other, BOTH))
     assert_same(made, expected, exact=True)
     assert_same(again, expected, exact=True)
     assert_state(one, other)
@@ -267,17 +270,17 @@ def test_what_it_leaves_to_the_twins(traced):
     quantizer = quantizer_of("current")
     for shape in ((1, 64), (64,), (0, 64), (64, 0), ()):
         (x,) = drawn(torch.bfloat16, shape)
-        assert_same(compiled.cast(x, quantizer, BOTH), quantizer(x, BOTH), exact=True) if (
+        assert_same(compiled.cast(x, Into(quantizer, BOTH)), quantizer(x, BOTH), exact=True) if (
             x.numel()
-        ) else compiled.cast(x, quantizer, BOTH)
+        ) else compiled.cast(x, Into(quantizer, BOTH))
     (x,) = drawn(torch.bfloat16, (4, 130))
     quantizer = quantizer_of("1 x 128")
-    assert_same(compiled.cast(x, quantizer, BOTH), quantizer(x, BOTH), exact=True)
+    assert_same(compiled.cast(x, Into(quantizer, BOTH)), quantizer(x, BOTH), exact=True)
     with pytest.raises(ValueError, match="multiple of 32 rows"):
-        compiled.cast(torch.randn(33, 64), quantizer_of("MX"), BOTH)
+        compiled.cast(torch.randn(33, 64), Into(quantizer_of("MX"), BOTH))
     with pytest.raises(ValueError, match="multiple of 2 features"):
         compiled.activation(
-            ops.SwiGLU(), torch.randn(4, 7), None, torch.float32, False, quantizer, BOTH
+            ops.SwiGLU(), torch.randn(4, 7), None, torch.float32, False, Into(quantizer, BOTH)
         )
     assert not traced
     for tensor in (
@@ -285,7 +288,9 @@ def test_what_it_leaves_to_the_twins(traced):
         torch.randn(1, 96).expand(64, 96),
         torch.randn(2, 3, 8),
     ):
-        assert_same(compiled.cast(tensor, quantizer, BOTH), quantizer(tensor, BOTH), exact=True)
+        assert_same(
+            compiled.cast(tensor, Into(quantizer, BOTH)), quantizer(tensor, BOTH), exact=True
+        )
 
 
 # Plans

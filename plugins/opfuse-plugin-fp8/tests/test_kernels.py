@@ -9,6 +9,7 @@ import opfuse_fp8 as fp8
 import pytest
 import torch
 from opfuse_fp8 import casts
+from opfuse_fp8.twins import Into
 
 import opfuse
 from opfuse import ops
@@ -190,7 +191,7 @@ def test_a_cast_alone_is_the_quantizers(form, dtype):
     x = special(dtype, 160, 192)
     for usage, codes in ((ROWWISE, E4M3), (COLUMNWISE, E5M2), (BOTH, E4M3), (BOTH, E5M2)):
         quantizer, other = quantizer_of(form, codes), quantizer_of(form, codes)
-        assert_same(library.cast(x, quantizer, usage), other.quantize(x, usage))
+        assert_same(library.cast(x, Into(quantizer, usage)), other.quantize(x, usage))
         for name in quantizer.state_names:
             assert torch.equal(getattr(quantizer, name), getattr(other, name)), name
 
@@ -203,11 +204,11 @@ SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40),
 def test_shapes(shape):
     x = drawn(shape, dtype=torch.bfloat16)[0]
     for form in ("delayed", "current", "1 x 128", "128 x 128"):
-        made = library.cast(x, quantizer_of(form), BOTH)
+        made = library.cast(x, Into(quantizer_of(form), BOTH))
         assert_same(made, quantizer_of(form).quantize(x, BOTH))
         if form in ("delayed", "1 x 128") and x.ndim and x.numel():
             dx, sums = library.gradient(
-                launch.IDENTITY, None, None, x, None, True, quantizer_of(form, E5M2), BOTH
+                launch.IDENTITY, None, None, x, None, True, Into(quantizer_of(form, E5M2), BOTH)
             )
             assert_same(dx, quantizer_of(form, E5M2).quantize(x, BOTH))
             assert_close(sums, x.double().reshape(-1, shape[-1]).sum(0))
@@ -218,7 +219,7 @@ def test_layouts():
     """What is not contiguous is copied first, as the separate ops do."""
     x = drawn((64, 96), dtype=torch.bfloat16)[0]
     for tensor in (x.t(), x[:, ::2], x[:1].expand(64, 96)):
-        made = library.cast(tensor, quantizer_of("current"), BOTH)
+        made = library.cast(tensor, Into(quantizer_of("current"), BOTH))
         assert_same(made, quantizer_of("current").quantize(tensor, BOTH))
 
 
@@ -269,7 +270,7 @@ def test_forward(name, dtype):
     formula = formulas.formula_of(op)
 
     def run(quantizer, usage=BOTH, again=None):
-        given = formula, op, x, bias, dtype, True, quantizer, usage, again
+        given = formula, op, x, bias, dtype, True, Into(quantizer, usage, again)
         made, kept = library.activation(*given)
         assert torch.equal(kept, (x.float() + bias.float()).to(dtype))
         return made
@@ -304,7 +305,7 @@ def test_backward(name, dtype):
     formula, numbers = formulas.formula_of(op), op.numbers_of()
 
     def run(quantizer, usage=BOTH, sums=True):
-        return library.gradient(formula, op, numbers, dy, x, sums, quantizer, usage)
+        return library.gradient(formula, op, numbers, dy, x, sums, Into(quantizer, usage))
 
     values, separate = values_of(run, dtype, x.device), op.backward_value(dy, x)
     truth = true_gradient(op, dy.double(), x.double())
@@ -366,13 +367,11 @@ def test_norm(name, added):
     extra = None if not added else extra.float() if "another" in added else extra
     given = (weight, bias)[: len(list(op.parameters()))]
     weight, bias = (*given, None, None)[:2]
-    kind = "layer" if isinstance(op, ops.LayerNorm) else "rms"
-    which = launch_norms.Norm(kind, op.eps, op.zero_centered_gamma)
+    tensors = x, extra, weight, bias
 
     def run(quantizer, usage=BOTH):
-        made = launch_norms.norm(
-            x, extra, weight, bias, which, dtype, extra is not None, True, quantizer, usage
-        )
+        into = Into(quantizer, usage)
+        made = launch_norms.norm(op, tensors, dtype, extra is not None, True, into)
         results.append(made)
         return made.output
 
@@ -384,7 +383,7 @@ def test_norm(name, added):
     truth, mean, rstd = true_norm(op, total.double(), weight, bias)
     assert_close(values, truth)
     assert_close(results[0].rstd, rstd)
-    if kind == "layer":
+    if isinstance(op, ops.LayerNorm):
         assert_close(results[0].mean, mean)
     wanted = [*((form, BOTH) for form in QUANTIZERS), ("1 x 128", ROWWISE), ("MX", ROWWISE)]
     for form, usage in [*wanted, ("delayed", COLUMNWISE), ("delayed", ROWWISE)]:

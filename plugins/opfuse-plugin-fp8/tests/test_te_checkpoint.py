@@ -301,7 +301,7 @@ def test_nothing_runs(make, says, tmp_path):
 ])  # fmt: skip
 def test_what_no_state_consists_of(text):
     """Found by hand: calls, names, instructions out of order, and what is no pickle."""
-    with pytest.raises(te_pickle.NotReadable):
+    with pytest.raises(te_pickle.Refused):
         te_pickle.read(text)
 
 
@@ -310,7 +310,7 @@ def test_a_tensor_does_not_reach_beyond_its_storage():
     assert te_pickle.read(bytes(good)).shape == (7,)
     at = good.index(b"K\x07\x85")
     good[at + 1] = 8
-    with pytest.raises(te_pickle.NotReadable, match=r"shape \(8,\) is larger than its storage"):
+    with pytest.raises(te_pickle.Refused, match=r"shape \(8,\) is larger than its storage"):
         te_pickle.read(bytes(good))
 
 
@@ -435,7 +435,7 @@ def doubled(count, then):
 ])  # fmt: skip
 def test_what_is_small_is_refused_in_no_time(text):
     """A value that stands in others many times is not walked through, nor printed."""
-    with pytest.raises(te_pickle.NotReadable) as caught:
+    with pytest.raises(te_pickle.Refused) as caught:
         te_pickle.read(text)
     assert len(str(caught.value)) < 1000
 
@@ -449,8 +449,8 @@ def test_a_recipe_of_values_in_values(field):
     if field == "fp8_format":
         value = te_pickle.Value(te_pickle.Name("m", "Format"), value, {})
     recipe = te_pickle.Value(te_pickle.Name("m", "DelayedScaling"), (), {field: value})
-    with pytest.raises(ValueError, match=rf"fc: its recipe .*{field}") as caught:
-        te_checkpoint._recipe("fc", recipe, STEPS)
+    with pytest.raises(ValueError, match=rf"its recipe .*{field}") as caught:
+        te_checkpoint._recipe(recipe, STEPS)
     assert len(str(caught.value)) < 1000
 
 
@@ -458,7 +458,7 @@ def test_a_storage_is_held_once():
     """Its bytes may stand in a pickle once, and be named any number of times."""
     loads = b"ctorch.storage\n_load_from_bytes\n"
     saved = Loads(torch.ones(99), _use_new_zipfile_serialization=False).saved
-    with pytest.raises(te_pickle.NotReadable, match="one storage many times"):
+    with pytest.raises(te_pickle.Refused, match="one storage many times"):
         te_pickle.read(b"\x80\x04B" + len(saved).to_bytes(4, "little") + saved + b"\x94" + (loads + b"h\x00\x85R") * 2 + b".")  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The plugin against the contract."""
 
 import opfuse_linear.chunks
-import opfuse_linear.fused
+import opfuse_linear.conditions
 import opfuse_linear.kernels
 import pytest
 import torch
@@ -35,7 +35,7 @@ class TestConformance(FusionSuite):
     @pytest.fixture(autouse=True)
     def _even_where_it_does_not_pay(self, monkeypatch):
         """A backward fusion that brings nothing on this CPU must give the right numbers all the same."""
-        monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+        monkeypatch.setattr(opfuse_linear.conditions, "adds_nothing", lambda env: False)
 
     @pytest.fixture(autouse=True)
     def _few_rows_at_once(self, monkeypatch):
@@ -86,8 +86,8 @@ def test_as_on_a_gpu_and_on_other_cpus(monkeypatch, passes, name):
     """The library that is the slower one here, and the scale of linear + scale in each product."""
     worth = opfuse_linear.kernels._is_worth_it
     monkeypatch.setattr(opfuse_linear.kernels, "_is_worth_it", lambda dtype: not worth(dtype))
-    monkeypatch.setattr(opfuse_linear.fused, "scales_gradient", lambda env: False)
-    monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+    monkeypatch.setattr(opfuse_linear.conditions, "scales_gradient", lambda env: False)
+    monkeypatch.setattr(opfuse_linear.conditions, "adds_nothing", lambda env: False)
     subject = testing.find("linear", passes, name)
     chains = testing.make_chains(subject)
     for check in map(testing.CHECKS.get, ELSEWHERE):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import opfuse_linear.conditions
 import opfuse_linear.fused
 import opfuse_linear.kernels
 import pytest
@@ -32,7 +33,7 @@ def setting(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(opfuse_linear.kernels, "MIN_FEATURES", 0)
     # a backward fusion that brings nothing on this CPU must give the right numbers all the same
-    monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: False)
+    monkeypatch.setattr(opfuse_linear.conditions, "adds_nothing", lambda env: False)
     with opfuse.plugins.using("linear"):
         yield
 
@@ -295,7 +296,7 @@ def test_a_scaled_gradient_is_overwritten_only_if_the_chain_owns_it():
 @pytest.mark.parametrize("name", ["scale", "scale+add"])
 def test_the_backward_uses_the_scale_of_the_forward(monkeypatch, name, backward):
     if not backward:  # the op's own, behind a forward that is fused
-        monkeypatch.setattr(opfuse_linear.fused, "adds_nothing", lambda env: True)
+        monkeypatch.setattr(opfuse_linear.conditions, "adds_nothing", lambda env: True)
     chain, inputs = CASES[name].chain(), CASES[name].inputs()
     assert fused_steps(chain, *inputs)[1] == (["linear+scale"] if backward else [])
     inputs, params = [x.requires_grad_() for x in inputs], list(chain.parameters())

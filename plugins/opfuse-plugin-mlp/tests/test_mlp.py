@@ -355,7 +355,7 @@ def test_where_the_kernel_does_not_run_the_report_says_why():
         assert "fallback" not in text
         assert "its kernel computes in fp32, and this is float64" in wider
     else:
-        assert "by PyTorch's operations: its kernel runs on a GPU, and this is cpu" in text
+        assert "by PyTorch's operations: its kernels run on a GPU, and this is cpu" in text
 
 
 def test_where_no_kernel_runs_and_why(monkeypatch):

@@ -6,6 +6,7 @@ import math
 import opfuse_norm.kernels
 import pytest
 import torch
+from opfuse_triton import why_no_kernel
 
 import opfuse
 from opfuse import Environment, ops
@@ -54,7 +55,7 @@ def test_twins_stand_in_and_say_so():
 
 
 def test_where_no_kernel_runs(monkeypatch):
-    why_not = opfuse_norm.kernels.why_not
+    why_not = why_no_kernel
     assert why_not(torch.device("cuda"), (9, 0)) == ""
     assert "8.0 or newer" in why_not(torch.device("cuda"), (7, 5))
     assert why_not(torch.device("mps")) == "its kernels run on a GPU, and this is mps"

@@ -261,7 +261,7 @@ def test_with_the_interpreter(tmp_path):
 
 
 def test_without_triton_the_package_says_so():
-    code = "import sys; sys.modules['triton'] = None; import opfuse; print(1); import opfuse_triton"
+    code = "import sys; sys.modules['triton'] = None; import opfuse; print(1); import opfuse_triton; print(opfuse_triton.why_no_kernel.__name__); opfuse_triton.Kernel"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "1\n" and importlib.util.find_spec("triton") is not None
-    assert "opfuse_triton needs Triton, which is not installed: on Linux" in done.stderr
+    assert done.stdout == "1\nwhy_no_kernel\n" and importlib.util.find_spec("triton") is not None
+    assert "opfuse_triton.Kernel needs Triton, which is not installed: on Linux" in done.stderr

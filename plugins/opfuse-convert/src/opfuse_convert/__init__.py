@@ -23,7 +23,7 @@ _WHERE = {
     "leaf_of": "leaves",
     "revert": "converting",
 }
-"""Who uses the grammar alone, or declares a converter, does not import the rest."""
+"""The module of each name, imported at first use."""
 __all__ = sorted(_WHERE)
 
 

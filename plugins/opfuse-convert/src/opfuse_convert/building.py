@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,11 @@ from opfuse.core.sequential import Sequential
 
 from .converter import Conversion
 from .grammar import Unreadable, function_places, parameters_of, table, tree_of
-from .grammar.rewriting import own_tree, rewritten, unwrapped, wrapped
+from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
-from .parsing import Region
-from .regions import Found, Leaves, StretchReader, largest
+from .regions import Found, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
 NOTHING = "there is nothing to fuse in it"
@@ -50,45 +50,41 @@ def by_reading(
         return _as_leaf(module)
     function, around, places = unwrapped(written_forward(type(module)))
     try:
-        tree = own_tree(tree_of(function))
+        tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
-        leaves = Leaves()
-        reader = functools.partial(StretchReader, leaves, known)
+        leaf, reasons = functools.cache(leaf_of), dict[str, str]()
+        reader = functools.partial(StretchReader, leaf, reasons, known)
         survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
         return f"its forward cannot be read: {error}"
-    found = largest(module, survey.stretches, leaves)
+    found = largest(module, survey.stretches, leaf)
     if found is None:
-        return next((f"{name}: {why}" for name, why in leaves.reasons.items()), NOTHING)
+        return next((f"{name}: {why}" for name, why in reasons.items()), NOTHING)
     drops = [each for step in found.region.steps for each in step.dropouts]
     dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
     places += [place for each in (function, *around) for place in function_places(each)]
     cls = original_class(type(module))
-    again = functools.partial(_again, module, known)
     defaults = {name: value for name, value in names.items() if value is not UNKNOWN}
     site = Site(
         found.span,
         1 + len(found.region.extras),
         dropouts,
         (cls, cls.forward, places),
-        again,
+        lambda facts: by_reading(module, known=known, facts=facts),
         defaults,
     )
     site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)
     return _conversion(found, site)
 
 
-def _again(module: nn.Module, known: Any, facts: Mapping[str, Any]) -> Conversion | str:
-    return by_reading(module, known=known, facts=facts)
-
-
 def _conversion(found: Found, site: Site) -> Conversion:
-    """The conversion that a region is."""
+    """The conversion for a region of a forward."""
     steps = found.region.steps
-    around = [n.rsplit(".", i)[0] for n in found.span.called for i in range(n.count(".") + 1)]
+    names = [*found.span.called, *[name for step in steps for name in step.reads]]
+    reads = {n.rsplit(".", i)[0] for n in names for i in range(n.count(".") + 1)}
     return Conversion(
         _chain_of(found.region),
-        sorted({*found.region.reads, *around} - {""}),
+        sorted(reads - {""}),
         site,
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],
@@ -98,7 +94,7 @@ def _conversion(found: Found, site: Site) -> Conversion:
 
 
 def _parameters(function: types.FunctionType, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the parameters of a function."""
+    """The known values of the parameters of a function."""
     names: dict[str, Any] = {}
     for p in parameters_of(function):
         given = facts.get(p.name, p.default)
@@ -110,7 +106,7 @@ def _parameters(function: types.FunctionType, facts: Mapping[str, Any]) -> dict[
 
 
 def _as_leaf(module: nn.Module) -> Conversion | str:
-    """What stands for a norm of an unknown class, which PyTorch has no kernel for."""
+    """Convert a norm that PyTorch has no kernel for."""
     if type(module).__module__.startswith("torch."):
         return "PyTorch has a kernel for it"
     leaf = leaf_of(module)
@@ -163,18 +159,13 @@ def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
     inner = {region.start: graph.placeholder("x")}
     for number, node in enumerate(region.extras):
         inner[node] = graph.placeholder(f"extra_{number}")
-    covered = {node for step in region.steps for node in step.covers}
-    for node in region.start.graph.nodes:
-        if node not in covered:
-            continue
+    for node in filter(region.covered.__contains__, region.start.graph.nodes):
         made = inner[node] = graph.node_copy(node, inner.__getitem__)
         if node in modes:
             with graph.inserting_before(made):
                 path = f"{modes[node].path}.training".lstrip(".")
                 mode = graph.create_node("get_attr", path)
-            names = "input", "p", "training", "inplace"
-            given: Any = {**dict(zip(names, made.args, strict=False)), **made.kwargs}
-            made.args, made.kwargs = (), {**given, "training": mode}
+            made.args, made.kwargs = (), {**dropout_arguments(made), "training": mode}
     graph.output(inner[region.end])
     code = graph.python_code("self")
     scope = dict(code.globals)

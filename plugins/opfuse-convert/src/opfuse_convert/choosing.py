@@ -40,7 +40,7 @@ def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
     the dtype as it is, and the ops compute in autocast's.
 
     Args:
-        params: Of each parameter its dtype, and what else is known of it; True: it is not there.
+        params: For each parameter a tuple that begins with its dtype; True for a missing one.
         chain: The chain.
         x: Its input.
         *extras: Its extra inputs.
@@ -87,10 +87,10 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
         elif isinstance(op, MakeExtraOutput):
             known[op.extra_output_channels[0]] = flowing, width
         elif autocast:
-            wanted = _wanted(op, lower)
-            if wanted is not None and flowing is not wanted:
+            own = _own_dtype(op, lower)
+            if own is not None and flowing is not own:
                 return f"under autocast {type(op).__name__} gets {flowing}"
-            flowing = _after(op, flowing, lower)
+            flowing = lower if isinstance(op, (BasicLinear, ParallelLinear)) else flowing
         if op.out_features is not None:
             width = op.out_features
         elif op.feature_ratio is not None and op.feature_ratio != 1:
@@ -100,27 +100,20 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
     return ""
 
 
-def _wanted(op: Any, lower: torch.dtype) -> torch.dtype | None:
-    """In which dtype an op gives under autocast what PyTorch would; None: in any."""
+def _own_dtype(op: Any, lower: torch.dtype) -> torch.dtype | None:
+    """The dtype in which an op computes under autocast as PyTorch does; None: any."""
     if isinstance(op, Activation):
         return lower
     return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else None
 
 
-def _after(op: Any, dtype: torch.dtype, lower: torch.dtype) -> torch.dtype:
-    """The dtype of an op's output under autocast."""
-    if isinstance(op, (BasicLinear, ParallelLinear, Activation)):
-        return lower
-    return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else dtype
-
-
 class Kind(NamedTuple):
-    """What of a call an entry is for, beside shapes.
+    """The kind of call that an entry of a table is for, apart from shapes.
 
     Attributes:
         device: The kind of device.
-        dtype: That of the input.
-        autocast: That of autocast; None: it is off.
+        dtype: The dtype of the input.
+        autocast: The dtype of autocast; None: it is off.
         grads: Whether grad mode is on, and whether the input requires a gradient.
         compiled: Whether ``torch.compile`` traces.
     """
@@ -133,45 +126,20 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, compiled: bool) -> Kind:
-        """That of a call with this input, now."""
+        """The kind of a call with this input, now."""
         kind, grad = x.device.type, torch.is_grad_enabled()
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(kind, x.dtype, autocast, (grad, grad and x.requires_grad), compiled)
 
 
 def title_of(name: str, module: nn.Module) -> str:
-    """What entries of a converter and the class of a module are called."""
+    """The title of entries for a converter and the class of a module."""
     cls = op_class(module)
     return f"{name} of {cls.__module__}.{cls.__qualname__}"
 
 
-def subject(name: str, plugin: Any, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
-    """What an entry of a whole conversion is of, as JSON-able data.
-
-    Args:
-        name: The converter.
-        plugin: Its distribution and version; None: the core.
-        module: The module.
-        chain: Its chain.
-        kind: The kind of call.
-    """
-    params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
-    grad, of_x = kind.grads
-    return {
-        "plugin": plugin and [normalize(plugin[0]), plugin[1]],
-        "fusion": title_of(name, module),
-        "pass": "whole",
-        "ops": [describe(op) for op in chain],
-        "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
-        "grads": [of_x, [grad and p.requires_grad for of in params for p in of]],
-        "dtype": [str(kind.dtype), str(kind.autocast)],
-        "mode": [module.training, torch.are_deterministic_algorithms_enabled(), kind.compiled],
-        "options": [[k, v] for k, v in sorted(current.options) if "." in k],
-    }
-
-
 class MeasuredChoice:
-    """Looks up whether the chain of one module pays; remembers what it found.
+    """Looks up whether the chain of one module is faster, and remembers the answer.
 
     Args:
         name: The converter.
@@ -179,21 +147,38 @@ class MeasuredChoice:
     """
 
     def __init__(self, name: str, plugin: Any) -> None:
-        self.of = name, plugin
+        self._name, self._plugin = name, plugin
         self._known: dict[Any, str] = {}
+
+    def subject(self, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
+        """The subject of an entry for a kind of call of the module, as JSON-able data."""
+        params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
+        grad, of_x = kind.grads
+        plugin = self._plugin
+        return {
+            "plugin": plugin and [normalize(plugin[0]), plugin[1]],
+            "fusion": title_of(self._name, module),
+            "pass": "whole",
+            "ops": [describe(op) for op in chain],
+            "params": [[[list(p.shape), str(p.dtype)] for p in of] for of in params],
+            "grads": [of_x, [grad and p.requires_grad for of in params for p in of]],
+            "dtype": [str(kind.dtype), str(kind.autocast)],
+            "mode": [module.training, torch.are_deterministic_algorithms_enabled(), kind.compiled],
+            "options": [[k, v] for k, v in sorted(current.options) if "." in k],
+        }
 
     def refusal(self, module: nn.Module, params: Any, chain: Any, x: Any, *extras: Any) -> str:
         """Return why the module's own operations are to run, or ``""``; see :func:`fits`."""
         if not (_is_ordinary(x) and x.ndim and all(map(_is_ordinary, extras))):
             return fits(params, chain, x, *extras)
         kind, rows = x.device.type, x.shape[:-1]
-        beside = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
+        shapes = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
         key = (
             x.dtype,
             x.shape[-1],
             rows.numel().bit_length(),
             x.is_contiguous(),
-            *beside,
+            *shapes,
             x.requires_grad,
             params,
             torch.is_grad_enabled(),
@@ -222,24 +207,32 @@ class MeasuredChoice:
         return "" if found is None else found.refusal(**how)
 
     def entries(self, module: nn.Module, chain: Any, kind: Kind) -> Entries:
-        """What was measured of a kind of call, by what came in."""
-        table = tables.table_for(_device_of(module, kind.device))
+        """The measurements for a kind of call, by the shape of the input."""
+        param = next(module.parameters(), None)
+        device = torch.device(kind.device) if param is None else param.device
+        table = tables.table_for(device)
         if not table.entries:
             return {}
-        of = tables.subject_key(subject(*self.of, module, chain, kind))
+        of = tables.subject_key(self.subject(module, chain, kind))
         return table.entries.get(of, {})
 
 
 def _is_ordinary(x: Any) -> bool:
-    """Whether all that counts of an argument is in a key of :class:`MeasuredChoice`."""
+    """Whether a key of :class:`MeasuredChoice` says all that matters of an argument."""
     plain = type(x) in _PLAIN and not x.is_nested
     return plain and x.layout is torch.strided and not x.is_meta
 
 
+def wants_chains_in_graphs(values: Any) -> bool:
+    """Whether the user wants chains in graphs of ``torch.compile``."""
+    return ("chains_under_compile", True) in values.options
+
+
 def nothing_in_graphs() -> bool:
     """Whether no chain of any module runs where ``torch.compile`` traces."""
-    asked = ("chains_under_compile", True) in current.options
-    return not asked and not any(table.in_graphs for table in _tables())
+    if wants_chains_in_graphs(current.values):
+        return False
+    return not any(table.in_graphs for table in _tables())
 
 
 def _tables() -> list[tables.Table]:
@@ -252,13 +245,13 @@ def pays_in_graph(found: Measurement) -> bool:
     return not found.wrong and found.speed - found.noise / 2 > 1
 
 
-# What follows is constant in a trace. It is guarded by the generation, which tables change too.
+# These are constant in a trace. The generation guards them; a new table changes it, too.
 
 
 def is_known_in_graphs(title: str, generation: int) -> bool:
     """Whether a chain of such modules was measured to be faster under ``torch.compile``.
 
-    Who asks is a title, so that modules of one class are compiled once.
+    It depends on the title alone, so that modules of one class are compiled once.
     """
     return any(
         pays_in_graph(found) for table in _tables() for found in table.in_graphs.get(title, ())
@@ -268,15 +261,10 @@ def is_known_in_graphs(title: str, generation: int) -> bool:
 def is_faster_in_graph(
     choice: MeasuredChoice, module: nn.Module, chain: Any, generation: int, *kind: Any
 ) -> bool:
-    """Whether the chain of a module is faster there, for all numbers of rows that were measured."""
+    """Whether the chain of a module is faster there for all numbers of rows that were measured."""
     entries = choice.entries(module, chain, Kind(*kind)).values()
     return bool(entries) and all(map(pays_in_graph, entries))
 
 
 is_known_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_faster_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _device_of(module: nn.Module, kind: str = "cpu") -> torch.device:
-    param = next(module.parameters(), None)
-    return torch.device(kind) if param is None else param.device

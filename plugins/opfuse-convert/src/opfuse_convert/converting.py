@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,9 +18,10 @@ from opfuse.core.sequential import Sequential
 from opfuse.core.settings import current
 
 from .building import ORDINARY, by_reading
-from .converted_forward import ConvertedForward, alike, built, checked
+from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
 from .layers import layer_in, layered, without_layer
+from .making import alike, built, checked
 from .probing import remembering
 from .report import ConversionReport, Converted, Left, measured
 from .sharded import gathered
@@ -69,20 +70,20 @@ def convert(
         raise TypeError(f"opfuse.convert expected a torch.nn.Module, got {type(model).__name__}")
     before = measured(model, inputs) if inputs else None
     found = Candidates(model, only, skip, verify)
-    for module, conversion in found.made.items():
+    for module, replaced in found.made.items():
         cls: Any = type(module)
         if layer_in(cls) is None:
             module.__class__ = layered(cls)
-        vars(module)[KEPT_AS] = ConvertedForward(*found.by[module], conversion)
-    for module in found.made:
-        vars(module)[KEPT_AS].seal(module)
+        vars(module)[KEPT_AS] = replaced
+    for module, replaced in found.made.items():
+        replaced.seal(module)
     assign_names(model)
     after = measured(model, inputs) if inputs else None
     return ConversionReport(tuple(found.converted), tuple(found.left), before, after)
 
 
 def count_convertible(model: nn.Module) -> int:
-    """How many modules of a model :func:`convert` could convert; the model stays as it is."""
+    """Count the modules of a model that :func:`convert` could convert; nothing is changed."""
     return len(Candidates(model).made)
 
 
@@ -96,8 +97,7 @@ class Candidates:
         verify: As for :func:`convert`.
 
     Attributes:
-        made: The conversions by module.
-        by: The converter of each, and the distribution and version of its plugin.
+        made: The new forwards by module.
         converted: A row of the report for each.
         left: A row for each other module that is worth a note.
     """
@@ -109,49 +109,28 @@ class Candidates:
         skip: str | Sequence[str] = (),
         verify: bool | None = None,
     ) -> None:
-        self.made: dict[nn.Module, Conversion] = {}
-        self.by: dict[nn.Module, tuple[Converter, Any]] = {}
+        self.made: dict[nn.Module, ConvertedForward] = {}
         self.converted: list[Converted] = []
         self.left: list[Left] = []
         self._verify = verify
         self._compared: set[Any] = set()
         names = [name for name, _ in model.named_modules()]
-        wanted, unwanted = _matching(names, only, "only"), _matching(names, skip, "skip")
-        self._unwanted = unwanted
+        is_wanted = _matcher(names, only, "only")
+        self._is_unwanted = _matcher(names, skip, "skip")
         asked = converters()
-        inside: set[str] = set()  # of what is opfuse's own
+        own: set[str] = set()  # opfuse's own modules
+        self._read: set[str] = set()  # the modules that chains replace
         with remembering(), contextlib.closing(gathered(model)) as found:
             for name, module in found:
-                if any(name.startswith(f"{above}.") for above in inside):
+                if any(name.startswith(f"{above}.") for above in own):
                     continue
                 if isinstance(module, (FusibleOperation, Sequential)):
-                    inside.add(name)
-                elif _is_wanted(name, only, wanted, unwanted):
-                    standing: Any = replaced_forward(module)
-                    if standing is None or standing.is_out_of_date:
+                    own.add(name)
+                elif (only is None or is_wanted(name)) and not self._is_unwanted(name):
+                    replaced: Any = replaced_forward(module)
+                    if replaced is None or replaced.is_out_of_date:
                         self._look_at(name, module, asked)
-        # what is inside a chain needs no row
-        reads = {
-            f"{row.path}.{read}".lstrip(".")
-            for row, conversion in zip(self.converted, self.made.values(), strict=True)
-            for read in conversion.reads
-            if read
-        }
-        self.left = [row for row in self.left if row.path not in reads]
-
-    def _skipped(self, name: str, made: Conversion) -> str:
-        """A part that the chain of a module would stand for, and that is to be left alone."""
-        parts = [f"{name}.{read}".lstrip(".") for read in made.reads if read]
-        return next((part for part in parts if not _is_wanted(part, None, (), self._unwanted)), "")
-
-    def _checked(self, module: nn.Module, made: Conversion) -> Conversion | str:
-        """A conversion, if the chain computes what the module does."""
-        kind = alike(module, made)
-        verify = made.probed if self._verify is None else self._verify
-        found = checked(module, made, verify and kind not in self._compared)
-        if isinstance(found, Conversion) and verify:
-            self._compared.add(kind)
-        return found
+        self.left = [row for row in self.left if row.path not in self._read]
 
     def _look_at(
         self, name: str, module: nn.Module, asked: Sequence[tuple[Converter, Any]]
@@ -161,16 +140,13 @@ class Candidates:
         for converter, plugin in asked:
             if not converter.fits(module, cls):
                 continue
-            made = built(converter, module)
-            if isinstance(made, Conversion) and (skipped := self._skipped(name, made)):
-                made = f"{skipped} is to be left alone, and its chain would stand for it"
-            if isinstance(made, Conversion):
-                made = self._checked(module, made)
+            made = self._built(name, module, converter)
             if isinstance(made, Conversion):
                 ops = tuple(op_class(op).__name__ for op in made.chain)
                 row = Converted(name, cls.__name__, ops, converter.name, plugin and plugin[0])
-                self.made[module], self.by[module] = made, (converter, plugin)
                 self.converted.append(row)
+                self.made[module] = ConvertedForward(converter, plugin, made)
+                self._read.update(_parts(name, made))
                 return
             reason = reason or made
         containers = nn.ModuleList, nn.ModuleDict
@@ -178,24 +154,43 @@ class Candidates:
         if reason and has_children and not isinstance(module, containers):
             self.left.append(Left(name, cls.__name__, reason))
 
+    def _built(self, name: str, module: nn.Module, converter: Converter) -> Conversion | str:
+        """The conversion of a module by a converter, or a sentence that says why there is none."""
+        made = built(converter, module)
+        if isinstance(made, str):
+            return made
+        for part in filter(self._is_unwanted, _parts(name, made)):
+            return f"{part} is to be left alone, and its chain would replace it"
+        kind = alike(module, made)
+        verify = made.probed if self._verify is None else self._verify
+        found = checked(module, made, verify and kind not in self._compared)
+        if isinstance(found, Conversion) and verify:
+            self._compared.add(kind)
+        return found
+
+
+def _parts(name: str, made: Conversion) -> list[str]:
+    """The dotted names of the modules that the chain of a module replaces."""
+    return [f"{name}.{read}".lstrip(".") for read in made.reads if read]
+
 
 def converters() -> list[tuple[Converter, tuple[str, str] | None]]:
-    """The converters in force, in the order in which they are asked, and whose each is."""
+    """The converters in the order in which they are asked, each with its plugin and version."""
     found: list[tuple[Converter, tuple[str, str] | None]] = [
         (converter, (record.distribution, record.version))
         for record in manager.active(current.selection)
         for converter in manager.ask(record, "opfuse_converters", Converter, each=True) or ()
     ]
-    found += [(converter, None) for converter in CORE]
+    found.append((CORE, None))
     return sorted(found, key=lambda pair: -pair[0].priority)
 
 
-def _matching(names: Iterable[str], patterns: Any, what: str) -> list[str]:
-    """The patterns, each of which matches a name.
+def _matcher(names: Sequence[str], patterns: Any, what: str) -> Callable[[str], bool]:
+    """A function that says whether a name, or one above it, matches one of some patterns.
 
     Raises:
-        ValueError: One does not.
-        TypeError: One is not a string.
+        ValueError: A pattern matches none of the names.
+        TypeError: A pattern is not a string.
     """
     several = isinstance(patterns, (list, tuple, set, frozenset))
     given = [*patterns] if several else [patterns] if patterns is not None else []
@@ -207,17 +202,13 @@ def _matching(names: Iterable[str], patterns: Any, what: str) -> list[str]:
                 f"opfuse.convert({what}={pattern!r}) matches no module of the model: its names are "
                 f"those of model.named_modules()"
             )
-    return given
 
+    def matches(name: str) -> bool:
+        parts = name.split(".")
+        each = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(fnmatch.fnmatchcase(one, pattern) for one in each for pattern in given)
 
-def _is_wanted(name: str, only: Any, wanted: Sequence[str], unwanted: Sequence[str]) -> bool:
-    parts = name.split(".")
-    names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-    def matches(pattern: str) -> bool:
-        return any(fnmatch.fnmatchcase(each, pattern) for each in names)
-
-    return (only is None or any(map(matches, wanted))) and not any(map(matches, unwanted))
+    return matches
 
 
 def converted(model: nn.Module) -> dict[str, str]:
@@ -246,8 +237,8 @@ def revert(model: nn.Module) -> nn.Module:
         The model.
 
     Raises:
-        RuntimeError: Somebody derived a class from a converted module's that cannot be derived
-            anew. Nothing is reverted then.
+        RuntimeError: A class derived from that of a converted module cannot be derived again.
+            Nothing is reverted then.
     """
     found = [module for module in model.modules() if layer_in(type(module)) is not None]
     classes = [without_layer(type(module)) for module in found]
@@ -257,4 +248,4 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-CORE = [Converter(lambda module: True, lambda module, env: by_reading(module), ORDINARY, -100)]
+CORE = Converter(lambda module: True, lambda module, env: by_reading(module), ORDINARY, -100)

@@ -56,7 +56,7 @@ class Guard:
         ]
 
     def parameters(self) -> tuple[Any, ...]:
-        """Of each parameter the dtype, and whether it needs a gradient; True: it is not there."""
+        """For each parameter its dtype and whether it needs a gradient; True for a missing one."""
         params = [of._parameters.get(key) for _, of, _, key, _ in self._params]
         return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
 
@@ -81,7 +81,7 @@ class Guard:
         return self._of_places() or self._of_parameters()
 
     def _of_places(self) -> str:
-        """What has changed of what was looked up, as a sentence, or ``""``."""
+        """Describe a change of what was looked up, as a sentence, or ``""``."""
         for get, name, value, place in self._places:
             now = get(name, MISSING)
             if now is not value and not is_same(now, value):
@@ -94,7 +94,7 @@ class Guard:
         return any(key[1:] == wanted for key in self._once)
 
     def _of_parameters(self) -> str:
-        """What has changed of the parameters, as a sentence, or ``""``."""
+        """Describe a change of the parameters, as a sentence, or ``""``."""
         for name, of, attributes, key, there in self._params:
             param = attributes["_parameters"].get(key)
             if key in attributes:
@@ -113,7 +113,7 @@ class Guard:
 
 
 def _of_children(module: nn.Module, reads: Sequence[str]) -> Iterator[Place]:
-    """Where a call of the children of a module is looked up, beside their classes."""
+    """The places that a call of a module's children depends on, apart from their classes."""
     for name in filter(None, reads):
         above, _, key = name.rpartition(".")
         holder: Any = module.get_submodule(above)._modules
@@ -128,7 +128,7 @@ def _of_children(module: nn.Module, reads: Sequence[str]) -> Iterator[Place]:
 
 
 def _of_constants(module: nn.Module, constants: Sequence[tuple[str, str]]) -> Iterator[Place]:
-    """Where the values of attributes of modules are found."""
+    """The places of attributes of modules."""
     for name, path in constants:
         owner: Any = module.get_submodule(name)
         for part in path.split("."):
@@ -152,40 +152,30 @@ def _hooked_everywhere() -> bool:
 
 
 @contextlib.contextmanager
-def still(module: nn.Module) -> Iterator[None]:
-    """A block in which reading a parameter that a parametrization computes changes nothing.
+def calm(module: nn.Module) -> Iterator[None]:
+    """A block that builds a chain as outside of any call: with grad mode, without autocast.
 
-    In training, some go on with what they keep whenever they are read, such as spectral norm.
+    Parametrizations are in evaluation mode. In training, some of them, such as spectral norm,
+    change their state whenever somebody reads the parameter.
     """
-    found = [
+    training = [
         part
         for each in module.modules()
         if parametrize.is_parametrized(each)
         for part in each.parametrizations.modules()  # type: ignore[union-attr]
         if part.training
     ]
-    for part in found:
+    for part in training:
         part.training = False
     try:
-        yield
+        kinds = {"cpu", *[param.device.type for param in module.parameters()]}
+        with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+            for kind in filter(torch.amp.is_autocast_available, kinds):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
-        for part in found:
+        for part in training:
             part.training = True
-
-
-@contextlib.contextmanager
-def calm(module: nn.Module) -> Iterator[None]:
-    """A block in which a chain is built as if no call, under autocast say, were under way."""
-    kinds = {"cpu", *[param.device.type for param in module.parameters()]}
-    with (
-        still(module),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        contextlib.ExitStack() as of,
-    ):
-        for kind in filter(torch.amp.is_autocast_available, kinds):
-            of.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 def unreadable(module: nn.Module, reads: Sequence[str]) -> str:

@@ -14,14 +14,14 @@ UNGUARDED = "this version of PyTorch cannot ask at each call whether a graph sti
 class Watch:
     """Asks a module's guard while Dynamo traces, and at each call of the graph.
 
-    Dynamo has guards for what a trace reads. What a chain depends on is not read in it: the
-    author's statements, for which the chain stands, the code and the defaults of functions, what is
-    written in classes and closures. So the answer of the eager guard is one of the graph's guards.
-    Where that cannot be arranged, the module's own forward is traced, which is always right.
+    Dynamo guards what a trace reads. A trace with a chain does not read what the chain depends on:
+    the statements that it replaces, the code and defaults of functions, attributes of classes and
+    variables of closures. So the answer of the eager guard becomes a guard of the graph. If that is
+    impossible, the module's own forward is traced, which is always right.
 
     Args:
         guard: The guard of the module.
-        change: What has changed, as a sentence; ``""``: nothing.
+        change: ``change()`` describes what has changed, as a sentence; ``""``: nothing.
     """
 
     def __init__(self, guard: Guard, change: Callable[[], str]) -> None:
@@ -44,7 +44,7 @@ class Watch:
         return ""
 
     def _is_set_in_trace(self) -> bool:
-        """Whether something was set in the trace that objects will have when the graph has run."""
+        """Whether the trace sets an attribute that the chain depends on."""
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         tracing: Any = InstructionTranslator.current_tx()

@@ -1,10 +1,12 @@
-"""The class of a converted module: a layer on its own class, and how it is taken off again."""
+"""The class of a converted module: a layer on its own class, which can be removed again."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import copyreg
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from opfuse.core.introspection import CONVERTED
 from opfuse.core.replaced_forward import KEPT_AS
 
 _OWN = "_opfuse_forward"
-"""What a layer has that keeps its forward, whatever a base put around it."""
+"""The name under which a layer keeps its forward, whatever a base put around it."""
 
 
 def is_patched(cls: Any) -> bool:
@@ -40,7 +42,7 @@ def written_forward(cls: type) -> Any:
 
     A base may put a function around the forward of every subclass, as the layers of transformers
     do for checkpointing. The layer of a conversion is such a subclass, so it has that function
-    around its own forward, and the one below it has nothing to do.
+    around its own forward, and the same function below it is skipped.
     """
     cls = original_class(cls)
     forward, above = cls.forward, layered(cls).forward  # type: ignore[attr-defined]
@@ -68,18 +70,14 @@ def layered(cls: Any) -> Any:
         result = state.call(self, args, kwargs)
         return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
 
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    methods = {
-        "forward": forward,
-        _OWN: forward,
-        "__reduce_ex__": _reduce_ex,
-        "__deepcopy__": _deepcopy,
-    }
-    return type(cls)(cls.__name__, (cls,), {**body, **methods, CONVERTED: cls})
+    body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    body |= {"forward": forward, _OWN: forward, CONVERTED: cls}
+    return type(cls)(cls.__name__, (cls,), body)
 
 
 def _traced() -> bool:
-    """Whether somebody traces or transforms calls, to whom a module is itself."""
+    """Whether a trace or transform is under way, which must see the module's own forward."""
     return (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -88,17 +86,24 @@ def _traced() -> bool:
     )
 
 
-def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
-    """As the class below has it, so that a pickle loads without opfuse."""
-    layer: Any = layer_in(type(self))
-    standing = vars(self).pop(KEPT_AS, None)
+@contextlib.contextmanager
+def _plain(module: nn.Module) -> Iterator[None]:
+    """A block in which a module is without its :data:`KEPT_AS`."""
+    state = vars(module).pop(KEPT_AS, None)
     try:
-        made, args, *rest = super(layer, self).__reduce_ex__(max(protocol, 2))
-        if rest and isinstance(rest[0], dict):  # the module gets its own back
-            rest[0] = dict(rest[0])
+        yield
     finally:
-        if standing is not None:
-            vars(self)[KEPT_AS] = standing
+        if state is not None:
+            vars(module)[KEPT_AS] = state
+
+
+def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
+    """Reduce to the class below, so that a pickle loads without opfuse."""
+    layer: Any = layer_in(type(self))
+    with _plain(self):
+        made, args, *rest = super(layer, self).__reduce_ex__(max(protocol, 2))
+        if rest and isinstance(rest[0], dict):  # the module gets its state back
+            rest[0] = dict(rest[0])
     below = without_layer(type(self))
     plain = made is copyreg.__newobj__ and args == (type(self),)  # type: ignore[attr-defined]
     if plain:  # pickle insists on the very class
@@ -112,18 +117,10 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     state = vars(self).get(KEPT_AS)
     inherited: Any = getattr(super(layer, self), "__deepcopy__", None)
     if inherited is not None:
-        vars(self).pop(KEPT_AS, None)
-        try:
+        with _plain(self):
             twin = inherited(memo)
-        finally:
-            if state is not None:
-                vars(self)[KEPT_AS] = state
     else:
-        made, args, *rest = _reduce_ex(self, 4)
-        twin = made(*args)
-        memo[id(self)] = twin
-        values = copy.deepcopy(rest[0], memo) if rest else {}
-        twin.__setstate__(values) if hasattr(twin, "__setstate__") else vars(twin).update(values)
+        twin = copy._reconstruct(self, memo, *_reduce_ex(self, 4))  # type: ignore[attr-defined]
     if layer_in(type(twin)) is None:
         twin.__class__ = type(self)
     if state is not None:
@@ -134,7 +131,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def without_layer(cls: type) -> type:
     """A class without the layer of a conversion.
 
-    The classes that torch, or who else, derived from the layer are derived again.
+    Classes that others, such as torch, derived from the layer are derived again.
 
     Raises:
         RuntimeError: One of them has methods that name their class, which only its author can move.

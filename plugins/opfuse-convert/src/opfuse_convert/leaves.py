@@ -55,7 +55,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def _constants(cls: Any, module: nn.Module) -> Sequence[str]:
-    """The attributes that a forward of torch.nn reads, beside parameters and the mode."""
+    """The attributes that a forward of torch.nn reads, apart from parameters and the mode."""
     read = cls.forward.__code__.co_names
     return [name for name in read if name in vars(module) and name != "training"]
 
@@ -76,22 +76,18 @@ def _linear(module: Any) -> Leaf | str:
     return Leaf(linear_ops(module))
 
 
-def _layer_norm(module: Any) -> Leaf | str:
-    if module.weight is None:
-        return "it has no weight"
-    return Leaf([ops.LayerNorm.reading(module)])
-
-
-def _rms_norm(module: Any) -> Leaf | str:
-    if module.weight is None or module.eps is None:
-        return f"it has no {'weight' if module.weight is None else 'eps'}"
-    return Leaf([ops.RMSNorm.reading(module)])
+def _norm(module: Any) -> Leaf | str:
+    for name in ("weight", "eps"):
+        if getattr(module, name) is None:
+            return f"it has no {name}"
+    cls: Any = ops.LayerNorm if isinstance(module, nn.LayerNorm) else ops.RMSNorm
+    return Leaf([cls.reading(module)])
 
 
 _KNOWN: dict[type, Any] = {
     nn.Linear: _linear,
-    nn.LayerNorm: _layer_norm,
-    nn.RMSNorm: _rms_norm,
+    nn.LayerNorm: _norm,
+    nn.RMSNorm: _norm,
     nn.GELU: lambda module: Leaf([ops.GELU(approximate=module.approximate)]),
     nn.SiLU: lambda module: Leaf([ops.SiLU()]),
     nn.ReLU: lambda module: Leaf([ops.ReLU()]),

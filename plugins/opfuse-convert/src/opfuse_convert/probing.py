@@ -1,8 +1,9 @@
 """Activations, norms and linear layers of unknown classes, recognised by what they compute.
 
-Its code has to be in the grammar. Then it is called with numbers of all magnitudes, in fp64 and in
-its own dtype, in training and in evaluation mode, and what it gives is compared with what each op
-gives. So the name of a class does not matter, and neither does how its author wrote the formula.
+Classes of torch.nn are known, see :mod:`opfuse_convert.leaves`. The forward of any other must be in
+the grammar. It is called with numbers of all magnitudes, in each floating-point dtype, in training
+and in evaluation mode, and its results are compared with those of each op. So neither the name of
+the class matters, nor the way in which its author wrote the formula.
 """
 
 from __future__ import annotations
@@ -33,14 +34,8 @@ MOST_PROBED = 1 << 16
 _Maker = Callable[[Any], Sequence[BasicOperation]]
 """Makes the ops of a module."""
 
-_ACTIVATIONS: tuple[_Maker, ...] = (
-    lambda of: [ops.SiLU()],
-    lambda of: [ops.GELU()],
-    lambda of: [ops.GELU(approximate="none")],
-    lambda of: [ops.ReLU()],
-    lambda of: [ops.SReLU()],
-    lambda of: [ops.QGELU()],
-)
+_ERF = functools.partial(ops.GELU, approximate="none")
+_ACTIVATIONS = ops.SiLU, ops.GELU, _ERF, ops.ReLU, ops.SReLU, ops.QGELU
 _DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
@@ -49,9 +44,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         ops: What computes it, in order; none for the identity.
-        constants: Attributes of the module whose values the ops have taken over.
+        constants: Attributes of the module whose values the ops have copied.
         probed: Whether it was recognised by its values.
-        places: Where its forward looks up values.
+        places: The places that its forward looks up.
     """
 
     ops: Sequence[BasicOperation]
@@ -64,8 +59,8 @@ def recognised(module: nn.Module) -> Leaf | str:
     """A :class:`Leaf` for a module of an unknown class, or a sentence that says why not.
 
     Args:
-        module: It has no children. It is not changed; copies of it are called, of a linear layer
-            it is called itself, which may be large.
+        module: A module without children. Copies of it are called; a linear layer, which may be
+            large, is called itself. It is not changed.
     """
     cls = op_class(module).__name__
     if any(True for _ in module.buffers()):
@@ -74,23 +69,40 @@ def recognised(module: nn.Module) -> Leaf | str:
         places, graph = looked_up(module)
     except Unreadable as error:
         return f"{cls} cannot be recognised: {error}"
-    known = _KNOWN.get()
-    make = known[module] if known and module in known else _maker(module, graph)
-    if known is not None:
-        known[module] = make
+    known, kind = _KNOWN.get({}), _kind(module)
+    if kind not in known:
+        known[kind] = _maker(module, graph)
+    make = known[kind]
     if make is None:
         return f"no op computes what {cls} does"
     return Leaf(make(module), (), True, places)
 
 
-_KNOWN: contextvars.ContextVar[dict[nn.Module, Any] | None] = contextvars.ContextVar(
-    "known", default=None
-)
+def _kind(module: nn.Module) -> Any:
+    """A key that two modules share only if their forwards compute the same of their parameters.
+
+    They have the same class and attributes. A matrix is called with its own values, so no two
+    linear layers share a key.
+    """
+    attributes = tuple(
+        (name, repr(value) if table.is_plain(value) else id(value))
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    )
+    params = tuple(
+        (name, p is not None and (type(p), p.shape, p.dtype, p.device, p.ndim > 1 and id(p)))
+        for name, p in module._parameters.items()
+    )
+    return type(module), attributes, params, len({*map(id, module._parameters.values())})
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module())}
+_KNOWN: contextvars.ContextVar[dict[Any, _Maker | None]] = contextvars.ContextVar("known")
 
 
 @contextlib.contextmanager
 def remembering() -> Iterator[None]:
-    """A block in which modules do not change: each is called once to find out what it computes."""
+    """A block in which modules do not change: one of each kind is called."""
     before = _KNOWN.set({})
     try:
         yield
@@ -99,11 +111,12 @@ def remembering() -> Iterator[None]:
 
 
 def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
-    """What makes the ops that compute what a module does, or None."""
+    """The maker of the ops that compute what a module does, or None."""
     params = {key: param for key, param in module._parameters.items() if param is not None}
     with _quiet():
         if not params:
-            return _alike(module, _ACTIVATIONS, _numbers)
+            makers: Any = [lambda of, make=make: [make()] for make in _ACTIVATIONS]
+            return _alike(module, makers, _numbers)
         weight, bias = params.pop("weight", None), params.pop("bias", None)
         if params or weight is None or weight.is_meta or not weight.is_floating_point():
             return None
@@ -118,15 +131,15 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
 
 
 class _Inspector(EveryWay):
-    """Reads all that a module's forward may do.
+    """Reads all branches of a module's forward.
 
-    Inputs of other shapes and dtypes than those that it is called with have to go the same way. So
-    what an input is like may say what shape or dtype another tensor has, or count in an average,
-    and nothing else may depend on it.
+    Inputs of other shapes and dtypes than those tried must take the same way through it. So the
+    shape and dtype of an input may only give the shape or dtype of another tensor, or the count of
+    an average.
 
     Attributes:
-        facts: Nodes that say what an input is like.
-        fixed: Nodes that say what a parameter is like, which is known, or is tried.
+        facts: Nodes of the shape or dtype of an input.
+        fixed: Nodes of the shape or dtype of a parameter, which are known, or tried.
     """
 
     def __init__(self, *given: Any, **more: Any) -> None:
@@ -156,7 +169,7 @@ class _Inspector(EveryWay):
         return made
 
     def decided(self, value: Any) -> bool:
-        """Which way a condition goes this time."""
+        """The way that a condition goes this time."""
         if isinstance(value, fx.Node) and value not in self.fixed:
             raise Unreadable("it branches on its input")
         return super().decided(value)
@@ -174,7 +187,7 @@ _TAKE_FACTS = _ARITHMETIC | {
 
 
 def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
-    """Where the forward of a module looks up values, and what it computes of one tensor.
+    """The places that the forward of a module looks up, and the graph of its computation.
 
     Raises:
         Unreadable: It does something beyond the grammar, or takes more than one tensor.
@@ -191,7 +204,7 @@ def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A block in which random numbers and grad mode are nobody else's."""
+    """A block without gradients, default device and plugins; random numbers are restored."""
     with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"), using(""):
         yield
 
@@ -205,7 +218,7 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 
 
 def _call(module: nn.Module, x: Tensor) -> Tensor | None:
-    """What a module gives; None if it raises, gives something else, or changes its input."""
+    """The result of a module; None if it raises, has another shape, or the input is changed."""
     given = x.clone()
     try:
         y = op_class(module).forward(module, x)
@@ -216,9 +229,9 @@ def _call(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _agrees(module: nn.Module, op: Any, x: Tensor) -> bool:
-    """Whether both give the same of ``x``, in both modes of the module, up to rounding.
+    """Whether both compute the same from ``x``, in both modes of the module, up to rounding.
 
-    That is for one, two and four dimensions, and in fp64 for gradients of two sizes, too.
+    Inputs have one, two and four dimensions. In fp64 gradients of two sizes are compared, too.
     """
     for training in (True, False):
         module.train(training)
@@ -267,7 +280,7 @@ def _close(y: Tensor, expected: Tensor, x: Tensor) -> bool:
 def _alike(
     module: Any, makers: Iterable[_Maker], numbers: Callable[[torch.dtype], Tensor]
 ) -> _Maker | None:
-    """Which of them makes the op that a module is, in every dtype; or None."""
+    """The maker whose op computes the same as a module in every dtype, or None."""
     twins = [(_twin(module, dtype), numbers(dtype)) for dtype in _DTYPES]
     for make in makers if all(twin is not None for twin, _ in twins) else ():
         if all(_agrees(twin, make(twin)[0], x) for twin, x in twins):

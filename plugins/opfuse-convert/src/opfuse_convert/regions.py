@@ -1,24 +1,279 @@
-"""The part of a function that a chain can stand for."""
+"""Finds the part of a forward that a chain can replace: the longest chain of ops in its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
+from opfuse import ops
 from opfuse.core.introspection import op_class
+from opfuse.core.op import BasicOperation
 
 from .grammar import Held, Reader
 from .grammar.stretches import Span, Stretch
 from .layers import is_patched, original_class
-from .leaves import leaf_of
-from .parsing import Parser, Region
+from .leaves import function_op, gated, is_plain_linear
 from .probing import Leaf
+
+_ADDS = operator.add, torch.add
+_MULTIPLIES = operator.mul, torch.mul
+_SPLITS = torch.chunk, "chunk"
+# for the backward PyTorch keeps the output of these, and the ops keep the input
+_KEEP_INPUT = ops.ReLU, ops.SReLU
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionPart:
+    """Part of a chain: the ops that apply to one value.
+
+    Attributes:
+        ops: In order.
+        covers: The nodes that it replaces; the last is its value.
+        extra: The node that its first op adds, or None.
+        reads: Dotted names of the modules that it replaces.
+        constants: ``(name, attribute)`` pairs whose values it has copied.
+        dropouts: Dropout ops, each with the name of the module that sets its mode, and whether
+            that also sets its ``p``.
+        weight: Number of modules and functions that it replaces.
+        probed: Whether one was recognised by its values.
+    """
+
+    ops: Sequence[BasicOperation] = ()
+    covers: Sequence[fx.Node] = ()
+    extra: fx.Node | None = None
+    reads: Sequence[str] = ()
+    constants: Sequence[tuple[str, str]] = ()
+    dropouts: Sequence[tuple[Any, str, bool]] = ()
+    weight: int = 1
+    probed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A part of a graph that a chain replaces.
+
+    Attributes:
+        start: The node of the value that the chain takes.
+        steps: In order.
+    """
+
+    start: fx.Node
+    steps: Sequence[RegionPart]
+
+    @property
+    def end(self) -> fx.Node:
+        """The node of the value that the chain computes."""
+        return self.steps[-1].covers[-1]
+
+    @property
+    def weight(self) -> int:
+        """The number of modules and functions that it replaces."""
+        return sum(step.weight for step in self.steps)
+
+    @property
+    def covered(self) -> frozenset[fx.Node]:
+        """The nodes that it replaces."""
+        return frozenset([node for step in self.steps for node in step.covers])
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it replaces several nodes, and more than dropouts and sums."""
+        little = ops.AddExtraInput, ops.Dropout
+        much = [op for step in self.steps for op in step.ops if not isinstance(op, little)]
+        return len(self.covered) > 1 and bool(much)
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether it keeps its input for the backward where the author's own code does not.
+
+        Others may then write to that value in place, and the backward of a chain would raise.
+        """
+        first = (op for step in self.steps for op in step.ops if not isinstance(op, ops.Dropout))
+        return isinstance(next(first, None), _KEEP_INPUT)
+
+    @property
+    def values(self) -> list[fx.Node]:
+        """The nodes of the value that the chain takes and of the value after each step."""
+        return [self.start, *[step.covers[-1] for step in self.steps]]
+
+    @property
+    def extras(self) -> list[fx.Node]:
+        """The nodes of the other values that the chain takes, in order."""
+        own = self.values
+        return [s.extra for s in self.steps if s.extra is not None and s.extra not in own]
+
+
+_LeafOf = Callable[[nn.Module], Leaf | str]
+"""See :func:`~opfuse_convert.leaves.leaf_of`."""
+_Step = tuple[fx.Node, RegionPart]
+"""A node, and the part of a chain that applies to its value."""
+
+
+class Parser:
+    """Finds chains in the graph of some statements.
+
+    Args:
+        module: The module whose children are called in it, by dotted names.
+        stretch: The statements.
+        leaf_of: See :func:`~opfuse_convert.leaves.leaf_of`.
+    """
+
+    def __init__(self, module: nn.Module, stretch: Stretch, leaf_of: _LeafOf) -> None:
+        self._module, self._stretch, self._leaf_of = module, stretch, leaf_of
+        self._lines: dict[fx.Node, Region] = {}
+
+    def best(self) -> Found | None:
+        """The region that replaces most, or None."""
+        return _largest([self._kept(self.line(node)) for node in self._stretch.graph.nodes])
+
+    def line(self, node: fx.Node) -> Region:
+        """The steps that lead to a node's value, from the first one that they can begin with."""
+        if node not in self._lines:
+            found = self._step(node)
+            if found is None:
+                self._lines[node] = Region(node, ())
+            else:
+                earlier = self.line(found[0])
+                self._lines[node] = Region(earlier.start, [*earlier.steps, found[1]])
+        return self._lines[node]
+
+    def _kept(self, region: Region) -> Found | None:
+        """The longest end of a region without inner values that others need.
+
+        To autograd a chain is one function. An inner value that it returned would not be an input
+        of what follows in the chain: hooks on it, and gradients with respect to it, would miss
+        that. So a value that others need is the last one of a chain, or the first.
+        """
+        number = 0
+        while number < len(region.steps):
+            part = Region(region.values[number], region.steps[number:])
+            if not part.is_worth_it:
+                break
+            inner = enumerate(part.values[1:-1], 1)
+            needed = [i for i, value in inner if not part.covered.issuperset(value.users)]
+            if not needed and not part.keeps_more:
+                enters = [part.start, *part.extras]
+                if (span := self._stretch.span(part.covered, enters, part.end)) is not None:
+                    return Found(part, span, self._stretch.modes)
+            number += max(needed, default=1)
+        return None
+
+    # One node
+
+    def _step(self, node: fx.Node) -> _Step | None:
+        """The node that the value of another follows from, and the step between them."""
+        if node.op == "call_module":
+            return self._of_module(node)
+        if node.op not in ("call_function", "call_method"):
+            return None
+        if node.target in _MULTIPLIES or node.target == "mul":
+            return self._of_product(node)
+        if node.target in _ADDS or node.target == "add":
+            return self._of_sum(node)
+        if node.target is F.dropout:
+            return self._of_dropout(node)
+        if len(node.args) != 1 or not isinstance(node.args[0], fx.Node):
+            return None
+        op = function_op(_function(node), dict(node.kwargs))
+        return None if op is None else (node.args[0], RegionPart([op], [node]))
+
+    def _of_dropout(self, node: fx.Node) -> _Step | None:
+        given = dropout_arguments(node)
+        p = given.get("p", 0.5)
+        # one that drops in either mode does not follow it
+        if node not in self._stretch.modes or not isinstance(p, float):
+            return None
+        drop = ops.Dropout(p)
+        dropouts = [(drop, self._stretch.modes[node].path, False)]
+        return given["input"], RegionPart([drop], [node], dropouts=dropouts)
+
+    def _of_module(self, node: fx.Node) -> _Step | None:
+        name = str(node.target)
+        leaf = self._leaf_of(self._module.get_submodule(name))
+        values = [*node.args, *node.kwargs.values()]
+        if isinstance(leaf, str) or len(values) != 1 or not isinstance(values[0], fx.Node):
+            return None
+        constants = [(name, attribute) for attribute in leaf.constants if attribute != "p"]
+        dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
+        made = RegionPart(leaf.ops, [node], None, [name], constants, dropouts, 1, leaf.probed)
+        return values[0], made
+
+    def _of_sum(self, node: fx.Node) -> _Step | None:
+        """A residual: the chain continues the operand with the longer line, and adds the other."""
+        both = _operands(node)
+        if both is None or both[0] is both[1]:
+            return None
+        one, other = sorted(both, key=lambda n: sum(s.weight for s in self.line(n).steps))
+        return other, RegionPart([ops.AddExtraInput()], [node], one)
+
+    # Gates
+
+    def _of_product(self, node: fx.Node) -> _Step | None:
+        """``act(a) * b``, where both are linear layers, or halves of one, of the same value."""
+        both = _operands(node)
+        for one, other in (both, both[::-1]) if both is not None else ():
+            found = self._step(one)
+            if found is None or len(found[1].ops) != 1:
+                continue
+            inner, act = found
+            gate = gated(act.ops[0])
+            if gate is None or {*one.users, *other.users} != {node} or set(inner.users) != {one}:
+                continue
+            linears = self._two_linears(inner, other) or self._halves(inner, other)
+            if linears is not None:
+                x, step = linears
+                return x, dataclasses.replace(
+                    step,
+                    ops=[*step.ops, gate],
+                    covers=[*step.covers, inner, one, other, node],
+                    reads=[*step.reads, *act.reads],
+                    constants=[*step.constants, *act.constants],
+                    probed=act.probed or step.probed,
+                )
+        return None
+
+    def _two_linears(self, a: fx.Node, b: fx.Node) -> _Step | None:
+        if not (a.op == b.op == "call_module" and a.target != b.target):
+            return None
+        if len(a.args) != 1 or a.args != b.args or a.kwargs or b.kwargs:
+            return None
+        names = [str(a.target), str(b.target)]
+        modules = [self._module.get_submodule(name) for name in names]
+        if not all(is_plain_linear(each) and "forward" not in vars(each) for each in modules):
+            return None
+        if modules[0].out_features != modules[1].out_features:
+            return None
+        named = {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
+        x: Any = a.args[0]
+        return x, RegionPart([ops.ParallelLinear.reading(named)], reads=names, weight=4)
+
+    def _halves(self, a: fx.Node, b: fx.Node) -> _Step | None:
+        """``a`` and ``b`` as the halves of one linear layer's output."""
+        if not (_is_item(a, 0) and _is_item(b, 1) and a.args[0] is b.args[0]):
+            return None
+        split: Any = a.args[0]
+        whole = split.args[0] if split.args else None
+        is_halves = split.op in ("call_function", "call_method") and split.target in _SPLITS
+        if not is_halves or not isinstance(whole, fx.Node) or whole.op != "call_module":
+            return None
+        numbers = (*split.args[1:], *split.kwargs.values())
+        if numbers != (2, -1) or set(split.users) != {a, b} or set(whole.users) != {split}:
+            return None
+        found = self._of_module(whole)
+        if found is None or not found[1].ops or not isinstance(found[1].ops[0], ops.BasicLinear):
+            return None
+        x, step = found
+        return x, dataclasses.replace(step, covers=[whole, split], weight=4)
 
 
 class Found(NamedTuple):
-    """A region, and the statements that a chain can stand for.
+    """A region, and the statements that a chain can replace.
 
     Attributes:
         region: The region.
@@ -31,61 +286,62 @@ class Found(NamedTuple):
     modes: Mapping[fx.Node, Held]
 
 
-class Leaves:
-    """What is known of the modules that a function calls.
+class StretchReader(Reader):
+    """Notes which modules are no ops, and the places that the others look up.
 
-    Attributes:
-        reasons: Why modules without children are no ops, by dotted name.
+    Args:
+        leaf_of: The ops of a module.
+        reasons: Gets the reasons why modules without children are no ops, by dotted name.
+        known: See :class:`opfuse_convert.grammar.Reader`.
+        graph: Gets the nodes.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[nn.Module, Leaf | str] = {}
-        self.reasons: dict[str, str] = {}
-
-    def of(self, module: nn.Module) -> Leaf | str:
-        """The ops that compute a module, or why there are none."""
-        if module not in self._found:
-            self._found[module] = leaf_of(module)
-        return self._found[module]
-
-    def is_leaf(self, module: nn.Module) -> bool:
-        """Whether ops compute a module."""
-        return isinstance(self.of(module), Leaf)
-
-
-class StretchReader(Reader):
-    """Notes which modules are no ops, and what those that are look up."""
-
-    def __init__(self, leaves: Leaves, known: Mapping[Any, Any], graph: fx.Graph) -> None:
-        super().__init__(graph, leaves.is_leaf, known, original_class)
-        self._leaves = leaves
+    def __init__(
+        self, leaf_of: _LeafOf, reasons: dict[str, str], known: Mapping[Any, Any], graph: fx.Graph
+    ) -> None:
+        super().__init__(graph, lambda of: isinstance(leaf_of(of), Leaf), known, original_class)
+        self._leaf_of, self._reasons = leaf_of, reasons
 
     def _call_module(self, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        leaf = self._leaves.of(held.module)
+        leaf = self._leaf_of(held.module)
         cls, parts = op_class(held.module), held.module.children()
         of_torch = cls.__module__.startswith("torch.nn.") and not is_patched(cls)
         if isinstance(leaf, str) and next(parts, None) is None and not of_torch:
-            self._leaves.reasons.setdefault(held.path, leaf)
+            self._reasons.setdefault(held.path, leaf)
         if isinstance(leaf, Leaf):
             self.places += leaf.places
         return super()._call_module(held, args, kwargs)
 
 
-def largest(module: nn.Module, stretches: Sequence[Stretch], leaves: Leaves) -> Found | None:
-    """The region that stands for most of what stretches of a module's forward compute."""
-    found = [each for each in (_in_one(module, one, leaves) for one in stretches) if each]
-    return max(found, key=lambda each: each.region.weight, default=None)
+def largest(module: nn.Module, stretches: Sequence[Stretch], leaf_of: _LeafOf) -> Found | None:
+    """The region of a module's forward that replaces most, or None."""
+    return _largest([Parser(module, stretch, leaf_of).best() for stretch in stretches])
 
 
-def _in_one(module: nn.Module, stretch: Stretch, leaves: Leaves) -> Found | None:
-    spans: dict[int, Span] = {}
+def _largest(found: Iterable[Found | None]) -> Found | None:
+    return max(filter(None, found), key=lambda each: each.region.weight, default=None)
 
-    def stands(region: Region) -> bool:
-        covered = frozenset([node for step in region.steps for node in step.covers])
-        span = stretch.span(covered, [region.start, *region.extras], [region.end])
-        if span is not None:
-            spans[id(region)] = span
-        return span is not None
 
-    region = Parser(module, stretch.graph, leaves.of, stretch.modes).best(stands)
-    return None if region is None else Found(region, spans[id(region)], stretch.modes)
+def dropout_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of ``torch.nn.functional.dropout`` by name."""
+    names = "input", "p", "training", "inplace"
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _function(node: fx.Node) -> Any:
+    """The function that a node calls; a method of tensors is that of its name."""
+    if node.op == "call_method":
+        return getattr(torch, str(node.target), None) or getattr(F, str(node.target), None)
+    return node.target
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args
+    return (a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else None
+
+
+def _is_item(node: fx.Node, number: int) -> bool:
+    is_item = node.op == "call_function" and node.target is operator.getitem
+    return is_item and bool(node.args[1] == number)

@@ -111,7 +111,7 @@ class ConversionReport:
 
 
 def _by_whom(row: Converted) -> str:
-    """What a plugin's converter calls what it recognised."""
+    """The name of a plugin's converter, in brackets, or ``""``."""
     named = row.distribution and row.converter != ORDINARY
     return f" ({row.converter})" if named else ""
 
@@ -149,9 +149,9 @@ class _Fused(Recorder):
 
 
 def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
-    """What a forward in the caller's mode keeps and runs; random numbers are left as they are.
+    """Run a forward in the caller's mode, and return what it keeps and which fusions ran.
 
-    A dict as the last input has those by name.
+    Random number generators and buffers are restored. A dict as the last input has inputs by name.
     """
     recorder, graphs = _Fused(), _Fused()
     off: list[Any] = []
@@ -162,15 +162,15 @@ def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
         with torch.random.fork_rng(), recorder:
             saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
         graphs.apart = [] if nothing_in_graphs() else recorder.apart
-        while graphs.apart:  # what is inside these is asked for itself
-            for standing in graphs.apart:
-                standing.off = True
+        while graphs.apart:  # converted modules inside these run by themselves then
+            for replaced in graphs.apart:
+                replaced.off = True
             off, graphs = off + graphs.apart, _Fused()
             with torch.random.fork_rng(), graphs:
                 model(*given, **by_name)
     finally:
-        for standing in off:
-            standing.off = False
+        for replaced in off:
+            replaced.off = False
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 has sharded already, gathered where a conversion looks at them."""
+"""Gathers parameters that FSDP2 has sharded, while a conversion looks at them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
     """``model.named_modules()``, each module while the parameters around it are whole.
 
-    Those of a module that ``fully_shard`` was applied to are gathered before the module comes, and
-    sharded again after all that is below it. So at most one per level is whole at a time. That is
-    a collective: all ranks must convert alike.
+    The parameters of a module that ``fully_shard`` was applied to are gathered before it, and
+    sharded again after all modules below it. So at most one module per level is whole at a time.
+    This is a collective: all ranks must convert alike.
     """
     around: list[tuple[str, Any]] = []
     try:
@@ -31,7 +31,7 @@ def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
 
 
 def shard_again(model: nn.Module) -> None:
-    """Shard what is whole of a model that FSDP2 shards."""
+    """Shard the parameters of a model that FSDP2 gathered."""
     for module in model.modules():
         if isinstance(module, _sharded()):
             module.reshard()

@@ -18,21 +18,21 @@ from .grammar.stretches import NOT_NONE, Span, object_of
 
 
 class Site:
-    """What a rewritten forward asks: ``site(module, *assumed, *same, *entering)``.
+    """The function that a rewritten forward calls: ``site(module, *assumed, *same, *entering)``.
 
-    It is the ``call`` of a :class:`~opfuse_convert.Conversion`, too: the rewritten forward.
+    It is also the ``call`` of a :class:`~opfuse_convert.Conversion`: the rewritten forward.
 
     Args:
-        span: The statements that it is for.
+        span: The statements that the chain replaces.
         taken: Number of the entering values that the chain takes.
         dropouts: See :func:`~opfuse_convert.building.follow`.
-        origin: The class of the module, its forward, and what that depends on.
-        again: What stands for the module with other facts about arguments.
-        defaults: The arguments of which something was taken for granted.
+        origin: The class of the module, its forward, and the places that this depends on.
+        again: ``again(facts)`` converts the module for other facts about arguments.
+        defaults: The values that the conversion assumes for arguments.
 
     Attributes:
         forward: The rewritten forward.
-        settled: Whether the arguments are known for which the chain is.
+        settled: Whether the chain is known to be for the arguments of calls.
     """
 
     forward: Any = None
@@ -47,10 +47,7 @@ class Site:
         again: Callable[[Mapping[str, Any]], Conversion | str],
         defaults: Mapping[str, Any],
     ) -> None:
-        self.assumed = [
-            (name, value if value is NOT_NONE else object_of(value))
-            for name, value in span.assumed.items()
-        ]
+        self.assumed = [(name, object_of(value)) for name, value in span.assumed.items()]
         self._same = [len(names) for names in span.same]
         self._first, self._taken = len(self.assumed) + sum(self._same), taken
         self._results = [*span.results.values()]
@@ -59,11 +56,11 @@ class Site:
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         """The results as a tuple, or None: the statements run."""
-        standing = vars(module).get(KEPT_AS)
-        return None if standing is None else standing.at_site(self, module, values)
+        replaced = vars(module).get(KEPT_AS)
+        return None if replaced is None else replaced.at_site(self, module, values)
 
     def refusal(self, values: Sequence[Any]) -> str:
-        """Return why the chain cannot stand for the statements with these values, or ``""``."""
+        """Return why the chain cannot replace the statements for these values, or ``""``."""
         for (name, wanted), value in zip(self.assumed, values, strict=False):
             if value is wanted or (wanted is NOT_NONE and value is not None):
                 continue
@@ -80,14 +77,14 @@ class Site:
         return ""
 
     def change(self) -> str:
-        """What is another one now of the forward itself, as a sentence, or ``""``."""
+        """Describe a change of the forward itself, as a sentence, or ``""``."""
         cls, forward, places = self._origin
         if cls.forward is not forward:
             return f"{cls.__name__} got another forward"
         return next((place.change() for place in places if not place.is_same), "")
 
     def facts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What is another one in the first call than was taken for granted; mostly nothing."""
+        """The arguments of the first call, if they are not as assumed; otherwise nothing."""
         if self.settled or is_dynamo_compiling():
             return {}
         self.settled = True
@@ -100,27 +97,26 @@ class Site:
             return {}
         return {name: value if table.is_plain(value) else NOT_NONE for name, value in given.items()}
 
-    def split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The values that enter, and those among them that the chain takes."""
-        entering = values[self._first :]
-        return entering, entering[: self._taken]
+    def taken(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values that the chain takes."""
+        return values[self._first : self._first + self._taken]
 
-    def results(self, entering: Sequence[Any], output: Any) -> tuple[Any, ...]:
-        """What the names are set to, given what came in and the output of the chain."""
-        return tuple([_had(of, entering, output) for of in self._results])
+    def results(self, values: Sequence[Any], output: Any) -> tuple[Any, ...]:
+        """The new values of the names, from the values given and the output of the chain."""
+        return tuple([_result(of, values[self._first :], output) for of in self._results])
 
 
-def _had(of: Any, entering: Sequence[Any], output: Any) -> Any:
+def _result(of: Any, entering: Sequence[Any], output: Any) -> Any:
     kind, what = of
     if kind == "chain":
         return output
     if kind == "in":
         return entering[what]
-    return what if kind == "is" else tuple([_had(each, entering, output) for each in what])
+    return what if kind == "is" else tuple([_result(each, entering, output) for each in what])
 
 
 def watched_elsewhere() -> str:
-    """Who sees the functions that a forward calls, and may compute something else; or ``""``."""
+    """Name a mode that sees the functions of a forward and may change what they compute."""
     if not torch._C._len_torch_function_stack():
         return ""
     from torch.utils._device import DeviceContext

@@ -25,5 +25,5 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether PyTorch's operations stand in where the kernels cannot run; for tests."""
+    """Use PyTorch's operations where the kernels cannot run; for tests."""
     return {"activation.twins": False}

@@ -1,4 +1,4 @@
-"""What ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
+"""The kernels that ``python -m opfuse_triton`` compiles; nothing else imports this."""
 
 from __future__ import annotations
 
@@ -45,53 +45,31 @@ def _given(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple([tensor for tensor in made if tensor is not None])
 
 
-def _forward(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> KernelCase:
+def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> KernelCase:
+    """A forward, or if there is a ``dy`` a backward, by the kernels and by PyTorch's operations."""
     scaled = "scales" in inputs
     formula: Any = formulas.formula_of(op, scaled)
-    keep = "kept" in outputs
+    values = formula.functions.numbers(op.numbers_of())
+    which, names, numbers = "backward", ("dy", "x"), (op.numbers_of(),)
+    rest: tuple[Any, ...] = "dx" in outputs, "dbias" in outputs, False
+    if "dy" not in inputs:
+        which, names, numbers = "forward", ("x", "bias", "scales"), ()
+        rest = _BF16, "kept" in outputs
+    elif scaled:
+        which, names, rest = "scaled_backward", ("dy", "x", "scales"), (True,)
 
-    def run(x: Tensor, bias: Any = None, scales: Any = None) -> tuple[Tensor, ...]:
-        numbers = formula.functions.numbers(op.numbers_of())
-        return _given(kernels.forward(formula, numbers, x, bias, scales, _BF16, keep))
+    def run(**given: Tensor) -> tuple[Tensor, ...]:
+        tensors = [given.get(name) for name in names]
+        return _given(getattr(kernels, which)(formula, values, *tensors, *rest))
 
-    def separate(x: Tensor, bias: Any = None, scales: Any = None) -> tuple[Tensor, ...]:
-        return _given(twins.forward(op, x, bias, scales, _BF16, keep))
+    def separate(**given: Tensor) -> tuple[Tensor, ...]:
+        tensors = [given.get(name) for name in names]
+        return _given(getattr(twins, which)(op, *numbers, *tensors, *rest))
 
-    peers = {"liger-kernel": _liger_swiglu} if (op, inputs) == (_SWIGLU, "x") else {}
+    peer = _LIGER.get((inputs, outputs)) if op is _SWIGLU else None
+    peers = {} if peer is None else {"liger-kernel": peer}
     tensors = _tensors(op, inputs, outputs)
     return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate, peers=peers)
-
-
-def _backward(name: str, op: Any, outputs: str, *shapes: Any) -> KernelCase:
-    needs = "dx" in outputs, "dbias" in outputs
-    formula: Any = formulas.formula_of(op)
-    numbers = op.numbers_of()
-
-    def run(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        values = formula.functions.numbers(numbers)
-        return _given(kernels.backward(formula, values, dy, x, *needs, False))
-
-    def separate(dy: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        return _given(twins.backward(op, numbers, dy, x, *needs, False))
-
-    peers = {"liger-kernel": _liger_swiglu_backward} if (op, outputs) == (_SWIGLU, "dx") else {}
-    tensors = _tensors(op, "dy x", outputs)
-    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate, peers=peers)
-
-
-def _scaled_backward(name: str, op: Any, *shapes: Any) -> KernelCase:
-    formula: Any = formulas.formula_of(op, True)
-    numbers = op.numbers_of()
-
-    def run(dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-        values = formula.functions.numbers(numbers)
-        return _given(kernels.scaled_backward(formula, values, dy, x, scales, True))
-
-    def separate(dy: Tensor, x: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-        return _given(twins.scaled_backward(op, numbers, dy, x, scales, True))
-
-    tensors = _tensors(op, "dy x scales", "dx dscales")
-    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate)
 
 
 def _liger_swiglu(x: Tensor) -> Tensor:
@@ -106,25 +84,26 @@ def _liger_swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return swiglu_fused_gate_up_backward(x, dy)  # type: ignore[no-any-return]
 
 
+_LIGER = {("x", "y"): _liger_swiglu, ("dy x", "dx"): _liger_swiglu_backward}
 _BY_ONE, _BY_32 = ops.ClampedSwiGLU(glu_interleave_size=1), ops.SwiGLU(glu_interleave_size=32)
 
 CASES = [
-    _forward("bias + GELU", _GELU, "x bias", "y kept", _HIDDEN, _NARROW),
-    _forward("bias + GELU, inference", _GELU, "x bias", "y", _HIDDEN, _NARROW),
-    _backward("bias + GELU backward", _GELU, "dx dbias", _HIDDEN, _NARROW),
-    _backward("bias + GELU (erf) backward", ops.GELU(approximate="none"), "dx dbias", _HIDDEN),
-    _backward("bias + GELU backward, bias only", _GELU, "dbias", _NARROW),
-    _forward("SwiGLU", _SWIGLU, "x", "y", _LLAMA, _EXPERTS),
-    _backward("SwiGLU backward", _SWIGLU, "dx", _LLAMA, _EXPERTS),
-    _forward("bias + SwiGLU", _SWIGLU, "x bias", "y kept", _LLAMA),
-    _backward("bias + SwiGLU backward", _SWIGLU, "dx dbias", _LLAMA, _NARROW),
-    _forward("SwiGLU, by 32", _BY_32, "x", "y", _LLAMA),
-    _backward("bias + SwiGLU backward, by 32", _BY_32, "dx dbias", _LLAMA),
-    _forward("bias + ClampedSwiGLU, by 1", _BY_ONE, "x bias", "y kept", _LLAMA),
-    _backward("bias + ClampedSwiGLU backward, by 1", _BY_ONE, "dx dbias", _LLAMA),
-    _backward("bias + SiTUGLU backward", ops.SiTUGLU(), "dx dbias", _LLAMA),
-    _forward("scaled SwiGLU", _SWIGLU, "x scales", "y", _EXPERTS),
-    _scaled_backward("scaled SwiGLU backward", _SWIGLU, _EXPERTS, _LLAMA),
-    _scaled_backward("scaled SReLU backward", ops.SReLU(), _EXPERTS),
+    _case("bias + GELU", _GELU, "x bias", "y kept", _HIDDEN, _NARROW),
+    _case("bias + GELU, inference", _GELU, "x bias", "y", _HIDDEN, _NARROW),
+    _case("bias + GELU backward", _GELU, "dy x", "dx dbias", _HIDDEN, _NARROW),
+    _case("bias + GELU (erf) backward", ops.GELU(approximate="none"), "dy x", "dx dbias", _HIDDEN),
+    _case("bias + GELU backward, bias only", _GELU, "dy x", "dbias", _NARROW),
+    _case("SwiGLU", _SWIGLU, "x", "y", _LLAMA, _EXPERTS),
+    _case("SwiGLU backward", _SWIGLU, "dy x", "dx", _LLAMA, _EXPERTS),
+    _case("bias + SwiGLU", _SWIGLU, "x bias", "y kept", _LLAMA),
+    _case("bias + SwiGLU backward", _SWIGLU, "dy x", "dx dbias", _LLAMA, _NARROW),
+    _case("SwiGLU, by 32", _BY_32, "x", "y", _LLAMA),
+    _case("bias + SwiGLU backward, by 32", _BY_32, "dy x", "dx dbias", _LLAMA),
+    _case("bias + ClampedSwiGLU, by 1", _BY_ONE, "x bias", "y kept", _LLAMA),
+    _case("bias + ClampedSwiGLU backward, by 1", _BY_ONE, "dy x", "dx dbias", _LLAMA),
+    _case("bias + SiTUGLU backward", ops.SiTUGLU(), "dy x", "dx dbias", _LLAMA),
+    _case("scaled SwiGLU", _SWIGLU, "x scales", "y", _EXPERTS),
+    _case("scaled SwiGLU backward", _SWIGLU, "dy x scales", "dx dscales", _EXPERTS, _LLAMA),
+    _case("scaled SReLU backward", ops.SReLU(), "dy x scales", "dx dscales", _EXPERTS),
 ]
 """Hidden layers of 4096 and 16384 features, Llama 3 8B, and experts of 768 features."""

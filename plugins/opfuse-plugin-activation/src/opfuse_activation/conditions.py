@@ -1,18 +1,17 @@
-"""Where the kernels run, and where they pay. Importing this imports no Triton."""
+"""The conditions of the fusions, and their benefits. Importing this imports no Triton."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import Any
 
 import torch
+from opfuse_triton import why_no_kernel
 
 from opfuse import Environment, has_same_math
 from opfuse.ops import GELU, ReLU, ScaledActivation, SiLU
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read and write. They compute in fp32."""
+"""Dtypes that the kernels read and write. They compute in fp32."""
 
 
 def activation_of(op: Any) -> Any:
@@ -25,9 +24,9 @@ def why_not(op: Any, env: Environment) -> str:
 
     Args:
         op: The activation, or the op that scales it.
-        env: Where it is to run.
+        env: The environment.
     """
-    if why := _why_not_there(env):
+    if why := why_no_kernel(env.device, env.capability):
         return why
     if env.dtype not in DTYPES:
         return (
@@ -44,21 +43,8 @@ def why_not(op: Any, env: Environment) -> str:
     return ""
 
 
-def _why_not_there(env: Environment) -> str:
-    """Why Triton cannot run."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: on Linux, python -m pip install triton"
-    if env.device.type == "cuda":
-        old = torch.version.hip is None and env.capability is not None and env.capability < (8, 0)
-        return "its kernels need a GPU of compute capability 8.0 or newer" if old else ""
-    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    if env.device.type == "cpu" and interpreting:
-        return ""
-    return f"its kernels run on a GPU, and this is {env.device.type}"
-
-
 def runs(ops: Any, env: Environment) -> bool | str:
-    """Where a kernel can run, or its twin is wanted."""
+    """Accept if a kernel can run, or its twin is wanted."""
     return bool(env.options.get("activation.twins")) or why_not(ops[-1], env) or True
 
 
@@ -70,7 +56,7 @@ def runs_alone(ops: Any, env: Environment) -> bool | str:
 
 
 def is_one_kernel(op: Any) -> bool:
-    """Whether PyTorch has one kernel for the activation, and one for its gradient."""
+    """Return whether PyTorch has one kernel for the activation, and one for its gradient."""
     return any(has_same_math(op, cls) for cls in (GELU, ReLU, SiLU))
 
 

@@ -35,16 +35,16 @@ class Formula(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether it has two halves."""
+        """True if it has two halves."""
         return self.functions.linear_value is not None
 
 
 def formula_of(op: Any, scaled: bool = False) -> Formula | None:
-    """What the kernels take for an activation, or None; ask while planning.
+    """An activation as the kernels take it, or None; ask while planning.
 
     Args:
         op: The activation.
-        scaled: Whether a scale multiplies it, before anything is rounded.
+        scaled: A scale multiplies it, before anything is rounded.
     """
     functions = functions_of(op)
     if functions is None:

@@ -1,7 +1,8 @@
-"""The fused ops, and where they may stand."""
+"""The fused ops, and their patterns."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,10 @@ Extras = Sequence[Sequence[Tensor | None]]
 
 
 class _Fused(FusedOperation):
-    """What all share: which activation it is, and who computes it."""
+    """The base of all: it knows the activation, and who computes it."""
 
-    _call = ""  # of the functions in twins and library
+    _call = ""  # of the functions in twins, and the methods of library.Activation
     _run: Any
-    _first: tuple[Any, ...]  # the arguments of that which no call changes
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -36,7 +36,7 @@ class _Fused(FusedOperation):
         if self.fallback:
             from . import twins
 
-            self._run, self._first = getattr(twins, self._call), (activation,)
+            self._run = functools.partial(getattr(twins, self._call), activation)
             return
         from opfuse_triton import Config
 
@@ -44,7 +44,7 @@ class _Fused(FusedOperation):
 
         formula = formulas.formula_of(activation, scaled=op is not activation)
         config = Config(**env.configuration) if env.configuration else None
-        self._run, self._first = getattr(library, self._call), (formula, config, activation)
+        self._run = getattr(library.Activation(activation, formula, config), self._call)
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
@@ -74,7 +74,7 @@ class ForwardActivation(_Fused):
         dtype = ctx.dtype or input_.dtype
         saves = ctx.requires_grad and ctx.input_requires_grad
         keep = saves and (bias is not None or dtype is not input_.dtype)
-        y, kept = self._run(*self._first, input_, bias, None, dtype, keep)
+        y, kept = self._run(input_, bias, None, dtype, keep)
         if ctx.requires_grad:  # what it is given is kept only if it saves
             op.operand(ctx, kept if keep else input_ if saves else y)
         return y, self._nothing
@@ -97,10 +97,8 @@ class BackwardActivation(_Fused):
         needs_sums = self._has_bias and first.param_requires_grad[0]
         # a forward of its own may have left none
         numbers = getattr(ctx, "numbers", None) or op.numbers_of()
-        needs_x = first.input_requires_grad
-        dx, sums = self._run(
-            *self._first, numbers, grad_output, x, needs_x, needs_sums, ctx.owns_grad_output
-        )
+        needs = first.input_requires_grad, needs_sums
+        dx, sums = self._run(numbers, grad_output, x, *needs, ctx.owns_grad_output)
         return dx, ((sums,), ()) if self._has_bias else ((),), self._nothing
 
 
@@ -123,7 +121,7 @@ class ForwardScaledActivation(_Fused):
         needs_scales = ctx.requires_grad and op.wants_gradient(scales)
         saves = needs_scales or (ctx.requires_grad and ctx.input_requires_grad)
         keep = saves and dtype is not input_.dtype
-        y, kept = self._run(*self._first, input_, None, scales, dtype, keep)
+        y, kept = self._run(input_, None, scales, dtype, keep)
         if ctx.requires_grad:
             ctx.numbers, ctx.scales_requires_grad = activation.numbers_of(), needs_scales
             x = kept if keep else input_
@@ -145,50 +143,22 @@ class BackwardScaledActivation(_Fused):
         x, scales = ctx.saved_tensors
         if x is None:
             return None, self._nothing, ((None,),)
-        dx, dscales = self._run(
-            *self._first, ctx.numbers, grad_output, x, scales, ctx.scales_requires_grad
-        )
+        needs_scales = ctx.scales_requires_grad
+        dx, dscales = self._run(ctx.numbers, grad_output, x, scales, needs_scales)
         return dx, self._nothing, ((dscales,),)
 
 
 _ACT, _SCALED = Subclasses(Activation), Subclasses(ScaledActivation)
 
-FORWARD = [
-    Fusion(
-        (Bias, _ACT),
-        ForwardActivation,
-        conditions.runs,
-        conditions.saved_forward,
-        name="bias+activation",
-    ),
-    Fusion(
-        (_ACT,),
-        ForwardActivation,
-        conditions.runs_alone,
-        conditions.saved_forward,
-        name="activation",
-    ),
-    Fusion(
-        (_SCALED,), ForwardScaledActivation, conditions.runs, benefit=2.0, name="scaled activation"
-    ),
-]
 
-BACKWARD = [
-    Fusion(
-        (Bias, _ACT),
-        BackwardActivation,
-        conditions.runs,
-        conditions.saved_backward,
-        name="bias+activation",
-    ),
-    Fusion(
-        (_ACT,),
-        BackwardActivation,
-        conditions.runs_alone,
-        conditions.saved_backward,
-        name="activation",
-    ),
-    Fusion(
-        (_SCALED,), BackwardScaledActivation, conditions.runs, benefit=4.0, name="scaled activation"
-    ),
-]
+def _fusions(fused: Any, benefit: Any, scaled: Any, benefit_of_scaled: float) -> list[Fusion]:
+    runs, alone = conditions.runs, conditions.runs_alone
+    return [
+        Fusion((Bias, _ACT), fused, runs, benefit, name="bias+activation"),
+        Fusion((_ACT,), fused, alone, benefit, name="activation"),
+        Fusion((_SCALED,), scaled, runs, benefit_of_scaled, name="scaled activation"),
+    ]
+
+
+FORWARD = _fusions(ForwardActivation, conditions.saved_forward, ForwardScaledActivation, 2.0)
+BACKWARD = _fusions(BackwardActivation, conditions.saved_backward, BackwardScaledActivation, 4.0)

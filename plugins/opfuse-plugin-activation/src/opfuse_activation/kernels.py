@@ -298,7 +298,7 @@ def _tile(target: Target, rows: int, columns: int, warps: int) -> Config:
 
 
 def _columns(features: int) -> list[int]:
-    """How wide tiles may be for so many features, the best first."""
+    """The possible widths of tiles for so many features, the best first."""
     found = [max(16, min(width, int(triton.next_power_of_2(features)))) for width in _WIDTHS]
     return sorted(found, key=lambda columns: triton.cdiv(features, columns) * columns)
 
@@ -329,7 +329,7 @@ PROGRAMS = 8
 
 
 def strip_of(rows: int, features: int, target: Target) -> int:
-    """How many rows a program of the backward kernel adds up: a power of two."""
+    """Return how many rows a program of the backward kernel adds up: a power of two."""
     wanted = rows * triton.cdiv(features, 512) // (PROGRAMS * target.multiprocessors)
     # no less than any tile has
     least = min(TALLEST, LARGEST // min(_columns(features)))
@@ -337,13 +337,13 @@ def strip_of(rows: int, features: int, target: Target) -> int:
 
 
 def candidates(name: str, formula: Formula, width: int, target: Target) -> list[dict[str, Any]]:
-    """What may be the ``config`` of :func:`forward`, :func:`backward` or :func:`scaled_backward`.
+    """The possible ``config`` of :func:`forward`, :func:`backward` or :func:`scaled_backward`.
 
     Args:
-        name: Which of them.
-        formula: What is computed.
-        width: How many features the input has.
-        target: Where it is to run.
+        name: The name of the function.
+        formula: The activation.
+        width: Features of the input.
+        target: The GPU.
     """
     features = width // 2 if formula.gated else width
     kernel = {"forward": FORWARD, "backward": BACKWARD}.get(name, SCALED_BACKWARD)
@@ -385,7 +385,7 @@ def backward(
     x: Tensor,
     needs_x: bool,
     needs_sums: bool,
-    owns: bool,
+    owns: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See :func:`opfuse_activation.twins.backward`; ``dy`` has the dtype of ``x``."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,87 +22,80 @@ Two = tuple[Tensor | None, Tensor | None]
 _PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
 
 
-def forward(
-    formula: Formula,
-    config: Config | None,
-    op: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """:func:`opfuse_activation.twins.forward`, by the kernel if it takes the call."""
-    fits = bias is None or bias.shape == x.shape[-1:]
-    if not (fits and dtype in DTYPES and _takes(formula, x, bias, scales)):
-        return twins.forward(op, x, bias, scales, dtype, keep)
-    numbers = formula.functions.numbers(op.numbers_of())
-    if is_compiling():
-        what = formula.names, list(numbers), formula.size, formula.rounds
-        y, *kept = torch.ops.opfuse_activation.forward(x, bias, scales, dtype, keep, *what)
-        return y, kept[0] if keep else None
-    return kernels.forward(formula, numbers, x, bias, scales, dtype, keep, config)
+class Activation:
+    """The functions of :mod:`opfuse_activation.twins` for one activation, by kernels.
 
+    Args:
+        op: The activation.
+        formula: How the kernels take it.
+        config: The configuration of the kernel, or None.
+    """
 
-def backward(
-    formula: Formula,
-    config: Config | None,
-    op: Any,
-    numbers: Any,
-    dy: Tensor,
-    x: Tensor,
-    needs_x: bool,
-    needs_sums: bool,
-    owns: bool,
-) -> Two:
-    """:func:`opfuse_activation.twins.backward`, by the kernels if they take the call."""
-    # autograd gives expanded ones, from a sum
-    dy = dy.to(x.dtype).contiguous()
-    if not _takes(formula, x, dy):
-        return twins.backward(op, numbers, dy, x, needs_x, needs_sums, owns)
-    values = formula.functions.numbers(numbers)
-    if is_compiling():
-        what = formula.names, list(values), formula.size, formula.rounds
-        made = torch.ops.opfuse_activation.backward(dy, x, needs_x, needs_sums, *what)
-        return _placed(made, needs_x, needs_sums)
-    return kernels.backward(formula, values, dy, x, needs_x, needs_sums, owns, config)
+    def __init__(self, op: Any, formula: Formula, config: Config | None = None) -> None:
+        self._op, self._formula, self._config = op, formula, config
 
+    def forward(
+        self, x: Tensor, bias: Tensor | None, scales: Tensor | None, dtype: torch.dtype, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """:func:`opfuse_activation.twins.forward`, by the kernel if it takes the call."""
+        given = x, bias, scales, dtype, keep
+        fits = bias is None or bias.shape == x.shape[-1:]
+        if not (fits and dtype in DTYPES and self._takes(x, bias, scales)):
+            return twins.forward(self._op, *given)
+        numbers = self._formula.functions.numbers(self._op.numbers_of())
+        if is_compiling():
+            y, *kept = torch.ops.opfuse_activation.forward(*given, *self._in_graph(numbers))
+            return y, kept[0] if keep else None
+        return kernels.forward(self._formula, numbers, *given, self._config)
 
-def scaled_backward(
-    formula: Formula,
-    config: Config | None,
-    op: Any,
-    numbers: Any,
-    dy: Tensor,
-    x: Tensor,
-    scales: Tensor | None,
-    needs_scales: bool,
-) -> Two:
-    """:func:`opfuse_activation.twins.scaled_backward`, by the kernel if it takes the call."""
-    dy = dy.contiguous()
-    if not _takes(formula, x, dy, scales):
-        return twins.scaled_backward(op, numbers, dy, x, scales, needs_scales)
-    values = formula.functions.numbers(numbers)
-    if is_compiling():
-        what = formula.names, list(values), formula.size, formula.rounds
-        made = torch.ops.opfuse_activation.scaled_backward(dy, x, scales, needs_scales, *what)
-        return _placed(made, scales is not None, needs_scales)
-    return kernels.scaled_backward(formula, values, dy, x, scales, needs_scales, config)
+    def backward(
+        self, numbers: Any, dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, owns: bool
+    ) -> Two:
+        """:func:`opfuse_activation.twins.backward`, by the kernels if they take the call."""
+        # autograd gives expanded ones, from a sum
+        dy = dy.to(x.dtype).contiguous()
+        given = dy, x, needs_x, needs_sums
+        if not self._takes(x, dy):
+            return twins.backward(self._op, numbers, *given, owns)
+        values = self._formula.functions.numbers(numbers)
+        if is_compiling():
+            made = torch.ops.opfuse_activation.backward(*given, *self._in_graph(values))
+            return _placed(made, needs_x, needs_sums)
+        return kernels.backward(self._formula, values, *given, owns, self._config)
 
+    def scaled_backward(
+        self, numbers: Any, dy: Tensor, x: Tensor, scales: Tensor | None, needs_scales: bool
+    ) -> Two:
+        """:func:`opfuse_activation.twins.scaled_backward`, by the kernel if it takes the call."""
+        dy = dy.contiguous()
+        given = dy, x, scales, needs_scales
+        if not self._takes(x, dy, scales):
+            return twins.scaled_backward(self._op, numbers, *given)
+        values = self._formula.functions.numbers(numbers)
+        if is_compiling():
+            made = torch.ops.opfuse_activation.scaled_backward(*given, *self._in_graph(values))
+            return _placed(made, scales is not None, needs_scales)
+        return kernels.scaled_backward(self._formula, values, *given, self._config)
 
-def _takes(formula: Formula, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
-    if not x.ndim or not x.numel() or (formula.gated and x.shape[-1] % (2 * (formula.size or 1))):
-        return False
-    for tensor in (x, *others):
-        if tensor is not None and not (
-            type(tensor) in _PLAIN
-            and tensor.dtype in DTYPES
-            and tensor.is_contiguous()
-            and tensor.device == x.device
-        ):
+    def _in_graph(self, numbers: tuple[float, ...]) -> tuple[Any, ...]:
+        """How an operation in a graph names what is computed."""
+        return self._formula.names, list(numbers), self._formula.size, self._formula.rounds
+
+    def _takes(self, x: Tensor, *others: Tensor | None) -> bool:
+        """Return whether the kernels take these tensors."""
+        if not x.ndim or not x.numel():
             return False
-    return True
+        if self._formula.gated and x.shape[-1] % (2 * (self._formula.size or 1)):
+            return False
+        for tensor in (x, *others):
+            if tensor is not None and not (
+                type(tensor) in _PLAIN
+                and tensor.dtype in DTYPES
+                and tensor.is_contiguous()
+                and tensor.device == x.device
+            ):
+                return False
+        return True
 
 
 def _placed(made: list[Tensor], first: bool, second: bool) -> Two:
@@ -109,34 +103,19 @@ def _placed(made: list[Tensor], first: bool, second: bool) -> Two:
     return made[0] if first else None, made[-1] if second else None
 
 
-_WHAT = "str[] functions, float[] numbers, int size, bool rounds"
-torch.library.define(
-    "opfuse_activation::forward",
-    f"(Tensor x, Tensor? bias, Tensor? scales, ScalarType dtype, bool keep, {_WHAT}) -> Tensor[]",
-)
-torch.library.define(
-    "opfuse_activation::backward",
-    f"(Tensor dy, Tensor x, bool needs_x, bool needs_sums, {_WHAT}) -> Tensor[]",
-)
-torch.library.define(
-    "opfuse_activation::scaled_backward",
-    f"(Tensor dy, Tensor x, Tensor? scales, bool needs_scales, {_WHAT}) -> Tensor[]",
-)
+def _there(made: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in made if tensor is not None]
 
 
-def _forward(
-    x: Tensor,
-    bias: Tensor | None,
-    scales: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    functions: list[str],
-    numbers: list[float],
-    size: int,
-    rounds: bool,
-) -> list[Tensor]:
-    formula = formulas.named_formula(tuple(functions), size, rounds)
-    return _there(kernels.forward(formula, tuple(numbers), x, bias, scales, dtype, keep))
+def _launching(launch: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    """A function of :mod:`opfuse_activation.kernels` as an operation in a graph calls it."""
+
+    def run(*given: Any) -> list[Tensor]:
+        *tensors, functions, numbers, size, rounds = given
+        formula = formulas.named_formula(tuple(functions), size, rounds)
+        return _there(launch(formula, tuple(numbers), *tensors))
+
+    return run
 
 
 def _fake_forward(
@@ -146,39 +125,9 @@ def _fake_forward(
     return [y, torch.empty_like(x, dtype=dtype)] if keep else [y]
 
 
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    needs_x: bool,
-    needs_sums: bool,
-    functions: list[str],
-    numbers: list[float],
-    size: int,
-    rounds: bool,
-) -> list[Tensor]:
-    formula = formulas.named_formula(tuple(functions), size, rounds)
-    made = kernels.backward(formula, tuple(numbers), dy, x, needs_x, needs_sums, False)
-    return _there(made)
-
-
 def _fake_backward(dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, *_: Any) -> list[Tensor]:
     dx, sums = torch.empty_like(x), x.new_empty(x.shape[-1:])
     return _there((dx if needs_x else None, sums if needs_sums else None))
-
-
-def _scaled_backward(
-    dy: Tensor,
-    x: Tensor,
-    scales: Tensor | None,
-    needs_scales: bool,
-    functions: list[str],
-    numbers: list[float],
-    size: int,
-    rounds: bool,
-) -> list[Tensor]:
-    formula = formulas.named_formula(tuple(functions), size, rounds)
-    made = kernels.scaled_backward(formula, tuple(numbers), dy, x, scales, needs_scales)
-    return _there(made)
 
 
 def _fake_scaled_backward(
@@ -189,15 +138,18 @@ def _fake_scaled_backward(
     return _there((None if scales is None else torch.empty_like(x), dscales))
 
 
-def _there(made: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in made if tensor is not None]
-
-
-for _kernel, _fake in (
-    (_forward, _fake_forward),
-    (_backward, _fake_backward),
-    (_scaled_backward, _fake_scaled_backward),
+_FORWARD = "Tensor x, Tensor? bias, Tensor? scales, ScalarType dtype, bool keep"
+_WHAT = "str[] functions, float[] numbers, int size, bool rounds"
+for _kernel, _takes, _fake in (
+    (kernels.forward, _FORWARD, _fake_forward),
+    (kernels.backward, "Tensor dy, Tensor x, bool needs_x, bool needs_sums", _fake_backward),
+    (
+        kernels.scaled_backward,
+        "Tensor dy, Tensor x, Tensor? scales, bool needs_scales",
+        _fake_scaled_backward,
+    ),
 ):
-    _name = f"opfuse_activation::{_kernel.__name__[1:]}"
-    torch.library.impl(_name, ("cpu", "cuda"), _kernel)
+    _name = f"opfuse_activation::{_kernel.__name__}"
+    torch.library.define(_name, f"({_takes}, {_WHAT}) -> Tensor[]")
+    torch.library.impl(_name, ("cpu", "cuda"), _launching(_kernel))
     torch.library.register_fake(_name, _fake)

@@ -1,4 +1,4 @@
-"""What the kernels compute, in PyTorch's operations: where no kernel can run, and to compare."""
+"""The kernels' arithmetic in PyTorch's operations, for where no kernel runs and for tests."""
 
 from __future__ import annotations
 

@@ -13,9 +13,12 @@ from torch import Tensor
 from opfuse import ops
 from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 
-from . import formulas, twins
+from . import formulas, library, twins
 from .kernels import launch, launch_norms
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from .twins import Into
+
+Call = Callable[..., Any]
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 _HIDDEN = {"rows": 8192, "features": 16384}
@@ -32,6 +35,13 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "MX": lambda dtype, device: MXQuantizer(dtype),
 }
 """The quantizers by the names that cases call them, for an FP8 dtype and a device."""
+
+
+_FORMS = "delayed", "current", "1 x 128", "MX"
+
+
+def _into(form: str, dtype: torch.dtype, x: Any = None, usage: Usage = BOTH) -> Into:
+    return Into(QUANTIZERS[form](dtype, None if x is None else x.device), usage)
 
 
 def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: int) -> Any:
@@ -59,26 +69,22 @@ def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: in
     return found
 
 
-def _parts(made: QuantizedTensor) -> list[Tensor]:
-    """Its tensors, in the order of :func:`_results`."""
-    return [tensor for tensor in made.tensors() if tensor is not None]
+def _outputs(made: QuantizedTensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    """The tensors of a cast, in the order of :func:`_results`, and what else there is."""
+    return tuple([tensor for tensor in (*made.tensors(), *others) if tensor is not None])
 
 
-def _given(*made: Tensor | None) -> list[Tensor]:
-    return [tensor for tensor in made if tensor is not None]
-
-
-def _floor(tensors: Callable[..., Mapping[str, Operand]], *again: str) -> Callable[..., int] | None:
-    """The floor of a case: its operands, and what has to be read twice once more."""
-    if not any(again):
-        return None
+def _case(
+    name: str, run: Call, separate: Call, tensors: Call, shapes: Any, again: Sequence[str]
+) -> KernelCase:
+    """A case that has to move its full operands, and once more those in ``again``."""
 
     def floor(**shape: int) -> int:
         found = tensors(**shape)
         full = [operand for operand in found.values() if operand.role == "full"]
         return sum(operand.nbytes for operand in (*full, *(found[name] for name in again)))
 
-    return floor
+    return KernelCase(name, run, tensors, shapes, _SMALL, floor, separate=separate)
 
 
 def _forward(
@@ -100,26 +106,22 @@ def _forward(
         return found
 
     def run(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E4M3, x.device)
         shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
         kept = None if bias is None else torch.empty_like(x)
         known = x if op is None else None
-        casting = launch.Casting(quantizer, usage, shape, x.dtype, x.device, values=known)
+        casting = launch.Casting(_into(form, _E4M3, x, usage), shape, x.dtype, x.device, known)
         numbers = formula.numbers(() if op is None else op.numbers_of())
         launch.forward(formula, numbers, x, bias, kept, casting)
-        made = _parts(casting.made())
-        return tuple([*made, *_given(kept), *_given(casting.values if values else None)])
+        return _outputs(casting.made(), kept, casting.values if values else None)
 
     def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer, kept = QUANTIZERS[form](_E4M3, x.device), None
+        into = _into(form, _E4M3, x, usage)
         if op is None:
-            return tuple(_parts(twins.cast(x, quantizer, usage)))
-        y, kept = twins.activation(op, x, bias, x.dtype, bias is not None, quantizer, usage)
-        return tuple([*_parts(y), *_given(kept)])
+            return _outputs(twins.cast(x, into))
+        return _outputs(*twins.activation(op, x, bias, x.dtype, bias is not None, into))
 
     again = () if form != "current" else ("values",) if values else ("x",)
-    floor = _floor(tensors, *again)
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
 
 def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -> KernelCase:
@@ -139,30 +141,24 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         return found
 
     def run(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E5M2, dy.device)
+        into = _into(form, _E5M2, dy)
         if not values:
-            given = formula, formula.numbers(numbers), dy, x, sums
-            dx, dbias = launch.gradient(*given, quantizer, BOTH)
-            return tuple([*_parts(dx), *_given(dbias)])
-        casting = launch.Casting(quantizer, BOTH, x.shape, dy.dtype, dy.device)
+            return _outputs(*library.gradient(formula, op, numbers, dy, x, sums, into))
+        casting = launch.Casting(into, x.shape, dy.dtype, dy.device)
         dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
-        return tuple([*_parts(casting.made()), *_given(dbias, casting.values)])
+        return _outputs(casting.made(), dbias, casting.values)
 
     def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E5M2, dy.device)
-        dx, dbias = twins.gradient(op, numbers, dy, x, sums, quantizer, BOTH)
-        return tuple([*_parts(dx), *_given(dbias)])
+        return _outputs(*twins.gradient(op, numbers, dy, x, sums, _into(form, _E5M2, dy)))
 
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
-    if form == "1 x 128" and launch.takes_two_passes(formula, QUANTIZERS[form](_E5M2, "cpu"), BOTH):
+    if form == "1 x 128" and launch.takes_two_passes(formula, _into(form, _E5M2)):
         again = "dy", "x"
-    floor = _floor(tensors, *again)
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
 
-def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
-    which = launch_norms.Norm(kind, 1e-5, False)
-    adds, layer, values = "add" in name, kind == "layer", form == "current"
+def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
+    layer, adds, values = isinstance(op, ops.LayerNorm), "add" in name, form == "current"
 
     def tensors(rows: int, features: int) -> dict[str, Operand]:
         full, vector = Operand((rows, features), _BF16), Operand((features,), _BF16, "vector")
@@ -175,63 +171,55 @@ def _norm(name: str, kind: str, form: str, *shapes: Any, usage: Usage = BOTH) ->
         return found | ({"values": replace(full, output=True)} if values else {})
 
     def run(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> tuple[Tensor, ...]:
-        quantizer = QUANTIZERS[form](_E4M3, x.device)
-        given = x, extra, weight, bias, which, None, adds, True, quantizer, usage
-        made = launch_norms.norm(*given)
-        parts = _given(made.total, made.mean, made.rstd, made.values)
-        return tuple([*_parts(made.output), *parts])
+        tensors, into = (x, extra, weight, bias), _into(form, _E4M3, x, usage)
+        made: Any = launch_norms.norm(op, tensors, None, adds, True, into)
+        return _outputs(*made)
 
     def separate(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
         total = x if extra is None else x + extra
         wide = total.float()
         mean = wide.mean(-1, keepdim=True) if layer else None
         centered = wide if mean is None else wide - mean
-        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + which.eps)
+        rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + op.eps)
         y = (centered * rstd * weight.float() + (0.0 if bias is None else bias.float())).to(x.dtype)
-        made = twins.cast(y, QUANTIZERS[form](_E4M3, x.device), usage)
-        parts = _given(total if adds else None, mean, rstd)
-        return tuple([*_parts(made), *parts])
+        made = twins.cast(y, _into(form, _E4M3, x, usage))
+        return _outputs(made, total if adds else None, mean, rstd)
 
     again = ["values"] if values else []
     if form == "delayed" and usage.columnwise:
         again = ["row codes"]
-    if launch_norms.takes_two_reads(QUANTIZERS[form](_E4M3, "cpu"), usage):
+    if launch_norms.takes_two_reads(_into(form, _E4M3, usage=usage)):
         again = ["sum" if adds else "x"]
-    floor = _floor(tensors, *again)
-    return KernelCase(f"{name}, {form}", run, tensors, shapes, _SMALL, floor, separate=separate)
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
 
 
-def _each(make: Callable[..., KernelCase], *given: Any, **more: Any) -> Sequence[KernelCase]:
-    name, op, *shapes = given
-    forms = ("delayed", "current", "1 x 128", "MX")
+def _each(
+    make: Any, name: str, op: Any, *shapes: Any, forms: Sequence[str] = _FORMS, **more: Any
+) -> Sequence[KernelCase]:
     return [make(name, op, form, *shapes, **more) for form in forms]
 
 
+_RMS, _LAYER = ops.RMSNorm(1, eps=1e-5), ops.LayerNorm(1, eps=1e-5)
 _GELU, _SWIGLU = ops.GELU(), ops.SwiGLU()
 _BY_32, _BY_1 = ops.SwiGLU(glu_interleave_size=32), ops.SwiGLU(glu_interleave_size=1)
+_BUT_CURRENT = "delayed", "1 x 128", "MX"
 
 CASES = [
     *_each(_forward, "cast", None, _MODEL, _HIDDEN),
     _forward("cast", None, "128 x 128", _MODEL),
-    _forward("rowwise cast", None, "delayed", _MODEL, usage=ROWWISE),
-    _forward("rowwise cast", None, "1 x 128", _MODEL, usage=ROWWISE),
-    _forward("rowwise cast", None, "MX", _MODEL, usage=ROWWISE),
+    *_each(_forward, "rowwise cast", None, _MODEL, usage=ROWWISE, forms=_BUT_CURRENT),
     *_each(_forward, "bias + GELU + cast", _GELU, _HIDDEN, inputs="x bias"),
     *_each(_forward, "SwiGLU + cast", _SWIGLU, _LLAMA),
     _forward("SwiGLU by 32 + cast", _BY_32, "delayed", _LLAMA),
     *_each(_backward, "cast + bias", None, _MODEL, sums=True),
     *_each(_backward, "cast + bias + GELU", _GELU, _HIDDEN, sums=True),
     *_each(_backward, "cast + SwiGLU", _SWIGLU, _LLAMA),
-    _backward("cast + bias + SwiGLU", _SWIGLU, "delayed", _LLAMA, sums=True),
-    _backward("cast + bias + SwiGLU", _SWIGLU, "MX", _LLAMA, sums=True),
+    *_each(_backward, "cast + bias + SwiGLU", _SWIGLU, _LLAMA, sums=True, forms=("delayed", "MX")),
     _backward("cast + SwiGLU by 32", _BY_32, "1 x 128", _LLAMA),
     _backward("cast + SwiGLU by 1", _BY_1, "MX", _LLAMA),
-    *_each(_norm, "RMSNorm + cast", "rms", _MODEL, _WIDE),
-    _norm("rowwise RMSNorm + cast", "rms", "delayed", _MODEL, usage=ROWWISE),
-    _norm("rowwise RMSNorm + cast", "rms", "1 x 128", _MODEL, usage=ROWWISE),
-    _norm("rowwise RMSNorm + cast", "rms", "MX", _MODEL, usage=ROWWISE),
-    *_each(_norm, "add + RMSNorm + cast", "rms", _MODEL),
-    _norm("LayerNorm + cast", "layer", "delayed", _MODEL),
-    _norm("LayerNorm + cast", "layer", "MX", _MODEL),
+    *_each(_norm, "RMSNorm + cast", _RMS, _MODEL, _WIDE),
+    *_each(_norm, "rowwise RMSNorm + cast", _RMS, _MODEL, usage=ROWWISE, forms=_BUT_CURRENT),
+    *_each(_norm, "add + RMSNorm + cast", _RMS, _MODEL),
+    *_each(_norm, "LayerNorm + cast", _LAYER, _MODEL, forms=("delayed", "MX")),
 ]
 """Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

@@ -17,27 +17,20 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import PluginWarning
-from opfuse.core.quantization import QuantizedTensor, Usage
-from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import LayerNorm
 
 from . import casts, twins
-from .conditions import DTYPES, described
-from .quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    MXQuantizer,
-    RescaledTensor,
-)
+from .conditions import DTYPES, are_plain, described, has_blocks, output_shape
+from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
+from .twins import Into, Normalized
 
 logger = logging.getLogger("opfuse.fp8")
 
@@ -47,7 +40,6 @@ PATIENCE = 1.0
 MOST = 256
 """How many functions are compiled in a process; what comes after runs as the twins do."""
 
-_PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
 _functions: dict[Any, _Function] = {}
 _lock = threading.Lock()
 
@@ -56,69 +48,48 @@ class Casting:
     """The cast at the end of a call: what it reads before, and what it makes of the tensors.
 
     Args:
-        quantizer: One that the kernels know.
-        usage: Which copies are needed.
-        again: See :func:`opfuse_fp8.twins.cast`.
+        into: What the values are cast into, by a quantizer that the kernels know.
 
     Attributes:
         key: What the compiled code depends on.
         scale: What values are multiplied by, where that is state; or None.
     """
 
-    def __init__(self, quantizer: Any, usage: Usage, again: Any = None) -> None:
-        self._quantizer, self._records = quantizer, again is None
-        self._cls = cls = type(quantizer)
-        block = getattr(quantizer, "block", None)
-        self.key = cls, quantizer.dtype, block, getattr(quantizer, "power_of_2", None), usage
+    def __init__(self, into: Into) -> None:
+        quantizer, usage, again = into
+        self._into, self._quantizer, self._usage = into, quantizer, usage
+        block, power_of_2 = (getattr(quantizer, name, None) for name in ("block", "power_of_2"))
+        self.key = type(quantizer), quantizer.dtype, block, power_of_2, usage
         self.scale: Any = None
-        if cls is DelayedQuantizer:  # what is made is not to follow the state
+        if isinstance(quantizer, DelayedQuantizer):  # what is made is not to follow the state
             self.scale = quantizer.scale.clone() if again is None else again.scale
 
     def takes(self, shape: torch.Size) -> bool:
         """Whether blocks are whole where they have to be; if not, the quantizer sees to it."""
-        usage, rows = self.key[-1], shape[:-1].numel()
-        if self._cls is BlockQuantizer:  # of others, in both ways, Inductor fuses loops wrongly
+        # of others, in both ways, Inductor fuses loops wrongly
+        if isinstance(self._quantizer, BlockQuantizer):
             return shape[-1] % 128 == 0
-        odd = (usage.rowwise and shape[-1] % 32) or (usage.columnwise and rows % 32)
-        return self._cls is not MXQuantizer or not odd
+        return has_blocks(self._into, shape)
 
     def caster(self) -> Callable[[Tensor, Any], tuple[Any, Any]]:
         """From values and the scale to the tensors of the format, and the amax to record."""
-        cls, dtype, block, power_of_2, usage = self.key
-        if cls is DelayedQuantizer:
-            stateless = CurrentQuantizer(dtype)
+        usage = self._usage
+        if isinstance(self._quantizer, DelayedQuantizer):
+            stateless = CurrentQuantizer(self._quantizer.dtype)
             return lambda values, scale: (
-                stateless.with_scale(values, usage, scale).tensors(),
+                stateless.with_scale(values, usage, scale),
                 casts.largest(values),
             )
-        if cls is CurrentQuantizer:
-            quantizer: Any = CurrentQuantizer(dtype, power_of_2)
-        elif cls is BlockQuantizer:
-            quantizer = BlockQuantizer(dtype, block, power_of_2=power_of_2)
-        else:
-            quantizer = MXQuantizer(dtype)
-        return lambda values, scale: (_as_bytes(quantizer.quantize(values, usage).tensors()), None)
+        quantizer = copy.copy(self._quantizer)  # none of a model is held
+        return lambda values, scale: (quantizer.tensors_of(values, usage), None)
 
     def made(self, shape: Any, dtype: torch.dtype, tensors: Any, amax: Any) -> QuantizedTensor:
         """The quantized tensor; records what was seen."""
-        if amax is not None and self._records:
+        if amax is not None and self._into.again is None:
             self._quantizer.record(amax)
-        first, *others = tensors
-        if self._cls is MXQuantizer:
-            others[::2] = [t if t is None else t.view(torch.float8_e8m0fnu) for t in others[::2]]
-        data = None if first is None else first.view(shape)
-        given = shape, dtype, self._quantizer, data, *others
-        if self._cls is DelayedQuantizer:
-            return RescaledTensor(*given, self.scale)
-        if self._cls is BlockQuantizer:
-            return BlockScaledTensor(*given, block=self.key[2])
-        return ScaledTensor(*given) if self._cls is CurrentQuantizer else MXTensor(*given)
-
-
-def _as_bytes(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Tensors, of E8M0 their bytes: Inductor does not know that dtype on a CPU."""
-    e8m0 = torch.float8_e8m0fnu
-    return [t.view(torch.uint8) if t is not None and t.dtype is e8m0 else t for t in tensors]
+        if self.scale is not None:
+            tensors = *tensors, self.scale
+        return self._quantizer.over(shape, dtype, tensors)  # type: ignore[no-any-return]
 
 
 def compile_exactly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,87 +147,74 @@ class _Function:
         return made
 
 
-def _function(title: str, key: Any, make: Callable[[], Any]) -> _Function | None:
-    """What was compiled for a key, or is to be; None: it failed, or there are too many."""
-    key = title, *key, torch.get_num_threads()
+def _called(
+    title: str, key: Any, casting: Casting, tensors: Sequence[Any], make: Callable[[], Any]
+) -> Any:
+    """What a compiled function makes of tensors; None: it failed, or there are too many.
+
+    Args:
+        title: What messages call it.
+        key: What the code depends on beside the cast and the tensors.
+        casting: The cast at its end.
+        tensors: What it gets, before the scale of the cast.
+        make: Gives the function.
+    """
+    facts = tuple([None if t is None else (t.dtype, t.shape[-1]) for t in tensors])
+    key = title, *key, *casting.key, facts, torch.get_num_threads()
     found = _functions.get(key)
     if found is None:
         with _lock:
             if key not in _functions and len(_functions) < MOST:
                 _functions[key] = _Function(title, make())
             found = _functions.get(key)
-    return None if found is None or found.failed else found
+    if found is None or found.failed:
+        return None
+    return found((*[_plain(tensor) for tensor in tensors], casting.scale))
 
 
 def _takes(*tensors: Any) -> bool:
     """Whether compiled code takes these tensors, the first of which has the rows."""
     x = tensors[0]
-    if not isinstance(x, Tensor) or not x.ndim or x.shape[:-1].numel() < 2 or not x.numel():
+    if not are_plain(*tensors) or not x.is_cpu or x.shape[:-1].numel() < 2 or not x.numel():
         return False
     # a mode is to see the operations, and a caller's trace too
-    if is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return False
-    return all(
-        tensor is None
-        or (type(tensor) in _PLAIN and tensor.dtype in DTYPES and tensor.device.type == "cpu")
-        for tensor in tensors
-    )
+    return not is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
-def _matrix(tensor: Tensor | None) -> Any:
-    """The tensor as a dense matrix: a new object, on which a mark disturbs nobody."""
-    if tensor is None:
-        return None
+def _plain(tensor: Tensor | None) -> Any:
+    """A vector, or else a dense matrix: a new object, on which a mark disturbs nobody."""
+    if tensor is None or tensor.ndim == 1:
+        return None if tensor is None else tensor.detach()
     return tensor.detach().contiguous().view(-1, tensor.shape[-1])
-
-
-def _detached(tensor: Tensor | None) -> Any:
-    return None if tensor is None else tensor.detach()
-
-
-def _facts(*tensors: Tensor | None) -> tuple[Any, ...]:
-    return tuple([None if t is None else (t.dtype, t.shape[-1]) for t in tensors])
 
 
 # The calls of the twins
 
 
-def cast(
-    x: Any, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
+def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, compiled."""
     made = None
-    if _takes(x) and (casting := Casting(quantizer, usage, again)).takes(x.shape):
-        key = *casting.key, _facts(x)
-        function = _function("a cast", key, lambda: casting.caster())
-        made = function and function((_matrix(x), casting.scale))
+    if _takes(x) and (casting := Casting(into)).takes(x.shape):
+        made = _called("a cast", (), casting, (x,), casting.caster)
     if made is None:
-        return twins.cast(x, quantizer, usage, again)
+        return twins.cast(x, into)
     return casting.made(x.shape, x.dtype, *made)
 
 
 def activation(
-    op: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    dtype: Any,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
+    op: Any, x: Tensor, bias: Tensor | None, dtype: Any, keep: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.activation`, compiled."""
     made, same = None, bias is None and dtype is x.dtype
     fits = _takes(x, bias) and dtype in DTYPES and (bias is None or bias.shape == x.shape[-1:])
-    shape = _output(op, x.shape) if fits else None
-    if shape is not None and (casting := Casting(quantizer, usage, again)).takes(shape):
-        writes = keep and not same
-        key = described(op), dtype, writes, *casting.key, _facts(x, bias)
+    shape = output_shape(op, x.shape) if fits else None
+    if shape is not None and (casting := Casting(into)).takes(shape):
+        key = described(op), dtype, keep and not same
         title = f"{type(op).__name__} with a cast"
-        function = _function(title, key, lambda: _activation(op, dtype, writes, casting))
-        made = function and function((_matrix(x), _detached(bias), casting.scale))
+        make = lambda: _activation(op, dtype, keep and not same, casting)  # noqa: E731
+        made = _called(title, key, casting, (x, bias), make)
     if made is None or shape is None:
-        return twins.activation(op, x, bias, dtype, keep, quantizer, usage, again)
+        return twins.activation(op, x, bias, dtype, keep, into)
     tensors, amax, hidden = made
     kept = None if not keep else x if same else hidden.view(x.shape)
     return casting.made(shape, dtype, tensors, amax), kept
@@ -273,25 +231,18 @@ def _activation(op: Any, dtype: torch.dtype, keep: bool, casting: Casting) -> An
 
 
 def gradient(
-    op: Any,
-    numbers: Any,
-    dy: Tensor,
-    x: Tensor | None,
-    needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
+    op: Any, numbers: Any, dy: Tensor, x: Tensor | None, needs_sums: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.gradient`, compiled."""
     made, like = None, dy if x is None else x
-    fits = _takes(like, dy) and (x is None or dy.shape == _output(op, x.shape))
-    if fits and (casting := Casting(quantizer, usage)).takes(like.shape):
+    fits = _takes(like, dy) and (x is None or dy.shape == output_shape(op, x.shape))
+    if fits and (casting := Casting(into)).takes(like.shape):
         then = None if x is None else op.with_numbers(numbers)
-        key = described(then), needs_sums, *casting.key, _facts(dy, x)
         title = f"the gradient of {'an output' if x is None else type(op).__name__} with a cast"
-        function = _function(title, key, lambda: _gradient(then, needs_sums, casting))
-        made = function and function((_matrix(dy), _matrix(x), casting.scale))
+        make = lambda: _gradient(then, needs_sums, casting)  # noqa: E731
+        made = _called(title, (described(then), needs_sums), casting, (dy, x), make)
     if made is None:
-        return twins.gradient(op, numbers, dy, x, needs_sums, quantizer, usage)
+        return twins.gradient(op, numbers, dy, x, needs_sums, into)
     tensors, amax, sums = made
     return casting.made(like.shape, like.dtype, tensors, amax), sums
 
@@ -306,40 +257,11 @@ def _gradient(op: Any, needs_sums: bool, casting: Casting) -> Any:
     return function
 
 
-def _output(op: Any, shape: torch.Size) -> torch.Size | None:
-    """The shape of an activation's output; None: the op says what is wrong with the features."""
-    if not op.gated:
-        return shape
-    whole = shape[-1] % (2 * (op.glu_interleave_size or 1)) == 0
-    return torch.Size((*shape[:-1], shape[-1] // 2)) if whole else None
-
-
 # Norms
 
 
-class Normalized(NamedTuple):
-    """What a norm gives.
-
-    Attributes:
-        output: The output, quantized.
-        total: What was normalized, where that is a sum and wanted.
-        mean: The mean of each row, ``(..., 1)`` in fp32, of a LayerNorm; or None.
-        rstd: What each row is multiplied by, likewise.
-    """
-
-    output: QuantizedTensor
-    total: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-
-
 def norm(
-    op: Any,
-    tensors: Sequence[Tensor | None],
-    dtype: torch.dtype | None,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
+    op: Any, tensors: Sequence[Any], dtype: torch.dtype | None, keep: bool, save: bool, into: Into
 ) -> Normalized | None:
     """A norm of the last dimension, quantized; None: compiled code does not take the call.
 
@@ -349,21 +271,17 @@ def norm(
         dtype: What the output is rounded to before it is cast; None: the dtype of what is
             normalized.
         keep: Whether the sum is wanted.
-        quantizer: One that the kernels know; it records what it saw.
-        usage: Which copies are needed.
+        save: Whether the statistics are; compiled code always gives them.
+        into: What the output is cast into, by a quantizer that the kernels know.
     """
-    x: Any
-    x, extra, weight, bias = tensors
+    x, extra, *_ = tensors
     made = None
-    if _takes(*tensors) and (casting := Casting(quantizer, usage)).takes(x.shape):
+    if _takes(*tensors) and (casting := Casting(into)).takes(x.shape):
         summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
         which = isinstance(op, LayerNorm), op.eps, op.zero_centered_gamma, dtype or summed
-        key = *which, keep, *casting.key, _facts(*tensors)
-        function = _function(
-            f"{type(op).__name__} with a cast", key, lambda: _norm(*which, keep, casting)
-        )
-        given = _matrix(x), _matrix(extra), _detached(weight), _detached(bias), casting.scale
-        made = function and function(given)
+        title = f"{type(op).__name__} with a cast"
+        make = lambda: _norm(*which, keep, casting)  # noqa: E731
+        made = _called(title, (*which, keep), casting, tensors, make)
     if made is None:
         return None
     quantized, amax, total, *statistics = made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import numbers
 import os
 import shutil
@@ -11,15 +10,21 @@ import sys
 from typing import Any
 
 import torch
+from opfuse_triton import is_interpreting, why_no_kernel
+from torch import Tensor
 
 from opfuse import Environment
 from opfuse.core.authoring import op_class
 from opfuse.ops import Identity
 
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from .twins import Into
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels read and cast. They compute in fp32."""
+
+PLAIN = Tensor, torch.nn.Parameter
+"""A subclass of them has its own operations."""
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,24 +47,6 @@ def of_quantizer(quantizer: Any) -> str:
     return ""
 
 
-def of_machine(env: Environment) -> str:
-    """Why no kernel can run there, as a sentence; empty: one can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: on Linux, python -m pip install triton"
-    if env.device.type == "cuda":
-        old = torch.version.hip is None and env.capability is not None and env.capability < (8, 0)
-        return "its kernels need a GPU of compute capability 8.0 or newer" if old else ""
-    if env.device.type == "cpu" and interpreting():
-        return ""
-    return f"its kernels run on a GPU, and this is {env.device.type}"
-
-
-def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, if Triton is there."""
-    wanted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    return wanted and importlib.util.find_spec("triton") is not None
-
-
 def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
     """Why a kernel cannot run, as a sentence; empty: it can.
 
@@ -68,18 +55,15 @@ def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
         quantizer: What it is to cast with.
         activation: The activation in it, or None.
     """
-    if why := of_machine(env) or of_quantizer(quantizer):
+    if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer):
         return why
     if env.dtype not in DTYPES:
-        name = str(env.dtype).removeprefix("torch.")
-        return f"its kernels compute in fp32, and the ops in {name}"
+        return f"its kernels compute in fp32, and the ops in {str(env.dtype)[6:]}"
     if env.compiling:
         return "its kernels are not in graphs: torch.compile fuses the separate ops"
-    if activation is None:
-        return ""
     from . import formulas
 
-    return formulas.why_not(activation)
+    return "" if activation is None else formulas.why_not(activation)
 
 
 def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -> str:
@@ -90,23 +74,38 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
         quantizer: What they are to cast with.
         activation: The activation in it, or None.
     """
-    if env.device.type != "cpu" or interpreting():
+    if env.device.type != "cpu" or is_interpreting():
         return "they are compiled on a CPU, without Triton's interpreter"
     if why := of_quantizer(quantizer):
         return why
     if env.compiling:
         return "its kernels are not in graphs: torch.compile fuses the separate ops"
     if env.dtype not in DTYPES:
-        name = str(env.dtype).removeprefix("torch.")
-        return f"its kernels run on a GPU, this is cpu, and {name} is not compiled"
+        return f"its kernels run on a GPU, this is cpu, and {str(env.dtype)[6:]} is not compiled"
     if why := no_compiler():
         return f"its kernels run on a GPU, this is cpu, and {why}"
-    if activation is None or (activation.deterministic and described(activation) is not None):
-        return ""
     name = type(activation).__name__
-    if not activation.deterministic:
+    if activation is not None and not activation.deterministic:
         return f"{name} does not declare itself deterministic, and compiled it may draw others"
-    return f"{name} has more attributes than numbers, and what is compiled is shared"
+    if described(activation) is None:
+        return f"{name} has more attributes than numbers, and what is compiled is shared"
+    return ""
+
+
+def chosen(env: Environment, quantizer: Any, activation: Any = None) -> tuple[str, str]:
+    """Which module computes a fused cast, and if that is the twins, why it is not the kernels.
+
+    Args:
+        env: Where it is to run.
+        quantizer: What it is to cast with.
+        activation: The activation in it, or None.
+    """
+    given = env, quantizer, activation
+    if not (why := why_not(*given)):
+        return "library", ""
+    if env.options.get("fp8.twins") or why_not_compiled(*given):
+        return "twins", why
+    return "compiled", ""
 
 
 def no_compiler() -> str:
@@ -144,10 +143,47 @@ def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str
     """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence."""
     if env.options.get("fp8.twins"):
         return of_quantizer(quantizer) or True
-    if env.device.type != "cpu" or interpreting():
+    if env.device.type != "cpu" or is_interpreting():
         return why_not(env, quantizer, activation) or True
     if why := why_not_compiled(env, quantizer, activation):
         return why
     if env.measured is None:
         return "its kernels run on a GPU, and this is cpu: opfuse tune measures compiled code here"
     return True
+
+
+def output_shape(op: Any, shape: torch.Size) -> torch.Size | None:
+    """The shape of an activation's output; None: the op says what is wrong with the features."""
+    if not op.gated:
+        return shape
+    whole = bool(shape) and shape[-1] % (2 * (op.glu_interleave_size or 1)) == 0
+    return torch.Size((*shape[:-1], shape[-1] // 2)) if whole else None
+
+
+def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
+    """Whether blocks are whole where they have to be, also within halves that lie side by side."""
+    quantizer, usage, _ = into
+    columns = shape[-1]
+    rows = shape.numel() // max(columns, 1)
+    if isinstance(quantizer, MXQuantizer):
+        across = usage.rowwise and columns % (32 * parts)
+        return not (across or (usage.columnwise and rows % 32))
+    if isinstance(quantizer, BlockQuantizer) and parts > 1:
+        return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
+    return True
+
+
+def are_plain(*tensors: Any) -> bool:
+    """Whether tensors, of which all but the first may be None, are plain and on one device."""
+    first = tensors[0]
+    return isinstance(first, Tensor) and all(
+        t is None or (type(t) in PLAIN and t.dtype in DTYPES and t.device == first.device)
+        for t in tensors
+    )
+
+
+def takes(*tensors: Any) -> bool:
+    """Whether the kernels take these tensors, of which all but the first may be None."""
+    if not are_plain(*tensors) or not tensors[0].ndim or not tensors[0].numel():
+        return False
+    return all(t is None or t.is_contiguous() for t in tensors)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
+from opfuse import Environment, FusedOperation, Fusion, Optional, Subclasses
 from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import Activation, Bias, Cast
 
 from . import conditions
+from .twins import Into
 
-Ctxs = list[OperationContext]
+Ctxs = list[Any]
+"""Contexts: that of a cast has its quantizer and the usage."""
 
 
 def activation_of(ops: Sequence[Any]) -> Any:
@@ -29,9 +33,8 @@ def quantizer_of(ops: Sequence[Any]) -> Any:
 class _Fused(FusedOperation):
     """What all share: who computes it."""
 
-    _call = ""  # of the functions in twins and library
+    _call = ""  # of the functions in twins, library and compiled
     _run: Any
-    _first: tuple[Any, ...]  # the arguments of that which no call changes
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -43,23 +46,12 @@ class _Fused(FusedOperation):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         (act,) = self._act
-        given = env, quantizer_of(self.basic_ops), act
-        self.fallback = conditions.why_not(*given)
-        if not self.fallback:
-            from . import formulas, library
+        module, self.fallback = conditions.chosen(env, quantizer_of(self.basic_ops), act)
+        self._run = getattr(import_module(f".{module}", __package__), self._call)
+        if module == "library" and self._call != "cast":
+            from .formulas import formula_of
 
-            self._run = getattr(library, self._call)
-            self._first = () if self._call == "cast" else (formulas.formula_of(act), act)
-            return
-        by: Any
-        if env.options.get("fp8.twins") or conditions.why_not_compiled(*given):
-            from . import twins as by
-        else:
-            from . import compiled as by
-
-            self.fallback = ""
-        self._run = getattr(by, self._call)
-        self._first = () if self._call == "cast" else (act,)
+            self._run = partial(self._run, formula_of(act))
 
 
 class CastAlone(_Fused):
@@ -81,7 +73,7 @@ class CastAlone(_Fused):
     def _quantized(self, cast: Any, x: Any) -> Any:
         if x is None or isinstance(x, QuantizedTensor):  # as it is, or refused
             return None if x is None else cast.quantizer(x, cast.usage)
-        return self._run(x, cast.quantizer, cast.usage)
+        return self._run(x, Into(cast.quantizer, cast.usage))
 
 
 class ForwardActivationCast(_Fused):
@@ -109,10 +101,8 @@ class ForwardActivationCast(_Fused):
         dtype = ctx.dtype or input_.dtype
         saves = ctx.requires_grad and ctx.input_requires_grad
         keep = saves and (bias is not None or dtype is not input_.dtype)
-        y, kept = self._run(
-            *(*self._first, input_, bias, dtype, keep),
-            *(cast.quantizer, cast.usage),  # type: ignore[attr-defined]
-        )
+        into = Into(cast.quantizer, cast.usage)
+        y, kept = self._run(op, input_, bias, dtype, keep, into)
         if ctx.requires_grad:  # what it is given is kept only if it saves
             op.operand(ctx, kept if keep else input_ if saves else input_.new_empty(0, dtype=dtype))
         if self.recomputes and basic_op_ctxs[0].may_recompute and saves:
@@ -125,8 +115,8 @@ class ForwardActivationCast(_Fused):
         (op,) = self._act
         x = op.saved_input(ctx)
         op = op.with_numbers(getattr(ctx, "numbers", None) or op.numbers_of())
-        given = *self._first[:-1], op, x, None, x.dtype, False, cast.quantizer, cast.usage
-        return self._run(*given, cast.saved_tensors[0])[0]
+        into = Into(cast.quantizer, cast.usage, cast.saved_tensors[0])
+        return self._run(op, x, None, x.dtype, False, into)[0]
 
 
 class BackwardCast(_Fused):
@@ -148,10 +138,8 @@ class BackwardCast(_Fused):
             if x is None:
                 return None, self._nothing, self._nothing
         needs_sums = self._has_bias and first.param_requires_grad[0]
-        dx, sums = self._run(
-            *(*self._first, numbers, grad_output, x, needs_sums),
-            *(cast.quantizer, cast.usage),  # type: ignore[attr-defined]
-        )
+        into = Into(cast.quantizer, cast.usage)
+        dx, sums = self._run(op, numbers, grad_output, x, needs_sums, into)
         of_params = [(sums,) if isinstance(op, Bias) else () for op in self.basic_ops]
         return dx, of_params, self._nothing
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext,
 from opfuse.ops import AddExtraInput, Cast, LayerNorm, MakeExtraOutput, RMSNorm
 
 from . import conditions
+from .twins import Into
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
@@ -28,22 +30,16 @@ class ForwardNormCast(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        op = basic_ops[-2]
         # in a tuple, since looking up a module's attributes is slow
         self._ops, self._nothing = tuple(basic_ops), ((),) * len(basic_ops)
-        self._kind = "layer" if isinstance(op, LayerNorm) else "rms"
         self._adds = isinstance(basic_ops[0], AddExtraInput)
-        self._compiles = False
+        self._norm: Any = None
         self._forks = len(basic_ops) > 2 and isinstance(basic_ops[-3], MakeExtraOutput)
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        quantizer = self._ops[-1].quantizer
-        self.fallback = conditions.why_not(env, quantizer)
-        twins = env.options.get("fp8.twins") or conditions.why_not_compiled(env, quantizer)
-        self._compiles = bool(self.fallback) and not twins
-        if self._compiles:
-            self.fallback = ""
+        module, self.fallback = conditions.chosen(env, self._ops[-1].quantizer)
+        self._norm = getattr(import_module(f".{module}", __package__), "norm", None)
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
@@ -56,10 +52,13 @@ class ForwardNormCast(FusedOperation):
         needs_x = ctx.requires_grad and ctx.input_requires_grad
         save = needs_x or (ctx.requires_grad and any(ctx.param_requires_grad[:1]))
         made: Any = None
-        if self._takes(ctx, cast, input_, extra):
+        if self._norm is not None and self._fits(ctx, input_, extra):
             if extra is not None:
                 self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape)
-            made = self._made(ctx, cast, input_, extra, save)
+            tensors = input_, extra, *(*ctx.params, None, None)[:2]
+            keep = extra is not None and (save or self._forks)
+            into = Into(cast.quantizer, cast.usage)
+            made = self._norm(op, tensors, ctx.dtype, keep, save, into)
         if made is None:
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
@@ -75,35 +74,11 @@ class ForwardNormCast(FusedOperation):
             outputs = (*outputs[:-3], (x.view_as(x),), (), ())
         return made.output, outputs
 
-    def _made(self, ctx: Any, cast: Any, x: Tensor, extra: Tensor | None, save: bool) -> Any:
-        """What the kernel gives, or compiled code; None: that does not take the call."""
-        op: Any = self._ops[-2]
-        weight, bias = (*ctx.params, None, None)[:2]
-        keep = extra is not None and (save or self._forks)
-        if self._compiles:
-            from . import compiled
-
-            tensors = x, extra, weight, bias
-            return compiled.norm(op, tensors, ctx.dtype, keep, cast.quantizer, cast.usage)
-        from .kernels import launch_norms
-
-        which = launch_norms.Norm(self._kind, op.eps, op.zero_centered_gamma)
-        return launch_norms.norm(
-            *(x, extra, weight, bias, which, ctx.dtype, keep, save), *(cast.quantizer, cast.usage)
-        )
-
-    def _takes(self, ctx: Any, cast: Any, x: Tensor, extra: Tensor | None) -> bool:
-        """Whether the kernels take the tensors; if not, the ops say what is wrong with them."""
-        if self.fallback or not x.ndim or any(p.shape != x.shape[-1:] for p in ctx.params):
-            return False
-        if extra is not None and extra.shape != x.shape:
-            return False
-        if self._compiles:
-            return (ctx.dtype or x.dtype) in conditions.DTYPES
-        from . import library
-
-        fits = library.takes(x, extra, *ctx.params) and (ctx.dtype or x.dtype) in conditions.DTYPES
-        return fits and library.has_blocks(cast.quantizer, cast.usage, x.shape)
+    def _fits(self, ctx: Any, x: Tensor, extra: Tensor | None) -> bool:
+        """Whether a kernel may take the tensors; if not, the ops say what is wrong with them."""
+        vectors = bool(x.ndim) and all(p.shape == x.shape[-1:] for p in ctx.params)
+        dtype = ctx.dtype or x.dtype
+        return vectors and (extra is None or extra.shape == x.shape) and dtype in conditions.DTYPES
 
 
 def _runs(ops: Sequence[Any], env: Environment) -> bool | str:

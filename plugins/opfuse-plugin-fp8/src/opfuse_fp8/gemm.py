@@ -41,15 +41,15 @@ class Operand(NamedTuple):
             TypeError: The format is none that PyTorch multiplies.
             ValueError: The copy is missing.
         """
-        way, data = ("rowwise" if usage.rowwise else "columnwise"), None
+        way = "rowwise" if usage.rowwise else "columnwise"
         data = getattr(tensor, f"{way}_data", None)
         columns = tensor.shape[-1] if tensor.shape else 1
-        rows = tensor.shape[:-1].numel()
+        sides = tensor.shape[:-1].numel(), columns
+        sides = sides if usage.rowwise else sides[::-1]
         if isinstance(tensor, ScaledTensor):
             if data is None:
                 other: Any = tensor.columnwise_data if usage.rowwise else tensor.rowwise_data
-                outer = (columns, rows) if usage.rowwise else (rows, columns)
-                data = None if other is None else other.reshape(outer).t().contiguous()
+                data = None if other is None else other.reshape(sides[::-1]).t().contiguous()
             scale, kind = tensor.scale_inv, ScalingType.TensorWise
         elif isinstance(tensor, (BlockScaledTensor, MXTensor)):
             scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x32
@@ -60,7 +60,7 @@ class Operand(NamedTuple):
             raise TypeError(f"PyTorch has no product of {type(tensor).__name__}")
         if data is None or scale is None:
             raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
-        return cls(data.reshape((rows, columns) if usage.rowwise else (columns, rows)), scale, kind)
+        return cls(data.reshape(sides), scale, kind)
 
     def outer(self, start: int, stop: int) -> Operand:
         """Some of the rows."""
@@ -88,11 +88,11 @@ class Operand(NamedTuple):
         codes = F.pad(self.data.view(torch.uint8), (0, short))
         return self._replace(data=codes.view(self.data.dtype))
 
-    def given_scale(self) -> Tensor:
-        """The scale as ``scaled_mm`` takes it."""
-        if self.kind is ScalingType.TensorWise:
-            return self.scale
-        return swizzled(self.scale) if self.kind is ScalingType.BlockWise1x32 else self.scale.t()
+    def scaling(self) -> tuple[Tensor, ScalingType]:
+        """The scale as ``scaled_mm`` takes it, and its kind."""
+        if self.kind is ScalingType.BlockWise1x32:
+            return swizzled(self.scale), self.kind
+        return self.scale if self.kind is ScalingType.TensorWise else self.scale.t(), self.kind
 
 
 def multiply(
@@ -121,12 +121,9 @@ def multiply(
     return F.scaled_mm(
         left.data,
         right.data.t(),
-        left.given_scale(),
-        left.kind,
-        right.given_scale(),
-        right.kind,
-        swizzle,
-        swizzle,
+        *left.scaling(),
+        *right.scaling(),
+        *(swizzle, swizzle),
         bias=bias,
         output_dtype=dtype,
         use_fast_accum=fast,

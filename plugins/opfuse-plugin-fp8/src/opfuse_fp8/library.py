@@ -7,26 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 
 from . import twins
-from .conditions import DTYPES
+from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
 from .formulas import Formula
-from .kernels import launch
-from .quantizers import BlockQuantizer, MXQuantizer
+from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
+from .kernels.launch_norms import norm
+from .twins import Into
 
-_PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
+__all__ = ["activation", "cast", "gradient", "norm"]
 
 
-def cast(
-    x: Any, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
+def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
-    if type(x) in _PLAIN and not x.is_contiguous():
+    if type(x) in PLAIN and not x.is_contiguous():
         x = x.contiguous()
-    if not (takes(x) and has_blocks(quantizer, usage, x.shape)):
-        return twins.cast(x, quantizer, usage, again)
-    return launch.cast(x, quantizer, usage, again)
+    if not (takes(x) and has_blocks(into, x.shape)):
+        return twins.cast(x, into)
+    casting = Casting(into, x.shape, x.dtype, x.device, values=x)
+    forward(IDENTITY, (), x, None, None, casting)
+    return casting.made()
 
 
 def activation(
@@ -36,21 +37,17 @@ def activation(
     bias: Tensor | None,
     dtype: torch.dtype,
     keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
+    into: Into,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.activation`, by the kernels if they take the call."""
-    fits = (bias is None or bias.shape == x.shape[-1:]) and _splits(formula, x)
-    if not (
-        fits
-        and dtype in DTYPES
-        and takes(x, bias)
-        and has_blocks(quantizer, usage, _output(formula, x.shape))
-    ):
-        return twins.activation(op, x, bias, dtype, keep, quantizer, usage, again)
-    numbers = formula.numbers(op.numbers_of())
-    return launch.activation(formula, numbers, x, bias, dtype, keep, quantizer, usage, again)
+    shape = output_shape(op, x.shape)
+    fits = dtype in DTYPES and (bias is None or bias.shape == x.shape[-1:])
+    if shape is None or not (fits and takes(x, bias) and has_blocks(into, shape)):
+        return twins.activation(op, x, bias, dtype, keep, into)
+    kept = torch.empty_like(x, dtype=dtype) if keep else None
+    casting = Casting(into, shape, dtype, x.device)
+    forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
+    return casting.made(), kept
 
 
 def gradient(
@@ -60,52 +57,25 @@ def gradient(
     dy: Tensor,
     x: Tensor | None,
     needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
+    into: Into,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """:func:`opfuse_fp8.twins.gradient`, by the kernels if they take the call."""
     # autograd gives expanded ones, from a sum
     dy = (dy if x is None else dy.to(x.dtype)).contiguous()
-    shape = dy.shape if x is None else x.shape
+    shape, known = (dy.shape, dy) if x is None else (x.shape, None)
     parts = 2 if formula.gated and not formula.size else 1
-    fits = x is None or (_splits(formula, x) and dy.shape == _output(formula, x.shape))
-    if not (fits and takes(dy, x) and has_blocks(quantizer, usage, shape, parts)):
-        return twins.gradient(op, numbers, dy, x, needs_sums, quantizer, usage)
-    values = formula.numbers(numbers or ())
-    return launch.gradient(formula, values, dy, x, needs_sums, quantizer, usage)
+    fits = x is None or dy.shape == output_shape(op, shape)
+    if not (fits and takes(dy, x) and has_blocks(into, shape, parts)):
+        return twins.gradient(op, numbers, dy, x, needs_sums, into)
 
+    def launched(into: Into, sums_too: bool) -> tuple[QuantizedTensor, Tensor | None]:
+        casting = Casting(into, shape, dy.dtype, dy.device, values=known)
+        sums = backward(formula, formula.numbers(numbers or ()), dy, x, sums_too, casting)
+        return casting.made(), sums
 
-def takes(first: Any, *others: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
-    if not isinstance(first, Tensor) or not first.ndim or not first.numel():
-        return False
-    for tensor in (first, *others):
-        if tensor is not None and not (
-            type(tensor) in _PLAIN
-            and tensor.dtype in DTYPES
-            and tensor.is_contiguous()
-            and tensor.device == first.device
-        ):
-            return False
-    return True
-
-
-def _splits(formula: Formula, x: Tensor) -> bool:
-    """Whether the features of a gated activation split evenly."""
-    return not formula.gated or bool(x.ndim and x.shape[-1] % (2 * (formula.size or 1)) == 0)
-
-
-def _output(formula: Formula, shape: torch.Size) -> torch.Size:
-    return torch.Size((*shape[:-1], shape[-1] // 2)) if formula.gated else shape
-
-
-def has_blocks(quantizer: Any, usage: Usage, shape: torch.Size, parts: int = 1) -> bool:
-    """Whether blocks are whole where they have to be, also within halves that lie side by side."""
-    columns = shape[-1]
-    rows = shape.numel() // max(columns, 1)
-    if isinstance(quantizer, MXQuantizer):
-        across = usage.rowwise and columns % (32 * parts)
-        return not (across or (usage.columnwise and rows % 32))
-    if isinstance(quantizer, BlockQuantizer) and parts > 1:
-        return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
-    return True
+    if not takes_two_passes(formula, into):
+        return launched(into, needs_sums)
+    row, sums = launched(into._replace(usage=ROWWISE), needs_sums)
+    column, _ = launched(into._replace(usage=COLUMNWISE), False)
+    pairs = zip(row.tensors(), column.tensors(), strict=True)
+    return row.rebuild([a if b is None else b for a, b in pairs]), sums

@@ -35,8 +35,7 @@ class RecomputedActivation(FusedOperation):
         (ctx,) = basic_op_ctxs
         if "numbers" in act.context_names:
             act = act.with_numbers(ctx.numbers)
-        y: Tensor = act.forward_value(act.saved_input(ctx))
-        return y
+        return act.forward_value(act.saved_input(ctx))  # type: ignore[no-any-return]
 
 
 def recomputes(ops: Any, env: Environment) -> bool | str:
@@ -59,8 +58,8 @@ def is_asked_for(ops: Any, env: Environment) -> bool | str:
     return recomputes(ops, env)
 
 
-_LAST = -150
-"""The priority: fusions that are faster, and keep as little, go first."""
+# the priority: fusions that are faster, and keep as little, go first
+_EACH: Any = {"priority": -150, "needs_recipe": True}
 
 FORWARD = [
     Fusion(
@@ -68,18 +67,16 @@ FORWARD = [
         RecomputedActivation,
         recomputes,
         0.0,
-        priority=_LAST,
         name="recomputed activation",
         trades_time=True,
-        needs_recipe=True,
+        **_EACH,
     ),
     Fusion(
         (Subclasses(Activation),),
         RecomputedActivation,
         is_asked_for,
         0.0,
-        priority=_LAST,
         name="recomputed from codes",
-        needs_recipe=True,
+        **_EACH,
     ),
 ]

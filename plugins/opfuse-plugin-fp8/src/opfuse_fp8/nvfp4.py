@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from opfuse_quantized.formats import NVFP4Tensor
@@ -16,10 +16,10 @@ from opfuse_quantized.hadamard import mixed
 from torch import Tensor
 
 from opfuse import Quantizer
-from opfuse.core.quantization import QuantizedTensor, Usage, nothing_recorded
+from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded
 
 from . import casts
-from .quantizers import BaseQuantizer, as_matrix, update_delayed
+from .quantizers import BaseQuantizer, Tensors, as_matrix, sides_to_pad, update_delayed
 
 __all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
 
@@ -60,47 +60,32 @@ class NVFP4Quantizer(BaseQuantizer):
         mixed_ = ", columns mixed" if self.signs is not None else ""
         return f"E2M1, a scale per {BLOCK if self.square else 1} x {BLOCK}, and one{mixed_}"
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`opfuse_fp8.quantizers.BaseQuantizer.tensors_of`."""
         matrix = as_matrix(tensor)
-        self._check(tensor, matrix, usage)
-        one = other = _NOTHING
+        for side, size, advice in sides_to_pad(matrix, BOTH if self.square else usage, BLOCK):
+            raise ValueError(
+                f"NVFP4 expected {self.what} to have a multiple of 16 {side}, got a tensor of "
+                f"shape {tuple(tensor.shape)}, which has {size}: {advice}"
+            )
+        row = column = (None, None, None)  # type: tuple[Tensor | None, ...]
         if usage.rowwise:
-            one = self._copy(matrix, 0)
+            row = self._copy(matrix, 0)
         if usage.columnwise:
             turned = matrix.t()
             if self.signs is not None:
                 turned = _mixed_as_it_came(turned.contiguous(), self.signs)
-            other = self._copy(turned, 1)
-        data = one.data
-        if data is not None:
-            data = data.view(*tensor.shape[:-1], tensor.shape[-1] // 2)
-        return NVFP4Tensor(
-            tensor.shape,
-            tensor.dtype,
-            self,
-            rowwise_data=data,
-            rowwise_scale_inv=one.scale_inv,
-            columnwise_data=other.data,
-            columnwise_scale_inv=other.scale_inv,
-            rowwise_tensor_scale_inv=one.tensor_scale_inv,
-            columnwise_tensor_scale_inv=other.tensor_scale_inv,
-            columnwise_signs=self.signs,
-        )
+            column = self._copy(turned, 1)
+        return *row[:2], *column[:2], row[2], column[2]
 
-    def _check(self, tensor: Tensor, matrix: Tensor, usage: Usage) -> None:
-        for used, side, size in (
-            (usage.rowwise or self.square, "columns", matrix.shape[1]),
-            (usage.columnwise or self.square, "rows", matrix.shape[0]),
-        ):
-            if used and size % BLOCK:
-                raise ValueError(
-                    f"NVFP4 expected {self.what} to have a multiple of 16 {side}, got a tensor of "
-                    f"shape {tuple(tensor.shape)}, which has {size}: pad it with zeros to "
-                    f"{size + -size % BLOCK} {side}, or leave the op out by autocast(skip=[...])"
-                )
+    def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
+        """See :meth:`opfuse_fp8.quantizers.BaseQuantizer.over`."""
+        data, *others = tensors
+        data = None if data is None else data.view(*shape[:-1], shape[-1] // 2)
+        return NVFP4Tensor(shape, dtype, self, data, *others, columnwise_signs=self.signs)
 
-    def _copy(self, matrix: Tensor, which: int) -> _Copy:
-        """The codes and scales of a matrix.
+    def _copy(self, matrix: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The codes of a matrix, the scales of its blocks, and its own.
 
         Args:
             matrix: The values, blocks along the last dimension.
@@ -121,7 +106,7 @@ class NVFP4Quantizer(BaseQuantizer):
         finite = blocks.abs().amax((1, 3), keepdim=True).isfinite()
         scale = torch.where(finite, scale.float(), torch.nan).to(scale.dtype)
         each = scale.expand(-1, tall, -1, 1).reshape(rows, columns // BLOCK)
-        return _Copy(packed(self._codes(scaled, which) | signs), each.contiguous(), decode)
+        return packed(self._codes(scaled, which) | signs), each.contiguous(), decode
 
     def _codes(self, size: Tensor, which: int) -> Tensor:
         """The codes of E2M1 for magnitudes up to 6: the nearest, of two the even one; uint8."""
@@ -172,8 +157,9 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.arrived = nothing_recorded(device)
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        made = super()._make(tensor, usage)
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`NVFP4Quantizer.tensors_of`."""
+        made = super().tensors_of(tensor, usage)
         self.arrived.clamp_(min=0)
         return made
 
@@ -197,17 +183,6 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         place = torch.arange(like.numel(), device=like.device).to(torch.int32)
         bits = _hashed(_hashed(place ^ key) ^ key)
         return ((bits >> 8 & 0xFFFFFF).float() * 2.0**-24).view(like.shape)
-
-
-class _Copy(NamedTuple):
-    """One of the two copies of a tensor."""
-
-    data: Tensor | None
-    scale_inv: Tensor | None
-    tensor_scale_inv: Tensor | None
-
-
-_NOTHING = _Copy(None, None, None)
 
 
 def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
@@ -288,7 +263,7 @@ def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
     wide = casts.wide(matrix)
     # so that no sum overflows; it grows to at most 4 times the largest
     found = mixed(wide / 16, signs) * 16
-    most = torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX
+    most = min(torch.finfo(matrix.dtype).max, casts.FP32_MAX)
     groups = wide.reshape(matrix.shape[0], matrix.shape[1] // BLOCK, BLOCK)
     finite = groups.isfinite().all(-1, keepdim=True).expand(groups.shape).reshape(wide.shape)
     return torch.where(finite, found.clamp(-most, most), torch.nan).to(matrix.dtype)

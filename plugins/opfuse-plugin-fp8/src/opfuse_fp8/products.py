@@ -37,54 +37,38 @@ class _Product(FusedOperation):
 
 
 class ForwardProduct(_Product):
-    """Linear [+ bias]: the codes are multiplied, and the bias is added in the product."""
+    """Linear [+ bias], or linears side by side: a product of codes for each weight.
 
-    def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Tensor, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        linear, *biased = basic_op_ctxs
-        x, weight = BasicLinear.quantized_operands(linear, input_)
-        dtype = linear.dtype or x.dtype
-        bias = biased[0].params[0].to(dtype) if biased else None
-        left, right = Operand.of(x, ROWWISE), Operand.of(weight, ROWWISE)
-        y = multiply(left, right, dtype, bias=bias, fast=self._fast)
-        return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
-
-
-class ForwardParallelProduct(_Product):
-    """Linears side by side: a product of codes for each, and one copy to join them."""
+    A bias is added in the product where it can be; else before the result is rounded.
+    """
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         op: Any = self.basic_ops[0]
-        ctx = basic_op_ctxs[0]
-        x, weights, biases = op.quantized_operands(ctx, input_)
+        ctx, *biased = basic_op_ctxs
+        if isinstance(op, ParallelLinear):
+            x, weights, biases = op.quantized_operands(ctx, input_)
+        else:
+            x, weight = BasicLinear.quantized_operands(ctx, input_)
+            weights, biases = [weight], [biased[0].params[0] if biased else None]
         dtype, left = ctx.dtype or x.dtype, Operand.of(x, ROWWISE)
         parts = []
         for weight, bias in zip(weights, biases, strict=True):
-            inside = bias is not None and self._adds_bias  # else it is added before the rounding
+            inside = bias is not None and self._adds_bias
             made = torch.float32 if bias is not None and not inside else dtype
             given = bias.to(dtype) if inside else None
             right = Operand.of(weight, ROWWISE)
             part = multiply(left, right, made, bias=given, fast=self._fast)
             parts.append(part if bias is None or inside else part.add_(bias).to(dtype))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-        return y.view(*x.shape[:-1], y.shape[1]), ((),)
+        return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
 
 
 class BackwardProduct(_Product):
-    """The backward of a linear: products of codes for the gradients of input and weight."""
+    """The backward of a linear: products of codes for the gradients of input and weight.
 
-    def fuser_backward(
-        self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
-    ) -> tuple[Tensor | None, Any, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        op: Any = self.basic_ops[0]
-        dx, grads = gradients(basic_op_ctxs[0], grad_output, [op.out_features])
-        return dx, (grads,), ((),)
-
-
-class BackwardParallelProduct(_Product):
-    """The same of linears side by side: the gradients of the input are added up in fp32."""
+    The gradients of one input of several linears side by side are added up in fp32.
+    """
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
@@ -92,8 +76,15 @@ class BackwardParallelProduct(_Product):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         op: Any = self.basic_ops[0]
         ctx = basic_op_ctxs[0]
-        dx, grads = gradients(ctx, grad_output, op.sizes)
-        return dx, ((*grads, *op.bias_grads(ctx, grad_output)),), ((),)
+        dx, grads = gradients(ctx, grad_output, _sizes(op))
+        if isinstance(op, ParallelLinear):
+            grads = *grads, *op.bias_grads(ctx, grad_output)
+        return dx, (grads,), ((),)
+
+
+def _sizes(op: Any) -> tuple[int, ...]:
+    """The output features of each weight."""
+    return tuple(getattr(op, "sizes", (op.out_features,)))
 
 
 def gradients(
@@ -112,19 +103,18 @@ def gradients(
     dy = ctx.quantizers["grad_output"](grad_output, Usage(dgrad, wgrad))
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     spans = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-    dx, grads, alone = None, [None] * len(sizes), len(sizes) == 1
+    dx, grads = None, [None] * len(sizes)
     if dgrad:
         left = Operand.of(dy, ROWWISE)
-        wide = dtype if alone else torch.float32
+        wide = dtype if len(sizes) == 1 else torch.float32
         for span, weight in zip(spans, weights, strict=True):
-            part = left if alone else left.inner(*span)
-            product = multiply(part, Operand.of(weight, COLUMNWISE), wide)
+            product = multiply(left.inner(*span), Operand.of(weight, COLUMNWISE), wide)
             dx = product if dx is None else dx.add_(product)
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
         left, right = Operand.of(dy, COLUMNWISE), Operand.of(x, COLUMNWISE)
-        parts = [left if alone else left.outer(*span) for span in spans]
+        parts = [left.outer(*span) for span in spans]
         wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
         grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]
     return dx, tuple(grads)
@@ -140,23 +130,15 @@ def forward_runs(ops: Any, env: Environment) -> bool | str:
 
 def backward_runs(ops: Any, env: Environment) -> bool | str:
     """The same of a backward."""
-    return _plain_backward(env) or _emulated(ops, env) or _two_formats(env) or True
-
-
-def _plain_backward(env: Environment) -> str:
-    """Why a backward has nothing quantized to multiply; empty: it has."""
-    override = None if env.recipe is None else env.recipe.backward_override
-    if override is None:
-        return ""
-    return f"backward_override={override!r}: the backward multiplies plain tensors"
-
-
-def _two_formats(env: Environment) -> str:
-    """Why gradients are not multiplied with what they are; empty: they are."""
     recipe: Any = env.recipe
-    if hardware.kind_of(type(recipe)) == "tensor" or recipe.fp8_format is recipes.Format.E4M3:
-        return ""
-    return "emulated: blocks are multiplied in E4M3, and Format.HYBRID has gradients in E5M2"
+    override = None if recipe is None else recipe.backward_override
+    if override is not None:
+        return f"backward_override={override!r}: the backward multiplies plain tensors"
+    if why := _emulated(ops, env):
+        return why
+    if hardware.kind_of(type(recipe)) != "tensor" and recipe.fp8_format is not recipes.Format.E4M3:
+        return "emulated: blocks are multiplied in E4M3, and Format.HYBRID has gradients in E5M2"
+    return True
 
 
 def _emulated(ops: Any, env: Environment) -> str:
@@ -180,7 +162,7 @@ def _emulated(ops: Any, env: Environment) -> str:
 
 def _does_not_fit(op: Any, kind: str, env: Environment) -> str:
     """Which dimension of a linear no GEMM takes on a GPU, as a sentence."""
-    who, sizes = type(op).__name__, getattr(op, "sizes", (op.out_features,))
+    who, sizes = type(op).__name__, _sizes(op)
     for what, size in (("in_features", op.in_features), *[("out_features", s) for s in sizes]):
         if size % DEPTH:
             pad = size + -size % DEPTH
@@ -210,51 +192,23 @@ def _bias_apart(env: Environment) -> str:
     return ""
 
 
-_FIRST = 50
-"""The priority: what a recipe is for goes before what saves a pass over memory."""
+def _saved(ops: Any, env: Environment) -> float:
+    """A bias that is added in the product saves a pass over memory."""
+    return float(len(ops))
+
+
+# what a recipe is for goes before what saves a pass over memory
+_EACH: Any = {"priority": 50, "needs_row_alignment": True, "needs_recipe": True}
 
 FORWARD = [
-    Fusion(
-        (BasicLinear, Optional(Bias)),
-        ForwardProduct,
-        forward_runs,
-        lambda ops, env: float(len(ops)),
-        priority=_FIRST,
-        name="fp8 linear+bias",
-        needs_row_alignment=True,
-        needs_recipe=True,
-    ),
-    Fusion(
-        (ParallelLinear,),
-        ForwardParallelProduct,
-        forward_runs,
-        1.0,
-        priority=_FIRST,
-        name="fp8 parallel linear",
-        needs_row_alignment=True,
-        needs_recipe=True,
-    ),
+    Fusion(pattern, ForwardProduct, forward_runs, _saved, name=name, **_EACH)
+    for pattern, name in (
+        ((BasicLinear, Optional(Bias)), "fp8 linear+bias"),
+        ((ParallelLinear,), "fp8 parallel linear"),
+    )
 ]
 
 BACKWARD = [
-    Fusion(
-        (BasicLinear,),
-        BackwardProduct,
-        backward_runs,
-        1.0,
-        priority=_FIRST,
-        name="fp8 linear",
-        needs_row_alignment=True,
-        needs_recipe=True,
-    ),
-    Fusion(
-        (ParallelLinear,),
-        BackwardParallelProduct,
-        backward_runs,
-        1.0,
-        priority=_FIRST,
-        name="fp8 parallel linear",
-        needs_row_alignment=True,
-        needs_recipe=True,
-    ),
+    Fusion((of,), BackwardProduct, backward_runs, 1.0, name=name, **_EACH)
+    for of, name in ((BasicLinear, "fp8 linear"), (ParallelLinear, "fp8 parallel linear"))
 ]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
-from opfuse.core.quantization import QuantizedTensor, Usage, nothing_recorded, unchanged
+from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
 
 from . import casts
@@ -23,6 +24,9 @@ __all__ = [
     "IdentityQuantizer",
     "MXQuantizer",
 ]
+
+
+Tensors = Sequence[Tensor | None]
 
 
 def named(role: QuantizerRole) -> str:
@@ -50,17 +54,42 @@ class RefusingQuantizer(Quantizer):
 
 
 class BaseQuantizer(Quantizer):
-    """Writes into ``out`` where that is asked for; ``_make`` quantizes."""
+    """Computes plain tensors, and makes a quantized one of them; writes into ``out`` if asked.
+
+    Attributes:
+        format: The class of what it makes.
+    """
+
+    format: ClassVar[type[QuantizedTensor]]
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         """See :meth:`opfuse.Quantizer.quantize`."""
         with torch.no_grad():
-            return _written(self._make(tensor, usage), out)
+            made = self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
+            return _written(made, out)
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """The tensors of the format, in its order; exponents of MX scales as bytes.
+
+        Args:
+            tensor: The values.
+            usage: Which copies are needed.
+        """
         raise NotImplementedError
+
+    def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
+        """A quantized tensor over what :meth:`tensors_of`, or a kernel, computed.
+
+        Args:
+            shape: The shape of the values, in which the first tensor is viewed.
+            dtype: The dtype of the values.
+            tensors: As :meth:`tensors_of` gives them.
+        """
+        data, *others = tensors
+        data = None if data is None else data.view(shape)
+        return self.format(shape, dtype, self, data, *others)
 
 
 def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
@@ -95,6 +124,8 @@ class _TensorQuantizer(BaseQuantizer):
         dtype: An FP8 dtype.
     """
 
+    format = ScaledTensor
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
@@ -102,20 +133,11 @@ class _TensorQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, one scale"
 
-    def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> ScaledTensor:
-        """The tensor, cast with a scale.
-
-        Args:
-            tensor: The values.
-            usage: Which copies are needed.
-            scale: What they are multiplied by: fp32, (1,).
-        """
+    def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> Tensors:
+        """The tensors of the format for values that are multiplied by ``scale``: fp32, (1,)."""
         codes = casts.cast(tensor, scale, self.dtype).reshape(tensor.shape).contiguous()
         transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
-        rowwise = codes if usage.rowwise else None
-        return ScaledTensor(
-            tensor.shape, tensor.dtype, self, rowwise, transposed, scale.reciprocal()
-        )
+        return codes if usage.rowwise else None, transposed, scale.reciprocal()
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -150,7 +172,8 @@ class CurrentQuantizer(_TensorQuantizer):
         super().__init__(dtype)
         self.power_of_2 = power_of_2
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
         most = torch.finfo(self.dtype).max
         scale = casts.scale_of(
             casts.largest(tensor), most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX
@@ -176,6 +199,7 @@ class DelayedQuantizer(_TensorQuantizer):
             between updates; the last row is the latest, as in Transformer Engine.
     """
 
+    format = RescaledTensor
     state_names = ("scale", "amax", "amax_history")
     pending_names = ("amax",)
 
@@ -199,9 +223,11 @@ class DelayedQuantizer(_TensorQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{super().describe()}, of earlier steps"
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
         self.record(casts.largest(tensor))
-        return self._rescaled(tensor, usage, self.scale.clone())
+        scale = self.scale.clone()
+        return *self.with_scale(tensor, usage, scale), scale
 
     def record(self, amax: Tensor) -> None:
         """Take note of the largest magnitude of a tensor, which a kernel may have found.
@@ -211,16 +237,12 @@ class DelayedQuantizer(_TensorQuantizer):
         """
         torch.maximum(self.amax, amax, out=self.amax)
 
-    def _rescaled(self, tensor: Tensor, usage: Usage, scale: Tensor) -> QuantizedTensor:
-        made = self.with_scale(tensor, usage, scale)
-        copies = made.rowwise_data, made.columnwise_data
-        return RescaledTensor(made.shape, made.dtype, self, *copies, made.scale_inv, scale)
-
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Cast again with the scale of then; see :meth:`opfuse.Quantizer.requantize`."""
         assert isinstance(scales, RescaledTensor) and scales.scale is not None
         with torch.no_grad():
-            return self._rescaled(tensor, usage, scales.scale)
+            made = *self.with_scale(tensor, usage, scales.scale), scales.scale
+            return self.over(tensor.shape, tensor.dtype, made)
 
     def advance(self, amax: Tensor) -> None:
         """Take in the largest magnitude of a step, and compute the next scale.
@@ -255,14 +277,13 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
     """
     if not quantizers:
         return
-    delayed: list[DelayedQuantizer] = []
     for quantizer in quantizers:
         if not isinstance(quantizer, DelayedQuantizer):
             raise TypeError(
                 f"expected quantizers with state to be a DelayedQuantizer, which this recipe "
                 f"advances, got {type(quantizer).__name__}: derive from it, or write a recipe"
             )
-        delayed.append(quantizer)
+    delayed: Any = quantizers
     device = delayed[0].amax.device
     amaxes = torch.cat([quantizer.amax.to(device) for quantizer in delayed])
     if group is not None:
@@ -273,7 +294,22 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         quantizer.discard()
 
 
-class BlockQuantizer(BaseQuantizer):
+class _BlockwiseQuantizer(BaseQuantizer):
+    """Each copy is cast by itself, with the scales of its blocks."""
+
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
+        matrix = as_matrix(tensor)
+        one = self._copy(matrix) if usage.rowwise else (None, None)
+        other = self._copy(matrix.t()) if usage.columnwise else (None, None)
+        return *one, *other
+
+    def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of a matrix, contiguous, and the scales of its blocks."""
+        raise NotImplementedError
+
+
+class BlockQuantizer(_BlockwiseQuantizer):
     """A scale for each block of 1 x 128 or 128 x 128 values.
 
     Args:
@@ -291,25 +327,20 @@ class BlockQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a scale per {self.block[0]} x {self.block[1]}"
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = as_matrix(tensor)
-        one = self._copy(matrix) if usage.rowwise else (None, None)
-        other = self._copy(matrix.t()) if usage.columnwise else (None, None)
-        data = None if one[0] is None else one[0].reshape(tensor.shape)
-        given = tensor.shape, tensor.dtype, self, data, one[1], *other
-        return BlockScaledTensor(*given, block=self.block)
+    def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
+        """See :meth:`BaseQuantizer.over`."""
+        data, *others = tensors
+        data = None if data is None else data.view(shape)
+        return BlockScaledTensor(shape, dtype, self, data, *others, block=self.block)
 
     def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, contiguous, and their scales, as the format has them."""
         rows, columns = matrix.shape
         tall, wide = self.block
         down, across = -(-rows // tall), -(-columns // wide)
         padded = matrix.new_zeros(down * tall, across * wide)
         padded[:rows, :columns] = matrix
         blocks = padded.view(down, tall, across, wide)
-        infinite = (
-            torch.finfo(matrix.dtype).max if matrix.dtype != torch.float64 else casts.FP32_MAX
-        )
+        infinite = min(torch.finfo(matrix.dtype).max, casts.FP32_MAX)
         scale = casts.scale_of(
             casts.largest(blocks, (1, 3)),
             torch.finfo(self.dtype).max,
@@ -321,13 +352,11 @@ class BlockQuantizer(BaseQuantizer):
         if tall == 1:
             inverse = inverse.t().contiguous()
         else:
-            room = inverse.new_zeros(down, 4 * -(-across // 4))
-            room[:, :across] = inverse
-            inverse = room
+            inverse = F.pad(inverse, (0, -across % 4))
         return codes[:rows, :columns].contiguous(), inverse
 
 
-class MXQuantizer(BaseQuantizer):
+class MXQuantizer(_BlockwiseQuantizer):
     """A power of two for each 32 values along what a product sums over.
 
     Args:
@@ -336,6 +365,7 @@ class MXQuantizer(BaseQuantizer):
         who: What errors call the tensor.
     """
 
+    format = MXTensor
     row_multiple = 32
 
     def __init__(self, dtype: torch.dtype, square: bool = False, *, who: str = "a tensor") -> None:
@@ -345,48 +375,57 @@ class MXQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a power of two per {32 if self.square else 1} x 32"
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        matrix = as_matrix(tensor)
-        for used, side, size in (
-            (usage.rowwise or self.square, "columns", matrix.shape[1]),
-            (usage.columnwise or self.square, "rows", matrix.shape[0]),
-        ):
-            if used and size % 32:
-                raise ValueError(
-                    f"MXFP8 expected a multiple of 32 {side}, got {self._who} of shape "
-                    f"{tuple(tensor.shape)}: pad it with zeros to {size + -size % 32} {side}, or "
-                    f"leave the op out by autocast(skip=[...])"
-                )
-        one = self._copy(matrix) if usage.rowwise else (None, None)
-        other = self._copy(matrix.t()) if usage.columnwise else (None, None)
-        data = None if one[0] is None else one[0].reshape(tensor.shape)
-        return MXTensor(tensor.shape, tensor.dtype, self, data, one[1], *other)
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
+        needed = BOTH if self.square else usage
+        for side, _, advice in sides_to_pad(as_matrix(tensor), needed, 32):
+            raise ValueError(
+                f"MXFP8 expected a multiple of 32 {side}, got {self._who} of shape "
+                f"{tuple(tensor.shape)}: {advice}"
+            )
+        return super().tensors_of(tensor, usage)
+
+    def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
+        """See :meth:`BaseQuantizer.over`."""
+        codes, scales = tensors[::2], tensors[1::2]
+        exponents = [None if s is None else s.view(torch.float8_e8m0fnu) for s in scales]
+        return super().over(shape, dtype, (codes[0], exponents[0], codes[1], exponents[1]))
 
     def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, contiguous, and the exponents of their blocks."""
         rows, columns = matrix.shape
         tall = 32 if self.square else 1
         blocks = matrix.reshape(rows // tall, tall, columns // 32, 32)
         exponent = casts.e8m0_of(casts.largest(blocks, (1, 3)), self.dtype)
         codes = casts.cast(blocks, casts.e8m0_scale(exponent), self.dtype).view(rows, columns)
         each = exponent.expand(-1, tall, -1, 1).reshape(rows, columns // 32)
-        return codes.contiguous(), each.contiguous().view(torch.float8_e8m0fnu)
+        return codes.contiguous(), each.contiguous()
 
 
 class IdentityQuantizer(BaseQuantizer):
     """Leaves values as they are: for tensors that a :class:`CustomRecipe` does not quantize."""
 
+    format = ScaledTensor
     quantizes = False
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return "unchanged"
 
-    def _make(self, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        return unchanged(tensor, usage, self)
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
+        return unchanged(tensor, usage, self).tensors()
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """All dimensions but the last together are the rows; without gradients."""
     columns = tensor.shape[-1] if tensor.ndim else 1
     return tensor.detach().reshape(tensor.shape[:-1].numel(), columns)
+
+
+def sides_to_pad(matrix: Tensor, usage: Usage, multiple: int) -> Iterator[tuple[str, int, str]]:
+    """The sides of a matrix that blocks do not fill: name, size, and advice for an error."""
+    rows, columns = matrix.shape
+    for used, side, size in ((usage.rowwise, "columns", columns), (usage.columnwise, "rows", rows)):
+        if used and size % multiple:
+            advice = f"pad it with zeros to {size + -size % multiple} {side}"
+            yield side, size, f"{advice}, or leave the op out by autocast(skip=[...])"

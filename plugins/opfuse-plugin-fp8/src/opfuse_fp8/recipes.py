@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -75,6 +75,7 @@ class _FP8Recipe(opfuse.Recipe):
     """
 
     scales: ClassVar[str] = ""
+    _choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # of a field that has only some values
     _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
     fp8_dpa: bool = dataclasses.field(default=False, kw_only=True)
     fp8_mha: bool = dataclasses.field(default=False, kw_only=True)
@@ -102,6 +103,12 @@ class _FP8Recipe(opfuse.Recipe):
                         f"{type(self).__name__}: E5M2 for every tensor has two bits of mantissa, "
                         f"too few to train with; expected Format.E4M3 or Format.HYBRID"
                     )
+        for name, choices in self._choices.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: expected {' or '.join(map(repr, choices))}, "
+                    f"got {value!r}"
+                )
         if self.fp8_dpa or self.fp8_mha:
             raise ValueError(
                 f"{type(self).__name__}: fp8_dpa and fp8_mha are about attention, for which opfuse "
@@ -148,6 +155,7 @@ class DelayedScaling(_FP8Recipe):
     scaling_factor_compute_algo: None = None
     reduce_amax: bool = True
     scales = "tensor"
+    _choices: ClassVar = {"amax_compute_algo": ("max", "most_recent")}
 
     def __post_init__(self) -> None:
         """Refuse what no recipe is."""
@@ -158,11 +166,6 @@ class DelayedScaling(_FP8Recipe):
                     f"checkpoint; write a quantizer of your own and a CustomRecipe"
                 )
         super().__post_init__()
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                f"DelayedScaling.amax_compute_algo: expected 'max' or 'most_recent', "
-                f"got {self.amax_compute_algo!r}"
-            )
         if self.scaling_factor_compute_algo is not None:
             self._refuse("scaling_factor_compute_algo", "None", self.scaling_factor_compute_algo)
         if not -126 <= self.margin <= 127:
@@ -235,16 +238,11 @@ class Float8BlockScaling(_FP8Recipe):
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
     scales = "block"
+    _choices: ClassVar = {f"{name}_block_scaling_dim": (1, 2) for name in ("x", "w", "grad")}
 
     def __post_init__(self) -> None:
         """Refuse what no recipe is."""
         super().__post_init__()
-        for name in ("x", "w", "grad"):
-            field = f"{name}_block_scaling_dim"
-            if getattr(self, field) not in (1, 2):
-                raise ValueError(
-                    f"Float8BlockScaling.{field}: expected 1 or 2, got {getattr(self, field)}"
-                )
         if self.w_block_scaling_dim == 2 and 2 in (
             self.x_block_scaling_dim,
             self.grad_block_scaling_dim,
@@ -280,12 +278,7 @@ class MXFP8BlockScaling(_FP8Recipe):
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
     scales = "mx"
-
-    def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
-        super().__post_init__()
-        if self.margin != 0:
-            raise ValueError(f"MXFP8BlockScaling.margin: expected 0, got {self.margin}")
+    _choices: ClassVar = {"margin": (0,)}
 
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
         """See :meth:`_FP8Recipe.new_quantizer`."""

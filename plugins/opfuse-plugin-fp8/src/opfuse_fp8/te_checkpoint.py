@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import te_pickle
-from .recipes import DelayedScaling, Format
-from .te_pickle import short
+from .recipes import BY_NAME, DelayedScaling, Format
+from .te_pickle import Refused, short
 
 __all__ = ["from_te_extra_state"]
 
@@ -21,18 +21,17 @@ _NAME = "fp8-delayed"
 _FORMATS = {(448.0, 448.0): Format.E4M3, (448.0, 57344.0): Format.HYBRID}
 _MODES = ("forward", "backward", "input", "param", "grad_output")  # the last three: 1.13
 _OP = "saved by an op"
+_ADVICE = (
+    "set the state by hand from scale and amax_history of the module's fp8_meta, which "
+    "Transformer Engine gives after loading the checkpoint, or leave the key out"
+)
 _FIELDS = (
     *("margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
     "reduce_amax",
 )
 _KNOWN = {"recipe", "scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 _TENSORS = ("input", "weight", "grad_output")
-_STATELESS = (
-    "Float8CurrentScaling",
-    "Float8BlockScaling",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-)
+_STATELESS = {cls.__name__ for cls in BY_NAME.values()} - {"DelayedScaling", "CustomRecipe"}
 
 
 class _Column(NamedTuple):
@@ -88,38 +87,45 @@ def from_te_extra_state(
             f"from_te_extra_state: recipe expected a DelayedScaling or {_NAME!r}, got {recipe!r}"
         )
     names = dict(names or {})
-    found = {key: value for key, value in state_dict.items() if not _is_extra(key)}
-    seen = set()
-    for key, value in state_dict.items():
-        if _is_extra(key):
-            module = key.removesuffix(_KEY).removesuffix(".")
-            seen.add(module)
-            found |= _read(key, value, recipe, names.get(module), found)
-    if unknown := sorted(names.keys() - seen):
+    modules = {
+        key: key.removesuffix(_KEY).removesuffix(".") for key in state_dict if _is_extra(key)
+    }
+    if unknown := sorted(names.keys() - set(modules.values())):
+        known = ", ".join(map(repr, sorted(modules.values()))) or "none"
         raise ValueError(
             f"from_te_extra_state: names has {unknown[0]!r}, of which the checkpoint has no "
-            f"{_KEY}; it has {', '.join(map(repr, sorted(seen))) or 'none'}"
+            f"{_KEY}; it has {known}"
         )
+    found = {key: value for key, value in state_dict.items() if key not in modules}
+    for key, module in modules.items():
+        found |= _read(key, module, state_dict[key], recipe, names.get(module), found)
     return found
 
 
 def _read(
     key: str,
+    module: str,
     value: Any,
     recipe: DelayedScaling | None,
     names: str | Sequence[str] | None,
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What goes into the checkpoint for one extra state; every error says which."""
+    if not isinstance(value, io.BytesIO | bytes | bytearray | None) and not (
+        isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel())
+    ):
+        raise TypeError(
+            f"{key}: expected what Transformer Engine saves, a uint8 tensor or io.BytesIO, "
+            f"got {type(value).__name__}"
+        )
     try:
-        state = _merged(key, _content(key, value))
+        state = _merged(_content(value))
         if not state or _is_stateless(state):
             return {}
-        module = key.removesuffix(_KEY).removesuffix(".")
-        return _entries(key, state, recipe, _targets(module, state, names), found)
+        return _entries(module, state, recipe, _targets(module, state, names), found)
+    except Refused as error:
+        raise ValueError(f"{key}: {error}") from error.__cause__
     except Exception as error:
-        if isinstance(error, TypeError | ValueError) and str(error).startswith(f"{key}: "):
-            raise
         raise ValueError(
             f"{key}: it is not what Transformer Engine saves: {type(error).__name__}: "
             f"{str(error)[:300]}"
@@ -130,54 +136,37 @@ def _is_extra(key: str) -> bool:
     return key == _KEY or key.endswith(f".{_KEY}")
 
 
-def _content(key: str, value: Any) -> Any:
-    """What an extra state holds; None where that is nothing.
-
-    Raises:
-        ValueError: It is not to be read without running it.
-    """
-    help_ = (
-        "set the state by hand from scale and amax_history of the module's fp8_meta, which "
-        "Transformer Engine gives after loading the checkpoint, or leave the key out"
-    )
+def _content(value: Any) -> Any:
+    """What an extra state holds; None where that is nothing. Nothing in it is run."""
     if isinstance(value, io.BytesIO):
         try:
             return torch.load(io.BytesIO(value.getvalue()), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ValueError(
-                f"{key}: torch.load(weights_only=True) refuses it: {te_pickle.why(error)}; {help_}"
+            raise Refused(
+                f"torch.load(weights_only=True) refuses it: {te_pickle.why(error)}; {_ADVICE}"
             ) from None
-    if isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel()):
-        pickled = bytes(value.detach().cpu().flatten().tolist()) if value.numel() else b""
-    elif isinstance(value, bytes | bytearray):
-        pickled = bytes(value)
-    elif value is None:
-        return None
-    else:
-        raise TypeError(
-            f"{key}: expected what Transformer Engine saves, a uint8 tensor or io.BytesIO, "
-            f"got {type(value).__name__}"
-        )
+    if isinstance(value, Tensor):
+        value = bytes(value.detach().cpu().flatten().tolist()) if value.numel() else b""
     try:
-        return te_pickle.read(pickled) if pickled else None
-    except te_pickle.NotReadable as error:
-        raise ValueError(f"{key}: {error}; {help_}") from error
+        return te_pickle.read(bytes(value)) if value else None
+    except Refused as error:
+        raise Refused(f"{error}; {_ADVICE}") from error
 
 
-def _merged(key: str, content: Any) -> dict[str, Any]:
+def _merged(content: Any) -> dict[str, Any]:
     """The scales of an extra state in one dictionary; ``te.ops`` has one for each pass."""
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ValueError(f"{key}: expected a dictionary, got {type(content).__name__}")
+        raise Refused(f"expected a dictionary, got {type(content).__name__}")
     parts = [(mode, content[mode]) for mode in _MODES if content.get(mode) is not None]
     found: dict[str, Any] = {_OP: True} if any(mode in content for mode in _MODES) else {}
     for mode, part in parts if found else [("", content)]:
         if not isinstance(part, dict):
-            raise ValueError(f"{key}: expected a dictionary in {mode!r}, got {type(part).__name__}")
+            raise Refused(f"expected a dictionary in {mode!r}, got {type(part).__name__}")
         if part and not _KNOWN & part.keys():
-            raise ValueError(
-                f"{key}: expected one of {', '.join(sorted(_KNOWN))}, got {short([*part])}; leave "
+            raise Refused(
+                f"expected one of {', '.join(sorted(_KNOWN))}, got {short([*part])}; leave "
                 f"the key out if it is no state of a recipe"
             )
         for name, value in part.items():
@@ -200,29 +189,28 @@ def _targets(module: str, state: dict[str, Any], given: str | Sequence[str] | No
 
 
 def _entries(
-    key: str,
+    module: str,
     state: dict[str, Any],
     recipe: DelayedScaling | None,
     targets: list[str],
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What goes into the checkpoint for one extra state."""
-    products, saved = _products(key, state), state.get("recipe")
+    products, saved = _products(state), state.get("recipe")
     if not products:
         if isinstance(saved, te_pickle.Value | None):
             return {}
-        raise ValueError(f"{key}: expected a recipe, got {short(saved)}")
+        raise Refused(f"expected a recipe, got {short(saved)}")
     rows = next(len(column.history) for column in products[0].values() if column)
-    recipe = _recipe(key, saved, rows) if recipe is None else recipe
+    recipe = _recipe(saved, rows) if recipe is None else recipe
     if recipe.amax_history_len != rows:
-        raise ValueError(
-            f"{key}: expected a history of {recipe.amax_history_len} steps, the amax_history_len "
-            f"of the recipe, got {rows}"
+        raise Refused(
+            f"expected a history of {recipe.amax_history_len} steps, the amax_history_len of the "
+            f"recipe, got {rows}"
         )
     if len(targets) != len(products):
-        module = key.removesuffix(_KEY).removesuffix(".")
-        raise ValueError(
-            f"{key}: it has the scales of {len(products)} products, and the number of ops for "
+        raise Refused(
+            f"it has the scales of {len(products)} products, and the number of ops for "
             f"them is {len(targets)}: pass names={{{module!r}: [the op of each]}}, or leave the "
             f"key out if it is no linear layer"
         )
@@ -232,30 +220,30 @@ def _entries(
     return made
 
 
-def _products(key: str, state: dict[str, Any]) -> list[_Product]:
+def _products(state: dict[str, Any]) -> list[_Product]:
     """The state of the tensors of each product, by what a linear layer of opfuse calls them."""
-    forward, backward = _columns(key, state, "fwd"), _columns(key, state, "bwd")
+    forward, backward = _columns(state, "fwd"), _columns(state, "bwd")
     if not forward and not backward:
         return []
     lengths = [len(column.history) for column in (*forward, *backward)]
     if min(lengths) != max(lengths):
-        raise ValueError(
-            f"{key}: expected histories of one length, got {len(forward[0].history)} steps forward "
+        raise Refused(
+            f"expected histories of one length, got {len(forward[0].history)} steps forward "
             f"and {len(backward[0].history)} backward"
         )
     if _OP not in state:
         count = len(forward) // 3
         if not count or (len(forward), len(backward)) != (3 * count, 2 * count):
-            raise ValueError(
-                f"{key}: expected 3 forward and 2 backward scales for each product of a module, "
+            raise Refused(
+                f"expected 3 forward and 2 backward scales for each product of a module, "
                 f"got {len(forward)} and {len(backward)}"
             )
         columns = [(*forward[3 * i : 3 * i + 2], backward[2 * i]) for i in range(count)]
         return [dict(zip(_TENSORS, of_one, strict=True)) for of_one in columns]
     groups = len(forward) // 2
     if not groups or len(forward) != 2 * groups or len(backward) not in (0, groups):
-        raise ValueError(
-            f"{key}: expected the 2 forward scales and 1 backward scale of a linear op, or as many "
+        raise Refused(
+            f"expected the 2 forward scales and 1 backward scale of a linear op, or as many "
             f"for each group of one, got {len(forward)} and {len(backward)}: leave the key out if "
             f"the op has no weight"
         )
@@ -265,14 +253,14 @@ def _products(key: str, state: dict[str, Any]) -> list[_Product]:
     return [dict(zip(in_order, [*forward, *(backward or [None] * groups)], strict=True))]
 
 
-def _columns(key: str, state: dict[str, Any], way: str) -> list[_Column]:
+def _columns(state: dict[str, Any], way: str) -> list[_Column]:
     scale, history = state.get(f"scale_{way}"), state.get(f"amax_history_{way}")
     if scale is None and history is None:
         return []
     good = _is_numbers(scale) and _is_numbers(history)
     if not good or scale.ndim != 1 or history.ndim != 2 or len(scale) != history.shape[1]:
-        raise ValueError(
-            f"{key}: expected floating-point numbers in scale_{way} of shape (n,) and "
+        raise Refused(
+            f"expected floating-point numbers in scale_{way} of shape (n,) and "
             f"amax_history_{way} of shape (steps, n), got {_shape(scale)} and {_shape(history)}"
         )
     whole = history.isinf()  # of fp64, before it becomes so in fp32
@@ -280,8 +268,8 @@ def _columns(key: str, state: dict[str, Any], way: str) -> list[_Column]:
     # the reciprocal, by which a product is multiplied, is to be a number too
     usable = scale.isfinite() & (scale > 0) & scale.reciprocal().isfinite()
     if not usable.all() or not (history >= 0).all() or not (history.isinf() == whole).all():
-        raise ValueError(
-            f"{key}: expected positive scales and maxima that float32 holds, got others in {way}"
+        raise Refused(
+            f"expected positive scales and maxima that float32 holds, got others in {way}"
         )
     return [_Column(scale[i : i + 1], history[:, i]) for i in range(len(scale))]
 
@@ -298,7 +286,7 @@ def _shape(value: Any) -> str:
     return shape if _is_numbers(value) else f"{shape} of {value.dtype}"
 
 
-def _recipe(key: str, saved: Any, rows: int) -> DelayedScaling:
+def _recipe(saved: Any, rows: int) -> DelayedScaling:
     """The recipe that an extra state names; before 2.0 it names none.
 
     Raises:
@@ -308,37 +296,29 @@ def _recipe(key: str, saved: Any, rows: int) -> DelayedScaling:
         return DelayedScaling(amax_history_len=rows)
     if not isinstance(saved, te_pickle.Value) or saved.name.name != "DelayedScaling":
         what = saved.name if isinstance(saved, te_pickle.Value) else short(saved)
-        raise ValueError(f"{key}: expected the state of DelayedScaling, got that of {what}")
+        raise Refused(f"expected the state of DelayedScaling, got that of {what}")
     fields = {**dataclasses.asdict(DelayedScaling()), **saved.fields}
     functions = [str(value) for value in fields.values() if isinstance(value, te_pickle.Name)]
     if functions:
-        raise ValueError(
-            f"{key}: its recipe has the function {functions[0]}, which is no part of a recipe of "
+        raise Refused(
+            f"its recipe has the function {functions[0]}, which is no part of a recipe of "
             f"opfuse; pass recipe=..."
         )
     overridden = fields.pop("override_linear_precision", None)
     if any(value is not False for value in getattr(overridden, "given", ())):
-        raise ValueError(
-            f"{key}: its recipe has override_linear_precision, which opfuse has not; "
-            f"pass recipe=..."
+        raise Refused(
+            "its recipe has override_linear_precision, which opfuse has not; pass recipe=..."
         )
     plain = str | int | float | None
     odd = [name for name in _FIELDS if not isinstance(fields[name], plain)]
     if odd:
-        raise ValueError(f"{key}: its recipe has {short(fields[odd[0]])} as its {odd[0]}")
+        raise Refused(f"its recipe has {short(fields[odd[0]])} as its {odd[0]}")
     try:
-        return DelayedScaling(
-            margin=int(fields["margin"]),
-            fp8_format=_format(fields["fp8_format"]),
-            amax_history_len=int(fields["amax_history_len"]),
-            amax_compute_algo=fields["amax_compute_algo"],
-            scaling_factor_compute_algo=fields["scaling_factor_compute_algo"],
-            reduce_amax=fields["reduce_amax"],
-        )
+        given = {name: fields[name] for name in _FIELDS}
+        given |= {name: int(given[name]) for name in ("margin", "amax_history_len")}
+        return DelayedScaling(**given, fp8_format=_format(fields["fp8_format"]))
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{key}: its recipe is none of opfuse: {error}; pass recipe=..."
-        ) from error
+        raise Refused(f"its recipe is none of opfuse: {error}; pass recipe=...") from error
 
 
 def _format(value: Any) -> Format:

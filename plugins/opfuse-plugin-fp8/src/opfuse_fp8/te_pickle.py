@@ -40,8 +40,8 @@ def why(error: BaseException) -> str:
     return _ADVICE.split(text)[0].strip()[:300] or type(error).__name__
 
 
-class NotReadable(ValueError):
-    """A pickle holds what the state of a recipe does not consist of."""
+class Refused(ValueError):
+    """An extra state holds what the state of a recipe does not consist of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +80,21 @@ def read(pickled: bytes) -> Any:
         pickled: What ``pickle.dumps`` gave.
 
     Raises:
-        NotReadable: It holds something else, or is no pickle.
+        Refused: It holds something else, or is no pickle.
     """
     reader = _Reader(len(pickled))
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
-            reader.follow(opcode.name, argument)
-    except NotReadable:
+            step = _STEPS.get(opcode.name)
+            if step is None:
+                raise Refused(f"it has the instruction {opcode.name}, which no state needs")
+            step(reader, argument)
+    except Refused:
         raise
     except Exception as error:  # cut off, or out of order
-        raise NotReadable(f"it is no whole pickle: {str(error)[:300]}") from error
+        raise Refused(f"it is no whole pickle: {str(error)[:300]}") from error
     if len(reader.stack) != 1:
-        raise NotReadable("it is no whole pickle: it ends early")
+        raise Refused("it is no whole pickle: it ends early")
     return reader.stack[0]
 
 
@@ -107,30 +110,9 @@ class _Reader:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def follow(self, name: str, argument: Any) -> None:
-        """Follow one instruction."""
-        if name in _ABOUT_THE_STREAM:
-            return
-        if name in _LITERALS:
-            self.stack.append(argument)
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in _TUPLES:
-            self.stack.append(tuple(self._pop(_TUPLES[name])))
-        elif name == "MEMOIZE":
-            self.memo[len(self.memo)] = self.stack[-1]
-        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self.memo[int(argument)] = self.stack[-1]
-        elif name in ("BINGET", "LONG_BINGET", "GET"):
-            self.stack.append(self.memo[int(argument)])
-        elif (step := _STEPS.get(name)) is not None:
-            step(self, argument)
-        else:
-            raise NotReadable(f"it has the instruction {name}, which no state needs")
-
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise NotReadable("it is no whole pickle: a value is missing")
+            raise Refused("it is no whole pickle: a value is missing")
         found = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return found
@@ -139,32 +121,33 @@ class _Reader:
         places = reversed(range(len(self.stack)))
         at = next((i for i in places if self.stack[i] is _MARK), None)
         if at is None:
-            raise NotReadable("it is no whole pickle: a mark is missing")
+            raise Refused("it is no whole pickle: a mark is missing")
         found = self.stack[at + 1 :]
         del self.stack[at:]
         return found
 
-    def _set_items(self, _: Any, items: list[Any] | None = None) -> None:
-        items = self._pop(2) if items is None else items
+    def _memoize(self, place: int) -> None:
+        self.memo[place] = self.stack[-1]
+
+    def _set_items(self, items: list[Any]) -> None:
         target = self._target(dict)
         for key in items[::2]:
             if not isinstance(key, _SCALAR):
-                raise NotReadable(f"it has {short(key)} as the key of a dictionary")
+                raise Refused(f"it has {short(key)} as the key of a dictionary")
         target.update(zip(items[::2], items[1::2], strict=True))
 
-    def _append(self, _: Any, items: list[Any] | None = None) -> None:
-        items = self._pop(1) if items is None else items
+    def _append(self, items: list[Any]) -> None:
         self._target(list).extend(items)
 
     def _target(self, kind: type) -> Any:
         if not isinstance(self.stack[-1], kind):
-            raise NotReadable(f"it adds to a {type(self.stack[-1]).__name__}")
+            raise Refused(f"it adds to a {type(self.stack[-1]).__name__}")
         return self.stack[-1]
 
     def _name(self, argument: Any) -> None:
         parts = self._pop(2) if argument is None else argument.split(" ")
         if not all(isinstance(part, str) for part in parts):
-            raise NotReadable(f"it names {short(parts)}")
+            raise Refused(f"it names {short(parts)}")
         self.stack.append(Name(*parts))
 
     def _call(self, _: Any) -> None:
@@ -172,38 +155,49 @@ class _Reader:
         if isinstance(function, Name) and isinstance(given, tuple) and str(function) == _STORAGE:
             self.room -= sum(len(saved) for saved in given if isinstance(saved, bytes))
             if self.room < 0:
-                raise NotReadable("it has one storage many times")
+                raise Refused("it has one storage many times")
         self.stack.append(_called(function, given))
 
     def _build(self, _: Any) -> None:
         (state,) = self._pop(1)
         target = self._target(Value)
         if not isinstance(state, dict):
-            raise NotReadable(f"it sets the attributes of {target.name} to {short(state)}")
+            raise Refused(f"it sets the attributes of {target.name} to {short(state)}")
         target.fields.update(state)
 
 
-_ABOUT_THE_STREAM = ("PROTO", "FRAME", "STOP")
+def _push(make: Callable[[Any], Any]) -> Callable[[_Reader, Any], None]:
+    """An instruction that puts a value on the stack, made from its argument."""
+    return lambda self, argument: self.stack.append(make(argument))
+
+
 _LITERALS = (
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
 )
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "MARK": lambda: _MARK,
-}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda self, _: None),  # about the stream
+    **dict.fromkeys(_LITERALS, _push(lambda argument: argument)),
+    "NONE": _push(lambda _: None),
+    "NEWTRUE": _push(lambda _: True),
+    "NEWFALSE": _push(lambda _: False),
+    "EMPTY_DICT": _push(lambda _: {}),
+    "EMPTY_LIST": _push(lambda _: []),
+    "EMPTY_TUPLE": _push(lambda _: ()),
+    "MARK": _push(lambda _: _MARK),
     "TUPLE": lambda self, _: self.stack.append(tuple(self._pop_to_mark())),
-    "SETITEM": _Reader._set_items,
-    "SETITEMS": lambda self, _: self._set_items(None, self._pop_to_mark()),
-    "APPEND": _Reader._append,
-    "APPENDS": lambda self, _: self._append(None, self._pop_to_mark()),
+    "TUPLE1": lambda self, _: self.stack.append(tuple(self._pop(1))),
+    "TUPLE2": lambda self, _: self.stack.append(tuple(self._pop(2))),
+    "TUPLE3": lambda self, _: self.stack.append(tuple(self._pop(3))),
+    "MEMOIZE": lambda self, _: self._memoize(len(self.memo)),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "PUT"), lambda self, at: self._memoize(int(at))),
+    **dict.fromkeys(
+        ("BINGET", "LONG_BINGET", "GET"), lambda self, at: self.stack.append(self.memo[int(at)])
+    ),
+    "SETITEM": lambda self, _: self._set_items(self._pop(2)),
+    "SETITEMS": lambda self, _: self._set_items(self._pop_to_mark()),
+    "APPEND": lambda self, _: self._append(self._pop(1)),
+    "APPENDS": lambda self, _: self._append(self._pop_to_mark()),
     "GLOBAL": _Reader._name,
     "STACK_GLOBAL": _Reader._name,
     "REDUCE": _Reader._call,
@@ -215,43 +209,41 @@ _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
 def _called(function: Any, given: Any) -> Any:
     """What stands in for the call that a pickle asks for."""
     if not isinstance(function, Name) or not isinstance(given, tuple):
-        raise NotReadable(f"it calls {short(function)}")
+        raise Refused(f"it calls {short(function)}")
     if function.module == _RECIPES:
         return Value(function, given, {})
     known = _KNOWN.get(str(function))
     if known is None:
-        raise NotReadable(f"it calls {function}, which is no part of the state of a recipe")
+        raise Refused(f"it calls {function}, which is no part of the state of a recipe")
     return known(*given)
 
 
 def _member(of: Any, name: Any) -> Value:
     """A member of an enumeration, as Python 3.11 and 3.12 write it at times."""
     if not isinstance(of, Name) or of.module != _RECIPES or not isinstance(name, str):
-        raise NotReadable(f"it takes {short(name)} of {short(of)}")
+        raise Refused(f"it takes {short(name)} of {short(of)}")
     return Value(of, (name,), {})
 
 
 def _storage(saved: bytes) -> Any:
     """A storage, which torch has saved by itself."""
     if not isinstance(saved, bytes) or saved.startswith(b"PK"):
-        raise NotReadable("it has a storage that is not as pickle.dumps writes it")
+        raise Refused("it has a storage that is not as pickle.dumps writes it")
     try:
         return torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise NotReadable(
-            f"torch.load(weights_only=True) refuses a storage: {why(error)}"
-        ) from None
+        raise Refused(f"torch.load(weights_only=True) refuses a storage: {why(error)}") from None
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
     """A tensor over a storage; torch refuses one that reaches beyond it."""
     if not isinstance(storage, torch.storage.TypedStorage):
-        raise NotReadable(f"it makes a tensor of {short(storage)}")
+        raise Refused(f"it makes a tensor of {short(storage)}")
     if not isinstance(size, tuple) or not all(isinstance(n, int) and n >= 0 for n in size):
-        raise NotReadable(f"it has a tensor of shape {short(size)}")
+        raise Refused(f"it has a tensor of shape {short(size)}")
     whole = torch.empty(0, dtype=storage.dtype).set_(storage)
     if math.prod(size) > whole.numel():
-        raise NotReadable(f"a tensor of shape {short(size)} is larger than its storage")
+        raise Refused(f"a tensor of shape {short(size)} is larger than its storage")
     return whole.as_strided(size, stride, offset)
 
 

@@ -5,39 +5,38 @@ The cast is the quantizer's own, so codes and scales are those of the separate o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor, Usage
 
 
-def cast(
-    x: Tensor, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
-    """``x``, quantized.
+class Into(NamedTuple):
+    """What a result is cast into.
 
-    Args:
-        x: The values.
-        quantizer: What they are quantized with; it records what it saw.
+    Attributes:
+        quantizer: What it is quantized with; it records what it saw.
         usage: Which copies are needed.
         again: What ``quantizer`` made of the same values before, with or without the data: they are
             cast again with these scales, and nothing is recorded.
     """
+
+    quantizer: Any
+    usage: Usage
+    again: Any = None
+
+
+def cast(x: Tensor, into: Into) -> QuantizedTensor:
+    """``x``, quantized."""
+    quantizer, usage, again = into
     if again is not None:
         return quantizer.requantize(x, again, usage)  # type: ignore[no-any-return]
     return quantizer(x, usage)  # type: ignore[no-any-return]
 
 
 def activation(
-    op: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    dtype: Any,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
+    op: Any, x: Tensor, bias: Tensor | None, dtype: Any, keep: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """``act(x + bias)``, quantized.
 
@@ -47,25 +46,17 @@ def activation(
         bias: ``(features,)`` as ``x``, or None. The sum is rounded to the dtype of ``x``.
         dtype: What to compute in, which is the dtype of the output before it is cast.
         keep: Whether to give what the activation is applied to.
-        quantizer: See :func:`cast`.
-        usage: See :func:`cast`.
-        again: See :func:`cast`.
+        into: What the output is cast into.
 
     Returns:
         The quantized output; what the activation is applied to in ``dtype``, or None.
     """
     hidden = (x if bias is None else (x + bias).to(x.dtype)).to(dtype)
-    return cast(op.forward_value(hidden), quantizer, usage, again), hidden if keep else None
+    return cast(op.forward_value(hidden), into), hidden if keep else None
 
 
 def gradient(
-    op: Any,
-    numbers: Any,
-    dy: Tensor,
-    x: Tensor | None,
-    needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
+    op: Any, numbers: Any, dy: Tensor, x: Tensor | None, needs_sums: bool, into: Into
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """The gradient of an activation, quantized, and its sum over all rows.
 
@@ -76,8 +67,7 @@ def gradient(
         x: What the activation was applied to; None: there is no activation, and the gradient is
             ``dy``.
         needs_sums: Whether to give the sums.
-        quantizer: See :func:`cast`.
-        usage: See :func:`cast`.
+        into: What the gradient is cast into.
 
     Returns:
         The quantized gradient of ``x``; the sums ``(features,)`` in the dtype of the gradient, or
@@ -85,4 +75,22 @@ def gradient(
     """
     dx = dy if x is None else op.with_numbers(numbers).backward_value(dy.to(x.dtype), x)
     sums = dx.unsqueeze(0).flatten(0, -2).sum(0) if needs_sums else None
-    return cast(dx, quantizer, usage), sums
+    return cast(dx, into), sums
+
+
+class Normalized(NamedTuple):
+    """A norm that ends with a cast, by a kernel or by compiled code; the twin is the ops.
+
+    Attributes:
+        output: The output, quantized.
+        total: What was normalized, where that is a sum and wanted; or None.
+        mean: The mean of each row, ``(..., 1)`` in fp32, of a LayerNorm; or None.
+        rstd: What each row is multiplied by, likewise; or None.
+        values: The output before it was cast, where a kernel writes it; or None.
+    """
+
+    output: QuantizedTensor
+    total: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+    values: Tensor | None = None

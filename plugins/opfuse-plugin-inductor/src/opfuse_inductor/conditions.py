@@ -12,22 +12,8 @@ from typing import Any
 import torch
 
 from opfuse import Environment
+from opfuse import ops as built_in
 from opfuse.core.authoring import op_class
-from opfuse.ops import (
-    GELU,
-    AddExtraInput,
-    Bias,
-    ConstantScale,
-    Dropout,
-    GatedActivation,
-    Identity,
-    L2Normalization,
-    MakeExtraOutput,
-    ReLU,
-    RMSNorm,
-    ScaledActivation,
-    SiLU,
-)
 
 from .reads import Reads
 
@@ -56,22 +42,15 @@ def unavailable(env: Environment) -> str | None:
         return f"it does not compile for {env.dtype}"
     if option(env, "inductor.backend") == "eager":
         return None
-    if (
-        kind == "cpu"
-        and (compiler := cpp_compiler()) is not None
-        and shutil.which(compiler) is None
-    ):
-        return (
-            f"Inductor needs a C++ compiler on a CPU, and {compiler!r} is not found "
-            "(CXX names another one)"
-        )
+    compiler = cpp_compiler() if kind == "cpu" else None
+    if compiler is not None and shutil.which(compiler) is None:
+        missing = f"{compiler!r} is not found (CXX names another one)"
+        return f"Inductor needs a C++ compiler on a CPU, and {missing}"
     if kind == "cuda" and importlib.util.find_spec("triton") is None:
         return "Inductor needs Triton on a GPU, and it is not installed"
     if kind == "cuda" and env.capability is not None and env.capability < (7, 0):
-        return (
-            "Triton needs compute capability 7.0, "
-            f"this GPU has {env.capability[0]}.{env.capability[1]}"
-        )
+        has = ".".join(map(str, env.capability))
+        return f"Triton needs compute capability 7.0, this GPU has {has}"
     return None
 
 
@@ -79,21 +58,26 @@ def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor calls; None: it finds it by itself."""
     if sys.platform == "win32":
         return None
-    return (
-        os.environ.get("CXX", "").split() or ["clang++" if sys.platform == "darwin" else "g++"]
-    )[0]
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    return next(iter(os.environ.get("CXX", "").split()), usual)
 
 
 def _unfit(ops: Sequence[Any]) -> str | None:
     for op in ops:
         name = op_class(op).__name__
-        if isinstance(op, RMSNorm) and len(op.normalized_shape) > 1:
+        if isinstance(op, built_in.RMSNorm) and len(op.normalized_shape) > 1:
             return f"{name} normalizes over {len(op.normalized_shape)} dimensions, it takes one"
         if getattr(op, "cache_quantized_input", False):
             return f"{name} keeps its input in FP8, and compiled code keeps it as it is"
-        if op.feature_ratio is None and not isinstance(op, (RMSNorm, Bias)):
+        if op.feature_ratio is None and not isinstance(op, (built_in.RMSNorm, built_in.Bias)):
             return f"{name} does not declare its feature_ratio"
     return Reads(ops).refusal
+
+
+_ONE_PASS = {
+    *(built_in.GELU, built_in.SiLU, built_in.ReLU),
+    *(built_in.Bias, built_in.ConstantScale, built_in.AddExtraInput),
+}
 
 
 def passes(op: Any, device: str = "cpu") -> int:
@@ -101,31 +85,27 @@ def passes(op: Any, device: str = "cpu") -> int:
 
     What takes as long as some passes counts as that many.
     """
-    if isinstance(op, (Identity, MakeExtraOutput)):
+    if isinstance(op, (built_in.Identity, built_in.MakeExtraOutput)):
         return 0
-    if isinstance(op, Dropout):
+    if isinstance(op, built_in.Dropout):
         return 2 if op.training and op.p else 0
-    if isinstance(op, (RMSNorm, L2Normalization)):
+    if isinstance(op, (built_in.RMSNorm, built_in.L2Normalization)):
         return 5
-    if isinstance(op, (GatedActivation, ScaledActivation)):
+    if isinstance(op, (built_in.GatedActivation, built_in.ScaledActivation)):
         return 3
-    if device == "cpu" and op_class(op) is GELU and op.approximate == "tanh":
+    if device == "cpu" and op_class(op) is built_in.GELU and op.approximate == "tanh":
         return 3  # PyTorch's kernel computes a slow tanh
-    return 1 if op_class(op) in (GELU, SiLU, ReLU, Bias, ConstantScale, AddExtraInput) else 2
+    return 1 if op_class(op) in _ONE_PASS else 2
 
 
 def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
-    count, least = (
-        sum(passes(op, env.device.type) for op in ops),
-        option(env, "inductor.min_passes"),
-    )
+    count = sum(passes(op, env.device.type) for op in ops)
+    least = option(env, "inductor.min_passes")
     if count >= least:
         return None
     made = "one pass" if count == 1 else f"{count} passes"
-    return (
-        f"the separate ops make {made} over memory, and PyTorch has a kernel for that: "
-        f"{least} are worth compiling"
-    )
+    does = f"the separate ops make {made} over memory, and PyTorch has a kernel for that"
+    return f"{does}: {least} are worth compiling"
 
 
 def too_small(ops: Sequence[Any], env: Environment) -> str | None:
@@ -136,16 +116,13 @@ def too_small(ops: Sequence[Any], env: Environment) -> str | None:
     if env.measured is not None or env.rows is None or env.features is None:
         return None
     least = option(env, "inductor.min_elements")
-    if env.dtype is torch.float32 and all(
-        isinstance(op, (GatedActivation, Identity)) for op in ops
-    ):
-        least *= 4  # what PyTorch has for these is good
+    good = built_in.GatedActivation, built_in.Identity  # what PyTorch has for these
+    if env.dtype is torch.float32 and all(isinstance(op, good) for op in ops):
+        least *= 4
     if env.rows * env.features >= least and (env.rows > 1 or not least):
         return None
-    return (
-        f"with {env.rows} rows or a few more of {env.features} features "
-        "the separate ops are as fast"
-    )
+    size = f"{env.rows} rows or a few more of {env.features} features"
+    return f"with {size} the separate ops are as fast"
 
 
 def pays(ops: Any, env: Environment) -> bool | str:

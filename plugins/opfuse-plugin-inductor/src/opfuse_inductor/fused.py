@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,19 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OneOrMore, PluginWarning, Subclasses
+from opfuse import ops as built_in
 from opfuse.core.authoring import op_class
-from opfuse.ops import (
-    Activation,
-    AddExtraInput,
-    Bias,
-    ConstantScale,
-    Dropout,
-    Identity,
-    L2Normalization,
-    MakeExtraOutput,
-    RMSNorm,
-    ScaledActivation,
-)
 
 from . import kernels
 from .conditions import DEFAULTS, benefit, option, pays
@@ -48,28 +37,17 @@ class CompiledRun(FusedOperation):
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        self._backend, self._min_elements = (
-            DEFAULTS["inductor.backend"],
-            DEFAULTS["inductor.min_elements"],
-        )
+        self._backend = DEFAULTS["inductor.backend"]
+        self._min_elements = DEFAULTS["inductor.min_elements"]
         self._ops = tuple(basic_ops)
         self._sources = sources_in(self._ops)
-        self._external = [
-            (i, k)
-            for i, op in enumerate(self._ops)
-            for k in range(op.num_extra_inputs)
-            if (i, k) not in self._sources
-        ]
-        ratios = list(
-            itertools.accumulate(
-                (op.feature_ratio or 1 for op in self._ops), initial=1, func=int.__mul__
-            )
-        )
-        self._dropouts = [
-            (i, op, ratios[i]) for i, op in enumerate(self._ops) if isinstance(op, Dropout)
-        ]
-        self._ratios = ratios
-        self._scales = [op for op in self._ops if isinstance(op, ConstantScale)]
+        slots = [(i, k) for i, op in enumerate(self._ops) for k in range(op.num_extra_inputs)]
+        self._external = [slot for slot in slots if slot not in self._sources]
+        own = [op.feature_ratio or 1 for op in self._ops]
+        self._ratios = ratios = [math.prod(own[:i]) for i in range(len(own))]
+        drops = [i for i, op in enumerate(self._ops) if isinstance(op, built_in.Dropout)]
+        self._dropouts = [(i, self._ops[i], ratios[i]) for i in drops]
+        self._scales = [op for op in self._ops if isinstance(op, built_in.ConstantScale)]
         self._look()
         self._with_params = [i for i, op in enumerate(self._ops) if op.param_names]
         self._with_extras = [i for i, op in enumerate(self._ops) if op.num_extra_inputs]
@@ -82,24 +60,17 @@ class CompiledRun(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self._backend, self._min_elements = (
-            option(env, "inductor.backend"),
-            option(env, "inductor.min_elements"),
-        )
+        self._backend = option(env, "inductor.backend")
+        self._min_elements = option(env, "inductor.min_elements")
 
     def _look(self) -> None:
         """Find out what the ops read, and what makes kernels equal."""
         self._reads = Reads(self._ops)
         # of the ops and of what is in them: a ScaledActivation computes as its activation does
-        classes = tuple(
-            tuple((name, op_class(part)) for name, part in op.named_modules()) for op in self._ops
-        )
-        self._structure = (
-            classes,
-            tuple(self._sources.items()),
-            self._reads.names,
-            self._reads.functions,
-        )
+        parts = [op.named_modules() for op in self._ops]
+        classes = tuple(tuple((name, op_class(part)) for name, part in each) for each in parts)
+        sources, reads = tuple(self._sources.items()), self._reads
+        self._structure = classes, sources, reads.names, reads.functions
 
     # Forward
 
@@ -109,31 +80,22 @@ class CompiledRun(FusedOperation):
         input_: Tensor,
         *,
         basic_op_extra_inputs: Sequence[Sequence[Any]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Any,
+        **unused: Any,
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        apart = {"basic_op_extra_inputs": basic_op_extra_inputs}
         size = input_.numel()
         if size < self._min_elements or not input_.ndim or not size or size < 2 * input_.shape[-1]:
-            return self.run_separately(
-                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
-            )
+            return self.run_separately(basic_op_ctxs, input_, **apart)
         shape, width = input_.shape[:-1], input_.shape[-1]
         rows = size // width
         extras = [basic_op_extra_inputs[i][k] for i, k in self._external] if self._external else ()
         params = [param for i in self._with_params for param in basic_op_ctxs[i].params]
-        masked = (
-            [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p]
-            if self._dropouts
-            else ()
-        )
+        masked = [(op, ratio) for _, op, ratio in self._dropouts if op.training and op.p]
         if not self._takes(basic_op_ctxs, input_, extras, params) or (
             masked and not input_.is_contiguous()
         ):
-            return self.run_separately(
-                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
-            )
+            return self.run_separately(basic_op_ctxs, input_, **apart)
         numbers_read = self._reads.current()
         if numbers_read is None:  # there are other things to read than there were
             self._look()
@@ -152,9 +114,7 @@ class CompiledRun(FusedOperation):
         if key != latest:
             plan = self._make_plan(key, basic_op_ctxs, params)
         if plan is None:
-            return self.run_separately(
-                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
-            )
+            return self.run_separately(basic_op_ctxs, input_, **apart)
         given = [input_, *params, *extras]
         numbers: list[Tensor] = []
         if self._dropouts:
@@ -185,12 +145,8 @@ class CompiledRun(FusedOperation):
         """Whether a kernel takes these tensors; raises what the ops would."""
         for (i, _), extra in zip(self._external, extras, strict=True) if extras else ():
             op, shape = self._ops[i], input_.shape
-            if isinstance(op, AddExtraInput):
-                op.check_extra(
-                    ctxs[i],
-                    extra,
-                    shape if self._ratios[i] == 1 else (*shape[:-1], shape[-1] // self._ratios[i]),
-                )
+            if isinstance(op, built_in.AddExtraInput):
+                op.check_extra(ctxs[i], extra, (*shape[:-1], shape[-1] // self._ratios[i]))
             elif extra.shape != shape[:-1]:
                 return False
         return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
@@ -201,24 +157,21 @@ class CompiledRun(FusedOperation):
         dtype, device, width, *_, of_extras = key[2:]
         if not self._flags:
             self._flags = tuple(kernels.Flags.of(ctx) for ctx in ctxs)
-        of_params = [
-            [kernels.Spec(p.dtype, shape=tuple(p.shape)) for p in ctx.params] for ctx in ctxs
-        ]
+        of_params = [[kernels.Spec(p.dtype, None, (*p.shape,)) for p in c.params] for c in ctxs]
         extras: list[list[Any]] = [[None] * op.num_extra_inputs for op in self._ops]
         for (i, k), (of_extra, _) in zip(self._external, of_extras, strict=True):
-            one = isinstance(self._ops[i], ScaledActivation)
+            one = isinstance(self._ops[i], built_in.ScaledActivation)
             extras[i][k] = kernels.Spec(of_extra, None if one else width // self._ratios[i])
         masks: list[list[Any]] = [[] for _ in self._ops]
         for i, op, ratio in self._dropouts:
             masks[i] = [kernels.Spec(torch.bool, width // ratio)] if op.training and op.p else []
         number = kernels.Spec(torch.float64, shape=())
-        numbers = [[number] if isinstance(op, ConstantScale) else [] for op in self._ops]
+        numbers = [[number] if isinstance(op, built_in.ConstantScale) else [] for op in self._ops]
         given = kernels.Given(of_params, extras, masks, numbers)
 
         def make() -> kernels.Plan | str:
-            wanted = {
-                slot[0] for slot, (_, wants) in zip(self._external, of_extras, strict=True) if wants
-            }
+            pairs = zip(self._external, of_extras, strict=True)
+            wanted = {i for (i, _), (_, wants) in pairs if wants}
             wanted |= {i for i, op in enumerate(self._ops) if any(op.extra_input_channels)}
             title = " + ".join(op_class(op).__name__ for op in self._ops)
             try:
@@ -230,17 +183,13 @@ class CompiledRun(FusedOperation):
             except Exception as error:
                 # an op that cannot be traced, or that refuses this input: then it does so again
                 names = ", ".join(type(op).__name__ for op in self._ops)
-                outcome = (
-                    f"opfuse-plugin-inductor runs [{names}] one by one, since they cannot be traced"
-                )
-                warnings.warn(
-                    PluginWarning(f"{outcome}: {type(error).__name__}: {error}"), stacklevel=3
-                )
+                runs = f"opfuse-plugin-inductor runs [{names}] one by one"
+                text = f"{runs}, since they cannot be traced: {type(error).__name__}: {error}"
+                warnings.warn(PluginWarning(text), stacklevel=3)
                 return f"it cannot be traced ({type(error).__name__})"
 
-        plan = self._reads.refusal or kernels.cached(
-            ("plan", key, self._flags, self._backend), make
-        )
+        of_plan = "plan", key, self._flags, self._backend
+        plan = self._reads.refusal or kernels.cached(of_plan, make)
         self._apart = plan if isinstance(plan, str) else ""
         self._latest = key, None if self._apart else plan
         return self._latest[1]
@@ -249,10 +198,8 @@ class CompiledRun(FusedOperation):
         """The scales as tensors, so that another scale needs no other kernel."""
         key = device, [op.scale for op in self._scales]
         if key != self._numbers[0]:
-            self._numbers = (
-                key,
-                [torch.tensor(n, dtype=torch.float64, device=device) for n in key[1]],
-            )
+            numbers = [torch.tensor(n, dtype=torch.float64, device=device) for n in key[1]]
+            self._numbers = key, numbers
         return self._numbers[1]
 
     # Backward
@@ -290,36 +237,30 @@ class CompiledRun(FusedOperation):
         with_output: bool = False,
     ) -> tuple[Any, Any]:
         """What the backward gives, and the output again, if that is wanted."""
-        grads = {
-            (i, k): grad
-            for i, of_op in enumerate(grad_extra_outputs)
-            if of_op
-            for k, grad in enumerate(of_op)
-            if grad is not None
-        }
         plan, shape, numbers = ctxs[0].compiled
         rows = shape.numel()
         saved = self._saved(ctxs, plan, rows)
         dy = matrix(grad_output, rows)
-        grads = {slot: matrix(grad, rows) for slot, grad in grads.items()}
+        grads = {
+            (i, k): matrix(grad, rows)
+            for i, of_op in enumerate(grad_extra_outputs)
+            for k, grad in enumerate(of_op or ())
+            if grad is not None
+        }
         owns_dy = ctxs[-1].owns_grad_output
         found = plan.backward(saved, dy, grads, numbers, rows, owns_dy, with_output)
         if len(shape) != 1:
             for name, grad in found.items():
                 if name in ("x", "y") or name[0] == "extra":
-                    found[name] = (
-                        grad.view(shape) if grad.ndim == 1 else grad.view(*shape, grad.shape[-1])
-                    )
+                    found[name] = grad.view(*shape, *grad.shape[1:])
         of_params: list[Any] = [()] * len(self._ops)
         of_extras: list[Any] = list(of_params)
         for i in self._with_params:
-            of_params[i] = tuple(
-                [found.get(("param", i, k)) for k in range(len(ctxs[i].param_requires_grad))]
-            )
+            count = len(ctxs[i].param_requires_grad)
+            of_params[i] = tuple([found.get(("param", i, k)) for k in range(count)])
         for i in self._with_extras:
-            of_extras[i] = tuple(
-                [found.get(("extra", i, k)) for k in range(self._ops[i].num_extra_inputs)]
-            )
+            count = self._ops[i].num_extra_inputs
+            of_extras[i] = tuple([found.get(("extra", i, k)) for k in range(count)])
         return (found.get("x"), of_params, of_extras), found.get("y")
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
@@ -341,32 +282,25 @@ class CompiledRun(FusedOperation):
         """What ``opfuse.explain`` adds: the time that was spent compiling, and what is not kept."""
         plan = self._latest[1]
         if plan is None:
-            return "nothing was compiled, the ops ran one by one" + (
-                f": {self._apart}" if self._apart else ""
-            )
-        again = (
-            "; an op behind it does not keep its input, which is computed again"
-            if self._lets_go
-            else ""
-        )
-        return notes_of(plan.kernels) + again
+            why = f": {self._apart}" if self._apart else ""
+            return f"nothing was compiled, the ops ran one by one{why}"
+        again = "; an op behind it does not keep its input, which is computed again"
+        return notes_of(plan.kernels) + (again if self._lets_go else "")
 
 
 def notes_of(kernels_by_pass: Mapping[str, Sequence[kernels.Kernel]]) -> str:
     """The time that was spent compiling, and what Inductor did not compile."""
-    times = {
-        name: [k.seconds for k in of_pass if k.compiled]
-        for name, of_pass in kernels_by_pass.items()
-    }
-    parts = [f"{name} {sum(seconds):.1f} s" for name, seconds in times.items() if seconds]
-    failed = [name for name, of_pass in kernels_by_pass.items() if any(k.failed for k in of_pass)]
-    traced = (
-        f"; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
-        if failed
-        else ""
-    )
+    parts, failed = [], []
+    for name, of_pass in kernels_by_pass.items():
+        if seconds := [kernel.seconds for kernel in of_pass if kernel.compiled]:
+            parts.append(f"{name} {sum(seconds):.1f} s")
+        if any(kernel.failed for kernel in of_pass):
+            failed.append(name)
     spent = ", ".join(parts) or "none yet"
-    return f"time spent tracing and compiling in this process: {spent}{traced}"
+    notes = f"time spent tracing and compiling in this process: {spent}"
+    if not failed:
+        return notes
+    return f"{notes}; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:
@@ -396,18 +330,13 @@ def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def sources_in(ops: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
     """Extra inputs whose channel is written by an op of the run: consumer -> producer."""
-    producers = {
-        channel: (i, k)
-        for i, op in enumerate(ops)
-        for k, channel in enumerate(op.extra_output_channels)
-        if channel
-    }
-    return {
-        (i, k): producers[channel]
-        for i, op in enumerate(ops)
-        for k, channel in enumerate(op.extra_input_channels)
-        if channel in producers
-    }
+    producers, sources = {}, {}
+    for i, op in enumerate(ops):
+        producers |= {name: (i, k) for k, name in enumerate(op.extra_output_channels) if name}
+    for i, op in enumerate(ops):
+        channels = enumerate(op.extra_input_channels)
+        sources |= {(i, k): producers[channel] for k, channel in channels if channel in producers}
+    return sources
 
 
 def grad_input_of(ops: Sequence[Any]) -> str:
@@ -415,33 +344,16 @@ def grad_input_of(ops: Sequence[Any]) -> str:
 
     See :class:`opfuse.FusibleOperation`.
     """
-    for op in ops:
-        if op.grad_input != "same":
-            return str(op.grad_input)
-    return "same"
+    return next((op.grad_input for op in ops if op.grad_input != "same"), "same")
 
 
 _POINTWISE = OneOf(
-    RMSNorm,
-    Subclasses(Activation),
-    L2Normalization,
-    Bias,
-    ConstantScale,
-    AddExtraInput,
-    MakeExtraOutput,
-    Dropout,
-    Identity,
-    Subclasses(ScaledActivation),
+    *(built_in.RMSNorm, Subclasses(built_in.Activation), built_in.L2Normalization),
+    *(built_in.Bias, built_in.ConstantScale, built_in.AddExtraInput, built_in.MakeExtraOutput),
+    *(built_in.Dropout, built_in.Identity, Subclasses(built_in.ScaledActivation)),
 )
+_RUN = (OneOrMore(_POINTWISE),)
 
 JOINT = [
-    Fusion(
-        (OneOrMore(_POINTWISE),),
-        CompiledRun,
-        pays,
-        benefit,
-        priority=-100,
-        name="compiled run",
-        needs_rows=True,
-    )
+    Fusion(_RUN, CompiledRun, pays, benefit, priority=-100, name="compiled run", needs_rows=True)
 ]

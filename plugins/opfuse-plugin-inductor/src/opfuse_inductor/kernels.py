@@ -29,19 +29,8 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation, OperationContext, PluginWarning, has_same_math
+from opfuse import ops as built_in
 from opfuse.core.authoring import ModuleCache, wide
-from opfuse.ops import (
-    AddExtraInput,
-    Bias,
-    ConstantScale,
-    Dropout,
-    GatedActivation,
-    Identity,
-    L2Normalization,
-    MakeExtraOutput,
-    RMSNorm,
-    ScaledActivation,
-)
 
 from .tracing import HINT, Spec, fake, faked, prune, trace
 
@@ -55,6 +44,9 @@ MAX_VARIANTS = 4
 
 PATIENCE = 1.0
 """Seconds after which a compilation is announced."""
+
+Variant = tuple[Callable[[int], bool], Callable[..., Any]]
+"""For which numbers of rows, and what runs."""
 
 _lock = threading.RLock()  # Inductor compiles one thing at a time
 _cache: OrderedDict[Any, Any] = OrderedDict()
@@ -113,7 +105,7 @@ class Kernel:
         self.in_place = self.failed = False
         self.of: Any = ()
         self._specs, self._device, self._backend = tuple(specs), device, backend
-        self._variants: list[tuple[Callable[[int], bool], Callable[..., Any]]] = []
+        self._variants: list[Variant] = []
         self._by_rows: dict[int, Callable[..., Any]] = {}
         self._threads = torch.get_num_threads()
 
@@ -153,23 +145,13 @@ class Kernel:
             run = next((run for holds, run in self._variants if holds(rows)), None)
             if run is None:
                 hint = HINT if not self._variants and rows <= HINT else max(rows, 2)
+                hint = hint if len(self._variants) < MAX_VARIANTS else rows
                 before = self.seconds
                 with announced(self.title, self):
                     try:
-                        holds, run = self._compile(
-                            hint if len(self._variants) < MAX_VARIANTS else rows
-                        )
+                        holds, run = self._compile(hint)
                     except Exception as error:
-                        if self.in_place:  # who calls it has another way
-                            raise NotCompiled(self.title) from error
-                        outcome = (
-                            f"Inductor does not compile {self.title}, which runs as it was traced"
-                        )
-                        switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
-                        text = f"{outcome}; {switch}: {type(error).__name__}: {str(error)[:500]}"
-                        warnings.warn(PluginWarning(text), stacklevel=2)
-                        self.failed = True
-                        holds, run = (lambda rows: True), lambda args: self._graph(*args[1:])
+                        holds, run = self._as_traced(error)
                 what = "failed to compile" if self.failed else "compiled"
                 logger.info("%s %s in %.1f s", what, self.title, self.seconds - before)
                 self._variants.append((holds, run))
@@ -180,15 +162,26 @@ class Kernel:
             self._by_rows[rows] = run
             return run
 
-    def _compile(self, hint: int) -> tuple[Callable[[int], bool], Callable[..., Any]]:
+    def _as_traced(self, error: Exception | None = None) -> Variant:
+        """The graph as it was traced, with a warning if it is so because of an error."""
+        if error is not None:
+            if self.in_place:  # who calls it has another way
+                raise NotCompiled(self.title) from error
+            outcome = f"Inductor does not compile {self.title}, which runs as it was traced"
+            switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
+            text = f"{outcome}; {switch}: {type(error).__name__}: {str(error)[:500]}"
+            warnings.warn(PluginWarning(text), stacklevel=3)
+            self.failed = True
+        return lambda rows: True, lambda args: self._graph(*args[1:])
+
+    def _compile(self, hint: int) -> Variant:
         if self._backend == "eager" or (self.slots and all(is_input for is_input, _ in self.slots)):
-            return lambda rows: True, lambda args: self._graph(*args[1:])
+            return self._as_traced()
         specs = [self._specs[i] for i in self.used]
         graph, inputs, env = trace(self._graph, specs, self._device, hint, decompose=True)
         used, slots = prune(graph)  # which was done before
-        assert used == tuple(range(len(specs))) and slots == tuple(
-            (False, i) for i in range(len(slots))
-        )
+        assert [*used] == [*range(len(specs))]
+        assert [*slots] == [(False, i) for i in range(len(slots))]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of what Inductor imports
             from torch._inductor import config
@@ -196,9 +189,8 @@ class Kernel:
 
         # Inductor's cache on disk keeps those guards that it can write in terms of numbers among
         # the inputs
-        rows = next(
-            fake.shape[0] for spec, fake in zip(specs, inputs, strict=True) if spec.shape is None
-        )
+        pairs = zip(specs, inputs, strict=True)
+        rows = next(fake.shape[0] for spec, fake in pairs if spec.shape is None)
         with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
             graph.graph.placeholder("rows").meta["val"] = rows
         graph.recompile()
@@ -207,19 +199,19 @@ class Kernel:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 run: Any = compile_fx_inner(graph, [rows, *inputs])
         guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
-        return lambda rows: all(
-            bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards
-        ), run
+
+        def holds(rows: int) -> bool:
+            return all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards)
+
+        return holds, run
 
 
 @contextlib.contextmanager
 def announced(title: str, kernel: Kernel) -> Iterator[None]:
     """Count the time on ``kernel``, and say what is going on when it takes long."""
     started = time.perf_counter()
-    message = (
-        "opfuse-plugin-inductor is compiling %s, or loading it; "
-        "the log level ERROR of %r silences this"
-    )
+    hint = "the log level ERROR of %r silences this"
+    message = f"opfuse-plugin-inductor is compiling %s, or loading it; {hint}"
     timer = threading.Timer(PATIENCE, logger.warning, (message, title, logger.name))
     timer.daemon = True
     timer.start()
@@ -269,12 +261,11 @@ class Given(NamedTuple):
     def rebuilt(self, items: Sequence[Any]) -> Given:
         """The same with other items."""
         left = iter(items)
-        return Given(
-            *(
-                [[item if item is None else next(left) for item in group] for group in kind]
-                for kind in self
-            )
-        )
+
+        def fill(group: list[Any]) -> list[Any]:
+            return [item if item is None else next(left) for item in group]
+
+        return Given(*([fill(group) for group in kind] for kind in self))
 
 
 class Run:
@@ -300,7 +291,7 @@ class Run:
         for i, op in enumerate(ops):
             twin = twin_of(op)
             # traced tensors do not tell; those out of a channel count as wanted
-            if isinstance(op, ScaledActivation):
+            if isinstance(op, built_in.ScaledActivation):
                 vars(twin)["wants_gradient"] = lambda scales, answer=i in wanted: answer
             self.ops.append(twin)
 
@@ -321,21 +312,20 @@ class Run:
         for i in range(start, len(self.ops) if stop is None else stop):
             op, ctx = self.ops[i], self.context(i, given)
             passed.inputs[i], passed.contexts[i] = x, ctx
-            if isinstance(op, Dropout):
+            if isinstance(op, built_in.Dropout):
                 (mask,) = given.masks[i] or (None,)
                 ctx.to_save, ctx.p = (mask if ctx.input_requires_grad else None,), op.p
                 x = x if mask is None else x * mask * (1 / (1 - op.p) if op.p < 1 else 0.0)
-            elif isinstance(op, MakeExtraOutput):
+            elif isinstance(op, built_in.MakeExtraOutput):
                 passed.extras[i, 0] = x
-            elif isinstance(op, AddExtraInput):
+            elif isinstance(op, built_in.AddExtraInput):
                 x = x + self.extras_of(i, given, passed.extras)[0]
-            elif isinstance(op, ScaledActivation):
+            elif isinstance(op, built_in.ScaledActivation):
                 extras = self.extras_of(i, given, passed.extras)
-                x, _ = op.fuser_forward(
-                    [ctx], x, basic_op_extra_inputs=[extras], basic_op_kwargs=[{}]
-                )
+                given_too = {"basic_op_extra_inputs": [extras], "basic_op_kwargs": [{}]}
+                x, _ = op.fuser_forward([ctx], x, **given_too)
             else:
-                if isinstance(op, ConstantScale):
+                if isinstance(op, built_in.ConstantScale):
                     vars(op)["scale"] = given.scales[i][0]
                 x = op.op_forward(ctx, x)
         passed.output = x
@@ -387,13 +377,13 @@ def twin_of(op: Any) -> Any:
     modules = {name: twin_of(child) for name, child in op.named_children()}
     vars(twin).update(_parameters={}, _modules=modules, _cache=ModuleCache())
     vars(twin).pop("_sources", None)
-    if has_same_math(op, GatedActivation, "backward_value"):
+    if has_same_math(op, built_in.GatedActivation, "backward_value"):
         vars(twin)["backward_value"] = functools.partial(joined_gradient, twin)
     return twin
 
 
 def joined_gradient(
-    op: GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None
+    op: built_in.GatedActivation, grad_output: Tensor, x: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """``op.backward_value(grad_output, x)``, with the halves of its result joined.
 
@@ -416,6 +406,14 @@ class Passed:
         self.contexts: dict[int, OperationContext] = {}
         self.extras: dict[tuple[int, int], Any] = {}
         self.output: Any = None
+
+
+_CHEAP = built_in.Bias, built_in.ConstantScale, built_in.Identity
+"""To do these again is cheaper than to write the result."""
+
+
+def _spec_of(matrix: Tensor) -> Spec:
+    return Spec(matrix.dtype, matrix.shape[-1])
 
 
 class Plan:
@@ -461,18 +459,12 @@ class Plan:
         self._flat = given.flat()
         self.specs = [x, *self._flat]
         self.needs_grad = any(flags.requires_grad for flags in run.flags)
-        self._outside_bias = (
-            device.type == "cpu" and self.needs_grad and isinstance(run.ops[0], Bias)
-        )
+        first_is_bias = isinstance(run.ops[0], built_in.Bias)
+        self._outside_bias = device.type == "cpu" and self.needs_grad and first_is_bias
         self._analyse()
         keeps = self._start, *self._carried, *self._statistics, *self._kept_specs
         forward_key = ("forward", key, tuple(flags.dtype for flags in run.flags), keeps, backend)
-        self._forward: Kernel = cached(
-            forward_key,
-            lambda: Kernel(
-                f"the forward of {title}", self._forward_function, self.specs, device, backend
-            ),
-        )
+        self._forward = self._kernel(forward_key, "forward", self._forward_function, self.specs)
         self._backwards: dict[Any, Kernel] = {}
         self._again: Kernel | None = None
         self.recomputes = False
@@ -486,13 +478,18 @@ class Plan:
             numbers = sum(map(len, given.scales))  # read anew in the backward
             self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
             kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
-            kept = [
-                *kept[1 + len(self.outputs) :],
-                *((True, 1 + n) for n in range(len(self._flat))),
-            ]
+            kept = kept[1 + len(self.outputs) :]
+            kept += [(True, 1 + n) for n in range(len(self._flat))]
             self.saves += self._parameters_to_recompute()
             self.specs_saved = tuple(entering[i] for i in self.saves)
             self.keeps = tuple(kept[i] for i in self.saves)
+
+    def _kernel(
+        self, key: Any, what: str, function: Callable[..., Any], specs: Sequence[Spec]
+    ) -> Kernel:
+        """The kernel for a key, made if there is none: the forward, the backward or the output."""
+        given = f"the {what} of {self._title}", function, specs, self._device, self._backend
+        return cached(key, lambda: Kernel(*given))  # type: ignore[no-any-return]
 
     def _analyse(self) -> None:
         """Find out what the ops save, and what of it must be kept to compute the rest."""
@@ -501,55 +498,40 @@ class Plan:
             given = self._given.rebuilt(items)
             passed = self._run.forward(x, given)
             known = {id(item): n for n, item in enumerate(items)}
+            left = [passed.contexts[i].to_save or () for i in range(len(self._run.ops))]
             self._saved = [
-                [
-                    None if t is None else known.get(id(t), -1)
-                    for t in passed.contexts[i].to_save or ()
-                ]
-                for i in range(len(self._run.ops))
+                [None if t is None else known.get(id(t), -1) for t in tensors] for tensors in left
             ]
-            left = [dict(vars(ctx), params=(), to_save=None) for ctx in passed.contexts.values()]
             self._attributes = [
-                {n: v for n, v in of.items() if not isinstance(v, Tensor)} for of in left
+                {n: v for n, v in vars(ctx).items() if not isinstance(v, Tensor)}
+                | {"params": (), "to_save": None}
+                for ctx in passed.contexts.values()
             ]
             reading = [i for i, saved in enumerate(self._saved) if -1 in saved]
             self._start, self._stop = (reading[0], reading[-1] + 1) if reading else (0, 0)
-            while self._start and isinstance(
-                self._run.ops[self._start - 1], (Bias, ConstantScale, Identity)
-            ):
-                self._start -= 1  # to do that again is cheaper than to write the result
-            inner = self._run.sources.items()
-            wanted = {
-                src
-                for (i, _), src in inner
-                if self._start <= i < self._stop and src[0] < self._start
-            }
-            self._carried = sorted(wanted)
+            while self._start and isinstance(self._run.ops[self._start - 1], _CHEAP):
+                self._start -= 1
+            inside = range(self._start, self._stop)
+            sources = {source for (i, _), source in self._run.sources.items() if i in inside}
+            self._carried = sorted(source for source in sources if source[0] < self._start)
             self._statistics = [  # as small as they are, they are kept too, if the ops keep them
                 (i, k)
-                for i in range(self._start, self._stop)
-                for k, t in enumerate(passed.contexts[i].to_save or ())
+                for i in inside
+                for k, t in enumerate(left[i])
                 if self._saved[i][k] == -1 and t.shape[-1] == 1 < passed.inputs[i].shape[-1]
             ]
             kept = self._kept(passed) if self.needs_grad else []
-            self._kept_specs = [Spec(t.dtype, t.shape[-1]) for t in kept]
-            self._y = Spec(passed.output.dtype, passed.output.shape[-1])
             self.outputs = sorted(passed.extras)
-            self._extras = [
-                Spec(passed.extras[slot].dtype, passed.extras[slot].shape[-1])
-                for slot in self.outputs
-            ]
+            self._kept_specs = list(map(_spec_of, kept))
+            self._y = _spec_of(passed.output)
+            self._extras = [_spec_of(passed.extras[slot]) for slot in self.outputs]
 
     def _kept(self, passed: Passed) -> list[Any]:
         if self._stop == self._start:
             return []
         op, z = self._run.ops[self._start], passed.inputs[self._start]
-        names = op.saved_names or ()
-        saved = (
-            (passed.contexts[self._start].to_save or ())[names.index("input")]
-            if "input" in names
-            else None
-        )
+        left = passed.contexts[self._start].to_save or ()
+        saved = dict(zip(op.saved_names or (), left, strict=False)).get("input")
         if saved is not None and saved.dtype.itemsize < z.dtype.itemsize:  # it casts first
             z = saved
         statistics = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
@@ -558,11 +540,8 @@ class Plan:
     def _forward_function(self, x: Any, *items: Any) -> dict[Any, Any]:
         passed = self._run.forward(x, self._given.rebuilt(items))
         kept = self._kept(passed) if self.needs_grad else []
-        return (
-            {"y": passed.output}
-            | {slot: passed.extras[slot] for slot in self.outputs}
-            | dict(enumerate(kept))
-        )
+        made = {"y": passed.output, **{slot: passed.extras[slot] for slot in self.outputs}}
+        return made | dict(enumerate(kept))
 
     def forward(self, items: Sequence[Tensor], rows: int) -> list[Any]:
         """The output, the extra outputs, and what is kept."""
@@ -580,33 +559,29 @@ class Plan:
         With ``in_place`` it overwrites ``dy``, where that can be. With ``with_output`` it gives the
         output too, as ``"y"``.
         """
-        if in_place and not any(isinstance(op, (RMSNorm, L2Normalization)) for op in self._run.ops):
+        kept = len(self._kept_specs)
+        after = kept + len(self._flat)
+        norms = built_in.RMSNorm, built_in.L2Normalization
+        in_place = in_place and not any(isinstance(op, norms) for op in self._run.ops)
+        if in_place:
             kernel = self._backward(dy, grads, False, with_output)
-            slots, given = (
-                dict(zip(kernel.names, kernel.slots, strict=True)),
-                len(self._kept_specs) + len(self._flat),
-            )
+            slots = dict(zip(kernel.names, kernel.slots, strict=True))
             fits = (dy.dtype, dy.width) == (self.specs[0].dtype, self.specs[0].width)
-            if not fits or slots.get("x", (True, 0))[0] or (True, given) in slots.values():
+            if not fits or slots.get("x", (True, 0))[0] or (True, after) in slots.values():
                 return kernel
-        else:
-            in_place = False
         key = dy, tuple(grads.items()), in_place, with_output
         if key not in self._backwards:
-            slots, kept = list(grads), len(self._kept_specs)
             specs = [*self._kept_specs, *self._flat, dy, *grads.values()]
-            after = kept + len(self._flat)
 
             def function(*tensors: Any) -> dict[Any, Any]:
                 given = self._given.rebuilt(tensors[kept:after])
-                contexts, y = self._again_from(
-                    tensors[:kept], tensors[kept:after], given, with_output
-                )
-                incoming = dict(zip(slots, tensors[after + 1 :], strict=True))
+                again = tensors[:kept], tensors[kept:after], given, with_output
+                contexts, y = self._again_from(*again)
+                incoming = dict(zip(grads, tensors[after + 1 :], strict=True))
                 dx, params, extras = self._run.backward(contexts, tensors[after], incoming, given)
-                found = {"x": dx} | {
-                    ("param", i, k): g for i, gs in params.items() for k, g in enumerate(gs)
-                }
+                found = {"x": dx}
+                for i, of_op in params.items():
+                    found |= {("param", i, k): grad for k, grad in enumerate(of_op)}
                 found |= {("extra", *slot): grad for slot, grad in extras.items()}
                 found["y"] = y if with_output else None
                 if in_place:
@@ -614,10 +589,7 @@ class Plan:
                 return {name: grad for name, grad in found.items() if grad is not None}
 
             full = ("backward", self._key, self._run.flags, tuple(self.specs), key, self._backend)
-            title = f"the backward of {self._title}"
-            self._backwards[key] = cached(
-                full, lambda: Kernel(title, function, specs, self._device, self._backend)
-            )
+            self._backwards[key] = self._kernel(full, "backward", function, specs)
             self._backwards[key].in_place = in_place
             self._backwards[key].of = dy, grads, False, with_output
         return self._backwards[key]
@@ -627,16 +599,13 @@ class Plan:
 
         The result says what it reads that the backward does not.
         """
-        behind = {
-            source for (i, _), source in self._run.sources.items() if i >= self._start > source[0]
-        }
+        inner = self._run.sources.items()
+        behind = {source for (i, _), source in inner if i >= self._start > source[0]}
         if self._stop == self._start or not behind <= set(self._carried):
             return ()
         key = "again", self._key, self._run.flags, tuple(self.specs), self._backend
-        specs, title = [*self._kept_specs, *self._flat], f"the output of {self._title}"
-        self._again = cached(
-            key, lambda: Kernel(title, self._output_again, specs, self._device, self._backend)
-        )
+        specs = [*self._kept_specs, *self._flat]
+        self._again = self._kernel(key, "output", self._output_again, specs)
         first = len(self._kept_specs)
         parameters = range(first, first + sum(map(len, self._given.params)))
         scales = range(len(specs) - sum(map(len, self._given.scales)), len(specs))
@@ -649,13 +618,10 @@ class Plan:
 
         These make it the forward of a run that begins here, so that both are compiled once.
         """
-        kept, given = (
-            tensors[: len(self._kept_specs)],
-            self._given.rebuilt(tensors[len(self._kept_specs) :]),
-        )
-        passed = self._run.forward(
-            kept[0], given, self._start, None, dict(zip(self._carried, kept[1:], strict=False))
-        )
+        count = len(self._kept_specs)
+        kept, given = tensors[:count], self._given.rebuilt(tensors[count:])
+        made = dict(zip(self._carried, kept[1:], strict=False))
+        passed = self._run.forward(kept[0], given, self._start, None, made)
         numbers = [(passed.contexts[i].to_save or ())[k] for i, k in self._statistics]
         return {"y": passed.output} | dict(enumerate(numbers))
 
@@ -686,9 +652,8 @@ class Plan:
             vars(ctx).update(attributes)
             if given.scales[i]:
                 ctx.scale = given.scales[i][0]
-            ctx.to_save = (
-                tuple(None if n is None else items[n] for n in saved) if -1 not in saved else None
-            )
+            if -1 not in saved:
+                ctx.to_save = tuple(None if n is None else items[n] for n in saved)
         if self._stop > self._start:
             made = dict(zip(self._carried, kept[1:], strict=False))
             stop = None if with_output else self._stop
@@ -744,8 +709,5 @@ class Plan:
     def kernels(self) -> dict[str, list[Kernel]]:
         """By pass."""
         again = [self._again] if self._again is not None else []
-        return {
-            "forward": [self._forward],
-            "backward": list(self._backwards.values()),
-            "output again": again,
-        }
+        backwards = list(self._backwards.values())
+        return {"forward": [self._forward], "backward": backwards, "output again": again}

@@ -32,17 +32,8 @@ from torch import fx
 from opfuse import BasicOperation, has_same_math, ops
 from opfuse.core.authoring import op_class
 
-_ROOTS = (
-    *(
-        "value",
-        "derivative",
-        "linear_value",
-        "linear_derivative",
-        "forward_value",
-        "backward_value",
-    ),
-    *("gate_gradient", "split", "join", "operand", "numbers_of", "with_numbers"),
-)
+_ROOTS = """value derivative linear_value linear_derivative forward_value backward_value
+gate_gradient split join operand numbers_of with_numbers""".split()
 """The methods of an activation that are called."""
 
 _COMMON = frozenset({**vars(ops.Identity()), **vars(ops.SiLU())}) - {"training"}

@@ -64,9 +64,8 @@ def trace(
         table = None
         if decompose:
             known = select_decomp_table()
-            half = all(
-                wide(spec.dtype) is not spec.dtype for spec in specs if spec.width is not None
-            )
+            matrices = [spec.dtype for spec in specs if spec.width is not None]
+            half = all(wide(dtype) is not dtype for dtype in matrices)
             ours = DECOMPOSITIONS | (FOR_HALF_PRECISION if device.type == "cpu" and half else {})
             table = {**known, **{op: _first(mine, known.get(op)) for op, mine in ours.items()}}
         graph = make_fx(torch.func.functionalize(function), decomposition_table=table)(*fakes)
@@ -121,9 +120,9 @@ def sigmoid(x: Tensor) -> Any:
 
     Rounding the exponent costs ``2^-24 |x|`` of it.
     """
-    return (
-        1 / (1 + torch.exp2(x * -math.log2(math.e))) if x.dtype is torch.float32 else NotImplemented
-    )
+    if x.dtype is not torch.float32:
+        return NotImplemented
+    return 1 / (1 + torch.exp2(x * -math.log2(math.e)))
 
 
 TWICE_U = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
@@ -163,13 +162,9 @@ def faked(hint: int) -> Iterator[tuple[Any, Any]]:
 
 def fake(spec: Spec, rows: Any, device: torch.device) -> Tensor:
     """A tensor that a spec describes."""
-    shape = (
-        spec.shape
-        if spec.shape is not None
-        else (rows,)
-        if spec.width is None
-        else (rows, spec.width)
-    )
+    shape = spec.shape
+    if shape is None:
+        shape = (rows,) if spec.width is None else (rows, spec.width)
     return torch.empty(shape, dtype=spec.dtype, device=device)
 
 

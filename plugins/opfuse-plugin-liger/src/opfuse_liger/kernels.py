@@ -35,7 +35,7 @@ def unavailable(device: torch.device) -> str:
 
 
 def takes(*tensors: Any, params: Sequence[Any] = ()) -> bool:
-    """Whether a kernel takes these: plain, contiguous, alike in dtype and features, not empty."""
+    """Return whether these are plain, contiguous, alike in dtype and features, and not empty."""
     x = tensors[0]
     plain = all(type(t) in (Tensor, Parameter) and t.is_contiguous() for t in (*tensors, *params))
     return (

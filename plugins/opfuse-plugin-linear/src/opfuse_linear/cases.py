@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,30 +23,36 @@ _GELU, _SWIGLU = functions_of(GELU()), functions_of(SwiGLU())
 _GEMMS = BY_TILES.name, BY_POINTERS.name
 
 
-def _operands(
-    rows: int, depth: int, features: int, weights: int = 1, **others: Operand
-) -> dict[str, Operand]:
-    names = ("weight", "up")[:weights]
-    return {
-        "x": Operand((rows, depth), BF16),
-        **{name: Operand((features, depth), BF16) for name in names},
-        "bias": Operand((features,), BF16, "vector"),
-        **others,
-        "y": Operand((rows, features), BF16, output=True),
-    }
+def _product(functions: Any = None, **how: Any) -> Callable[..., Any]:
+    """A product as a case runs it."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor, up: Any = None, addend: Any = None) -> Any:
+        weights, biases = ((weight,), (bias,)) if up is None else ((weight, up), (bias, bias))
+        y, hidden = multiply(x, weights, biases, functions, addend=addend, **how)
+        return y if hidden is None else (y, hidden)
+
+    return run
 
 
-def _inference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return multiply(x, (weight,), (bias,), _GELU)[0]
+def _operands(*others: str) -> Callable[..., Mapping[str, Operand]]:
+    """The operands of a product, with those of ``"up"``, ``"addend"`` and ``"hidden"`` it has."""
 
+    def operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
+        weight, full = Operand((features, depth), BF16), Operand((rows, features), BF16)
+        width = features * (2 if "up" in others else 1)
+        known = {
+            "x": Operand((rows, depth), BF16),
+            "weight": weight,
+            "up": weight,
+            "bias": Operand((features,), BF16, "vector"),
+            "addend": full,
+            "y": replace(full, output=True),
+            "hidden": Operand((rows, width), BF16, output=True),
+        }
+        wanted = {"x", "weight", "bias", "y", *others}
+        return {name: operand for name, operand in known.items() if name in wanted}
 
-def _training(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    return multiply(x, (weight,), (bias,), _GELU, keep=True)
-
-
-def _training_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
-    found = _operands(rows, depth, features)
-    return {**found, "hidden": Operand((rows, features), BF16, output=True)}
+    return operands
 
 
 def _training_apart(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -53,42 +60,8 @@ def _training_apart(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
     return F.gelu(hidden, approximate="tanh"), hidden
 
 
-def _residual(x: Tensor, weight: Tensor, bias: Tensor, addend: Tensor) -> Tensor:
-    return multiply(x, (weight,), (bias,), addend=addend)[0]
-
-
-def _scaled(x: Tensor, weight: Tensor, bias: Tensor, addend: Tensor) -> Tensor:
-    return multiply(x, (weight,), (bias,), addend=addend, scale=0.5)[0]
-
-
-def _residual_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
-    return _operands(rows, depth, features, addend=Operand((rows, features), BF16))
-
-
-def _gated(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    return multiply(x, (weight, up), (bias, bias), _SWIGLU)[0]
-
-
-def _gated_training(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Any:
-    return multiply(x, (weight, up), (bias, bias), _SWIGLU, keep=True)
-
-
-def _gated_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
-    return _operands(rows, depth, features, 2)
-
-
-def _gated_training_operands(rows: int, depth: int, features: int) -> Mapping[str, Operand]:
-    found = _gated_operands(rows, depth, features)
-    return {**found, "hidden": Operand((rows, 2 * features), BF16, output=True)}
-
-
-def _halves(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return F.linear(x, weight, bias), F.linear(x, up, bias)
-
-
 def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
-    gate, linear = _halves(x, weight, up, bias)
-    return F.silu(gate) * linear
+    return F.silu(F.linear(x, weight, bias)) * F.linear(x, up, bias)
 
 
 def _softmax(
@@ -128,28 +101,29 @@ _SMALL = [{"rows": 127, "depth": 64, "features": 264}, {"rows": 3, "depth": 65, 
 
 CASES = [
     KernelCase(
-        "linear + GELU", _inference, _operands, _MLP + _ODD, _SMALL, gemms=_GEMMS,
+        "linear + GELU", _product(_GELU), _operands(), _MLP + _ODD, _SMALL, gemms=_GEMMS,
         separate=lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
     ),
     KernelCase(
-        "linear + GELU, kept", _training, _training_operands, _MLP + _ODD, _SMALL, gemms=_GEMMS,
-        separate=_training_apart,
+        "linear + GELU, kept", _product(_GELU, keep=True), _operands("hidden"), _MLP + _ODD,
+        _SMALL, gemms=_GEMMS, separate=_training_apart,
     ),
     KernelCase(
-        "linear + add", _residual, _residual_operands, _DOWN + _ODD, _SMALL, gemms=_GEMMS,
+        "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL, gemms=_GEMMS,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) + addend,
     ),
     KernelCase(
-        "linear + scale + add", _scaled, _residual_operands, _DOWN, _SMALL[:1], gemms=_GEMMS,
+        "linear + scale + add", _product(scale=0.5), _operands("addend"), _DOWN, _SMALL[:1],
+        gemms=_GEMMS,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) * 0.5 + addend,
     ),
     KernelCase(
-        "gate and up + SwiGLU", _gated, _gated_operands, _GATED + _ODD, _SMALL, gemms=_GEMMS,
-        separate=_gated_apart,
+        "gate and up + SwiGLU", _product(_SWIGLU), _operands("up"), _GATED + _ODD, _SMALL,
+        gemms=_GEMMS, separate=_gated_apart,
     ),
     KernelCase(
-        "gate and up + SwiGLU, kept", _gated_training, _gated_training_operands, _GATED + _ODD,
-        _SMALL, gemms=_GEMMS,
+        "gate and up + SwiGLU, kept", _product(_SWIGLU, keep=True), _operands("up", "hidden"),
+        _GATED + _ODD, _SMALL, gemms=_GEMMS,
     ),
     *[
         KernelCase(

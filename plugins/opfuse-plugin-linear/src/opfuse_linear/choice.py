@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from opfuse_triton import is_interpreting
 
 from opfuse import Environment
 from opfuse.ops import ParallelLinear
@@ -19,11 +20,6 @@ MANY_ROWS = 8192
 """Rows for which configurations are ordered."""
 
 
-def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on a CPU, to test them."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-
-
 def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:
     """Why no Triton product stands for these ops, as a sentence; empty: one does.
 
@@ -32,7 +28,11 @@ def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> s
         env: The environment.
         measured: Whether it also has to be the fastest that was measured on this GPU.
     """
-    if said := _cannot_run(env) or _does_not_compute(ops):
+    if env.compiling:
+        return "under torch.compile no Triton product was measured"
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
+    if said := cannot_run(env, "a Triton product") or _does_not_compute(ops):
         return said
     if env.device.type == "cpu" or not measured or env.measured == math.inf:
         return ""
@@ -47,19 +47,16 @@ def found(env: Environment) -> Mapping[str, Any] | None:
     return given if given is not None and "constants" in given else None
 
 
-def _cannot_run(env: Environment) -> str:
-    if env.compiling:
-        return "under torch.compile no Triton product was measured"
-    if env.recipe is not None:
-        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
+def cannot_run(env: Environment, what: str) -> str:
+    """Why no Triton kernel can run, as a sentence about ``what``; empty: one can."""
     if env.dtype not in DTYPES:
-        return f"a Triton product takes no {str(env.dtype)[6:]}"
+        return f"{what} takes no {str(env.dtype)[6:]}"
     if env.device.type != "cuda" and not (env.device.type == "cpu" and is_interpreting()):
-        return "a Triton product needs a GPU"
+        return f"{what} needs a GPU"
     if env.capability is not None and env.capability < MIN_CAPABILITY:
-        return "a Triton product needs a GPU of compute capability 8.0"
+        return f"{what} needs a GPU of compute capability 8.0"
     if importlib.util.find_spec("triton") is None:
-        return "a Triton product needs Triton, which is not installed"
+        return f"{what} needs Triton, which is not installed"
     return ""
 
 

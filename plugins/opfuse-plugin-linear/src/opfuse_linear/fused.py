@@ -1,4 +1,4 @@
-"""The fused ops, and where they may stand."""
+"""The fused ops, and the fusions that put them in place."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse import (
-    Environment,
-    FusedOperation,
-    Fusion,
-    OperationContext,
-    Optional,
-    Subclasses,
-    has_same_math,
-)
+from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
 from opfuse.ops import (
-    GELU,
     Activation,
     AddExtraInput,
     BasicLinear,
@@ -26,32 +17,12 @@ from opfuse.ops import (
     ConstantScale,
     MakeExtraOutput,
     ParallelLinear,
-    SiLU,
 )
 
-from . import choice, kernels
+from . import choice, conditions, kernels
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
-
-MIN_FEATURES_APART = 128
-"""Features from which an activation stays a step of its own in training on a CPU.
-
-Its input is kept, so it cannot go into the matrix product: fusing saves a few microseconds of
-Python, no time of the arithmetic, and a compiler of activations saves more.
-"""
-
-
-MIN_SPEED = 1.02
-"""Of a linear's backward as measured, below which it is left to the fusions that come after it."""
-
-
-def _epilogue(act: Activation) -> tuple[str, str] | None:
-    """How oneDNN calls the activation at the end of a matrix product, if it can be there."""
-    if has_same_math(act, GELU):
-        return "gelu", act.approximate
-    return ("swish", "") if has_same_math(act, SiLU) else None
-
 
 # A fused op keeps what a call needs of its basic ops in one attribute, since looking up a module's
 # is slow.
@@ -72,6 +43,7 @@ class Products(FusedOperation):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         self._onednn = env.configuration.get("onednn") if env.configuration else None
+        self._small, self._linear = kernels.for_small(env)
 
 
 class _WithEpilogue(Products):
@@ -87,6 +59,8 @@ class _WithEpilogue(Products):
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
         self._product = choice.product(list(self.basic_ops), env)
+        if self._product is not None:
+            self._small = 0
 
 
 class ForwardLinear(Products):
@@ -103,20 +77,8 @@ class ForwardLinear(Products):
 class ForwardLinearBias(Products):
     """Linear + bias: the bias goes into the matrix product."""
 
-    def planned(self, env: Environment) -> None:
-        """See :meth:`opfuse.FusedOperation.planned`."""
-        super().planned(env)
-        self._small, self._linear = kernels.for_small(env)
-
     def fuser_forward(
-        self,
-        basic_op_ctxs: Ctxs,
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Any,
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
@@ -137,31 +99,23 @@ class ForwardLinearBiasActivation(_WithEpilogue):
         super().__init__(basic_ops)
         act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
-        self._parts = has_bias, act.operand, act.forward_value, _epilogue(act), no_extras
+        self._parts = has_bias, act.operand, act.forward_value, conditions.epilogue(act), no_extras
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
         act = self.basic_ops[-1]
-        wanted = _recomputes(env) and not env.compiling
+        wanted = env.options.get("linear.recompute", False) and not env.compiling
         self.recomputes = wanted and act.deterministic
         if wanted and not self.recomputes:
             name = type(act).__name__
             self.notes = f"its output is kept, since {name} does not declare itself deterministic"
-        self._small, self._linear = kernels.for_small(env)
         # one kernel is faster on a GPU, however small
-        if self.recomputes or env.device.type != "cpu" or self._product is not None:
+        if self.recomputes or env.device.type != "cpu":
             self._small = 0
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: Ctxs,
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Any,
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         has_bias, operand, forward_value, epilogue, no_extras = self._parts
@@ -239,22 +193,8 @@ class ForwardLinearAdd(_WithEpilogue):
         scale = basic_ops[1:-1] if isinstance(basic_ops[1], ConstantScale) else ()
         self._parts = has_bias, scale, basic_ops[-1].check_extra, ((),) * len(basic_ops)
 
-    def planned(self, env: Environment) -> None:
-        """See :meth:`opfuse.FusedOperation.planned`."""
-        super().planned(env)
-        self._small, self._linear = kernels.for_small(env)
-        if self._product is not None:
-            self._small = 0
-
     def fuser_forward(
-        self,
-        basic_op_ctxs: Ctxs,
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: Any,
+        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         has_bias, scaling, check_extra, no_extras = self._parts
@@ -269,19 +209,17 @@ class ForwardLinearAdd(_WithEpilogue):
             if check_extra(basic_op_ctxs[-1], extra, y.shape):
                 return extra.detach().add_(y), no_extras
             return kernels.added(y, extra), no_extras
-        if check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0])):
-            return extra.detach().add_(
-                kernels.linear(x, weight, bias, self._onednn), alpha=scale
-            ), no_extras
-        if self._product is not None:
-            y = self._product.added(x, weight, bias, extra, scale)
+        in_place = check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0]))
+        if not in_place:
+            y = self._product and self._product.added(x, weight, bias, extra, scale)
             if y is not None:
                 return y, no_extras
-        if extra.dtype is not x.dtype or type(extra) not in kernels.PLAIN:
-            return torch.add(
-                extra, kernels.linear(x, weight, bias, self._onednn), alpha=scale
-            ), no_extras
-        return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
+            if extra.dtype is x.dtype and type(extra) in kernels.PLAIN:
+                return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
+        y = kernels.linear(x, weight, bias, self._onednn)
+        if in_place:
+            return extra.detach().add_(y, alpha=scale), no_extras
+        return torch.add(extra, y, alpha=scale), no_extras
 
 
 class BackwardLinear(Products):
@@ -295,11 +233,8 @@ class BackwardLinear(Products):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         act = basic_ops[-1].op_backward if isinstance(basic_ops[-1], Activation) else None
-        self._parts = (
-            act,
-            len(basic_ops) > 1 and isinstance(basic_ops[1], Bias),
-            ((),) * len(basic_ops),
-        )
+        has_bias = len(basic_ops) > 1 and isinstance(basic_ops[1], Bias)
+        self._parts = act, has_bias, ((),) * len(basic_ops)
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
@@ -308,17 +243,12 @@ class BackwardLinear(Products):
         act, has_bias, no_extras = self._parts
         dy, of_act = (grad_output, ()) if act is None else act(basic_op_ctxs[-1], grad_output)
         x, weight = BasicLinear.saved_operands(basic_op_ctxs[0])
-        grads: Any = (None,)
+        of_bias: Any = (None,)
         if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
-            grads = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
+            of_bias = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
         grad_input, grad_weight = kernels.linear_grads(dy, x, weight, onednn=self._onednn)
-        if act is None:
-            return grad_input, ((grad_weight,), grads) if has_bias else ((grad_weight,),), no_extras
-        return (
-            grad_input,
-            ((grad_weight,), grads, of_act) if has_bias else ((grad_weight,), of_act),
-            no_extras,
-        )
+        grads: Any = ((grad_weight,), of_bias) if has_bias else ((grad_weight,),)
+        return grad_input, grads if act is None else (*grads, of_act), no_extras
 
 
 class BackwardParallelLinear(Products):
@@ -360,7 +290,7 @@ class BackwardLinearScale(Products):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
-        self._apart = scales_gradient(env)
+        self._apart = conditions.scales_gradient(env)
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
@@ -415,135 +345,34 @@ class BackwardActivationBias(FusedOperation):
         return dy, ((grad_bias,), of_act), ((), ())
 
 
-def plain_linear(ops: Any, env: Environment) -> bool | str:
-    """Whether what is asked for multiplies plain tensors, as these fusions do."""
-    if env.recipe is None:
-        return True
-    return (
-        f"{type(env.recipe).__name__} quantizes the linear, "
-        "and this fusion multiplies plain tensors"
-    )
-
-
-def _exact(ops: Any, env: Environment) -> bool | str:
-    """Under a recipe the operands of a product are in fp32; what they stand for is not rounded."""
-    if env.recipe is None or env.dtype in (torch.float32, torch.float64):
-        return True
-    return plain_linear(ops, env)
-
-
-def _recomputes(env: Environment) -> bool:
-    wanted: bool = env.options.get("linear.recompute", False)
-    return wanted
-
-
-def _with_activation(ops: Any, env: Environment) -> bool | str:
-    if _recomputes(env):
-        return True
-    if env.device.type != "cpu":
-        if (
-            len(ops) == 3
-            and _epilogue(ops[2]) == ("gelu", "tanh")
-            and kernels.has_gelu_epilogue(env)
-        ):
-            return True
-        return (
-            "on a GPU only bias + GELU (tanh), in half precision and without a backward, "
-            "go into the product"
-        )
-    if not env.requires_grad or max(ops[0].in_features, ops[0].out_features) < MIN_FEATURES_APART:
-        return True
-    return (
-        "on a CPU the backward needs the activation's input, "
-        "so the activation cannot go into the product"
-    )
-
-
-def _activation_fits(ops: Any, env: Environment) -> bool | str:
-    """Of a forward: whether a Triton product takes the activation, or a library's does."""
-    if (exact := _exact(ops, env)) is not True:
-        return exact
-    refused = choice.refusal(ops, env)
-    apart = _with_activation(ops, env) if refused else True
-    return apart if apart is True or env.device.type == "cpu" else f"{apart}; {refused}"
-
-
-def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
-    if adds_nothing(env):
-        return (
-            f"on this {env.device.type.upper()}, in {str(env.dtype)[6:]}, "
-            "it would do what the ops do one by one"
-        )
-    pays = _pays(ops, env)
-    return plain_linear(ops, env) if pays is True else pays
-
-
-def _activation_pays(ops: Any, env: Environment) -> bool | str:
-    apart = _with_activation(ops, env) if isinstance(ops[-1], Activation) else True
-    return _plain_and_pays(ops, env) if apart is True else apart
-
-
-def _alone_pays(ops: Any, env: Environment) -> bool | str:
-    if env.device.type != "cpu":
-        return "a product with nothing around it has one library here"
-    return _plain_and_pays(ops, env)
-
-
-def _scale_pays(ops: Any, env: Environment) -> bool | str:
-    return _plain_and_pays(ops, env) if env.device.type == "cpu" else plain_linear(ops, env)
-
-
-def _pays(ops: Any, env: Environment) -> bool | str:
-    if env.measured is not None:
-        return True
-    features = max(op.in_features or 0 for op in ops)
-    if env.device.type == "cpu" and features < kernels.MIN_FEATURES:
-        return f"{features} features are too few for it to pay on a CPU"
-    return True
-
-
-def scales_gradient(env: Environment) -> bool:
-    """Whether a pass over the gradient is cheaper than a scale in each matrix product."""
-    return env.device.type == "cpu"
-
-
-def adds_nothing(env: Environment) -> bool:
-    """Whether the backward of a linear is the same matrix products fused or not."""
-    if env.device.type != "cpu" or env.dtype is not torch.float32:
-        return True
-    if env.measured is not None:
-        return env.measured < MIN_SPEED
-    return not kernels.onednn_is_faster()
-
-
 _ACT = Subclasses(Activation)
 
 FORWARD = [
-    Fusion((BasicLinear,), ForwardLinear, _alone_pays, name="linear"),
-    Fusion((BasicLinear, Bias), ForwardLinearBias, _exact, name="linear+bias"),
+    Fusion((BasicLinear,), ForwardLinear, conditions.alone_pays, name="linear"),
+    Fusion((BasicLinear, Bias), ForwardLinearBias, conditions.exact, name="linear+bias"),
     Fusion(
         (BasicLinear, Optional(Bias), _ACT),
         ForwardLinearBiasActivation,
-        _activation_fits,
+        conditions.activation_fits,
         name="linear+bias+activation",
     ),
-    Fusion((ParallelLinear,), ForwardParallelLinear, _alone_pays, name="parallel linear"),
+    Fusion((ParallelLinear,), ForwardParallelLinear, conditions.alone_pays, name="parallel linear"),
     Fusion(
         (ParallelLinear, _ACT),
         ForwardParallelLinearActivation,
-        _activation_fits,
+        conditions.activation_fits,
         name="parallel linear+activation",
     ),
     Fusion(
         (BasicLinear, Optional(Bias), AddExtraInput),
         ForwardLinearAdd,
-        _exact,
+        conditions.exact,
         name="linear+bias+add",
     ),
     Fusion(
         (BasicLinear, ConstantScale, AddExtraInput),
         ForwardLinearAdd,
-        _exact,
+        conditions.exact,
         name="linear+scale+add",
     ),
 ]
@@ -552,17 +381,29 @@ BACKWARD = [
     Fusion(
         (BasicLinear, Optional(Bias), Optional(_ACT)),
         BackwardLinear,
-        _activation_pays,
+        conditions.activation_pays,
         name="linear+bias+activation",
     ),
     Fusion(
         (ParallelLinear, Optional(_ACT)),
         BackwardParallelLinear,
-        _activation_pays,
+        conditions.activation_pays,
         name="parallel linear+activation",
     ),
     # the others go first
-    Fusion((Bias, _ACT), BackwardActivationBias, _pays, priority=-200, name="activation+bias"),
-    Fusion((BasicLinear, ConstantScale), BackwardLinearScale, _scale_pays, name="linear+scale"),
-    Fusion((MakeExtraOutput, BasicLinear), BackwardLinearAdd, plain_linear, name="linear+add"),
+    Fusion(
+        (Bias, _ACT), BackwardActivationBias, conditions.pays, priority=-200, name="activation+bias"
+    ),
+    Fusion(
+        (BasicLinear, ConstantScale),
+        BackwardLinearScale,
+        conditions.scale_pays,
+        name="linear+scale",
+    ),
+    Fusion(
+        (MakeExtraOutput, BasicLinear),
+        BackwardLinearAdd,
+        conditions.plain_linear,
+        name="linear+add",
+    ),
 ]

@@ -73,35 +73,14 @@ def _part(tile, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def gemm_by_tiles(
-    x,
-    w,
-    up,
-    bias,
-    up_bias,
-    addend,
-    y,
-    hidden,
-    up_hidden,
-    rows,
-    features,
-    depth,
-    x_stride,
-    w_stride,
-    up_stride,
-    addend_stride,
-    hidden_stride,
-    scale,
-    numbers,
-    VALUE: tl.constexpr,
-    LINEAR_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
-):
+    x, w, up, bias, up_bias, addend, y, hidden, up_hidden,
+    rows, features, depth,
+    x_stride, w_stride, up_stride, addend_stride, hidden_stride,
+    scale, numbers,
+    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SPECIALIZE: tl.constexpr,
+):  # fmt: skip
     """Tiles move by TMA: rows begin at multiples of 16 bytes, and features are contiguous.
 
     Each program takes every ``num_programs``-th tile. The epilogue works on ``PARTS`` parts of its
@@ -169,37 +148,13 @@ def gemm_by_tiles(
 
 @triton.jit
 def gemm_by_pointers(
-    x,
-    w,
-    up,
-    bias,
-    up_bias,
-    addend,
-    y,
-    hidden,
-    up_hidden,
-    rows,
-    features,
-    depth,
-    x_stride,
-    x_step,
-    w_stride,
-    w_step,
-    up_stride,
-    up_step,
-    addend_stride,
-    addend_step,
-    hidden_stride,
-    scale,
-    numbers,
-    VALUE: tl.constexpr,
-    LINEAR_VALUE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x, w, up, bias, up_bias, addend, y, hidden, up_hidden,
+    rows, features, depth,
+    x_stride, x_step, w_stride, w_step, up_stride, up_step, addend_stride, addend_step,
+    hidden_stride, scale, numbers,
+    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Any strides and alignment, and GPUs without TMA: one tile for each program."""
     dtype: tl.constexpr = x.dtype.element_ty
     row_tiles, column_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)

@@ -55,10 +55,8 @@ all Python.
 @functools.cache
 def onednn_is_faster() -> bool:
     """Whether oneDNN beats the default library for fp32 matrix products on this machine's CPU."""
-    if (
-        platform.machine().lower() not in ("x86_64", "amd64")
-        or not torch.backends.mkldnn.is_available()
-    ):
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    if not x86 or not torch.backends.mkldnn.is_available():
         return False
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -127,7 +125,7 @@ def _is_worth_it(dtype: torch.dtype) -> bool:
 def _onednn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, name: str = "none", form: str = ""
 ) -> Tensor:
-    bias = bias if bias is None else bias.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
 
 
@@ -198,12 +196,8 @@ def has_gelu_epilogue(env: Environment) -> bool:
     No where a backward follows: it needs what was before the GELU, which PyTorch cannot ask the
     library for.
     """
-    return (
-        env.device.type == "cuda"
-        and env.dtype in HALF
-        and not env.requires_grad
-        and not env.compiling
-    )
+    takes = env.device.type == "cuda" and env.dtype in HALF
+    return takes and not env.requires_grad and not env.compiling
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -233,13 +227,10 @@ def linear_activation(
     """
     if _use_onednn(x, weight, bias, onednn):
         return _onednn(x, weight, bias, name, form)
-    if (
-        bias is None
-        or form != "tanh"
-        or not (x.is_cuda and x.dtype in HALF and x.numel())
-        or is_compiling()
-    ):
-        return None  # of an empty product PyTorch gives the bias, without its GELU
+    gelu = bias is not None and form == "tanh" and x.is_cuda and x.dtype in HALF
+    # of an empty product PyTorch gives the bias, without its GELU
+    if not gelu or not x.numel() or is_compiling():
+        return None
     plain = type(x) is Tensor and type(weight) in PLAIN and type(bias) in PLAIN
     return linear_gelu(x, weight, bias) if plain else None
 
@@ -314,15 +305,9 @@ def linear_grads(
     # under autocast, the output may be wider
     if operand is not None and grad_output.dtype is not operand.dtype:
         grad_output = grad_output.to(operand.dtype)
-    if (
-        x is not None
-        and weight is not None
-        and grad_output.ndim == 2
-        and scale == 1.0
-        and addend is None
-    ):
-        if is_small(grad_output):
-            return grad_output.mm(weight), grad_output.t().mm(x)
+    plain = grad_output.ndim == 2 and scale == 1.0 and addend is None
+    if plain and x is not None and weight is not None and is_small(grad_output):
+        return grad_output.mm(weight), grad_output.t().mm(x)
     grad_weight = None if x is None else linear_wgrad(grad_output, x, scale, onednn)
     if weight is None:
         return None, grad_weight

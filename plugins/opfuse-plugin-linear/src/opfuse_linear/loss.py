@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opfuse_triton import is_interpreting
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
@@ -15,7 +15,8 @@ from opfuse.ops import BasicLinear, Bias, CrossEntropy
 from opfuse.ops.cross_entropy import reduced, row_losses, row_weights
 
 from . import choice, chunks, kernels
-from .fused import Products, plain_linear
+from .conditions import plain_linear
+from .fused import Products
 
 Ctxs = list[OperationContext]
 
@@ -38,7 +39,7 @@ class LinearLoss(Products):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
-        if not _no_kernel(env):
+        if not choice.cannot_run(env, "its kernel"):
             from .softmax import softmax_in_place  # this imports Triton
 
             self._softmax = softmax_in_place
@@ -79,11 +80,7 @@ class LinearLoss(Products):
         lift = chunks.LIFT if x.dtype is torch.float16 else 1.0
         counted = targets != numbers.ignore_index
         weights = torch.where(counted, lift, 0.0).to(wide(x.dtype))
-        losses, sums = chunks.gradients(
-            *(x, weight, bias, targets, weights, numbers, _needs(ctxs)),
-            onednn=self._onednn,
-            softmax=self._softmax,
-        )
+        losses, sums = self._gradients(ctxs, x, weight, bias, targets, weights, numbers)
         scale = counted.sum().clamp(min=1) if numbers.reduction == "mean" else 1.0
         linear.to_save = sums.dx, sums.dw
         for ctx in middle:
@@ -99,6 +96,16 @@ class LinearLoss(Products):
         (dx, dw), *of_bias, (scale,) = saved
         scale = scale * grad_output.to(scale.dtype)
         return self._result(basic_op_ctxs, (dx, dw, *[db for (db,) in of_bias]), scale)
+
+    def _gradients(self, ctxs: Any, *given: Any) -> tuple[Tensor, chunks.Sums]:
+        """:func:`opfuse_linear.chunks.gradients`, of those that are needed."""
+        linear, *middle, _ = ctxs
+        needs = (
+            linear.requires_grad and linear.input_requires_grad,
+            linear.requires_grad and linear.param_requires_grad[0],
+            any(ctx.param_requires_grad[0] for ctx in middle),
+        )
+        return chunks.gradients(*given, needs, onednn=self._onednn, softmax=self._softmax)
 
     def _result(self, ctxs: Any, grads: Any, scale: Any) -> tuple[Tensor | None, Any, Any]:
         """What the backward gives: the gradients of input and parameters, scaled."""
@@ -138,23 +145,10 @@ class LinearLossAgain(LinearLoss):
         (bias,) = of_bias[0] if of_bias else (None,)
         numbers = basic_op_ctxs[-1].numbers  # type: ignore[attr-defined]
         weights = row_weights(grad_output.to(wide(x.dtype)), targets, numbers)
-        _, sums = chunks.gradients(
-            *(x, weight.to(x.dtype), bias, targets, weights, numbers, _needs(basic_op_ctxs)),
-            onednn=self._onednn,
-            softmax=self._softmax,
-        )
+        given = x, weight.to(x.dtype), bias, targets, weights, numbers
+        _, sums = self._gradients(basic_op_ctxs, *given)
         grads = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
         return self._result(basic_op_ctxs, grads, None)
-
-
-def _needs(ctxs: Any) -> tuple[bool, bool, bool]:
-    """Which gradients are needed: of the input, of the weight, of the bias."""
-    linear, *middle, _ = ctxs
-    return (
-        linear.requires_grad and linear.input_requires_grad,
-        linear.requires_grad and linear.param_requires_grad[0],
-        any(ctx.param_requires_grad[0] for ctx in middle),
-    )
 
 
 def _is_frozen(op: BasicLinear) -> bool:
@@ -164,24 +158,11 @@ def _is_frozen(op: BasicLinear) -> bool:
     return weight is not None and not weight.requires_grad
 
 
-def _no_kernel(env: Environment) -> str:
-    """Why the kernel of the softmax cannot run, or ""."""
-    if env.device.type != "cuda" and not (env.device.type == "cpu" and choice.is_interpreting()):
-        return "its kernel needs a GPU"
-    if importlib.util.find_spec("triton") is None:
-        return "its kernel needs Triton, which is not installed"
-    if env.dtype not in kernels.DTYPES:
-        return f"its kernel takes no {str(env.dtype)[6:]}"
-    if env.capability is not None and env.capability < choice.MIN_CAPABILITY:
-        return "its kernel needs a GPU of compute capability 8.0"
-    return ""
-
-
 def _chunks_pay(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
     if env.compiling:
         return "under torch.compile the chunks would be one after the other in the graph"
-    if env.device.type != "cpu" and (reason := _no_kernel(env)):
+    if env.device.type != "cpu" and (reason := choice.cannot_run(env, "its kernel")):
         return f"{reason}, and PyTorch's operations by chunks are many small ones"
     return plain_linear(ops, env)
 
@@ -202,7 +183,7 @@ def _in_forward(ops: Any, env: Environment) -> bool | str:
 
 def _by_kernels(env: Environment) -> bool:
     """Whether the softmax is a kernel's, and not PyTorch's operations."""
-    return env.device.type != "cpu" or choice.is_interpreting()
+    return env.device.type != "cpu" or is_interpreting()
 
 
 def _in_forward_on_cpu(ops: Any, env: Environment) -> bool | str:

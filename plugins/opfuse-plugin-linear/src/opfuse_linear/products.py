@@ -56,16 +56,9 @@ class Product:
             (weight,), (bias,) = weights, biases
             weights = weight.chunk(2)
             biases = (None, None) if bias is None else bias.chunk(2)
-        numbers, keep = act.numbers_of(), ctx.requires_grad and ctx.input_requires_grad
-        y, hidden = multiply(
-            x,
-            weights,
-            biases,
-            functions,
-            functions.numbers(numbers),
-            keep=keep,
-            config=self._config,
-        )
+        given = functions, functions.numbers(act.numbers_of())
+        keep = ctx.requires_grad and ctx.input_requires_grad
+        y, hidden = multiply(x, weights, biases, *given, keep=keep, config=self._config)
         if ctx.requires_grad:
             act.operand(ctx, y if hidden is None else hidden)
         return y
@@ -160,13 +153,16 @@ def multiply(
     if by_tiles:
         _lend_memory(x)
         strides = [0 if t is None else t.stride(0) for t in matrices]
-        most = target.multiprocessors
-        grid = lambda config: (min(most, _count(config, rows, features)),)  # noqa: E731
-        BY_TILES.launch(grid, *tensors, *sizes, *strides, *rest, config=config, **fixed)
     else:
         strides = [stride for t in matrices for stride in ((0, 0) if t is None else t.stride())]
-        grid = lambda config: (_count(config, rows, features),)  # noqa: E731
-        BY_POINTERS.launch(grid, *tensors, *sizes, *strides, *rest, config=config, **fixed)
+
+    def grid(config: Config) -> tuple[int]:
+        tall, wide = config["BLOCK_M"], config["BLOCK_N"]
+        count = triton.cdiv(rows, tall) * triton.cdiv(features, wide)
+        return (min(target.multiprocessors, count) if by_tiles else count,)
+
+    kernel = BY_TILES if by_tiles else BY_POINTERS
+    kernel.launch(grid, *tensors, *sizes, *strides, *rest, config=config, **fixed)
     lead = x.shape[:-1]
     return y.view(*lead, features), None if hidden is None else hidden.view(*lead, hidden.shape[1])
 
@@ -190,10 +186,6 @@ def configurations(
     in_units = dtype is not torch.float32 or _precision(dtype, target) == "tf32"
     kernel = BY_TILES if aligned and in_units and tiles.moves_tiles(target) else BY_POINTERS
     return kernel.candidates(target, facts)
-
-
-def _count(config: Config, rows: int, features: int) -> int:
-    return triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(features, config["BLOCK_N"])
 
 
 def _is_for_tiles(config: Config | Mapping[str, Any]) -> bool:

@@ -110,14 +110,8 @@ def softmax_in_place(
     softcap = numbers.softcap
     SOFTMAX.launch(
         lambda config: (rows,),
-        logits,
-        targets,
-        weights,
-        losses,
-        classes,
-        numbers.ignore_index,
-        numbers.label_smoothing,
-        numbers.z_loss,
+        *(logits, targets, weights, losses, classes),
+        *(numbers.ignore_index, numbers.label_smoothing, numbers.z_loss),
         1.0 if softcap is None else softcap,
         config=config,
         SMOOTHED=numbers.label_smoothing > 0,

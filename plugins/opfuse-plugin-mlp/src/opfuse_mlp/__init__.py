@@ -17,5 +17,5 @@ def opfuse_joint_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether the output of the norm is kept, and not computed again from its input."""
+    """Keep the output of the norm, rather than compute it again from its input."""
     return {"mlp.keep_norm": False}

@@ -1,4 +1,4 @@
-"""What of the kernel is checked and counted without a GPU; read by ``python -m opfuse_triton``."""
+"""The launches that ``python -m opfuse_triton`` compiles; nothing else imports this."""
 
 from __future__ import annotations
 

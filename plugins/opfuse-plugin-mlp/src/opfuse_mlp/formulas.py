@@ -27,15 +27,16 @@ def grad_of_weight(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def normalized_again(ctx: Any, saved: Any, params: Any, dtype: torch.dtype | None) -> Tensor:
-    """What a norm gave in the forward, from its input and statistics.
+    """The output of a norm again, from its input and statistics.
 
     It is ``(x - mean) rstd weight + bias``, where RMSNorm has no mean and no bias.
 
     Args:
         ctx: The norm's context in the backward.
-        saved: What it saved: the input, the weight or None, the mean if there is one, and rstd.
+        saved: The tensors that it saved: the input, the weight or None, the mean if there is one,
+            and rstd.
         params: Its weight and its bias as they were; None: there is none.
-        dtype: What it was rounded to; None: the dtype of the input.
+        dtype: The dtype of its output; None: that of the input.
     """
     (x, _, *mean, rstd), (weight, bias) = saved, params
     wide = rstd.dtype
@@ -57,7 +58,7 @@ def gradients(
         activation: The activation, with the numbers of the forward.
         dy: Gradient of the output, ``(rows, n)``, which is overwritten if it may be.
         z: The input, ``(rows, n)``; of a gated activation ``(rows, 2 n)``.
-        with_output: Whether the output is needed.
+        with_output: Return the output, too.
 
     Returns:
         Both in the dtype of ``z``; None: the output is not needed.

@@ -1,14 +1,13 @@
-"""The fused ops, and where they may stand."""
+"""The fused ops, and their patterns."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_triton import why_no_kernel
 from torch import Tensor
 
 from opfuse import (
@@ -28,7 +27,7 @@ from . import formulas
 Ctxs = list[OperationContext]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernel reads and writes. It computes in fp32."""
+"""Dtypes that the kernel reads and writes. It computes in fp32."""
 
 
 class MLP(FusedOperation):
@@ -78,9 +77,8 @@ class MLP(FusedOperation):
         x = ops[0].op_forward(ctxs[0], input_) if self._has_norm else input_
         z = self._first(ctxs, x)
         activation, second, *bias = ctxs[place:]
-        y, weight = BasicLinear.operands(
-            second, ops[place].forward_value(ops[place].operand(activation, z))
-        )
+        y = ops[place].forward_value(ops[place].operand(activation, z))
+        y, weight = BasicLinear.operands(second, y)
         output = formulas.product(y, weight, bias[0].params[0] if bias else None)
         self._keep_less(ctxs)
         return output, ((),) * len(ops)
@@ -247,30 +245,18 @@ def _why_not(ops: Sequence[Any], env: Environment) -> tuple[str, Any]:
 
 def _why_not_on(env: Environment) -> str:
     """Why no kernel can run in an environment, as a sentence, or ""."""
-    if env.device.type != "cuda" and not (env.device.type == "cpu" and _is_interpreting()):
-        return f"its kernel runs on a GPU, and this is {env.device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: on Linux, python -m pip install triton"
-    if env.dtype not in DTYPES:
+    said = why_no_kernel(env.device, env.capability)
+    if not said and env.dtype not in DTYPES:
         return f"its kernel computes in fp32, and this is {str(env.dtype)[6:]}"
-    if torch.version.hip is None and env.capability is not None and env.capability < (8, 0):
-        return "its kernel needs a GPU of compute capability 8.0 or newer"
-    return ""
-
-
-def _is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, to test them."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return said
 
 
 def _takes(dy: Tensor, z: Tensor) -> bool:
-    """Whether the kernel takes these tensors; a subclass has its own ways."""
-    return all(
-        [
-            type(tensor) is Tensor and tensor.dtype in DTYPES and tensor.is_contiguous()
-            for tensor in (dy, z)
-        ]
-    )
+    """Return whether the kernel takes these tensors; a subclass has its own ways."""
+    for tensor in (dy, z):
+        if not (type(tensor) is Tensor and tensor.dtype in DTYPES and tensor.is_contiguous()):
+            return False
+    return True
 
 
 def _keeps_less(ops: Any, env: Environment) -> bool | str:
@@ -310,17 +296,12 @@ _REST = Subclasses(Activation), BasicLinear, Optional(Bias)
 _LAST = -150
 """The priority: a kernel for the norm goes first."""
 
+_ONE = (_NORM, BasicLinear, Optional(Bias), *_REST)
+_SEVERAL = (_NORM, ParallelLinear, *_REST)
+
 JOINT = [
-    Fusion(
-        (_NORM, BasicLinear, Optional(Bias), *_REST), MLP, _keeps_less, name="mlp", trades_time=True
-    ),
-    Fusion(
-        (_NORM, ParallelLinear, *_REST),
-        ParallelMLP,
-        _keeps_less,
-        name="parallel mlp",
-        trades_time=True,
-    ),
+    Fusion(_ONE, MLP, _keeps_less, name="mlp", trades_time=True),
+    Fusion(_SEVERAL, ParallelMLP, _keeps_less, name="parallel mlp", trades_time=True),
     Fusion(
         (OneOf(RMSNorm, LayerNorm),),
         RecomputedNorm,

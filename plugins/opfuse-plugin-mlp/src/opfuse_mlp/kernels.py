@@ -117,18 +117,13 @@ def launch(
     dz, (rows, features) = torch.empty_like(z), dy.shape
     if not dy.numel():
         return dz
+
+    def grid(config: Config) -> tuple[int, int]:
+        return triton.cdiv(rows, config["ROWS"]), triton.cdiv(features, config["COLUMNS"])
+
     GRADIENTS.launch(
-        lambda config: (
-            triton.cdiv(rows, config["ROWS"]),
-            triton.cdiv(features, config["COLUMNS"]),
-        ),
-        dy,
-        z,
-        dz,
-        y,
-        rows,
-        features,
-        numbers,
+        grid,
+        *(dy, z, dz, y, rows, features, numbers),
         config=config,
         VALUE=functions.value,
         DERIVATIVE=functions.derivative,
@@ -177,9 +172,8 @@ class Gradients:
         """
         given = self._functions.numbers(numbers)
         if is_compiling():
-            made = torch.ops.opfuse_mlp.gradients(
-                dy, z, self._name, given, self._interleaved, with_output
-            )
+            what = self._name, given, self._interleaved, with_output
+            made = torch.ops.opfuse_mlp.gradients(dy, z, *what)
             return made[0], made[1] if with_output else None
         y = dy if with_output else None
         return launch(dy, z, y, self._functions, given, self._interleaved, self._config), y
@@ -202,7 +196,6 @@ def _gradients(
 
 
 @torch.library.register_fake("opfuse_mlp::gradients")
-def _fake_gradients(
-    dy: Tensor, z: Tensor, functions: str, numbers: list[float], interleaved: int, with_output: bool
-) -> list[Tensor]:
+def _fake_gradients(dy: Tensor, z: Tensor, *what: Any) -> list[Tensor]:
+    *_, with_output = what
     return [torch.empty_like(z), *([torch.empty_like(dy)] if with_output else [])]

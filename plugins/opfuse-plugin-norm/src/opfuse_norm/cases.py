@@ -1,4 +1,4 @@
-"""What ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
+"""The kernels that ``python -m opfuse_triton`` compiles; nothing else imports this."""
 
 from __future__ import annotations
 

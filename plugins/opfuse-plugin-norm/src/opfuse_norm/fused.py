@@ -1,4 +1,4 @@
-"""The fused ops, and where they may stand."""
+"""The fused ops, and their patterns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opfuse_triton import why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
@@ -20,7 +21,7 @@ _PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
 
 
 class _Fused(FusedOperation):
-    """What forward and backward share: which norm it is, and who computes it."""
+    """The base of forward and backward: it knows the norm, and who computes it."""
 
     _pass = ""
 
@@ -36,7 +37,7 @@ class _Fused(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self.fallback = kernels.why_not(env.device, env.capability)
+        self.fallback = why_no_kernel(env.device, env.capability)
         if self.fallback:
             from .kernels import twins
 
@@ -91,9 +92,8 @@ class ForwardNorm(_Fused):
         zero_centered = getattr(op, "zero_centered_gamma", False)
         norm = kernels.Norm(self._kind, dims, zero_centered)
         keep = save or self._forks or into is not None
-        y, x, mean, rstd = self._run(
-            input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save, into
-        )
+        given = input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save
+        y, x, mean, rstd = self._run(*given, into=into)
         if extra is None:
             x = input_
         if ctx.requires_grad:
@@ -107,7 +107,7 @@ class ForwardNorm(_Fused):
         return y, outputs
 
     def _takes(self, ctx: Any, x: Tensor, extra: Tensor | None) -> bool:
-        """Whether the parameters have the shape of a row, and the sum overwrites no other row."""
+        """Return whether parameters are as a row, and the sum overwrites no other row."""
         if any([param.shape != self._shape for param in ctx.params]):
             return False
         if extra is None or not getattr(self._ops[0], "in_place", False):
@@ -144,13 +144,13 @@ class BackwardNorm(_Fused):
             *(grad_output, x, weight, mean, rstd, extra if needs[0] else None),
             kernels.Norm(self._kind, len(self._shape), zero_centered),
             needs,
-            ctx.owns_grad_output,
+            owns=ctx.owns_grad_output,
         )
         return dx, (*self._nothing[:-1], tuple(grads[: len(of_params)])), self._nothing
 
 
 def _features(ops: Sequence[Any], env: Environment) -> int | None:
-    """How many numbers are normalized together, where the chain tells."""
+    """Return how many numbers are normalized together, where the chain tells."""
     shape = getattr(ops[-1], "normalized_shape", None)
     return env.features if shape is None else math.prod(shape)
 
@@ -165,7 +165,7 @@ def _why_not(ops: Sequence[Any], env: Environment) -> str:
         return f"its kernels take up to {kernels.MOST_FEATURES} features, and these are {features}"
     if env.options.get("norm.twins"):
         return ""
-    return kernels.why_not(env.device, env.capability)
+    return why_no_kernel(env.device, env.capability)
 
 
 def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
@@ -180,7 +180,7 @@ def _runs_with_residual(ops: Sequence[Any], env: Environment) -> bool | str:
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)
 _FORWARD, _BACKWARD = 4, 6
-"""What a norm in PyTorch's operations reads and writes more often, in half precision."""
+"""Passes over memory that a norm in PyTorch's operations makes more, in half precision."""
 
 FORWARD = [
     Fusion((_NORM,), ForwardNorm, _runs, benefit=_FORWARD, name="norm"),

@@ -1,4 +1,4 @@
-"""What :func:`opfuse.convert` cannot trace in the models of Hugging Face: converters, no fusions.
+"""Converters for parts of Hugging Face models that :func:`opfuse.convert` cannot trace.
 
 Neither transformers nor peft is imported: classes are known by their names.
 """

@@ -31,7 +31,7 @@ _CROSS = {"current_states", "encoder_hidden_states", "key_value_states"}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is self-attention with three projections, as the library writes it now."""
+    """Return whether a module is self-attention with three projections, as newly written."""
     if not any(all(name in module._modules for name in names) for names in _NAMES):
         return False
     code = getattr(_own(module), "__code__", None)
@@ -109,7 +109,7 @@ class _Shared:
         self.asked: set[int] = set()
 
     def part(self, number: int, x: Any) -> Any:
-        """What a projection gives for ``x``."""
+        """The result of a projection for ``x``."""
         if self._of is None:
             sizes = [linear.out_features for linear in self.linears]
             self._parts = self._chain(x).split(sizes, -1)
@@ -121,12 +121,12 @@ class _Shared:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was written to, as far as that is counted."""
+    """Return how often a tensor was written to, as far as that is counted."""
     return 0 if x.is_inference() else x._version
 
 
 class _Projection(standin.Part):
-    """What stands for a projection: its part of the chain."""
+    """Replaces a projection by its part of the chain."""
 
     def __init__(self, shared: _Shared, number: int) -> None:
         super().__init__(shared.linears[number])

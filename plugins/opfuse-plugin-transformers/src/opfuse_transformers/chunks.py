@@ -15,12 +15,12 @@ _HOME, _CHUNKS = "transformers.pytorch_utils", "apply_chunking_to_forward"
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether transformers brings the class of a module."""
+    """Return whether transformers brings the class of a module."""
     return op_class(module).__module__.startswith("transformers.")
 
 
 def build(module: nn.Module, env: Any) -> Any:
-    """What stands for the largest part of its forward, a feed-forward in chunks of 0 read, too."""
+    """Convert the largest readable part of a forward; a feed-forward in chunks of 0 is readable."""
     chunks = getattr(sys.modules.get(_HOME), _CHUNKS, None)
     return by_reading(module, known={} if chunks is None else {chunks: _chunked(chunks)})
 

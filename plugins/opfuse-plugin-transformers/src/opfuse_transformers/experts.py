@@ -32,7 +32,7 @@ _HOME = "transformers.integrations.moe"
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module has experts as the library keeps them, and a forward of the library's."""
+    """Return whether a module has experts as the library keeps them, and the library's forward."""
     code = getattr(op_class(module).forward, "__code__", None)
     of = "use_experts_implementation.<locals>.wrapper.<locals>.forward"
     known = getattr(code, "co_qualname", of) == of and hasattr(module, "_is_expert_parallel")
@@ -66,7 +66,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
 
 
 def _forward_places(forward: Any) -> list[Place]:
-    """What the library's forward of experts is made of."""
+    """The parts of the library's forward of experts."""
     parts = inspect.getclosurevars(forward).nonlocals
     table = parts["experts_interface"]
     written = [forward, parts["original_forward"], *[table[n] for n in _FORWARDS if n in table]]

@@ -34,7 +34,7 @@ IGNORED = -100
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether a module has a head, and a loss of its logits."""
+    """Return whether a module has a head, and a loss of its logits."""
     code = getattr(inspect.unwrap(op_class(module).forward), "__code__", None)
     return "lm_head" in module._modules and {"lm_head", "loss_function"} <= set(
         code.co_names if code is not None else ()
@@ -66,7 +66,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
 
 
 def _places(module: nn.Module, forward: Any) -> list[Place]:
-    """What the forward of a model and its loss are made of; a call asks which loss that is."""
+    """The parts of a model's forward and of its loss; each call checks which loss it is."""
     library: Any = sys.modules.get("transformers.loss.loss_utils")
     losses = "ForCausalLMLoss", "fixed_cross_entropy"
     written = [getattr(library, name) for name in losses if hasattr(library, name)]
@@ -75,7 +75,7 @@ def _places(module: nn.Module, forward: Any) -> list[Place]:
 
 
 def _separate(module: Any, x: Tensor, targets: Tensor) -> Tensor:
-    """What the library computes, but for the division by the number of tokens."""
+    """The library's loss, without the division by the number of tokens."""
     logits = module.lm_head(x).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -85,7 +85,7 @@ def _separate(module: Any, x: Tensor, targets: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _only_loses(forward: types.FunctionType) -> bool:
-    """Whether the logits of a forward go into its loss, if there are labels, and its output alone.
+    """Return whether the logits of a forward go into its loss, if any, and its output alone.
 
     That is, whether all it does with them is, in this order::
 
@@ -130,17 +130,17 @@ def _only_loses(forward: types.FunctionType) -> bool:
 
 
 def _calls(node: Any, name: str) -> bool:
-    """Whether a node is ``self.name(...)``."""
+    """Return whether a node is ``self.name(...)``."""
     return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"
 
 
 def _count(nodes: list[ast.AST], name: str) -> int:
-    """How often an attribute is read."""
+    """Return how often an attribute is read."""
     return sum(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
 
 
 def _is_librarys(attribute: Any) -> bool:
-    """Whether an attribute of a class is the library's property, which reads ``_loss_function``."""
+    """Return whether an attribute is the library's property, which reads ``_loss_function``."""
     getter = getattr(attribute, "fget", None)
     return getattr(getter, "__module__", None) == "transformers.modeling_utils"
 
@@ -195,14 +195,14 @@ class _Call:
 
 
 class _Head(standin.Part):
-    """What stands for the head: it computes nothing yet."""
+    """Replaces the head; it computes nothing yet."""
 
     def __call__(self, x: Any) -> Any:
         return Logits(self._child, x)
 
 
 class _Loss:
-    """What stands for the loss of a model."""
+    """Replaces the loss of a model."""
 
     def __init__(self, chain: Any, original: Any) -> None:
         self._chain, self._original = chain, original
@@ -226,7 +226,7 @@ class _Loss:
 
 
 def _settled(result: Any) -> Any:
-    """What the forward gave; an output without logits computes them when they are read."""
+    """The result of the forward; an output without logits computes them when they are read."""
     if isinstance(result, tuple):
         return tuple(_settled_logits(each) if type(each) is Logits else each for each in result)
     if type(result.logits) is Logits:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 _steps = 0
-"""How many steps optimizers made: those that are fused change a parameter, and not its version."""
+"""The steps that optimizers made: a fused one changes a parameter, and not its version."""
 
 
 class Apart(Tensor):
@@ -49,7 +49,7 @@ class Apart(Tensor):
 
 
 class Logits:
-    """What stands for the logits, and what they are computed from.
+    """Replaces the logits, and holds what they are computed from.
 
     They are those of the forward or none: once the head may have changed, to compute them raises.
     Functions of torch, and what tensors have, compute them, with the weights as they are then: what
@@ -57,7 +57,7 @@ class Logits:
 
     Args:
         linear: The head.
-        hidden: What it was called with.
+        hidden: Its input.
 
     Attributes:
         dtype: That of the logits.

@@ -12,12 +12,13 @@ def run(
 ) -> Any:
     """The forward of a module's class, on an object of its class that shares all else with it.
 
-    What the forward writes to the stand-in, or a function that it calls, the module gets.
+    Attributes that the forward, or a function that it calls, writes to the stand-in are copied to
+    the module.
 
     Args:
         module: The module.
-        parts: What stands for some of its children.
-        attributes: What stands for some of its attributes.
+        parts: Replacements of some of its children.
+        attributes: Replacements of some of its attributes.
         args: The arguments of the call.
         kwargs: Those by name.
     """
@@ -37,13 +38,13 @@ def run(
 
 
 class Part:
-    """What stands for a child: called it does something else, its attributes are the child's."""
+    """Replaces a child: its attributes are the child's, and a call does something else."""
 
     def __init__(self, child: Any) -> None:
         self._child = child
 
     def __call__(self, x: Any) -> Any:
-        """What the child would give."""
+        """Return the result that the child would give."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

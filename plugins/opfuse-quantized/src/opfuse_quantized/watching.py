@@ -53,7 +53,7 @@ class WatchedQuantizer(Quantizer):
 
     @property
     def requantizes(self) -> bool:
-        """Whether the other quantizer can requantize."""
+        """The other quantizer can requantize."""
         return self._inner.requantizes
 
     def unrecorded(self) -> Quantizer:

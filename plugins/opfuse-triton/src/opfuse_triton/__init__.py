@@ -1,34 +1,33 @@
 """For authors of plugins with Triton kernels: launch them, record them, pick their tiles.
 
 The rest of opfuse never imports this package, and importing opfuse never imports Triton. A plugin
-imports it where its kernels are, see the page "Write a Triton kernel".
+imports Triton where its kernels are, see the page "Write a Triton kernel"; its conditions ask
+``why_no_kernel``, which needs no Triton.
 """
 
-try:
-    import triton as _triton  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "opfuse_triton needs Triton, which is not installed: on Linux, python -m pip install triton"
-    ) from error
+from __future__ import annotations
 
-from .activations import DeviceFunctions, functions_of
-from .cases import KernelCase, Operand
-from .configs import Config
-from .kernels import Kernel
-from .launches import Launch, recording
-from .targets import TARGETS, Target, current_target, target
+import importlib
+import importlib.util
+from typing import Any
 
-__all__ = [
-    "TARGETS",
-    "Config",
-    "DeviceFunctions",
-    "Kernel",
-    "KernelCase",
-    "Launch",
-    "Operand",
-    "Target",
-    "current_target",
-    "functions_of",
-    "recording",
-    "target",
-]
+_NAMES = {
+    "activations": ("DeviceFunctions", "functions_of"),
+    "cases": ("KernelCase", "Operand"),
+    "configs": ("Config",),
+    "kernels": ("Kernel",),
+    "launches": ("Launch", "recording"),
+    "machine": ("is_interpreting", "why_no_kernel"),
+    "targets": ("TARGETS", "Target", "current_target", "target"),
+}
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'opfuse_triton' has no attribute {name!r}")
+    if _WHERE[name] != "machine" and importlib.util.find_spec("triton") is None:
+        what = f"opfuse_triton.{name} needs Triton, which is not installed"
+        raise ImportError(f"{what}: on Linux, python -m pip install triton")
+    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

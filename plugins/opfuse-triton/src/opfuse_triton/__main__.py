@@ -10,8 +10,8 @@ from dataclasses import asdict
 import click
 
 from .checking import check, refusal_sentences, verify_report, write_report
+from .machine import is_interpreting
 from .tables import check_table
-from .targets import is_interpreting
 
 _PATH = click.Path(path_type=pathlib.Path)
 

@@ -92,11 +92,8 @@ def _accesses_of(line: str) -> Iterator[tuple[list[str], str, int]]:
         return
     for pattern, kind in ((_LOAD, "load"), (_STORE, "store")):
         if found := pattern.search(line):
-            yield (
-                _GLOBAL.findall(line[found.end() - len("ptr addrspace(1)") :])[:1],
-                kind,
-                _size(found[1]),
-            )
+            pointer = line[found.end() - len("ptr addrspace(1)") :]
+            yield _GLOBAL.findall(pointer)[:1], kind, _size(found[1])
     if "= atomicrmw " in line or "= cmpxchg " in line:
         if names := _GLOBAL.findall(line):
             yield names[:1], "atomic", 0
@@ -119,7 +116,7 @@ def _inline(line: str) -> Iterator[tuple[list[str], str, int]]:
 
 
 def _intrinsic(result: str, name: str, arguments: str) -> Iterator[tuple[list[str], str, int]]:
-    """What LLVM's and AMD's intrinsics access: plain, masked, or through a buffer descriptor."""
+    """The accesses of LLVM's and AMD's intrinsics: plain, masked, or by buffer descriptors."""
     names = _GLOBAL.findall(arguments)[:1]
     if not names or "make.buffer" in name or "prefetch" in name:
         return

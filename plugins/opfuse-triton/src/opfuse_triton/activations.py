@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opfuse import ops
@@ -102,28 +102,24 @@ def functions_of(op: Any) -> DeviceFunctions | None:
 
 def _own(op: ops.Activation, given: tuple[Any, ...]) -> DeviceFunctions | None:
     """The functions that an op brings."""
-    possible = (2, 4) if op.gated else (2,)
-    if len(given) not in possible:
+    gave = f"{type(op).__name__}.device_functions gave"
+    if len(given) not in ((2, 4) if op.gated else (2,)):
         raise ValueError(
-            f"{type(op).__name__}.device_functions gave {len(given)} functions: expected value and "
-            "derivative, and for a gated op maybe those of the linear half"
+            f"{gave} {len(given)} functions: expected value and derivative, and for a gated op "
+            "maybe those of the linear half"
         )
     numbers = op.numbers_of()
-    if overridden(op, ops.Activation, *_RUN) or not all(_is_real(v) for _, v in numbers):
+    real = all(isinstance(value, int | float) for _, value in numbers)
+    if overridden(op, ops.Activation, *_RUN) or not real:
         return None
     for function in given:
         names = getattr(function, "arg_names", None)
         if names is None:
-            raise ValueError(
-                f"{type(op).__name__}.device_functions gave {function!r}: expected functions "
-                f"decorated with @triton.jit"
-            )
+            raise ValueError(f"{gave} {function!r}: expected functions decorated with @triton.jit")
         if len(names) < 1 + len(numbers):
-            raise ValueError(
-                f"{type(op).__name__}.device_functions gave {function.__name__}, which takes "
-                f"{len(names)} arguments: expected the value and its numbers, "
-                f"{', '.join(name for name, _ in numbers)}"
-            )
+            takes = f"{function.__name__}, which takes {len(names)} arguments"
+            expected = f"the value and its numbers, {', '.join(name for name, _ in numbers)}"
+            raise ValueError(f"{gave} {takes}: expected {expected}")
     if op.gated and len(given) == 2:
         own = overridden(op, ops.GatedActivation, "linear_value", "linear_derivative")
         if own or len(numbers) > _MOST_NUMBERS:
@@ -131,10 +127,4 @@ def _own(op: ops.Activation, given: tuple[Any, ...]) -> DeviceFunctions | None:
         given = *given, *_IDENTITY
     if op.gated and overridden(op, ops.GatedActivation, "split", "join"):
         return None
-    value, derivative, linear_value, linear_derivative = (*given, None, None)[:4]
-    names = tuple([name for name, _ in numbers])
-    return DeviceFunctions(value, derivative, linear_value, linear_derivative, names)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, int | float)
+    return replace(DeviceFunctions(*given), names=tuple([name for name, _ in numbers]))

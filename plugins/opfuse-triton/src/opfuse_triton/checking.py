@@ -1,4 +1,4 @@
-"""Compile what plugins launch at the shapes of real models, for GPUs that need not be there."""
+"""Compile the launches of plugins at the shapes of real models, with no GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _GEMM = {80: "mma.sync", 90: "wgmma", 100: "tcgen05", "gfx942": "mfma", "gfx950"
 
 @dataclass(frozen=True)
 class CheckedLaunch:
-    """A launch that was compiled, and what is wrong with it.
+    """A launch that was compiled, and the faults that were found.
 
     Attributes:
         plugin: Name of the plugin.
@@ -47,10 +47,10 @@ class CheckedLaunch:
         target: The target, as text.
         constants: The ``tl.constexpr`` arguments that the caller gave, as text.
         config: The configuration, as :meth:`opfuse_triton.Config.to_dict` has it.
-        resources: What the kernel takes, None if it does not compile.
+        resources: The resources of the kernel, None if it does not compile.
         occupancy: The share of a multiprocessor's warps that its programs can fill.
         widths: The narrowest access in bytes to each full-size operand.
-        refusals: What is wrong, each as a sentence whose subject is the kernel.
+        refusals: The faults, each as a sentence whose subject is the kernel.
     """
 
     plugin: str
@@ -107,17 +107,15 @@ def check_case(
     for shape in case.shapes:
         run = record(case, shape, arch)
         for launch in run.launches:
-            for variant in _variants(launch) if candidates else [launch]:
-                row = _check_launch(plugin, run, variant)
+            configs = [launch.config]
+            if candidates:
+                possible = launch.kernel.candidates(launch.target, launch.facts)
+                configs = [Config(**candidate) for candidate in possible]
+            for config in configs:
+                row = _check_launch(plugin, run, replace(launch, config=config))
                 if row not in rows:  # a kernel that is launched twice
                     rows.append(row)
     return rows
-
-
-def _variants(launch: Launch) -> Iterator[Launch]:
-    """A launch with each of the kernel's candidates."""
-    for candidate in launch.kernel.candidates(launch.target, launch.facts):
-        yield replace(launch, config=Config(**candidate))
 
 
 def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
@@ -158,15 +156,12 @@ def _as_text(value: Any) -> str:
 
 def _refuse_resources(target: Target, resources: Resources) -> Iterator[str]:
     if resources.spilled:
-        yield (
-            f"spills registers, {resources.spilled} bytes per thread: "
-            "take smaller tiles or more warps"
-        )
+        spills = f"spills registers, {resources.spilled} bytes per thread"
+        yield f"{spills}: take smaller tiles or more warps"
     if resources.shared > target.shared_memory:
-        yield (
-            f"needs {resources.shared} bytes of shared memory, and {target.shared_memory} is all "
-            "that a program may have: take smaller tiles or fewer stages"
-        )
+        most = f"and {target.shared_memory} is all that a program may have"
+        needs = f"needs {resources.shared} bytes of shared memory, {most}"
+        yield f"{needs}: take smaller tiles or fewer stages"
 
 
 def _refuse_product(launch: Launch, resources: Resources, gemms: Sequence[str]) -> Iterator[str]:
@@ -184,14 +179,12 @@ def _refuse_narrow(
         # in AMD's layout of a product each thread holds 4 values of a row: 8 bytes, full lines
         direct = gemm and launch.target.backend == "hip" and kind == "store"
         if width < (WIDEST // 2 if direct else WIDEST) and _is_aligned(full[name]):
-            yield (
-                f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible: give each "
-                "thread more of a row"
-            )
+            what = f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible"
+            yield f"{what}: give each thread more of a row"
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether every row of a tensor begins at a multiple of 16 bytes."""
+    """Return whether every row of a tensor begins at a multiple of 16 bytes."""
     size = tensor.dtype.itemsize
     steps = [stride * size for stride in tensor.stride() if stride != 1]
     contiguous = 1 in tensor.stride()
@@ -212,8 +205,7 @@ def _full_parameters(run: CaseRun, launch: Launch) -> dict[str, torch.Tensor]:
 
 def _pointers(launch: Launch) -> list[str]:
     given = launch.arguments
-    names = launch.kernel.fn.arg_names
-    return [name for name in names if any(True for _ in tensors_of([given.get(name)]))]
+    return [name for name in launch.kernel.fn.arg_names if [*tensors_of([given.get(name)])]]
 
 
 def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -228,7 +220,7 @@ def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str,
 
 
 def refusal_sentences(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is refused, as whole sentences. One that holds for several targets is one sentence.
+    """The refusals as whole sentences. One that holds for several targets is one sentence.
 
     Args:
         rows: Launches as mappings, as ``dataclasses.asdict`` or a report has them.

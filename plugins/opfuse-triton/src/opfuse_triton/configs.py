@@ -1,4 +1,4 @@
-"""Configurations: with what tile sizes, warps and stages a kernel is compiled."""
+"""Configurations: the tile sizes, warps and stages that a kernel is compiled with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is compiled, as data.
+    """The settings that one kernel is compiled with, as data.
 
     ``config["BLOCK"]`` is one of its constants. ``Config(**config.to_dict())`` equals ``config``.
 

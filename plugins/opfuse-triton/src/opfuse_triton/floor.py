@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from .cases import KernelCase, Operand
+from .machine import is_interpreting
 from .recorded import describe, find_operands, record, storage_of, tensors_of
-from .targets import TARGETS, is_interpreting
+from .targets import TARGETS
 
 _FREE = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh", "set_")
 _WRITE_ONLY = ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros")

@@ -66,7 +66,7 @@ class Kernel:
         return self._all(target, facts)[0]
 
     def candidates(self, target: Target, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What may be handed to :meth:`launch` as ``config``, the best guess first, for JSON.
+        """The possible values of ``config`` in :meth:`launch`, the best guess first, for JSON.
 
         Args:
             target: What is compiled for.
@@ -114,9 +114,7 @@ class Kernel:
         """Launch what was not launched before, or what is recorded or interpreted."""
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         target = current_target(first.device)
-        picked = config
-        if picked is None:
-            picked = self.pick(target, facts_of(self.fn.arg_names, args, constants))
+        picked = config or self.pick(target, facts_of(self.fn.arg_names, args, constants))
         size = grid(picked) if callable(grid) else grid
         if (launches := recorded.get()) is not None:
             launches.append(Launch(self, args, constants, picked, size, target))
@@ -124,7 +122,6 @@ class Kernel:
             self.fn[size](*args, **constants, **picked.constants)
         elif not self._launcher.launch(grid, args, config, constants, picked):
             with on_device(first.get_device()):
-                compiled = self.fn[size](
-                    *args, **constants, **picked.constants, **picked.compiler_options()
-                )
+                options = {**picked.constants, **picked.compiler_options()}
+                compiled = self.fn[size](*args, **constants, **options)
             self._launcher.keep(args, config, constants, picked, compiled)

@@ -1,4 +1,4 @@
-"""The fast way to launch: what Triton's JIT found for the same arguments is remembered.
+"""The fast way to launch: it remembers what Triton's JIT found for the same arguments.
 
 At every launch ``JITFunction.run`` describes each argument and formats all options into a string. A
 :class:`Launcher` lets it do so once for each key, takes the compiled kernel that it gives, and
@@ -34,7 +34,7 @@ _LARGEST_RANGE = 2**31 - 1
 
 
 class Ready(NamedTuple):
-    """What is launched for a key.
+    """The compiled kernel of a key, with all that a launch needs.
 
     Attributes:
         config: The configuration.
@@ -54,7 +54,7 @@ class Ready(NamedTuple):
 
 
 class _Form:
-    """How to make a key of arguments of these types, and what is known for such keys.
+    """Makes keys of arguments of these types, and holds the kernels of such keys.
 
     Attributes:
         key: Called as ``key(config, *args, *constants)``. The device comes last, the integers
@@ -197,12 +197,12 @@ def _alike(form: _Form, key: Key, config: Config) -> Key:
 
 
 def _to_triton(number: int) -> tuple[Any, ...]:
-    """What Triton distinguishes of an integer: 1, multiples of 16, and how many bits it needs."""
+    """Return what Triton distinguishes of an integer: 1, multiples of 16, and its bits."""
     return number == 1, number % 16 == 0, number < 0, number.bit_length() // 32
 
 
 def _places(*tensors: torch.Tensor) -> Key:
-    """What Triton wants to know of where tensors lie."""
+    """Return what Triton asks about the addresses of tensors."""
     small = [_HIP and tensor.untyped_storage().size() <= _LARGEST_RANGE for tensor in tensors]
     return (*[tensor.data_ptr() % 16 == 0 for tensor in tensors], *small)
 
@@ -220,7 +220,7 @@ def _remember(table: dict[Key, Ready], key: Key, ready: Ready) -> None:
 
 
 def _disturbed(fn: Any) -> bool:
-    """Whether somebody watches Triton launch, or changes how it compiles."""
+    """Return whether hooks watch Triton launch, or settings change how it compiles."""
     runtime = triton.knobs.runtime
     try:
         return bool(

@@ -1,4 +1,4 @@
-"""Recording: what a plugin would launch, kept instead of launched."""
+"""Recording: the launches of a plugin are kept, and nothing runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Launch:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a configuration may depend on, by the names of parameters.
+        """Facts that a configuration may depend on, by the names of parameters.
 
         The dtypes of tensors, integers, None for what is absent, and the constants.
         """
@@ -94,12 +94,8 @@ class Launch:
         gpu = (other or self.target).for_triton()
         backend = make_backend(gpu)
         bind = jit.create_function_from_signature(fn.signature, fn.params, backend)
-        keywords = {
-            "debug": False,
-            **self.constants,
-            **self.config.constants,
-            **self.config.compiler_options(),
-        }
+        keywords = {"debug": False, **self.constants, **self.config.constants}
+        keywords |= self.config.compiler_options()
         bound, specialization, rest = bind(*self.args, **keywords)
         options, signature, constants, attributes = fn._pack_args(
             backend, keywords, bound, specialization, rest

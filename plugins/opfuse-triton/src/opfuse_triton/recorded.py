@@ -1,4 +1,4 @@
-"""The cases of the installed plugins, and what they launch at a shape."""
+"""The cases of the installed plugins, and their launches at a shape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP = "opfuse_triton.cases"
 
 @dataclass(frozen=True)
 class CaseRun:
-    """What a case launches at one shape, for one target.
+    """The launches of a case at one shape, for one target.
 
     Attributes:
         case: The case.
@@ -39,7 +39,7 @@ class CaseRun:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Tells a tensor's memory from that of others, on the meta device too."""
+    """A number that identifies a tensor's memory, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -59,8 +59,8 @@ def find_operands(
     Args:
         case: The case.
         shape: The shape of the inputs.
-        inputs: What ``case.run`` took.
-        given: What it gave.
+        inputs: The arguments of ``case.run``.
+        given: Its result.
 
     Raises:
         ValueError: It gave another number of tensors than the case declares, or one of another
@@ -80,10 +80,9 @@ def find_operands(
     for name, tensor in [*inputs.items(), *zip(outputs, results, strict=True)]:
         operand = operands[name]
         if (tuple(tensor.shape), tensor.dtype) != (operand.shape, operand.dtype):
-            raise ValueError(
-                f"{case.name}: {name} is {tuple(tensor.shape)} {tensor.dtype}, and the case says "
-                f"{operand.shape} {operand.dtype}"
-            )
+            is_ = f"{name} is {tuple(tensor.shape)} {tensor.dtype}"
+            says = f"{operand.shape} {operand.dtype}"
+            raise ValueError(f"{case.name}: {is_}, and the case says {says}")
         found[storage_of(tensor)] = (name, operand)
     return found
 
@@ -112,9 +111,8 @@ def record(
         raise ValueError(f"{case.name} launches no kernel at {describe(shape)}")
     names = sorted({launch.kernel.name for launch in launches})
     if case.gemms and not {*case.gemms} & {*names}:
-        raise ValueError(
-            f"{case.name}: gemms names {', '.join(case.gemms)}, and it launches {', '.join(names)}"
-        )
+        launched = f"and it launches {', '.join(names)}"
+        raise ValueError(f"{case.name}: gemms names {', '.join(case.gemms)}, {launched}")
     return CaseRun(case, shape, launches, find_operands(case, shape, inputs, given))
 
 
@@ -124,7 +122,7 @@ def describe(shape: Mapping[str, int]) -> str:
 
 
 def case_lists(plugin: str | None) -> dict[str, str]:
-    """Where the cases are, ``module:object`` by the name of the plugin.
+    """The places of the cases, ``module:object`` by the name of the plugin.
 
     Args:
         plugin: One plugin, or a ``module:object`` itself; None: all that are installed.
@@ -158,9 +156,8 @@ def load_cases(where: str) -> Sequence[KernelCase]:
         raise ValueError(f"{where} is {cases!r}, and a list of KernelCase is expected")
     names = [case.name for case in cases]
     if not names or len(names) != len(set(names)):
-        raise ValueError(
-            f"{where} has the cases {names}: expected at least one, and each name once"
-        )
+        expected = "expected at least one, and each name once"
+        raise ValueError(f"{where} has the cases {names}: {expected}")
     return cases
 
 

@@ -51,36 +51,36 @@ class Limits:
     AMD's guides to the instruction sets of CDNA 3 and 4.
 
     Attributes:
+        warps: Warps per scheduler.
+        shared: Bytes of shared memory.
+        reserved: Bytes of it that every program takes in addition.
         registers: Registers per thread that one warp per scheduler could have.
         step: Registers are handed out in multiples of this many per thread.
         schedulers: Parts of a multiprocessor, each with its own registers and warps.
-        warps: Warps per scheduler.
         programs: Programs.
-        shared: Bytes of shared memory.
-        reserved: Bytes of it that every program takes in addition.
     """
 
-    registers: int
-    step: int
-    schedulers: int
     warps: int
-    programs: int
     shared: int
     reserved: int
+    registers: int = 512
+    step: int = 8
+    schedulers: int = 4
+    programs: int = 32
 
 
-_NVIDIA = Limits(512, 8, 4, 16, 32, 233472, 1024)
+_NVIDIA = Limits(16, 233472, 1024)
 _LIMITS: dict[int | str, Limits] = {
-    80: Limits(512, 8, 4, 16, 32, 167936, 1024),
+    80: Limits(16, 167936, 1024),
     90: _NVIDIA,
     100: _NVIDIA,
-    "gfx942": Limits(512, 8, 4, 8, 32, 65536, 0),
-    "gfx950": Limits(512, 8, 4, 8, 32, 163840, 0),
+    "gfx942": Limits(8, 65536, 0),
+    "gfx950": Limits(8, 163840, 0),
 }
 
 
 def read_resources(compiled: Any) -> Resources:
-    """Read what a kernel takes from what it was compiled to.
+    """Read the resources of a kernel from its compiled code.
 
     Args:
         compiled: Triton's ``CompiledKernel``, see :meth:`opfuse_triton.Launch.compile`.
@@ -90,11 +90,7 @@ def read_resources(compiled: Any) -> Resources:
     """
     nvidia = "cubin" in compiled.asm
     text = compiled.asm["ptx" if nvidia else "amdgcn"]
-    registers, spilled = (
-        _of_cubin(compiled.asm["cubin"])
-        if nvidia
-        else (_number(text, "vgpr_count"), _number(text, "private_segment_fixed_size"))
-    )
+    registers, spilled = _of_cubin(compiled.asm["cubin"]) if nvidia else _of_amdgcn(text)
     counts = {name: len(re.findall(what, text)) for name, what in MATRIX_INSTRUCTIONS.items()}
     return Resources(
         registers=registers,
@@ -118,12 +114,14 @@ def _of_cubin(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _number(text: str, name: str) -> int:
-    return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
+def _of_amdgcn(text: str) -> tuple[int, int]:
+    names = "vgpr_count", "private_segment_fixed_size"
+    registers, spilled = (re.findall(rf"\.{name}:\s+(\d+)", text) for name in names)
+    return max(map(int, registers), default=0), max(map(int, spilled), default=0)
 
 
 def programs_at_once(target: Target, warps: int, registers: int = 1, shared: int = 0) -> int:
-    """How many programs of a kernel one multiprocessor holds at the same time.
+    """Return how many programs of a kernel one multiprocessor holds at the same time.
 
     Args:
         target: The target.

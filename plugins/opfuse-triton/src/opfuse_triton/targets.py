@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -12,6 +11,8 @@ from types import MappingProxyType
 
 import torch
 from triton.backends.compiler import GPUTarget
+
+from .machine import is_interpreting
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ TARGETS = MappingProxyType(
     }
 )
 """One GPU of each architecture, by ``arch``; the numbers are those of its data sheet."""
+
+LATENCY = 0.8e-6
+"""Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
 
 pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
 
@@ -98,12 +102,6 @@ def current_target(device: torch.device | int) -> Target:
                 "or say for which one in opfuse_triton.target(...)"
             )
     return _of_gpu(device)
-
-
-def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, to test them."""
-    value = os.environ.get("TRITON_INTERPRET", "")
-    return value.lower() in ("1", "true", "on", "yes", "y")
 
 
 @functools.cache

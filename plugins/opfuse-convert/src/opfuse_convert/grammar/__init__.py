@@ -1,8 +1,7 @@
 """Reads Python source into graphs, as far as it is in the grammar; independent of its callers."""
 
 from . import table
-from .frame import Frame
-from .reader import Reader
+from .reader import EveryWay, Reader
 from .reads import (
     MISSING,
     Attributes,
@@ -12,16 +11,14 @@ from .reads import (
     key_place,
     parameters_of,
 )
-from .source import Unreadable, compiled_like, like, tree_of
+from .source import Unreadable, compiled_like, tree_of
 from .values import Callee, Held, Thing
-from .ways import EveryWay
 
 __all__ = [
     "MISSING",
     "Attributes",
     "Callee",
     "EveryWay",
-    "Frame",
     "Held",
     "Place",
     "Reader",
@@ -31,7 +28,6 @@ __all__ = [
     "compiled_like",
     "function_places",
     "key_place",
-    "like",
     "parameters_of",
     "table",
     "tree_of",

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from . import table
-from .reads import MISSING, Attributes, Place, global_places, parameters_of
-from .source import Unreadable
+from .reads import MISSING, name_places
+from .source import Unreadable, result_of_call
 from .values import Callee, Held, Parts
 
 _MOST = 256
@@ -27,23 +27,18 @@ def bound(function: types.FunctionType, args: Sequence[Any], kwargs: Any) -> dic
     Raises:
         Unreadable: The call does not fit, or has a default that is no plain value.
     """
-    signature = inspect.Signature([p.replace(annotation=p.empty) for p in parameters_of(function)])
+    signature = inspect.signature(function, follow_wrapped=False)
     try:
         found = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise Unreadable(f"{function.__name__} {error}") from error
-    names = dict(found.arguments)
-    for p in signature.parameters.values():
-        if p.name not in names:
-            if p.kind is p.VAR_POSITIONAL:
-                names[p.name] = ()
-            elif p.kind is p.VAR_KEYWORD:
-                names[p.name] = {}
-            elif not table.is_plain(p.default):
-                raise Unreadable(f"the default of {p.name} is no plain value")
-            else:
-                names[p.name] = p.default
-    return names
+    given = {*found.arguments}
+    found.apply_defaults()
+    for name, value in found.arguments.items():
+        default = signature.parameters[name].default
+        if name not in given and value is default and not table.is_plain(default):
+            raise Unreadable(f"the default of {name} is no plain value")
+    return found.arguments
 
 
 class Frame:
@@ -93,7 +88,9 @@ class Frame:
             self.expression(node.value)
         elif isinstance(node, ast.Delete):
             for target in node.targets:
-                self._delete(target)
+                if not isinstance(target, ast.Name) or target.id not in self.names:
+                    raise Unreadable("it deletes what is no local name that has a value")
+                del self.names[target.id]
         elif not isinstance(node, ast.Pass):
             raise Unreadable(f"it has a statement beyond the grammar ({_kind(node)})")
         return MISSING
@@ -108,27 +105,24 @@ class Frame:
         else:
             raise Unreadable("it sets what is no local name")
 
-    def _delete(self, target: ast.expr) -> None:
-        if not isinstance(target, ast.Name) or target.id not in self.names:
-            raise Unreadable("it deletes what is no local name that has a value")
-        del self.names[target.id]
-
     def _parts(self, value: Any, count: int) -> Sequence[Any]:
         """Unpack a value into a number of parts."""
-        if isinstance(value, tuple) and type(value) is tuple and len(value) == count:
+        if type(value) is tuple and len(value) == count:
             return value
-        if isinstance(value, fx.Node) and _pieces(value) == count:
-            return [self.reader.binary(operator.getitem, value, i) for i in range(count)]
+        if isinstance(value, fx.Node) and value.target in (torch.chunk, "chunk"):
+            chunks = value.args[1] if len(value.args) > 1 else None
+            if type(chunks) is int and chunks == count:
+                return [self.reader.computed(operator.getitem, value, i) for i in range(count)]
         raise Unreadable("it takes a value apart whose size is not known")
 
     def _augment(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
             raise Unreadable("it sets what is no local name")
-        before = self._name(node.target.id)
+        before = self.expression(ast.Name(node.target.id, ast.Load()))
         value = self.expression(node.value)
         if isinstance(before, fx.Node) or not table.is_plain(before):
             raise Unreadable("it may write into a tensor")
-        self._assign(node.target, self.reader.binary(_operator(node.op), before, value))
+        self._assign(node.target, self.reader.computed(_operator(node.op), before, value))
 
     def _loop(self, node: ast.For) -> Any:
         if node.orelse:
@@ -145,12 +139,10 @@ class Frame:
 
     def items(self, value: Any) -> Sequence[Any]:
         """The items of a loop."""
-        if isinstance(value, Held):
-            members: Sequence[Any] = self.reader.members(value)
-            return members
-        if isinstance(value, (tuple, list)):
-            return value
-        raise Unreadable("it goes through what is no list of modules")
+        found: Any = self.reader.members(value) if isinstance(value, Held) else value
+        if not isinstance(found, (tuple, list)):
+            raise Unreadable("it goes through what is no list of modules")
+        return found
 
     # Expressions
 
@@ -167,25 +159,16 @@ class Frame:
         return node.value
 
     def _of_name(self, node: ast.Name) -> Any:
-        return self._name(node.id)
-
-    def _name(self, name: str) -> Any:
-        if name in self._local:
-            if name not in self.names:
-                raise Unreadable(f"{name} has no value yet")
-            return self.names[name]
-        free = self.function.__code__.co_freevars
-        if name in free:
-            cell = (self.function.__closure__ or ())[free.index(name)]
-            of, place = Attributes(cell), "cell_contents"
-            found = of.get(place, MISSING)
-            self.reader.places.append(Place(of, place, found, name))
-            if found is MISSING:
-                raise Unreadable(f"{name} has no value yet")
+        name = node.id
+        is_local = name in self._local
+        if is_local:
+            found = self.names.get(name, MISSING)
         else:
-            found, places = global_places(self.function, name)
+            found, places = name_places(self.function, name)
             self.reader.places += places
-        return self.reader.value(found, name)
+        if found is MISSING:
+            raise Unreadable(f"{name} has no value yet")
+        return found if is_local else self.reader.value(found, name)
 
     def _of_attribute(self, node: ast.Attribute) -> Any:
         name = node.attr
@@ -205,23 +188,13 @@ class Frame:
 
     def _of_binop(self, node: ast.BinOp) -> Any:
         a, b = self.expression(node.left), self.expression(node.right)
-        return self.reader.binary(_operator(node.op), a, b)
+        return self.reader.computed(_operator(node.op), a, b)
 
     def _of_unaryop(self, node: ast.UnaryOp) -> Any:
         value = self.expression(node.operand)
         if isinstance(node.op, ast.Not):
-            return self._not(value)
-        function: Any = table.UNARY.get(_kind(node.op))
-        if function is None:
-            raise Unreadable(f"it has an operator beyond the grammar ({_kind(node.op)})")
-        if isinstance(value, fx.Node):
-            return self.reader.node("call_function", function, [value], {})
-        if not isinstance(value, (int, float)):
-            raise Unreadable("it computes with what is no number")
-        return function(value)
-
-    def _not(self, value: Any) -> bool:
-        return not self.reader.decided(value)
+            return not self.reader.decided(value)
+        return self.reader.computed(_operator(node.op), value)
 
     def _of_boolop(self, node: ast.BoolOp) -> Any:
         stops = isinstance(node.op, ast.Or)
@@ -244,11 +217,9 @@ class Frame:
         if kind in ("Is", "IsNot"):
             return self._is_none(a, b) is (kind == "Is")
         if kind in ("In", "NotIn"):
-            found = self.reader.binary(operator.contains, tuple(b) if type(b) is list else b, a)
-            return found if kind == "In" else self._not(found)
-        if kind not in table.COMPARED:
-            raise Unreadable(f"it has a comparison beyond the grammar ({kind})")
-        return self.reader.binary(table.COMPARED[kind], a, b)
+            found = self.reader.computed(operator.contains, tuple(b) if type(b) is list else b, a)
+            return found if kind == "In" else not self.reader.decided(found)
+        return self.reader.computed(_operator(node.ops[0]), a, b)
 
     def _is_none(self, a: Any, b: Any) -> bool:
         if b is not None:
@@ -259,14 +230,12 @@ class Frame:
 
     def _of_subscript(self, node: ast.Subscript) -> Any:
         value, key = self.expression(node.value), self.expression(node.slice)
-        if isinstance(value, Held):
-            members = self.reader.members(value)
-            if type(key) is int and -len(members) <= key < len(members):
-                return members[key]
-        elif isinstance(value, fx.Node):
+        if isinstance(value, fx.Node):
             return self.reader.node("call_function", operator.getitem, [value, key], {})
-        elif type(value) in (tuple, list) and type(key) is int and -len(value) <= key < len(value):
-            return value[key]
+        parts = self.reader.members(value) if isinstance(value, Held) else value
+        is_number = type(parts) in (tuple, list) and type(key) is int
+        if is_number and -len(parts) <= key < len(parts):
+            return parts[key]
         raise Unreadable("it indexes what it does not know the parts of")
 
     def _of_slice(self, node: ast.Slice) -> Any:
@@ -302,25 +271,19 @@ class Frame:
         return values
 
     def _listed(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        plain = function is range
-        if not all(map(table.is_plain, [*(args if plain else ()), *kwargs.values()])):
+        numbers = [*(args if function is range else ()), *kwargs.values()]
+        if not all(map(table.is_plain, numbers)):
             raise Unreadable(f"it calls {function.__name__}() with what is no plain value")
-        try:
-            found = function(*(args if plain else map(self.items, args)), **kwargs)
-            return list(itertools.islice(found, _MOST + 1))
-        except (TypeError, ValueError) as error:
-            raise Unreadable(f"{function.__name__}() raises {type(error).__name__}") from error
+        items = args if function is range else [self.items(each) for each in args]
+        listed: list[Any] = result_of_call(
+            f"{function.__name__}()",
+            lambda: list(itertools.islice(function(*items, **kwargs), _MOST + 1)),
+        )
+        return listed
 
 
-def _pieces(node: fx.Node) -> int | None:
-    """Into how many parts a function has taken its input; None: nothing tells."""
-    if node.target in (torch.chunk, "chunk") and len(node.args) > 1:
-        return node.args[1] if type(node.args[1]) is int else None
-    return None
-
-
-def _operator(node: ast.operator) -> Any:
-    function = table.BINARY.get(_kind(node))
+def _operator(node: ast.operator | ast.unaryop | ast.cmpop) -> Any:
+    function = table.OPERATORS.get(_kind(node))
     if function is None:
         raise Unreadable(f"it has an operator beyond the grammar ({_kind(node)})")
     return function

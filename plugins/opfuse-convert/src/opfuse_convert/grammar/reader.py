@@ -25,16 +25,16 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from . import table
 from .frame import Frame, bound
 from .reads import MISSING, Place, attribute_places, behind_places, function_places, key_place
-from .source import Unreadable, tree_of
+from .source import Unreadable, result_of_call, tree_of
 from .values import Bound, Callee, Held, Mode, Parts, Thing
 
 _DEEPEST = 16
+_MOST_WAYS = 64
 _LISTS = nn.ModuleList, nn.Sequential
 
 
@@ -72,7 +72,7 @@ class Reader:
     # Functions
 
     def call(self, callee: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives.
+        """Read a call and return its result.
 
         Raises:
             Unreadable: It does something beyond the grammar.
@@ -101,7 +101,7 @@ class Reader:
         return self.run(function, args, kwargs)
 
     def run(self, function: types.FunctionType, args: Sequence[Any], kwargs: Any) -> Any:
-        """What a function gives, whose code is read."""
+        """Read the code of a function and return its result."""
         if self._depth >= _DEEPEST:
             raise Unreadable("it calls itself, or goes too deep")
         tree = tree_of(function)
@@ -118,8 +118,7 @@ class Reader:
         self.called.append(held.path)
         if self.is_leaf(held.module):
             return self.node("call_module", held.path, args, kwargs)
-        function = self.forward_of(held)
-        return self.run(function, [held, *args], kwargs)
+        return self.run(self.forward_of(held), [held, *args], kwargs)
 
     def forward_of(self, held: Held) -> Any:
         """The function that a call of a module runs.
@@ -127,36 +126,35 @@ class Reader:
         Raises:
             Unreadable: The call does more.
         """
-        module = held.module
-        if "forward" in vars(module):
-            raise Unreadable(f"the forward of {held.path or 'it'} was replaced")
+        what = held.path or "it"
+        if "forward" in vars(held.module):
+            raise Unreadable(f"the forward of {what} was replaced")
         for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
-            found, places = self._looked_up(module, name, f"{name} of {held.path or 'it'}")
-            self.places += places
-            if found is not vars(nn.Module)[name]:
-                raise Unreadable(f"{held.path or 'it'} has a {name} of its own")
-        found, places = self._looked_up(module, "forward", f"the forward of {held.path or 'it'}")
+            if self._of_held(held, name, f"{name} of {what}") is not vars(nn.Module)[name]:
+                raise Unreadable(f"{what} has a {name} of its own")
+        return self._of_held(held, "forward", f"the forward of {what}")
+
+    def _of_held(self, held: Held, name: str, what: str) -> Any:
+        return self._found(held.module, name, what, self.class_of(type(held.module)))
+
+    def _found(self, owner: Any, name: str, what: str, cls: type | None = None) -> Any:
+        """The attribute of an object; its places are noted."""
+        found, places = attribute_places(owner, name, what, cls)
         self.places += places
         return found
-
-    def _looked_up(self, module: nn.Module, name: str, what: str) -> tuple[Any, list[Place]]:
-        return attribute_places(module, name, what, self.class_of(type(module)))
 
     def _number(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if function is len and len(args) == 1 and isinstance(args[0], Held):
             return len(self.members(args[0]))
         if kwargs or not all(map(table.is_plain, args)):
             raise Unreadable(f"it calls {function.__name__}() of what is no number")
-        try:
-            return function(*args)
-        except Exception as error:
-            raise Unreadable(f"{function.__name__}() raises {type(error).__name__}") from error
+        return result_of_call(f"{function.__name__}()", function, *args)
 
     def members(self, held: Held) -> list[Held]:
         """The children of a list of modules, in order.
 
         Raises:
-            Unreadable: It is none, or goes through them in a way of its own.
+            Unreadable: It is no list of modules, or has its own way to iterate over them.
         """
         module, cls = held.module, self.class_of(type(held.module))
         kind = next((kind for kind in _LISTS if isinstance(module, kind)), None)
@@ -165,19 +163,19 @@ class Reader:
             for name in ("__iter__", "__len__", "__getitem__")
         ):
             raise Unreadable(f"{held.path or 'it'} is no list of modules")
-        names = tuple(module._modules)
-        found: Any = module._modules
-        self.places.append(
-            Place(vars(module), "_modules", found, f"the order of what is in {held.path or 'it'}")
-        )
-        self.places.append(key_place(found, f"the order of what is in {held.path or 'it'}"))
-        self.places += [Place(found, n, found[n], f"{held.path}.{n}".lstrip(".")) for n in names]
-        return [held.child(name) for name in names]
+        found, what = module._modules, f"the order of what is in {held.path or 'it'}"
+        self.places += [Place(vars(module), "_modules", found, what), key_place(found, what)]
+        children = [held.child(name) for name in found]
+        self.places += [
+            Place(found, name, child.module, child.path)
+            for name, child in zip(found, children, strict=True)
+        ]
+        return children
 
     # Values
 
     def value(self, found: Any, what: str, own: Any = MISSING) -> Any:
-        """What stands for an object that was looked up."""
+        """The representation of an object that was looked up."""
         if table.is_plain(found) or isinstance(found, types.ModuleType):
             return found
         if isinstance(found, staticmethod):
@@ -186,7 +184,8 @@ class Reader:
             return Callee(found, own)
         if type(found) is functools.partial and not vars(found):
             return self._partial(found, what)
-        if _is_function(found) or _is_listed(found) or self._is_known(found):
+        is_listed = isinstance(found, _BUILT_IN) and found in _LISTED
+        if isinstance(found, types.FunctionType) or is_listed or self._is_known(found):
             return Callee(found)
         return Thing(found, what)
 
@@ -220,45 +219,37 @@ class Reader:
             raise Unreadable(f"it asks a value for .{name}")
         if isinstance(value, Held):
             return self._of_module(value, name)
-        if isinstance(value, types.ModuleType):
-            found, places = attribute_places(value, name, f"{value.__name__}.{name}")
-            self.places += places
-            return self.value(found, f"{value.__name__}.{name}")
-        if isinstance(value, Thing):
-            what = f"{value.what}.{name}"
-            found, places = attribute_places(value.value, name, what)
-            self.places += places
-            if isinstance(found, types.FunctionType) and found is not vars(value.value).get(name):
-                raise Unreadable(f"it calls {what}()")
-            return self.value(found, what)
-        raise Unreadable(f"it asks for .{name} of what has none that is known")
+        if not isinstance(value, (types.ModuleType, Thing)):
+            raise Unreadable(f"it asks for .{name} of what has none that is known")
+        owner, of = value if isinstance(value, Thing) else (value, value.__name__)
+        what = f"{of}.{name}"
+        found = self._found(owner, name, what)
+        if isinstance(found, types.FunctionType) and found is not vars(owner).get(name):
+            raise Unreadable(f"it calls {what}()")
+        return self.value(found, what)
 
     def _of_module(self, held: Held, name: str) -> Any:
-        what = f"{held.path}.{name}".lstrip(".")
-        found, places = self._looked_up(held.module, name, what)
+        what, module = f"{held.path}.{name}".lstrip("."), held.module
+        found = self._of_held(held, name, what)
         if name == "training":
-            self.places += places[:-1]  # its value may change
+            self.places.pop()  # its value may change
             return Mode(held)
-        self.places += places
-        if isinstance(found, nn.Module) and held.module._modules.get(name) is found:
+        if isinstance(found, nn.Module) and module._modules.get(name) is found:
             return held.child(name)
         if isinstance(found, Tensor):
-            if found is held.module._parameters.get(name) or found is held.module._buffers.get(
-                name
-            ):
-                self.places.pop()  # another tensor is read like this one
-                return self.node("get_attr", what, [], {})
-            raise Unreadable(f"{what} is a tensor that it does not own")
-        on_class = name not in vars(held.module)
-        if type(found) is types.MethodType and found.__self__ is held.module:
+            if all(found is not own.get(name) for own in (module._parameters, module._buffers)):
+                raise Unreadable(f"{what} is a tensor that it does not own")
+            self.places.pop()  # another tensor is read like this one
+            return self.node("get_attr", what, [], {})
+        if type(found) is types.MethodType and found.__self__ is module:
             return self.value(found.__func__, what, held)
-        return self.value(found, what, held if on_class else MISSING)
+        return self.value(found, what, MISSING if name in vars(module) else held)
 
     def decided(self, value: Any) -> bool:
-        """Which way a condition goes.
+        """The way that a condition goes.
 
         Raises:
-            Unreadable: It is on what cannot be known before.
+            Unreadable: It depends on a value that is known only in a call.
         """
         if isinstance(value, Mode):
             module: Any = vars(value.of.module)
@@ -285,36 +276,60 @@ class Reader:
                 self.modes[made] = value.of
         return made
 
-    def binary(self, function: Any, a: Any, b: Any) -> Any:
-        """What an operator gives."""
-        if isinstance(a, fx.Node) or isinstance(b, fx.Node):
-            return self.node("call_function", function, [a, b], {})
-        if not (table.is_plain(a) and table.is_plain(b)):
+    def computed(self, function: Any, *values: Any) -> Any:
+        """The result of an operator, or its node."""
+        if any(isinstance(value, fx.Node) for value in values):
+            return self.node("call_function", function, values, {})
+        if not all(map(table.is_plain, values)):
             raise Unreadable("it computes with what is no number")
-        try:
-            return function(a, b)
-        except Exception as error:
-            raise Unreadable(f"its arithmetic raises {type(error).__name__}") from error
+        return result_of_call("its arithmetic", function, *values)
 
 
-def _is_function(found: Any) -> bool:
-    return isinstance(found, types.FunctionType)
+class EveryWay(Reader):
+    """Reads a function once for each combination of its branches, each time from the start."""
+
+    is_rough = True
+
+    _decisions: list[bool]
+    _at = 0
+
+    def each_way(self, read: Callable[[], Any]) -> None:
+        """Call a function that reads once for each combination of branches.
+
+        Raises:
+            Unreadable: A way does something beyond the grammar, or there are too many.
+        """
+        self._decisions = []
+        for _ in range(_MOST_WAYS):
+            self._at = 0
+            read()
+            self.places = [*{place.key: place for place in self.places}.values()]
+            while self._decisions and self._decisions[-1]:
+                self._decisions.pop()
+            if not self._decisions:
+                return
+            self._decisions[-1] = True
+        raise Unreadable("it has too many branches")
+
+    def decided(self, value: Any) -> bool:
+        """The way that a condition goes this time."""
+        if not isinstance(value, fx.Node):
+            return super().decided(value)
+        if self._at == len(self._decisions):
+            self._decisions.append(False)
+        self._at += 1
+        return self._decisions[self._at - 1]
 
 
-def _is_listed(found: Any) -> bool:
-    kinds = types.BuiltinFunctionType, types.FunctionType, type, type(torch.nn.functional.relu)
-    if not isinstance(found, kinds):
-        return False
-    return any(found in known for known in (table.FUNCTIONS, table.RANDOM, table.NUMBERS)) or (
-        found in (range, enumerate, zip, reversed)
-    )
+_BUILT_IN = types.BuiltinFunctionType, type
+_LISTED = {*table.FUNCTIONS, *table.RANDOM, *table.NUMBERS, range, enumerate, zip, reversed}
 
 
 def _argument(value: Any) -> Any:
     """A value as the argument of a node.
 
     Raises:
-        Unreadable: It cannot be one.
+        Unreadable: A node cannot have such an argument.
     """
     if isinstance(value, Mode):
         return value.of.module.training

@@ -17,7 +17,6 @@ from .table import is_plain, is_same
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """Marks a missing value."""
 
-
 _GETTERS = [cls.__getattribute__ for cls in (object, types.ModuleType, types.SimpleNamespace)]
 
 
@@ -61,7 +60,7 @@ class Place(NamedTuple):
 
 
 def _shown(value: Any) -> str:
-    """A value as people call it."""
+    """A value as messages show it."""
     if is_plain(value) or value is MISSING:
         return repr(value)
     cls, package = type(value), type(value).__module__.partition(".")[0]
@@ -92,7 +91,7 @@ def _content(cell: types.CellType, name: str, default: Any) -> Any:
 
 
 class Keys:
-    """The keys of a dictionary, as if they were one of its values."""
+    """The order of a dictionary's keys, looked up like a value."""
 
     def __init__(self, of: Mapping[str, Any]) -> None:
         self.of = of
@@ -109,12 +108,12 @@ def key_place(of: Mapping[str, Any], what: str) -> Place:
 
 @functools.lru_cache(maxsize=4096)
 def _written(cls: type) -> Mapping[str, Any]:
-    """What is written in a class: one object, so that its places can be told apart."""
+    """The attributes of a class, always as the same object, so that equal places share a key."""
     return vars(cls)
 
 
 def function_places(function: types.FunctionType) -> list[Place]:
-    """What makes a function what it is, beside what its code reads."""
+    """The places of a function's code and defaults."""
     of, name = Attributes(function), function.__qualname__
     parts = {"__code__": "code", "__defaults__": "defaults", "__kwdefaults__": "defaults"}
     places = [
@@ -124,12 +123,20 @@ def function_places(function: types.FunctionType) -> list[Place]:
     return places + [Place(kwdefaults, k, v, f"the default of {k}") for k, v in kwdefaults.items()]
 
 
-def global_places(function: types.FunctionType, name: str) -> tuple[Any, list[Place]]:
-    """The value of a global or built-in name of a function, and where it was found.
+def name_places(function: types.FunctionType, name: str) -> tuple[Any, list[Place]]:
+    """The value of a name that is not local to a function, and where it was found.
+
+    Returns:
+        The value is :data:`MISSING` for a variable of a function around that is not set yet.
 
     Raises:
-        Unreadable: There is none.
+        Unreadable: There is no such name.
     """
+    free = function.__code__.co_freevars
+    if name in free:
+        of = Attributes((function.__closure__ or ())[free.index(name)])
+        found = of.get("cell_contents", MISSING)
+        return found, [Place(of, "cell_contents", found, name)]
     own: Any = function.__globals__
     if name in own:
         return own[name], [Place(own, name, own[name], name)]
@@ -143,14 +150,14 @@ def global_places(function: types.FunctionType, name: str) -> tuple[Any, list[Pl
 
 @functools.cache
 def behind_places(function: types.FunctionType) -> list[Place]:
-    """What a function of PyTorch depends on that is written in Python: its code, and torch's."""
+    """The places that a Python function of PyTorch depends on: its code and names of torch."""
     names = [name for name in function.__code__.co_names if name in vars(torch)]
     own = [Place(vars(torch), name, getattr(torch, name), f"torch.{name}") for name in names]
     return [*function_places(function), *own]
 
 
 def class_places(cls: type, name: str, what: str) -> tuple[Any, list[Place]]:
-    """What a class has under a name, as it was written there, and where, or :data:`MISSING`."""
+    """The raw attribute of a class or its bases, or :data:`MISSING`, and where it was found."""
     places = []
     for base in cls.__mro__:
         found = vars(base).get(name, MISSING)
@@ -161,7 +168,7 @@ def class_places(cls: type, name: str, what: str) -> tuple[Any, list[Place]]:
 
 
 def is_property(value: Any) -> bool:
-    """Whether what a class has under a name computes what its instances have there."""
+    """Whether an attribute of a class is a descriptor that computes a value."""
     plain = types.FunctionType, staticmethod, classmethod
     return value is not MISSING and not isinstance(value, plain) and hasattr(type(value), "__get__")
 
@@ -176,11 +183,11 @@ def attribute_places(
     Args:
         owner: The object.
         name: The name of the attribute.
-        what: What people call it.
+        what: Its name in messages.
         cls: The class of the object as its author wrote it; None: its type.
 
     Raises:
-        Unreadable: It is computed when it is asked for, or not there.
+        Unreadable: It is missing, or reading it would run code.
     """
     cls = cls or type(owner)
     on_class, places = class_places(cls, name, what)
@@ -189,12 +196,11 @@ def attribute_places(
     getter, of_getter = class_places(cls, "__getattribute__", what)
     if getter not in _GETTERS:
         raise Unreadable(f"{cls.__name__} has a __getattribute__ of its own")
-    places += of_getter
     own: Any = getattr(owner, "__dict__", {})
-    of = Attributes(owner)
-    places.append(Place(of, "__dict__", own if hasattr(owner, "__dict__") else MISSING, what))
+    there = own if hasattr(owner, "__dict__") else MISSING
+    places += [*of_getter, Place(Attributes(owner), "__dict__", there, what)]
     if not isinstance(owner, nn.Module):
-        places.append(Place(of, "__class__", cls, what))
+        places.append(Place(Attributes(owner), "__class__", cls, what))
     places.append(Place(own, name, own.get(name, MISSING), what))
     if name in own:
         return own[name], places

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -19,31 +18,26 @@ _SITE, _RESULT = f"{TEMP}site", f"{TEMP}result"
 def rewritten(
     function: types.FunctionType, tree: ast.FunctionDef, found: Any, own: str, site: Any
 ) -> Any:
-    """The function, which asks a site in place of some statements.
+    """Rewrite a function so that it asks a site before some statements.
 
-    ``site(self, *assumed, *same, *entering)`` gives the results as a tuple, or None; then the
-    statements run.
+    ``site(self, *assumed, *same, *entering)`` returns the results of the statements as a tuple, or
+    None. With None, the statements run.
 
     Args:
         function: The function.
         tree: Its tree, which is changed.
-        found: What the site is for. It has ``body``, a list of statements of the tree; ``parts``,
-            these as steps, each with the number of its statement; ``first`` and ``last``, the steps
-            that the site is for; the names ``assumed`` and ``entering``, lists of names ``same``,
-            and the names ``results`` that are set and ``gone`` that are deleted.
+        found: The :class:`~opfuse_convert.grammar.stretches.Span` of these statements. Its body is
+            a list of the tree.
         own: The name of ``self``.
         site: The site.
     """
-    body, parts, first, last = found.body, found.parts, found.first, found.last
+    (body, parts, _), first, last = found.block, found.first, found.last
     begin, end = parts[first][1], parts[last][1]
     numbers = [n for n, (_, origin) in enumerate(parts) if begin <= origin <= end]
     ahead = [parts[n][0] for n in numbers if n < first]
     inside = [parts[n][0] for n in range(first, last + 1)]
     behind = [parts[n][0] for n in numbers if n > last]
-    if not ahead and not behind:
-        written: Sequence[ast.stmt] = body[begin : end + 1]
-    else:
-        written = _freeing(inside)
+    written = _freeing(inside) if ahead or behind else body[begin : end + 1]
     new = [*_freeing(ahead), *_asking(found, own, written, inside), *_freeing(behind)]
     for made in new:
         ast.copy_location(made, inside[0])
@@ -52,7 +46,7 @@ def rewritten(
 
 
 def _freeing(steps: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """Steps, which let go of what was computed for them alone."""
+    """Add to each step the deletion of the temporary names that only it reads."""
     found: list[ast.stmt] = []
     for step in steps:
         found.append(step)
@@ -95,11 +89,11 @@ def _read(name: str) -> ast.Name:
 
 
 def unwrapped(function: Any) -> tuple[Any, list[Any], list[Place]]:
-    """The function that decorators are around, these from the outside, and where they have it."""
+    """The function inside its decorators, the decorators from the outside, and the places."""
     around: list[Any] = []
     places = []
     while (inner := vars(function).get("__wrapped__")) is not None:
-        cells = [c for c in function.__closure__ or () if _content(c) is inner]
+        cells = [c for c in function.__closure__ or () if _holds(c, inner)]
         if len(cells) != 1 or not isinstance(inner, types.FunctionType):
             break
         places.append(Place(Attributes(cells[0]), "cell_contents", inner, "what is decorated"))
@@ -109,25 +103,14 @@ def unwrapped(function: Any) -> tuple[Any, list[Any], list[Place]]:
 
 
 def wrapped(function: Any, around: Sequence[Any]) -> Any:
-    """Another function in the place of the one that decorators are around."""
+    """Put decorators around another function."""
     for outer in reversed(around):
         inner = outer.__wrapped__
         cells = outer.__closure__
-        closure = [types.CellType(function) if _content(c) is inner else c for c in cells]
-        made = types.FunctionType(
-            outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, tuple(closure)
-        )
-        function = like(made, outer)
+        closure = [types.CellType(function) if _holds(c, inner) else c for c in cells]
+        function = like(outer, outer.__code__, closure)
     return function
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def own_tree(tree: ast.FunctionDef) -> ast.FunctionDef:
-    """A tree that may be changed."""
-    return copy.deepcopy(tree)
+def _holds(cell: types.CellType, value: Any) -> bool:
+    return Attributes(cell).get("cell_contents", None) is value

@@ -9,13 +9,10 @@ import functools
 import inspect
 import linecache
 import types
+from collections.abc import Sequence
 from typing import Any
 
-_FLAGS = functools.reduce(
-    lambda flags, name: flags | getattr(__future__, name).compiler_flag,
-    __future__.all_feature_names,
-    0,
-)
+_FLAGS = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
 _SAME = """
 co_code co_names co_varnames co_freevars co_cellvars co_argcount co_posonlyargcount
 co_kwonlyargcount co_exceptiontable
@@ -24,6 +21,18 @@ co_kwonlyargcount co_exceptiontable
 
 class Unreadable(Exception):
     """The sentence that says what cannot be read."""
+
+
+def result_of_call(what: str, function: Any, *args: Any) -> Any:
+    """The result of a function.
+
+    Raises:
+        Unreadable: The function raises an error.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        raise Unreadable(f"{what} raises {type(error).__name__}") from error
 
 
 def tree_of(function: Any) -> ast.FunctionDef:
@@ -36,7 +45,8 @@ def tree_of(function: Any) -> ast.FunctionDef:
         Unreadable: There is no such source.
     """
     if not isinstance(function, types.FunctionType):
-        raise Unreadable(f"{_name(function)} is no function whose code can be read")
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise Unreadable(f"{name} is no function whose code can be read")
     found = _read(function.__code__)
     if isinstance(found, str):
         raise Unreadable(found)
@@ -79,15 +89,14 @@ def compiled_like(function: types.FunctionType, tree: ast.FunctionDef, **cells: 
     code = _compiled(tree, function.__code__, tuple(cells))
     assert code is not None
     own = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple([own[n] if n in own else types.CellType(cells[n]) for n in code.co_freevars])
-    made = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, closure
-    )
-    return like(made, function)
+    closure = [own[n] if n in own else types.CellType(cells[n]) for n in code.co_freevars]
+    return like(function, code, closure)
 
 
-def like(made: types.FunctionType, function: types.FunctionType) -> types.FunctionType:
-    """A function with what another one says of itself."""
+def like(function: types.FunctionType, code: types.CodeType, closure: Sequence[Any]) -> Any:
+    """A function with other code and another closure; all else is that of a function."""
+    given = function.__globals__, function.__name__, function.__defaults__, tuple(closure)
+    made = types.FunctionType(code, *given)
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
@@ -98,7 +107,7 @@ def like(made: types.FunctionType, function: types.FunctionType) -> types.Functi
 def _compiled(
     tree: ast.FunctionDef, code: types.CodeType, more: tuple[str, ...] = ()
 ) -> types.CodeType | None:
-    """The code of a tree where a function stood, in its class and among its variables."""
+    """Compile a tree inside the class of a function, with the variables around that function."""
     inner = copy.copy(tree)
     inner.args = copy.deepcopy(tree.args)
     of = inner.args
@@ -113,7 +122,8 @@ def _compiled(
     if around and around[0] != "<locals>":
         within = ast.ClassDef(around[0], [], [], [inner], [])
     names = [name for name in (*code.co_freevars, *more) if name != "__class__"]
-    outer = ast.FunctionDef("outer", _parameters(names), [within], [])
+    cells = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+    outer = ast.FunctionDef("outer", cells, [within], [])
     if hasattr(outer, "type_params"):  # from Python 3.12 on
         for node in (outer, within):
             node.type_params = getattr(node, "type_params", [])
@@ -126,7 +136,8 @@ def _compiled(
     for name in ("outer", *around, code.co_name):
         if name == "<locals>":
             continue
-        made = next((c for c in made.co_consts if _is_code(c, name)), None)
+        inner_codes = [c for c in made.co_consts if isinstance(c, types.CodeType)]
+        made = next((c for c in inner_codes if c.co_name == name), None)
         if made is None:
             return None
     return made  # type: ignore[no-any-return]
@@ -150,28 +161,17 @@ def _imported(path: str) -> tuple[str, ...]:
     return tuple(name for name in names if name != "*")
 
 
-def _is_code(value: Any, name: str) -> bool:
-    return isinstance(value, types.CodeType) and value.co_name == name
-
-
-def _parameters(names: list[str]) -> ast.arguments:
-    return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-
-
 def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
-    """Whether two codes do the same, wherever they stand."""
+    """Whether two codes do the same, on whatever lines they are."""
     if any(getattr(a, name, None) != getattr(b, name, None) for name in _SAME):
         return False
-    return len(a.co_consts) == len(b.co_consts) and all(map(_is_constant, a.co_consts, b.co_consts))
+    same_length = len(a.co_consts) == len(b.co_consts)
+    return same_length and all(map(_is_same_constant, a.co_consts, b.co_consts))
 
 
-def _is_constant(a: Any, b: Any) -> bool:
+def _is_same_constant(a: Any, b: Any) -> bool:
     if isinstance(a, types.CodeType) and isinstance(b, types.CodeType):
         return _is_same(a, b)
     if type(a) is not type(b):
         return False
     return repr(a) == repr(b) if not isinstance(a, frozenset) else a == b
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__qualname__", type(value).__name__)

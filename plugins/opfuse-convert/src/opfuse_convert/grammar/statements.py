@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 TEMP = "_opfuse_"
-"""How the local names begin that only a rewritten function has."""
+"""The prefix of local names that only a rewritten function has."""
 
 _ENDS = ast.Return, ast.Raise, ast.Continue, ast.Break
+_WITH_VALUE = ast.Return, ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign
 
 
 class Loop(NamedTuple):
-    """What is read after ``continue``, and after ``break``."""
+    """The names that are read after ``continue``, and after ``break``."""
 
     again: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
@@ -23,28 +24,26 @@ class Loop(NamedTuple):
 NO_LOOP = Loop()
 
 
+def _names(node: ast.AST, *contexts: type[ast.expr_context]) -> frozenset[str]:
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return frozenset(name.id for name in names if isinstance(name.ctx, contexts))
+
+
 def loads(node: ast.AST) -> frozenset[str]:
     """The names that are read somewhere in a statement."""
-    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_load(n)}
     written = [n.target for n in ast.walk(node) if isinstance(n, ast.AugAssign)]
-    return frozenset(found | {n.id for n in written if isinstance(n, ast.Name)})
-
-
-def _is_load(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Load)
+    return _names(node, ast.Load) | {n.id for n in written if isinstance(n, ast.Name)}
 
 
 def stores(node: ast.AST) -> frozenset[str]:
     """The names that are set, or deleted, somewhere in a statement."""
     found = set()
     for each in ast.walk(node):
-        if isinstance(each, ast.Name) and not _is_load(each):
-            found.add(each.id)
-        elif isinstance(each, ast.alias):
+        if isinstance(each, ast.alias):
             found.add((each.asname or each.name).partition(".")[0])
         elif isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)) and each.name:
             found.add(each.name)
-    return frozenset(found)
+    return _names(node, ast.Store, ast.Del) | found
 
 
 def read_later(node: ast.AST) -> frozenset[str]:
@@ -54,23 +53,18 @@ def read_later(node: ast.AST) -> frozenset[str]:
 
 
 def deletes(node: ast.AST) -> frozenset[str]:
-    """The names that are deleted somewhere in a statement, or may be gone behind it."""
+    """The names that are deleted somewhere in a statement, or may be gone after it."""
     handlers = [n for n in ast.walk(node) if isinstance(n, ast.ExceptHandler)]
-    return _deleted(node) | {n.name for n in handlers if n.name}
-
-
-def _deleted(node: ast.AST) -> frozenset[str]:
-    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-    return frozenset(n.id for n in names if isinstance(n.ctx, ast.Del))
+    return _names(node, ast.Del) | {n.name for n in handlers if n.name}
 
 
 def to_delete(name: str) -> str:
-    """Stands among names that may be read for one that may be deleted, so it has to be there."""
+    """The entry among live names for a name that may be deleted, so it must have a value."""
     return f"del {name}"
 
 
 def _needs(node: ast.AST) -> frozenset[str]:
-    return loads(node) | {to_delete(name) for name in _deleted(node)}
+    return loads(node) | {to_delete(name) for name in _names(node, ast.Del)}
 
 
 def _sets(node: ast.AST) -> frozenset[str]:
@@ -78,7 +72,7 @@ def _sets(node: ast.AST) -> frozenset[str]:
 
 
 def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
-    """The names that statements set whatever happens; None: what follows them is not reached."""
+    """The names that statements set in any case; None: the statements after them never run."""
     found: frozenset[str] = frozenset()
     for node in body:
         if isinstance(node, _ENDS):
@@ -98,9 +92,9 @@ def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
 def live_before(
     body: Sequence[ast.stmt], after: frozenset[str], loop: Loop = NO_LOOP
 ) -> list[frozenset[str]]:
-    """What may still be read of the names that there are before each statement, and at the end.
+    """The names that may still be read, before each statement and after the last one.
 
-    A name that may be deleted is there as :func:`to_delete` has it.
+    A name that may be deleted is in it as :func:`to_delete` writes it.
     """
     found = [after]
     for node in reversed(body):
@@ -130,7 +124,7 @@ def _head(node: ast.For | ast.While) -> ast.expr:
 
 
 def live_at_loop(node: ast.For | ast.While, after: frozenset[str]) -> Loop:
-    """What may be read when a loop goes on, and behind it."""
+    """The names that may be read when a loop goes on, and after it."""
     behind = after | live_before(node.orelse, after)[0]
     head = behind | loads(_head(node))
     for _ in range(2):
@@ -145,11 +139,11 @@ class _Whole(Exception):
 class Flattener:
     """Takes expressions apart, so that each call and each sum is a statement of its own.
 
-    What is taken apart computes the same, in the same order. A part is one of these names, which
-    is read once.
+    The statements compute the same as before, in the same order. Each part gets a temporary name,
+    which is read once.
 
     Args:
-        local: The local names of the function.
+        local: The local names of the function, and all temporary names.
     """
 
     def __init__(self, local: frozenset[str]) -> None:
@@ -160,22 +154,17 @@ class Flattener:
         """A statement as steps; one that is not taken apart is the only one."""
         if any(isinstance(each, ast.NamedExpr) for each in ast.walk(node)):
             return [node]
-        self._out, made = [], copy.copy(node)
+        made: Any = copy.copy(node)
+        if not isinstance(made, _WITH_VALUE) or made.value is None:
+            return [node]
+        targets = made.targets if isinstance(made, ast.Assign) else [getattr(made, "target", None)]
+        is_named = len(targets) == 1 and isinstance(targets[0], ast.Name)
+        if isinstance(made, (ast.AnnAssign, ast.AugAssign)) and not is_named:
+            return [node]
+        stays = isinstance(made, ast.Expr) or (is_named and not isinstance(made, ast.AugAssign))
+        self._out = []
         try:
-            if isinstance(made, ast.Return) and made.value is not None:
-                made.value = self._inert(made.value)
-            elif isinstance(made, ast.Expr):
-                made.value = self._operation(made.value)
-            elif isinstance(made, ast.AugAssign) and isinstance(made.target, ast.Name):
-                made.value = self._inert(made.value)
-            elif isinstance(made, ast.Assign):
-                simple = len(made.targets) == 1 and isinstance(made.targets[0], ast.Name)
-                made.value = (self._operation if simple else self._inert)(made.value)
-            elif isinstance(made, ast.AnnAssign) and isinstance(made.target, ast.Name):
-                if made.value is not None:
-                    made.value = self._operation(made.value)
-            else:
-                return [node]
+            made.value = (self._operation if stays else self._inert)(made.value)
         except _Whole:
             return [node]
         return [*(ast.copy_location(step, node) for step in self._out), made]
@@ -189,7 +178,7 @@ class Flattener:
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def _inert(self, node: ast.expr) -> ast.expr:
-        """An expression that computes nothing, with what was computed before in it."""
+        """An expression that computes nothing; what the original computes becomes a step before."""
         if _is_inert(node):
             return node
         if isinstance(node, (ast.Attribute, ast.Tuple, ast.List)):
@@ -197,28 +186,24 @@ class Flattener:
         return self._temp(node)
 
     def _in_order(self, nodes: Sequence[ast.expr]) -> list[ast.expr]:
-        """Several, computed one after the other."""
+        """Expressions that compute nothing; what the originals compute becomes steps, in order."""
         last = max((i for i, node in enumerate(nodes) if not _is_inert(node)), default=-1)
         found = []
         for number, node in enumerate(nodes):
-            if number < last and not self._is_fixed(node):
+            if number == last or (number < last and not self._is_fixed(node)):
                 if isinstance(node, (ast.Starred, ast.Slice)):
                     raise _Whole
-                node = self._temp(node)
-            elif number == last:
-                if isinstance(node, (ast.Starred, ast.Slice)):
-                    raise _Whole
-                node = self._inert(node)
+                node = self._inert(node) if number == last else self._temp(node)
             found.append(node)
         return found
 
     def _is_fixed(self, node: ast.expr) -> bool:
-        """Whether an expression gives the same, whatever is called before it is read."""
-        own = isinstance(node, ast.Name) and (node.id in self._local or node.id.startswith(TEMP))
-        return own or isinstance(node, ast.Constant)
+        """Whether calls that run before cannot change the value of an expression."""
+        is_local = isinstance(node, ast.Name) and node.id in self._local
+        return is_local or isinstance(node, ast.Constant)
 
     def _operation(self, node: ast.expr) -> ast.expr:
-        """One operation on what was computed before."""
+        """An expression as one operation on values that are already computed."""
         made: Any = copy.copy(node)
         if isinstance(made, ast.Attribute):
             made.value = self._inert(made.value)
@@ -265,7 +250,7 @@ def _is_inert(node: ast.expr) -> bool:
 
 
 def blocks(node: ast.stmt) -> Iterator[list[ast.stmt]]:
-    """The bodies of a statement in which a chain may stand for some of it."""
+    """The bodies of a statement in which a chain may replace statements."""
     if isinstance(node, (ast.If, ast.For, ast.While)):
         yield node.body
         yield node.orelse

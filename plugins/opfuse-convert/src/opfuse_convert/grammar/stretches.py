@@ -24,6 +24,9 @@ NOT_NONE: Any = type("NotNone", (), {"__repr__": lambda self: "another value"})(
 """Marks one that is known not to be None."""
 
 
+_Names = frozenset[str]
+
+
 class Read(NamedTuple):
     """A step that was read.
 
@@ -31,7 +34,7 @@ class Read(NamedTuple):
         node: The statement.
         nodes: What it computes.
         before: The local names before it.
-        asked: Names of which it was asked whether they are None.
+        asked: Names that it compares with None.
         called: Dotted names of the modules that it calls.
         places: Where it looked things up.
     """
@@ -48,21 +51,19 @@ class Span(NamedTuple):
     """Statements that can be replaced.
 
     Attributes:
-        body: The list of statements that these are in.
-        parts: All of these statements as steps, each with the number of its statement.
+        block: The statements around.
         first: The first step of the span.
         last: The last one.
         entering: The names of the values that it takes.
-        assumed: Names, and what they have to be.
-        same: Lists of names that have to have one value.
-        results: Names that it sets, and what to: see :func:`result_of`.
-        gone: Names that have a value before it, and none behind it.
+        assumed: Names, and the values that they must have.
+        same: Lists of names that must all have the same value.
+        results: The names that it sets, and how to get their values: see :func:`result_of`.
+        gone: Names that have a value before it, and none after it.
         called: Dotted names of the modules that are called in it.
         places: Where things were looked up.
     """
 
-    body: list[ast.stmt]
-    parts: Sequence[tuple[ast.stmt, int]]
+    block: Block
     first: int
     last: int
     entering: Sequence[str]
@@ -75,10 +76,10 @@ class Span(NamedTuple):
 
 
 class _Frame(Frame):
-    """Local names in the middle of a function, and tests for None of what came in."""
+    """The local names in the middle of a function; values that come in may be tested for None."""
 
-    def __init__(self, reader: Any, function: Any, names: Any, local: frozenset[str]) -> None:
-        self.reader, self.function, self.names = reader, function, names
+    def __init__(self, reader: Any, function: Any, local: frozenset[str]) -> None:
+        self.reader, self.function, self.names = reader, function, {}
         self._local = local
         self.not_none: dict[fx.Node, str] = {}
         self.asked: list[str] = []
@@ -91,22 +92,24 @@ class _Frame(Frame):
 
 
 class Stretch:
-    """Statements that follow each other, read from the local names at their begin.
+    """Consecutive statements that are read from given local names on.
 
     Args:
-        survey: What is known of the function.
+        survey: The survey of the function.
         block: The statements.
         names: The local names that have a value.
         first: The number of the first step.
 
     Attributes:
-        graph: What the statements compute.
+        graph: The computation of the statements.
+        names: The local names now.
+        modes: Nodes that follow the mode of a module.
     """
 
     def __init__(self, survey: Survey, block: Block, names: Mapping[str, Any], first: int) -> None:
         self.graph, self._block, self._first = fx.Graph(), block, first
         self._reader, self._own = survey.reader(self.graph), survey.own
-        self._frame = _Frame(self._reader, survey.function, {}, survey.local)
+        self._frame = _Frame(self._reader, survey.function, survey.local)
         for name, value in names.items():
             if value is UNKNOWN or value is NOT_NONE:
                 node = self.graph.placeholder(name)
@@ -114,20 +117,11 @@ class Stretch:
                     self._frame.not_none[node] = name
                 value = node
             self._frame.names[name] = value
+        self.names, self.modes = self._frame.names, self._reader.modes
         self._reads: list[Read] = []
 
-    @property
-    def names(self) -> dict[str, Any]:
-        """The local names now."""
-        return self._frame.names
-
-    @property
-    def modes(self) -> Mapping[fx.Node, Held]:
-        """Nodes that follow the mode of a module."""
-        return self._reader.modes
-
     def read(self, node: ast.stmt) -> bool:
-        """Read a step; whether that could be done. Otherwise nothing of it is left."""
+        """Read a step if it is in the grammar, and return whether it is."""
         reader, frame = self._reader, self._frame
         before, count = dict(frame.names), len(self.graph.nodes)
         reader.places, reader.called, frame.asked = [], [], []
@@ -140,30 +134,29 @@ class Stretch:
             kept = tuple(frame.asked), tuple(reader.called), tuple(reader.places)
             self._reads.append(Read(node, nodes, before, *kept))
             return True
-        for made in reversed(nodes):
-            reader.modes.pop(made, None)
-            self.graph.erase_node(made)
+        self._erase(nodes)
         frame.names.clear()
         frame.names.update(before)
         return False
 
+    def _erase(self, nodes: Sequence[fx.Node]) -> None:
+        for made in reversed(nodes):
+            self._reader.modes.pop(made, None)
+            self.graph.erase_node(made)
+
     def taken(self, node: ast.If) -> Sequence[ast.stmt] | None:
-        """Which way a condition goes now; None: it is not known."""
+        """The branch that a condition takes now; None: it is not known."""
         count = len(self.graph.nodes)
         try:
-            return node.body if self._decided(node.test) else node.orelse
+            taken = self._reader.decided(self._frame.expression(node.test))
+            return node.body if taken else node.orelse
         except (Unreadable, RecursionError):
             return None
         finally:
-            for made in [*self.graph.nodes][count:][::-1]:
-                self.graph.erase_node(made)
-
-    def _decided(self, test: ast.expr) -> bool:
-        decided: bool = self._reader.decided(self._frame.expression(test))
-        return decided
+            self._erase([*self.graph.nodes][count:])
 
     def left(self, node: ast.stmt | None) -> dict[str, Any]:
-        """What is known of the local names behind a statement that could not be read."""
+        """The known local names after a statement that could not be read; None: before it."""
         found = {name: self._carried(value) for name, value in self.names.items()}
         if node is None:
             return found
@@ -181,21 +174,21 @@ class Stretch:
         return UNKNOWN if object_of(value) is MISSING else value
 
     def close(self) -> bool:
-        """Say in the graph what is read later; whether anything is computed."""
+        """End the graph with the values that are read later; return whether it computes any."""
         live = self._block.lives[self._first + len(self._reads)]
         kept = [value for name, value in self.names.items() if name in live]
         self.graph.output(tuple(_nodes_in(kept)))
         return any(read.nodes for read in self._reads)
 
     def span(
-        self, covered: frozenset[fx.Node], enters: Sequence[fx.Node], leaves: Sequence[fx.Node]
+        self, covered: frozenset[fx.Node], enters: Sequence[fx.Node], end: fx.Node
     ) -> Span | None:
-        """The statements that compute some nodes, if all they do can be done otherwise.
+        """The statements that compute some nodes; None: a chain cannot replace them.
 
         Args:
             covered: The nodes.
-            enters: The values that are needed for it.
-            leaves: The values that are computed.
+            enters: The values that the chain takes.
+            end: The value that the chain computes.
         """
         inside = [not covered.isdisjoint(read.nodes) for read in self._reads]
         first, last = inside.index(True), len(inside) - inside[::-1].index(True) - 1
@@ -207,67 +200,76 @@ class Stretch:
             span = self._reads[first : last + 1]
         before = span[0].before
         after = self._reads[last + 1].before if last + 1 < len(self._reads) else self.names
-        if (assumed := self._assumed(span, before)) is None:
-            return None
-        known = _loaded(span, before)
-        if any(node not in known for node in enters):
+        assumed, known = self._taken(span, before)
+        unknown = any(object_of(value) is MISSING for value in assumed.values())
+        if unknown or not known.keys() >= {*enters}:
             return None
         entering = [known[node][0] for node in enters]
         live = self._block.lives[self._first + last + 1]
-        given = {node: number for number, node in enumerate(leaves)}
-        results = self._results(span, given, known, after, live, entering)
+        results = self._results(span, end, known, after, live, entering)
         if not results:
             return None
-        same = [names for names in known.values() if len(names) > 1]
-        gone = sorted(before.keys() - after.keys())
-        called = [name for read in span for name in read.called]
-        places = [place for read in span for place in read.places]
-        at = self._first + first, self._first + last
-        rest: Any = entering, assumed, same, results, gone, called, places
-        return Span(self._block.body, self._block.parts, *at, *rest)
+        return Span(
+            self._block,
+            self._first + first,
+            self._first + last,
+            entering,
+            assumed,
+            [names for names in known.values() if len(names) > 1],
+            results,
+            sorted(before.keys() - after.keys()),
+            [name for read in span for name in read.called],
+            [place for read in span for place in read.places],
+        )
 
-    def _assumed(self, span: Sequence[Read], before: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What names have to be that are not values of the graph; None: that cannot be asked."""
-        found: dict[str, Any] = {}
-        bound: set[str] = set()
+    def _taken(
+        self, span: Sequence[Read], before: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[fx.Node, list[str]]]:
+        """The values that a span gets by names that it has not set.
+
+        Returns:
+            Names and the objects that they must have; the values of the graph, each with its names.
+        """
+        assumed: dict[str, Any] = {}
+        known: dict[fx.Node, list[str]] = {}
+        bound: set[str] = {self._own}
         for read in span:
             for name in sorted(statements.loads(read.node) & before.keys() - bound):
                 value = before[name]
-                if name != self._own and not isinstance(value, fx.Node):
-                    if object_of(value) is MISSING:
-                        return None
-                    found[name] = value
-            found |= {name: NOT_NONE for name in read.asked if name not in bound}
+                if not isinstance(value, fx.Node):
+                    assumed[name] = value
+                elif name not in known.get(value, ()):
+                    known.setdefault(value, []).append(name)
+            assumed |= {name: NOT_NONE for name in read.asked if name not in bound}
             bound |= statements.stores(read.node)
-        return found
+        return assumed, known
 
     def _results(
-        self, span: Any, given: Any, known: Any, after: Any, live: Any, entering: list[str]
+        self, span: Any, end: Any, known: Any, after: Any, live: Any, entering: list[str]
     ) -> dict[str, Any] | None:
-        """The names that are read later, and what each is set to; None: one cannot be."""
+        """The names that are read later, and how to get their values; None: one cannot be had."""
         results: dict[str, Any] = {}
         for name in sorted({n for read in span for n in statements.stores(read.node)}):
-            if name not in live:
-                if statements.to_delete(name) in live and name in after:
-                    results[name] = "is", None
-                continue
-            if name not in after:
-                return None
-            results[name] = result_of(after[name], given, known, entering)
-            if results[name] is None:
-                return None
+            if name in live:
+                made = result_of(after.get(name, UNKNOWN), end, known, entering)
+                if made is None:
+                    return None
+                results[name] = made
+            elif statements.to_delete(name) in live and name in after:
+                results[name] = "is", None
         return results
 
 
-def result_of(value: Any, given: Any, known: Mapping[Any, Any], entering: list[str]) -> Any:
-    """How to get a value after a chain: a pair of its kind and its number, or its value.
+def result_of(value: Any, end: fx.Node, known: Mapping[Any, Any], entering: list[str]) -> Any:
+    """How to get a value after a chain, as a pair.
 
-    ``"chain"``: an output of the chain; ``"in"``: a value that came in; ``"is"``: an object;
-    ``"tuple"``: these. None: it cannot be had.
+    ``"chain", None`` is the output of the chain; ``"in", number`` is a value that came in;
+    ``"is", value`` is an object; ``"tuple", parts`` is a tuple of such pairs. None: it cannot be
+    had.
     """
+    if value is end:
+        return "chain", None
     if isinstance(value, fx.Node):
-        if value in given:
-            return "chain", given[value]
         if value not in known:
             return None
         name = known[value][0]
@@ -275,7 +277,7 @@ def result_of(value: Any, given: Any, known: Mapping[Any, Any], entering: list[s
             entering.append(name)
         return "in", entering.index(name)
     if type(value) is tuple and not table.is_plain(value):
-        inner = [result_of(each, given, known, entering) for each in value]
+        inner = [result_of(each, end, known, entering) for each in value]
         return None if None in inner else ("tuple", inner)
     found = object_of(value)
     return None if found is MISSING else ("is", found)
@@ -283,7 +285,7 @@ def result_of(value: Any, given: Any, known: Mapping[Any, Any], entering: list[s
 
 def object_of(value: Any) -> Any:
     """The object that a value represents; :data:`MISSING`: it may differ each time."""
-    if table.is_plain(value) or isinstance(value, types.ModuleType):
+    if table.is_plain(value) or isinstance(value, types.ModuleType) or value is NOT_NONE:
         return value
     if isinstance(value, Held):
         return value.module
@@ -295,22 +297,10 @@ def object_of(value: Any) -> Any:
 
 
 def _is_for(read: Read, span: Sequence[Read]) -> bool:
-    """Whether all that a step does is to look something up that is used in others."""
+    """Whether a step only looks something up for other steps."""
     made = statements.stores(read.node)
     used = frozenset().union(*[statements.loads(each.node) for each in span])
     return not read.nodes and all(n.startswith(TEMP) for n in made) and made <= used
-
-
-def _loaded(span: Sequence[Read], before: Mapping[str, Any]) -> dict[fx.Node, list[str]]:
-    """The values that come into a span, and the names by which it reads each."""
-    found: dict[fx.Node, list[str]] = {}
-    bound: set[str] = set()
-    for read in span:
-        for name in sorted(statements.loads(read.node) & before.keys() - bound):
-            if isinstance(before[name], fx.Node) and name not in found.get(before[name], ()):
-                found.setdefault(before[name], []).append(name)
-        bound |= statements.stores(read.node)
-    return found
 
 
 def _nodes_in(value: Any) -> Iterator[fx.Node]:
@@ -322,12 +312,12 @@ def _nodes_in(value: Any) -> Iterator[fx.Node]:
 
 
 class Block(NamedTuple):
-    """Statements, taken apart.
+    """Statements as steps.
 
     Attributes:
         body: The statements.
         parts: The steps, each with the number of its statement.
-        lives: The names that may be read before each step and behind them.
+        lives: The names that may still be read, before each step and after the last one.
     """
 
     body: list[ast.stmt]
@@ -342,14 +332,14 @@ class Survey:
         module: The module that the function is a method of.
         function: The function.
         tree: Its tree, which belongs to the caller.
-        names: What is known of its parameters.
+        names: The known values of its parameters.
         reader: Makes a reader for a graph.
 
     Attributes:
         stretches: Those that compute something.
 
     Raises:
-        Unreadable: The function is of a kind that is not rewritten.
+        Unreadable: The function cannot be rewritten.
     """
 
     def __init__(
@@ -370,12 +360,7 @@ class Survey:
         self._block(tree.body, start, frozenset(), Loop(), always)
 
     def _block(
-        self,
-        body: list[ast.stmt],
-        names: Mapping[str, Any],
-        after: frozenset[str],
-        loop: Loop,
-        always: frozenset[str],
+        self, body: list[ast.stmt], names: dict[str, Any], after: _Names, loop: Loop, always: _Names
     ) -> None:
         parts = [(s, n) for n, node in enumerate(body) for s in self._flat.steps(node)]
         steps = [step for step, _ in parts]
@@ -396,7 +381,7 @@ class Survey:
         self.stretches += [stretch] if stretch.close() else []
 
     def _inside(
-        self, step: Any, body: Any, names: dict[str, Any], after: Any, loop: Loop, always: Any
+        self, step: Any, body: Any, names: dict[str, Any], after: _Names, loop: Loop, always: _Names
     ) -> None:
         """Look into a block of a statement."""
         if isinstance(step, (ast.For, ast.While)):
@@ -418,7 +403,7 @@ class Survey:
 
 
 class _Local(frozenset[str]):
-    """Local names; those of steps are, too."""
+    """Local names, and the temporary names of steps."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).startswith(TEMP)

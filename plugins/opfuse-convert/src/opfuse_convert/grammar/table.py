@@ -38,15 +38,15 @@ unsqueeze var view view_as where
 _MATH = """
 acos asin atan ceil cos erf exp floor fabs log log10 log2 pow sin sqrt tan tanh
 """
-_BINARY = """
+_OPERATORS = """
 Add:add Sub:sub Mult:mul Div:truediv FloorDiv:floordiv Mod:mod Pow:pow MatMult:matmul
+Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge USub:neg UAdd:pos
 """
-_COMPARED = "Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge"
 
 
 @functools.cache
 def writing_places(function: Any) -> tuple[int, ...]:
-    """At which places a function takes such an argument; what is built in has none there."""
+    """The positions of a function's arguments ``inplace`` and ``out``; a built-in has none."""
     if not isinstance(function, types.FunctionType):
         return ()
     names = enumerate(inspect.signature(function).parameters)
@@ -59,11 +59,6 @@ def _named(home: Any, names: str) -> dict[Any, str]:
     return {function: f"{home.__name__}.{name}" for name, function in found.items()}
 
 
-def _operators(pairs: str) -> dict[str, Callable[[Any, Any], Any]]:
-    split = [pair.split(":") for pair in pairs.split()]
-    return {node: getattr(operator, name) for node, name in split}
-
-
 FUNCTIONS: Mapping[Any, str] = {**_named(F, _FUNCTIONAL), **_named(torch, _TORCH)}
 """Functions of tensors, and the names under which people know them."""
 
@@ -71,7 +66,7 @@ TOLD_TO_WRITE = frozenset({"inplace", "out"})
 """The names of arguments that say whether, or where, a function writes into a tensor."""
 
 RANDOM: Mapping[Any, str] = {F.dropout: "torch.nn.functional.dropout"}
-"""Functions that draw random numbers: an op may stand for one, nothing else may be done with it."""
+"""Functions that draw random numbers. An op may replace them; nothing else uses them."""
 
 NUMBERS: Mapping[Any, str] = {
     **_named(math, _MATH),
@@ -85,9 +80,10 @@ METHODS = frozenset(_METHODS.split())
 PROPERTIES = frozenset("device dtype is_cuda mT ndim shape T".split())
 """Properties of tensors."""
 
-BINARY = _operators(_BINARY)
-COMPARED = _operators(_COMPARED)
-UNARY = {"USub": operator.neg, "UAdd": operator.pos}
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    node: getattr(operator, name) for node, name in (pair.split(":") for pair in _OPERATORS.split())
+}
+"""The function of each operator and comparison, by its name in a syntax tree."""
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, type(Ellipsis))
 

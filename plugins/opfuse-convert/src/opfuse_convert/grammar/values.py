@@ -22,26 +22,26 @@ class Held(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """Whether a module is in training mode, whichever it is."""
+    """The mode of a module, training or evaluation, whichever it is."""
 
     of: Held
 
 
 class Parts(NamedTuple):
-    """The content of a value whose length does not matter."""
+    """The items of a value, however many there are."""
 
     of: fx.Node
 
 
 class Thing(NamedTuple):
-    """An object that is none of the others; its attributes may be read."""
+    """Any other object; its attributes may be read."""
 
     value: Any
     what: str
 
 
 class Bound(NamedTuple):
-    """A function with some of its arguments, as ``functools.partial`` has it."""
+    """A ``functools.partial``."""
 
     function: Any
     args: Sequence[Any]
@@ -49,11 +49,11 @@ class Bound(NamedTuple):
 
 
 class Callee(NamedTuple):
-    """What can be called: a function, or a method of what is read.
+    """A function, or a method of a value.
 
     Attributes:
         function: The function; of a tensor the name of its method.
-        own: What the method belongs to; :data:`MISSING`: it is a function.
+        own: The owner of the method; :data:`MISSING`: it is a function.
     """
 
     function: Any

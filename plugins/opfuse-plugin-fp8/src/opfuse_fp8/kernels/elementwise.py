@@ -71,10 +71,14 @@ def _halves(
 
 @triton.jit
 def _column_sums(sums_ptr, v, tile, width, first):
-    """The sum of each column of a tile, in fp32; in the result's dtype where it is the only one."""
-    column = first + tl.arange(0, v.shape[1])
-    total = tl.sum(v, 0).to(sums_ptr.dtype.element_ty)
-    tl.store(sums_ptr + tile * width + column, total, column < width)
+    """The sum of each column of a tile, if there is a place for it.
+
+    It is in fp32, and in the result's dtype where it is the only one.
+    """
+    if sums_ptr is not None:
+        column = first + tl.arange(0, v.shape[1])
+        total = tl.sum(v, 0).to(sums_ptr.dtype.element_ty)
+        tl.store(sums_ptr + tile * width + column, total, column < width)
 
 
 @triton.jit
@@ -176,8 +180,7 @@ def cast_backward(
         if DERIVATIVE is not None:
             dx *= DERIVATIVE(tl.load(x_ptr + at, inside, 0).to(tl.float32), *numbers)
         dx = tl.where(inside, dx.to(DTYPE).to(tl.float32), 0.0)
-        if sums_ptr is not None:
-            _column_sums(sums_ptr, dx, tile, features, first)
+        _column_sums(sums_ptr, dx, tile, features, first)
         largest = emit(
             dx, first_row, first, rows, features, features,
             wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
@@ -185,27 +188,20 @@ def cast_backward(
         )  # fmt: skip
     else:
         a, b = _halves(x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS)
+        da = _gate_gradient(dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE)
         if SIZE > 0:
-            da = _gate_gradient(
-                dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE
-            )  # fmt: skip
             db = _linear_gradient(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
-            )  # fmt: skip
+            )
             both = _together(da, db, SIZE)
-            if sums_ptr is not None:
-                _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
+            _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
             largest = emit(
                 both, first_row, 2 * first, rows, 2 * features, 2 * features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
         else:  # one after the other, which takes fewer registers
-            da = _gate_gradient(
-                dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE
-            )  # fmt: skip
-            if sums_ptr is not None:
-                _column_sums(sums_ptr, da, tile * 2, features, first)
+            _column_sums(sums_ptr, da, tile * 2, features, first)
             largest = emit(
                 da, first_row, first, rows, 2 * features, features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
@@ -213,9 +209,8 @@ def cast_backward(
             )  # fmt: skip
             db = _linear_gradient(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
-            )  # fmt: skip
-            if sums_ptr is not None:
-                _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
+            )
+            _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
             other = emit(
                 db, first_row, features + first, rows, 2 * features, 2 * features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,

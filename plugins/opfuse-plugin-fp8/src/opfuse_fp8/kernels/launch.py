@@ -7,21 +7,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_quantized.formats import BlockScaledTensor, MXTensor
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, current_target
 from torch import Tensor
 
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
-from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization import QuantizedTensor
 
 from ..formulas import Formula, formula_of
-from ..quantizers import (
-    BlockQuantizer,
-    CurrentQuantizer,
-    DelayedQuantizer,
-    MXQuantizer,
-    RescaledTensor,
-)
+from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
+from ..twins import Into
 from . import elementwise, tiles
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -32,11 +25,6 @@ FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
 BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
 SCALE = Kernel(elementwise.scale_of_tensor, [Config({"BLOCK": 2048}, 8)])
 SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
-
-
-def _converts(target: Target) -> bool:
-    """Whether fp32 becomes FP8 in one instruction that rounds once, to the OCP formats."""
-    return target.backend == "cuda" and int(target.arch) >= 89
 
 
 def format_of(quantizer: Any) -> str:
@@ -55,12 +43,10 @@ class Casting:
     their largest magnitude is known. With the others it writes the codes.
 
     Args:
-        quantizer: One that the kernels know.
-        usage: Which copies are needed.
+        into: What the values are cast into, by a quantizer that the kernels know.
         shape: That of the values.
         dtype: What the values are rounded to.
         device: Where they are.
-        again: What the quantizer made of these values before, to be cast with its scale.
         values: The values, where they are there already.
 
     Attributes:
@@ -72,16 +58,14 @@ class Casting:
 
     def __init__(
         self,
-        quantizer: Any,
-        usage: Usage,
+        into: Into,
         shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        again: QuantizedTensor | None = None,
         values: Tensor | None = None,
     ) -> None:
-        self._quantizer, self._usage, self._again = quantizer, usage, again
+        quantizer, target = into.quantizer, current_target(device)
+        self._quantizer, self._usage, self._again = into
         self._shape, self._dtype, self._device = shape, dtype, device
         self.columns, self.values = shape[-1], values
         self.rows = shape.numel() // self.columns
@@ -93,7 +77,8 @@ class Casting:
             "DTYPE": _TL[dtype],
             "FORMAT": format_of(quantizer),
             "MANTISSA": _MANTISSA[quantizer.dtype],
-            "NATIVE": _converts(current_target(device)),
+            # whether fp32 becomes FP8 of the OCP in one instruction, which rounds once
+            "NATIVE": target.backend == "cuda" and int(target.arch) >= 89,
             "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
             "IF_INFINITE": torch.finfo(dtype).max,
         }
@@ -120,30 +105,27 @@ class Casting:
         if form == "tensor":
             given: Any = self._again
             self._scale = self._quantizer.scale.clone() if given is None else given.scale
-        row, column = self._codes
-        row_scale, column_scale = self._scales
+        (row, column), (row_scale, column_scale) = self._codes, self._scales
         return None, row, row_scale, column, column_scale, self._scale, self._amax
 
     def made(self) -> QuantizedTensor:
         """The quantized tensor, once the kernel is launched."""
-        if isinstance(self._quantizer, CurrentQuantizer):
-            return self._cast_values()
-        data = self._data()
-        given = self._shape, self._dtype, self._quantizer
-        if isinstance(self._quantizer, DelayedQuantizer):
+        quantizer, inverse = self._quantizer, None
+        if isinstance(quantizer, CurrentQuantizer):
+            inverse = self._cast_values()
+        row, column = [None if c is None else c.view(quantizer.dtype) for c in self._codes]
+        if inverse is not None:
+            tensors: Any = row, column, inverse
+        elif self._scale is not None:
             if self._amax is not None:
-                self._quantizer.record(self._amax.amax().reshape(1))
-            assert self._scale is not None
-            return RescaledTensor(*given, *data, self._scale.reciprocal(), self._scale)
-        row_scale, column_scale = self._scales
-        both = data[0], row_scale, data[1], column_scale
-        if isinstance(self._quantizer, BlockQuantizer):
-            return BlockScaledTensor(*given, *both, block=self._quantizer.block)
-        exponents = [None if s is None else s.view(torch.float8_e8m0fnu) for s in both[1::2]]
-        return MXTensor(*given, data[0], exponents[0], data[1], exponents[1])
+                quantizer.record(self._amax.amax().reshape(1))
+            tensors = row, column, self._scale.reciprocal(), self._scale
+        else:
+            tensors = row, self._scales[0], column, self._scales[1]
+        return quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
 
-    def _cast_values(self) -> QuantizedTensor:
-        """Cast values whose largest magnitudes are known."""
+    def _cast_values(self) -> Tensor:
+        """Cast values whose largest magnitudes are known; gives the inverse of their scale."""
         assert self._amax is not None and self.values is not None
         scale = self._empty((1,), torch.float32)
         inverse = torch.empty_like(scale)
@@ -159,8 +141,7 @@ class Casting:
             **self.constants,
             **IDENTITY.forward,
         )
-        data = self._data()
-        return ScaledTensor(self._shape, self._dtype, self._quantizer, *data, inverse)
+        return inverse
 
     def _allocate(self) -> None:
         """Make room for codes and scales, as the format has them."""
@@ -180,86 +161,26 @@ class Casting:
             return self._empty((triton.cdiv(inner, 128), outer), torch.float32)
         if form == "square":
             down, across = triton.cdiv(outer, 128), triton.cdiv(inner, 128)
-            if across % 4 == 0:
-                return self._empty((down, across), torch.float32)
+            make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
             shape = down, 4 * triton.cdiv(across, 4)
-            return torch.zeros(shape, dtype=torch.float32, device=self._device)
+            return make(shape, dtype=torch.float32, device=self._device)
         return self._empty((outer, inner // 32), torch.uint8) if form == "mx" else None
 
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _data(self) -> tuple[Tensor | None, ...]:
-        dtype = self._quantizer.dtype
-        return tuple([None if codes is None else codes.view(dtype) for codes in self._codes])
 
-
-# The calls. The tensors are contiguous, and not empty
-
-
-def cast(
-    x: Tensor, quantizer: Any, usage: Usage, again: QuantizedTensor | None = None
-) -> QuantizedTensor:
-    """See :func:`opfuse_fp8.twins.cast`."""
-    casting = Casting(quantizer, usage, x.shape, x.dtype, x.device, again=again, values=x)
-    forward(IDENTITY, (), x, None, None, casting)
-    return casting.made()
-
-
-def activation(
-    formula: Formula,
-    numbers: tuple[float, ...],
-    x: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    keep: bool,
-    quantizer: Any,
-    usage: Usage,
-    again: QuantizedTensor | None = None,
-) -> tuple[QuantizedTensor, Tensor | None]:
-    """See :func:`opfuse_fp8.twins.activation`."""
-    shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
-    kept = torch.empty_like(x, dtype=dtype) if keep else None
-    casting = Casting(quantizer, usage, shape, dtype, x.device, again=again)
-    forward(formula, numbers, x, bias, kept, casting)
-    return casting.made(), kept
-
-
-def takes_two_passes(formula: Formula, quantizer: Any, usage: Usage) -> bool:
+def takes_two_passes(formula: Formula, into: Into) -> bool:
     """Whether a gradient is computed once for each copy.
 
     A block of the one copy and a block of the other meet in 128 x 128 values. Of two halves that
     lie side by side a program would have twice as many, more than its registers hold.
     """
     apart = formula.gated and not formula.size
-    return apart and all(usage) and isinstance(quantizer, BlockQuantizer)
+    return apart and all(into.usage) and isinstance(into.quantizer, BlockQuantizer)
 
 
-def gradient(
-    formula: Formula,
-    numbers: tuple[float, ...],
-    dy: Tensor,
-    x: Tensor | None,
-    needs_sums: bool,
-    quantizer: Any,
-    usage: Usage,
-) -> tuple[QuantizedTensor, Tensor | None]:
-    """See :func:`opfuse_fp8.twins.gradient`; ``dy`` has the dtype of ``x``."""
-    shape, known = (dy.shape, dy) if x is None else (x.shape, None)
-    if takes_two_passes(formula, quantizer, usage):
-        each = []
-        for one, sums_too in ((ROWWISE, needs_sums), (COLUMNWISE, False)):
-            casting = Casting(quantizer, one, shape, dy.dtype, dy.device)
-            sums = backward(formula, numbers, dy, x, sums_too, casting)
-            each.append((casting.made(), sums))
-        (row, sums), (column, _) = each
-        merged = [
-            a if b is None else b for a, b in zip(row.tensors(), column.tensors(), strict=True)
-        ]
-        return row.rebuild(merged), sums
-    casting = Casting(quantizer, usage, shape, dy.dtype, dy.device, values=known)
-    sums = backward(formula, numbers, dy, x, needs_sums, casting)
-    return casting.made(), sums
+# The launches. The tensors are contiguous, and not empty
 
 
 def forward(

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 from opfuse_triton import Config, Kernel, Target, current_target
-from torch import Tensor
 
-from opfuse.core.quantization import BOTH, COLUMNWISE, QuantizedTensor, Usage
+from opfuse.core.quantization import BOTH, COLUMNWISE
+from opfuse.ops import LayerNorm
 
+from ..conditions import has_blocks, takes
+from ..twins import Into, Normalized
 from . import norms, tiles
 from .launch import Casting, format_of
-
-
-class Norm(NamedTuple):
-    """Which norm is meant.
-
-    Attributes:
-        kind: ``"rms"`` or ``"layer"``.
-        eps: Added to the variance.
-        zero_centered: Whether the factor is ``1 + weight``.
-    """
-
-    kind: str
-    eps: float
-    zero_centered: bool
-
-
-class Normalized(NamedTuple):
-    """What a norm gives.
-
-    Attributes:
-        output: The output, quantized.
-        total: What was normalized, where that is a sum; None: it is not wanted.
-        mean: The mean of each row, ``(..., 1)`` in fp32, of a LayerNorm; or None.
-        rstd: What each row is multiplied by, likewise; or None.
-        values: The output before it was cast, where that is written; or None.
-    """
-
-    output: QuantizedTensor
-    total: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-    values: Tensor | None
 
 
 def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -62,53 +32,43 @@ TILES = Kernel(norms.norm_tiles, tiles.configs)
 TRANSPOSE = Kernel(norms.transpose_codes, [Config({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64}, 4)])
 
 
-def takes_two_reads(quantizer: Any, usage: Usage) -> bool:
+def takes_two_reads(into: Into) -> bool:
     """Whether tiles read the input once more than the statistics do."""
-    form = format_of(quantizer)
-    return form == "square" or (form in ("block", "mx") and usage.columnwise)
+    form = format_of(into.quantizer)
+    return form == "square" or (form in ("block", "mx") and into.usage.columnwise)
 
 
 def norm(
-    x: Tensor,
-    extra: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    which: Norm,
-    dtype: torch.dtype | None,
-    keep: bool,
-    save: bool,
-    quantizer: Any,
-    usage: Usage,
-) -> Normalized:
-    """The norm of ``x``, or of ``x + extra`` rounded to its dtype, quantized.
+    op: Any, tensors: Sequence[Any], dtype: torch.dtype | None, keep: bool, save: bool, into: Into
+) -> Normalized | None:
+    """A norm of the last dimension, quantized; None: no kernel takes the tensors.
 
-    The tensors are contiguous, and not empty.
+    A sum is rounded to its dtype before it is normalized.
 
     Args:
-        x: The input, ``(..., features)``.
-        extra: What is added to it, in the same shape, or None.
-        weight: ``(features,)``, or None.
-        bias: Likewise, of a LayerNorm.
-        which: The norm.
+        op: The norm.
+        tensors: The input ``(..., features)``; what is added to it, in the same shape; the weight
+            ``(features,)``; the bias of a LayerNorm, likewise. All but the first may be None.
         dtype: What the output is rounded to before it is cast; None: the dtype of what is
             normalized.
         keep: Whether the sum is wanted.
         save: Whether the statistics are.
-        quantizer: One that the kernels know; it records what it saw.
-        usage: Which copies are needed.
+        into: What the output is cast into, by a quantizer that the kernels know.
     """
+    x, extra, weight, bias = tensors
+    if not (takes(*tensors) and has_blocks(into, x.shape)):
+        return None
     summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
-    twice = takes_two_reads(quantizer, usage)
-    transposes = format_of(quantizer) == "tensor" and usage.columnwise
-    needed = BOTH if transposes else usage
-    casting = Casting(quantizer, needed, x.shape, dtype or summed, x.device)
+    twice, usage = takes_two_reads(into), into.usage
+    transposes = format_of(into.quantizer) == "tensor" and usage.columnwise
+    into = into._replace(usage=BOTH) if transposes else into
+    casting = Casting(into, x.shape, dtype or summed, x.device)
     total = torch.empty_like(x, dtype=summed) if extra is not None and (keep or twice) else None
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if save or twice else None
-    mean = torch.empty_like(rstd) if rstd is not None and which.kind == "layer" else None
-    tensors = x, extra, weight, bias, total, mean, rstd
-    _launch_rows(casting, tensors, which, twice, transposes)
+    mean = torch.empty_like(rstd) if rstd is not None and isinstance(op, LayerNorm) else None
+    _launch_rows(op, (*tensors, total, mean, rstd), casting, twice, transposes)
     if twice:
-        _launch_tiles(casting, x if total is None else total, weight, bias, mean, rstd, which)
+        _launch_tiles(op, (x if total is None else total, weight, bias, mean, rstd), casting)
     made = casting.made()
     if transposes and not usage.rowwise:
         made = made.only(COLUMNWISE)
@@ -117,7 +77,7 @@ def norm(
 
 
 def _launch_rows(
-    casting: Casting, tensors: tuple[Any, ...], which: Norm, twice: bool, transposes: bool
+    op: Any, tensors: tuple[Any, ...], casting: Casting, twice: bool, transposes: bool
 ) -> None:
     x, rows, features = tensors[0], casting.rows, casting.columns
     config = ROWS.pick(current_target(x.device), {"features": features})
@@ -129,10 +89,10 @@ def _launch_rows(
     row, column = pointers[1], pointers[3]
     ROWS.launch(
         (count,),
-        *(*tensors, *pointers[:3], None, *pointers[4:], rows, features, which.eps),
+        *(*tensors, *pointers[:3], None, *pointers[4:], rows, features, op.eps),
         config=config,
-        KIND=which.kind,
-        ZERO_CENTERED=which.zero_centered,
+        KIND="layer" if isinstance(op, LayerNorm) else "rms",
+        ZERO_CENTERED=op.zero_centered_gamma,
         **constants,
     )
     if transposes:
@@ -141,16 +101,16 @@ def _launch_rows(
         )
 
 
-def _launch_tiles(
-    casting: Casting, x: Tensor, weight: Any, bias: Any, mean: Any, rstd: Any, which: Norm
-) -> None:
+def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
     rows, features = casting.rows, casting.columns
-    config = TILES.pick(current_target(x.device), {**casting.facts(), "features": features})
+    config = TILES.pick(
+        current_target(tensors[0].device), {**casting.facts(), "features": features}
+    )
     _, *pointers, _, _ = casting.pointers(0)
     TILES.launch(
         (tiles.programs(rows, features, config),),
-        *(x, weight, bias, mean, rstd, *pointers, rows, features),
+        *(*tensors, *pointers, rows, features),
         config=config,
-        ZERO_CENTERED=which.zero_centered,
+        ZERO_CENTERED=op.zero_centered_gamma,
         **casting.constants,
     )

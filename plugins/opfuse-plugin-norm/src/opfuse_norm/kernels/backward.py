@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from opfuse_triton import Config, Kernel, Target, current_target
-from opfuse_triton.model import LATENCY
+from opfuse_triton.targets import LATENCY
 from torch import Tensor
 
 from . import LAYER, Norm, normalized_dtype
@@ -240,7 +240,7 @@ def column_sums(
 
 
 def tile_rows(features: int) -> int:
-    """How many whole rows a program works on at a time, unless a configuration says otherwise."""
+    """Return how many whole rows a program works on at a time if no configuration says so."""
     return max(1, 4096 // int(triton.next_power_of_2(features)))
 
 
@@ -333,7 +333,7 @@ def backward(
 
 
 def _programs(device: torch.device, moved: int, sums: int, columns: int, tile: int) -> int:
-    """How many programs share the rows: as few as keep the memory busy, by Little's law.
+    """Return how many programs share the rows: as few as keep the memory busy, by Little's law.
 
     Each writes partial sums, which another kernel reads.
 
@@ -386,6 +386,6 @@ def _sum_partial(
 
 
 def candidates(target: Target, features: int, kind: str) -> list[dict[str, Any]]:
-    """What :func:`backward` takes as ``config`` for rows of so many features."""
+    """The possible ``config`` of :func:`backward` for rows of so many features."""
     facts = {"features": features, "KIND": kind}
     return [] if features > WHOLE else WHOLE_KERNEL.candidates(target, facts)

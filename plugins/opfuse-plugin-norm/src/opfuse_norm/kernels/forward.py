@@ -19,7 +19,7 @@ WHOLE = 16384
 """The widest row that one program keeps in registers. A wider one is read twice."""
 
 BLOCK = 8192
-"""How many columns of a wider row are read at a time."""
+"""Columns of a wider row that are read at a time."""
 
 
 @triton.jit
@@ -219,6 +219,6 @@ def forward(
 
 
 def candidates(target: Target, features: int, kind: str) -> list[dict[str, Any]]:
-    """What :func:`forward` takes as ``config`` for rows of so many features."""
+    """The possible ``config`` of :func:`forward` for rows of so many features."""
     kernel = WIDE_KERNEL if features > WHOLE else WHOLE_KERNEL
     return kernel.candidates(target, {"features": features})

@@ -20,113 +20,64 @@ from . import forward as forward_kernels
 from .twins import Backward, Forward
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # subclasses have their ways
-_NAME = "opfuse_norm"
-_NORM = "str kind, int dims, bool zero_centered"
-torch.library.define(
-    f"{_NAME}::forward",
-    "(Tensor x, Tensor? extra, Tensor? weight, Tensor? bias, float eps, "
-    f"{_NORM}, ScalarType? dtype, bool keep, bool save) -> Tensor[]",
-)
-torch.library.define(
-    f"{_NAME}::backward",
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "
-    f"{_NORM}, bool needs_x, bool needs_weight, bool needs_bias) -> Tensor[]",
-)
 
 
-def forward(
-    x: Tensor,
-    extra: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: Norm,
-    dtype: torch.dtype | None,
-    keep: bool,
-    save: bool,
-    into: Tensor | None = None,
-    config: Config | None = None,
-) -> Forward:
+def forward(*given: Any, into: Tensor | None = None, config: Config | None = None) -> Forward:
     """:func:`opfuse_norm.kernels.twins.forward`, by a kernel if it takes the call.
 
     Args:
-        x: As there, and all but the last.
-        extra: See ``x``.
-        weight: See ``x``.
-        bias: See ``x``.
-        eps: See ``x``.
-        norm: See ``x``.
-        dtype: See ``x``.
-        keep: See ``x``.
-        save: See ``x``.
-        into: See ``x``.
+        *given: As there.
+        into: As there.
         config: The configuration of the kernel, or None.
     """
-    given = x, extra, weight, bias
-    if not takes(norm, *given):
-        return twins.forward(*given, eps, norm, dtype, keep, save, into)
+    *tensors, eps, norm, dtype, keep, save = given
+    if not takes(norm, *tensors):
+        return twins.forward(*given, into=into)
     if is_compiling():
-        made = torch.ops.opfuse_norm.forward(*given, eps, *norm, dtype, keep, save)
-        return _named(made, True, extra is not None and keep, save and norm.kind == LAYER, save)
-    made = forward_kernels.forward(*given, eps, norm, dtype, keep, save, into, config)
+        made = torch.ops.opfuse_norm.forward(*tensors, eps, *norm, dtype, keep, save)
+        sums = tensors[1] is not None and keep
+        return _named(made, True, sums, save and norm.kind == LAYER, save)
+    made = forward_kernels.forward(*given, into=into, config=config)
     if into is not None and not into.is_inference():
         torch.autograd.graph.increment_version(into)
     return made
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    extra: Tensor | None,
-    norm: Norm,
-    needs: tuple[bool, bool, bool],
-    owns: bool = False,
-    config: Config | None = None,
-) -> Backward:
+def backward(*given: Any, owns: bool = False, config: Config | None = None) -> Backward:
     """:func:`opfuse_norm.kernels.twins.backward`, by kernels if they take the call.
 
     Args:
-        dy: As there, and all but the last.
-        x: See ``dy``.
-        weight: See ``dy``.
-        mean: See ``dy``.
-        rstd: See ``dy``.
-        extra: See ``dy``.
-        norm: See ``dy``.
-        needs: See ``dy``.
-        owns: See ``dy``.
+        *given: As there.
+        owns: As there.
         config: The configuration of the kernel, or None.
     """
-    dy = dy.contiguous()  # autograd gives expanded ones, from a sum
+    dy, *tensors, extra, norm, needs = given
     extra = None if extra is None else extra.contiguous()
-    given = dy, x, weight, mean, rstd, extra
-    if not takes(norm, *given):
-        return twins.backward(*given, norm, needs)
+    tensors = [dy.contiguous(), *tensors, extra]  # autograd gives expanded ones, from a sum
+    if not takes(norm, *tensors):
+        return twins.backward(*tensors, norm, needs)
     if is_compiling():
-        return _named(torch.ops.opfuse_norm.backward(*given, *norm, *needs), *needs)
-    return backward_kernels.backward(*given, norm, needs, owns, config)
+        return _named(torch.ops.opfuse_norm.backward(*tensors, *norm, *needs), *needs)
+    return backward_kernels.backward(*tensors, norm, needs, owns, config)
 
 
 def candidates(
     which: str, device: torch.device, features: int, kind: str
 ) -> Sequence[Mapping[str, Any]]:
-    """What may be the ``config`` of ``"forward"`` or ``"backward"`` for rows of so many features.
+    """The possible ``config`` of ``"forward"`` or ``"backward"`` for rows of so many features.
 
     Args:
-        which: The function.
-        device: Where it is to run.
-        features: How many numbers a row has.
-        kind: Which norm.
+        which: The name of the function.
+        device: The device.
+        features: Numbers in a row.
+        kind: The norm.
     """
     module = forward_kernels if which == "forward" else backward_kernels
     return module.candidates(current_target(device), features, kind)
 
 
 def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take these tensors."""
+    """Return whether the kernels take these tensors."""
     features = first.shape[-norm.dims :].numel()
     if not first.numel() or features > MOST_FEATURES:
         return False
@@ -147,41 +98,20 @@ def _named(made: list[Tensor], *there: bool) -> Any:
     return tuple([next(left) if is_there else None for is_there in there])
 
 
-def _forward(
-    x: Tensor,
-    extra: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-    dims: int,
-    zero_centered: bool,
-    dtype: torch.dtype | None,
-    keep: bool,
-    save: bool,
-) -> list[Tensor]:
+def _there(made: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in made if tensor is not None]
+
+
+def _forward(*given: Any) -> list[Tensor]:
+    *tensors, eps, kind, dims, zero_centered, dtype, keep, save = given
     norm = Norm(kind, dims, zero_centered)
-    made = forward_kernels.forward(x, extra, weight, bias, eps, norm, dtype, keep, save)
-    return [tensor for tensor in made if tensor is not None]
+    return _there(forward_kernels.forward(*tensors, eps, norm, dtype, keep, save))
 
 
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    extra: Tensor | None,
-    kind: str,
-    dims: int,
-    zero_centered: bool,
-    needs_x: bool,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> list[Tensor]:
+def _backward(*given: Any) -> list[Tensor]:
+    *tensors, kind, dims, zero_centered, needs_x, needs_weight, needs_bias = given
     norm, needs = Norm(kind, dims, zero_centered), (needs_x, needs_weight, needs_bias)
-    made = backward_kernels.backward(dy, x, weight, mean, rstd, extra, norm, needs)
-    return [tensor for tensor in made if tensor is not None]
+    return _there(backward_kernels.backward(*tensors, norm, needs))
 
 
 def _fake_forward(*given: Any) -> list[Tensor]:
@@ -209,9 +139,23 @@ def _fake_backward(*given: Any) -> list[Tensor]:
     return made
 
 
-for _name, _kernel, _fake in (
-    ("forward", _forward, _fake_forward),
-    ("backward", _backward, _fake_backward),
+_NORM = "str kind, int dims, bool zero_centered"
+for _name, _kernel, _fake, _takes in (
+    (
+        "opfuse_norm::forward",
+        _forward,
+        _fake_forward,
+        f"Tensor x, Tensor? extra, Tensor? weight, Tensor? bias, float eps, {_NORM}, "
+        "ScalarType? dtype, bool keep, bool save",
+    ),
+    (
+        "opfuse_norm::backward",
+        _backward,
+        _fake_backward,
+        "Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "
+        f"{_NORM}, bool needs_x, bool needs_weight, bool needs_bias",
+    ),
 ):
-    torch.library.impl(f"{_NAME}::{_name}", ("cpu", "cuda"), _kernel)
-    torch.library.register_fake(f"{_NAME}::{_name}", _fake)
+    torch.library.define(_name, f"({_takes}) -> Tensor[]")
+    torch.library.impl(_name, ("cpu", "cuda"), _kernel)
+    torch.library.register_fake(_name, _fake)

@@ -1,4 +1,4 @@
-"""What the kernels compute, in PyTorch's operations.
+"""The kernels' arithmetic, in PyTorch's operations.
 
 They run where a kernel does not take a call, and are what the tests hold the kernels against. They
 take any device, any layout, subclasses of Tensor, and fp64.
@@ -12,9 +12,9 @@ from torch import Tensor
 from . import L2, LAYER, Norm, normalized_dtype
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""What a forward gives: output, sum, mean and rstd."""
+"""The results of a forward: output, sum, mean and rstd."""
 Backward = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""What a backward gives: the gradients of the input, the weight and the bias."""
+"""The results of a backward: the gradients of the input, the weight and the bias."""
 
 
 def forward(
@@ -33,15 +33,15 @@ def forward(
 
     Args:
         x: The input, ``(*rows, *features)``.
-        extra: What is added to it, in the same shape.
-        weight: What the normalized values are multiplied by, of shape ``features``.
-        bias: What is added then, likewise.
+        extra: A tensor of the same shape that is added to it.
+        weight: The factor of the normalized values, of shape ``features``.
+        bias: A summand after that, of the same shape.
         eps: Added under the root.
-        norm: Which norm.
+        norm: The norm.
         dtype: The dtype of the output; None: that of what is normalized.
-        keep: Whether the sum is wanted.
-        save: Whether the statistics are.
-        into: Where the sum goes, the memory of ``extra``; None: into a new tensor.
+        keep: Return the sum, too.
+        save: Return the statistics, too.
+        into: The memory of ``extra``, for the sum; None: a new tensor.
 
     Returns:
         The output; the sum; the mean of each row, for ``LAYER``; and ``rstd``, what a row is
@@ -94,7 +94,7 @@ def backward(
         mean: As :func:`forward` gave it.
         rstd: Likewise.
         extra: Another gradient of ``x``, which is added to ``dx``.
-        norm: Which norm.
+        norm: The norm.
         needs: Which gradients are wanted: of the input, of the weight, of the bias.
         owns: Whether ``dx`` may be written into the memory of ``dy``; here it is not.
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .resources import programs_at_once
-from .targets import Target
-
-LATENCY = 0.8e-6
-"""Seconds from a load to its data when memory is busy; the same for every target here."""
+from opfuse_triton.resources import programs_at_once
+from opfuse_triton.targets import LATENCY, Target
 
 REGISTERS = 256 * 1024
 """Bytes of registers of a multiprocessor: what is loaded has to fit."""

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formats import QuantizedTensor, Usage
-from .quantizer import COLUMNWISE, ROWWISE, dequantize
+from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
 
 
 def quantized_operands(

@@ -1,0 +1,128 @@
+"""Makes the conversion of one module, and compares its chain with what it replaces."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.environment import Environment
+from opfuse.core.introspection import op_class
+from opfuse.core.plugins import using
+from opfuse.core.settings import current
+from opfuse.tuning.comparing import differ
+
+from .converter import Conversion, Converter
+from .grammar import table
+from .guard import calm, unreadable
+from .layers import original_class
+
+ROWS = (2, 3)
+
+
+def built(converter: Converter, module: nn.Module) -> Conversion | str:
+    """Build the conversion of a module by a converter."""
+    if why := _unfit(type(module)):
+        return why
+    cpu = torch.empty(0, device="cpu")  # of the default dtype
+    like = next(module.parameters(), cpu)
+    options = dict(current.options)
+    env = Environment(like.device, None, like.dtype, training=module.training, options=options)
+    try:
+        with calm(module):
+            made = converter.build(module, env)
+    except Exception as error:
+        return f"{converter.name} raised {_text_of(error)}"
+    return made
+
+
+def _unfit(cls: type) -> str:
+    """Return why a class must not be derived from, or ``""``."""
+    if issubclass(cls, torch.jit.ScriptModule):
+        return "it is compiled by torch.jit"
+    if issubclass(cls, nn.modules.lazy.LazyModuleMixin):
+        return "its parameters are made at the first call"
+    for base in cls.__mro__:
+        known = base.__module__.partition(".")[0] in ("torch", "transformers", "builtins", "typing")
+        if "__init_subclass__" in vars(base) and not known:
+            return f"{base.__name__}.__init_subclass__ would see the class that a conversion makes"
+    return ""
+
+
+def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | str:
+    """A conversion, or a sentence that says why its chain cannot replace the forward of a module.
+
+    Args:
+        module: The module.
+        made: The conversion.
+        verify: Whether to compare values and gradients.
+    """
+    if why := unreadable(module, made.reads):
+        return why
+    try:
+        why = _difference(module, made) if verify else ""
+    except Exception as error:
+        why = f"comparing raised {_text_of(error)}"
+    return f"the chain differs from the module: {why}" if why else made
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def alike(module: nn.Module, made: Conversion) -> Any:
+    """A key of a conversion; of those with the same key, one has to be compared."""
+    everyone = [module, *[module.get_submodule(name) for name in made.reads if name]]
+    plain = [[(k, v) for k, v in vars(each).items() if table.is_plain(v)] for each in everyone]
+    shapes = tuple((name, p.shape, p.dtype, p.device) for name, p in module.named_parameters())
+    ops = tuple(op_class(op) for op in made.chain)
+    return op_class(module), ops, tuple(made.reads), repr(list(map(sorted, plain))), shapes
+
+
+def _difference(module: nn.Module, made: Conversion) -> str:
+    """Describe how a chain differs from the operations that it replaces; ``""``: it does not.
+
+    Both get the same random numbers, in the dtype of the parameters and in evaluation mode. The
+    gradients of input and parameters are compared, too. Random number generators, modes and
+    gradients are left as they are.
+    """
+    chain: Any = made.chain
+    features = next((op.in_features for op in chain if op.in_features), None)
+    params = [p for p in module.parameters() if p.is_floating_point()]
+    if features is None or not params or any(p.is_meta for p in params):
+        return ""
+    modes = {child: child.training for of in (module, chain) for child in of.modules()}
+    try:
+        module.eval()
+        chain.eval()
+        # without plugins: their tests and opfuse.tune say whether a fusion is right
+        with torch.random.fork_rng([]), torch.enable_grad(), using(""):
+            given = _random_inputs(made, features, params[0])
+            wanted = [t for t in (*given, *params) if t.requires_grad]
+            if made.separate is not None:
+                return differ(functools.partial(made.separate, module), chain, given, wanted)
+            own = functools.partial(original_class(type(module)).forward, module)
+            return differ(own, functools.partial(made.call, module, chain), given, wanted)
+    finally:
+        for child, training in modes.items():
+            child.training = training
+
+
+def _random_inputs(made: Conversion, features: int, like: torch.Tensor) -> list[torch.Tensor]:
+    """An input of a chain, and its extra inputs; those of integers are zeros."""
+    ops: Any = made.chain if made.separate is not None else ()
+    kinds = [
+        op.extra_input_dtypes[k] if op.extra_input_dtypes else ""
+        for op in ops
+        for k, channel in enumerate(op.extra_input_channels)
+        if channel is None
+    ]
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.zeros(ROWS, dtype=torch.long, device=like.device)
+        if kind == "integer"
+        else torch.randn((*ROWS, features), generator=generator).to(like).requires_grad_()
+        for kind in ("", *kinds)
+    ]
