@@ -161,9 +161,8 @@ def test_forward_patterns_with_casts(name, debug, register):
         same(run(chain, x), expected)
     fused = [step for step in plan(chain).forward if step.fusion]
     assert fused and any("Cast" in " + ".join(step.parts) for step in fused)
-    assert [index for _, ops_ in chain._module_groups[0]._forward_ops for index in ops_] == [
-        *range(5)
-    ]
+    forward = chain._module_groups[0]._last[1].forward
+    assert [index for step in forward for index in range(step.start, step.stop)] == [*range(5)]
 
 
 def test_what_has_extra_tensors_may_end_in_a_cast(register):

@@ -176,7 +176,7 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 7200,
+    "opfuse.core": 6200,
     "opfuse.ops": 2700,
     "opfuse.report": 630,
     "opfuse.tuning": 1100,

@@ -13,9 +13,10 @@ import torch
 import opfuse
 from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops
 from opfuse.core import plugins
+from opfuse.core.engine.chain import Chain
 from opfuse.core.engine.cover import best_cover
-from opfuse.core.engine.edges import Needs
-from opfuse.core.engine.measured import Measurements
+from opfuse.core.engine.edges import Edges, Needs
+from opfuse.core.engine.measured import Facts
 from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.core.engine.selection import choose
 from opfuse.core.engine.step import Step
@@ -70,10 +71,8 @@ def decide(letters, *sources, first_backward=0, kwargs=None, excluded=frozenset(
     )
     ops = ops_of(letters) if isinstance(letters, str) else letters
     needs = Needs(env.requires_grad, first_backward, (True,) * len(ops), ((),) * len(ops))
-    measurements = Measurements(env, needs, params=((),) * len(ops))
-    return choose(
-        ops, sources, env, measurements, kwargs=kwargs or ((),) * len(ops), excluded=excluded
-    )
+    empty = ((),) * len(ops)
+    return choose(Facts(Chain(ops), env, needs, Edges(), empty, kwargs or empty), sources, excluded)
 
 
 def taken(choice):

@@ -171,7 +171,7 @@ def test_a_fused_op_that_would_cast_gives_way(casts, fused, pattern):
             handles = [getattr(opfuse, f"register_{fused}_fusion")(fusion)]
         step(chain, y.dequantize(), dy.dequantize(), LEVELS)
         fuser = next(iter(chain._module_groups))
-        names = [type(op).__name__ for op, _ in getattr(fuser, f"_{fused}_ops")]
+        names = [type(step.op).__name__ for step in getattr(fuser._last[1], fused)]
         assert ("Separately" in names) == (fusion is not None)
         chain[0].weight.grad = None
         casts.clear()

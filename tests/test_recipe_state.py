@@ -475,7 +475,7 @@ def test_copies_of_a_prepared_op_are_not_prepared():
     opfuse.assign_names(chain)
     twin = copy.deepcopy(chain)
     step(twin, x)
-    assert not chain[0].basic_ops[0]._quantizers.in_use and twin[0].name == "0"
+    assert not chain[0].basic_ops[0]._quantizers._by_recipe and twin[0].name == "0"
 
 
 def test_a_group_needs_a_prepared_model():
@@ -536,7 +536,7 @@ def test_checkpoint_without_one_is_refused(inside, reentrant):
         else:
             with opfuse.autocast(RECIPE):
                 checkpoint(chain, x, use_reentrant=reentrant)
-    assert not any(updates(chain) if chain[0].basic_ops[0]._quantizers.in_use else [])
+    assert not any(updates(chain) if chain[0].basic_ops[0]._quantizers._by_recipe else [])
 
 
 def test_torch_compile_of_a_state_that_advances_is_refused():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .fusible import FusibleOperation
 from .op import BasicOperation, FusedOperation
 from .quantization.scale_update import PreparedOps
 from .replaced_forward import replaced_forward
@@ -37,20 +35,18 @@ def assign_names(model: M) -> M:
     ops: dict[BasicOperation, str] = {}
     fused: dict[FusedOperation, str] = {}
     paths = {module: path for path, module in model.named_modules()}
-    for path, module in model.named_modules():
+    for module, path in paths.items():
         replaced = replaced_forward(module)
         chain: Any = () if replaced is None else replaced.chain or ()
         for op in chain:
             read = [source.module for source in op._sources.values()]
             ops.setdefault(op, next((paths[each] for each in read if each in paths), path))
-        if isinstance(module, FusibleOperation):
-            basic: Iterable[nn.Module] = [module]
-            if isinstance(module, FusedOperation):
-                fused[module] = path
-                basic = module.basic_ops
-            for op in basic:
-                assert isinstance(op, BasicOperation)
-                ops.setdefault(op, path)
+        if isinstance(module, BasicOperation):
+            ops.setdefault(module, path)
+        elif isinstance(module, FusedOperation):
+            fused[module] = path
+            for op in module.basic_ops:
+                ops.setdefault(op, path)  # type: ignore[arg-type]
     for op, path in ops.items():  # all, before any is renamed
         op._check_name(op._name or path)
     for named, path in [*fused.items(), *ops.items()]:

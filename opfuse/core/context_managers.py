@@ -14,7 +14,6 @@ from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.observer import CALIBRATING
 from .quantization.scale_update import Block
-from .quantization.state import quantizer_names
 from .recipes import DEFAULT_RECIPE, offered
 from .settings import Recorder, Setting, Settings, checkpoint_frames, current
 
@@ -62,11 +61,10 @@ class options(Setting):
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
             if "." not in name and name not in _CORE_OPTIONS:
-                known = (
-                    f"the core has {sorted(_CORE_OPTIONS)}, a plugin's option is named "
-                    f"'<plugin>.<option>'"
+                raise ValueError(
+                    f"unknown option {name!r}: the core has {sorted(_CORE_OPTIONS)}, a plugin's "
+                    f"option is named '<plugin>.<option>'"
                 )
-                raise ValueError(f"unknown option {name!r}: {known}")
             expected = _CORE_OPTIONS.get(name)
             if expected is not None and type(value) is not expected:
                 raise TypeError(f"option {name} must be of type {expected.__name__}, got {value!r}")
@@ -160,17 +158,16 @@ class autocast(Setting):
         return {**self._changes, "observer": observer}
 
     def __enter__(self) -> None:
-        if not is_compiling() and current.block is not None and self._group is not None:
-            if self._group is not current.block.group:
-                raise ValueError(
-                    "autocast: amax_reduction_group is for the outermost block, at whose exit "
-                    "state advances"
-                )
-        if not is_compiling():
-            check_names(self._changes["skip"])
-        super().__enter__()
         if is_compiling():
+            super().__enter__()
             return
+        if current.block is not None and self._group not in (None, current.block.group):
+            raise ValueError(
+                "autocast: amax_reduction_group is for the outermost block, at whose exit "
+                "state advances"
+            )
+        check_names(self._changes["skip"])
+        super().__enter__()
         self._outside.append((current.recipe_depth, current.weights, current.block))
         current.recipe_depth, current.weights = checkpoint_frames(), self._weights
         if current.block is None:
@@ -199,17 +196,12 @@ class _Forward(Recorder):
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the state of the chain's quantizers."""
         super().record(fuser, program, given)
-        quantizers = [
-            quantizer
-            for op in fuser._chain.ops
-            for forward in [quantizer_names(op, "forward")]
-            for name, quantizer in op._quantizers.of(current.recipe).items()
-            if name in forward
-        ]
+        ops, recipe = fuser._chain.ops, current.recipe
+        quantizers = [q for op in ops for q in op._quantizers.of_forward(op, recipe)]
         self.states.append(
             [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
         )
-        self.casts.append([(op._weights, op._weights.entries()) for op in fuser._chain.ops])
+        self.casts.append([(op._weights, op._weights.entries()) for op in ops])
 
 
 class _Recompute(Recorder):

@@ -10,6 +10,15 @@ from torch import Tensor
 
 from .quantization import QuantizedTensor
 
+_FORWARD = "its input", "a parameter", "an extra input", "basic_op_extra_inputs"
+_BACKWARD = (
+    "the gradient of its output",
+    "a tensor saved for its backward",
+    "the gradient of an extra output",
+    "basic_op_grad_extra_outputs",
+)
+"""What a step is given: its tensor, those of its ops, extra ones, and the argument with these."""
+
 
 class Watched:
     """Wraps the method of a step and compares the given tensors before and after.
@@ -44,19 +53,15 @@ class Watched:
     def _tensors(self, ctxs: Any, x: Any, given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         contexts = ctxs if isinstance(ctxs, list) else [ctxs]
         backward = self.__name__.endswith("backward")
+        first, kept, extra, name = _BACKWARD if backward else _FORWARD
         if not (backward and contexts[-1].owns_grad_output):
-            yield from _plain("the gradient of its output" if backward else "its input", x)
+            yield from _plain(first, x)
         for ctx in contexts:
             for tensor in (ctx.saved_tensors or ()) if backward else ctx.params:
-                yield from _plain(
-                    "a tensor saved for its backward" if backward else "a parameter", tensor
-                )
-        name = "basic_op_grad_extra_outputs" if backward else "basic_op_extra_inputs"
+                yield from _plain(kept, tensor)
         for of_op in () if self._in_place else given.get(name, ()):
             for tensor in of_op:
-                yield from _plain(
-                    "the gradient of an extra output" if backward else "an extra input", tensor
-                )
+                yield from _plain(extra, tensor)
 
 
 def _plain(what: str, value: Any) -> Iterator[tuple[str, Tensor]]:

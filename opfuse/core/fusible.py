@@ -114,9 +114,8 @@ def _misfit(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | N
     surplus = dict(zip(by_name, args[places:], strict=False))
     if not 0 < len(args) - places == len(surplus):
         return reason
-    call = ", ".join(
-        [*map(repr, args[:places]), *(f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items())]
-    )
+    named = [f"{k}={v!r}" for k, v in {**surplus, **kwargs}.items()]
+    call = ", ".join([*map(repr, args[:places]), *named])
     word = "a keyword" if len(surplus) == 1 else "keywords"
     return f"{cls.__name__} expected {' and '.join(surplus)} as {word}: {cls.__name__}({call})"
 
@@ -231,13 +230,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         # dictionaries of hooks or parameters, maybe
         if self._captured and isinstance(value, (dict, nn.Module)):
             self._count_change()
-        if (
-            isinstance(value, Tensor)
-            and value.is_leaf
-            and value.requires_grad
-            and not isinstance(value, nn.Parameter)
-        ):
-            self._count_change()  # planning refuses it: it would get no gradient
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            if value.is_leaf and value.requires_grad:
+                self._count_change()  # planning refuses it: it would get no gradient
         if inherited is None or isinstance(inherited, property):  # a parametrized weight is one
             return
         if is_new or callable(value) or self._is_of_contract(name):
@@ -372,11 +367,8 @@ def check_real(op: object, name: str, value: Any) -> float:
         TypeError: It is not a real number.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        what = (
-            f"a {type(value).__name__}, whose gradient would be lost"
-            if isinstance(value, Tensor)
-            else repr(value)
-        )
+        lost = f"a {type(value).__name__}, whose gradient would be lost"
+        what = lost if isinstance(value, Tensor) else repr(value)
         who = op if isinstance(op, type) else type(op)
         raise TypeError(f"{who.__name__} expected a real number as {name}, got {what}")
     return float(value)
@@ -419,10 +411,8 @@ def _overriding(cls: type) -> int:
         if inherited == len(cls.__mro__):
             continue
         base = cls.__mro__[inherited]
-        template = base.__module__ in ("opfuse.core.op", "opfuse.core.fusible") or getattr(
-            vars(base)[name], "__isabstractmethod__", False
-        )
-        if not template:
+        abstract = getattr(vars(base)[name], "__isabstractmethod__", False)
+        if not (abstract or base.__module__ in ("opfuse.core.op", "opfuse.core.fusible")):
             first = min(first, own)
     return first
 

@@ -122,9 +122,7 @@ class Fusion:
                 f"a fusion's build is a FusedOperation subclass or a function, got {self.build!r}"
             )
         if not self.name:
-            object.__setattr__(
-                self, "name", getattr(self.build, "__name__", type(self.build).__name__)
-            )
+            object.__setattr__(self, "name", fusion_name(self.build))
         for element in self.pattern:
             _check_element(element, self.name)
         if all(isinstance(element, Optional) for element in self.pattern):
@@ -135,17 +133,18 @@ class Fusion:
             raise TypeError(
                 f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}"
             )
-        if (
-            self.benefit is not None
-            and not isinstance(self.benefit, (int, float))
-            and not callable(self.benefit)
-        ):
+        number = isinstance(self.benefit, (int, float, type(None)))
+        if not (number or callable(self.benefit)):
             raise TypeError(
                 f"fusion {self.name}: benefit is a number or a function, got {self.benefit!r}"
             )
         if not isinstance(self.priority, int):
             raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
-        _check_casts(self)
+        if self.casts and self.names_casts:
+            raise ValueError(
+                f"fusion {self.name}: with casts=True its pattern is of the ops alone, and "
+                f"{self.pattern!r} names Cast"
+            )
 
     @property
     def names_casts(self) -> bool:
@@ -162,15 +161,13 @@ class Fusion:
         Returns:
             For each end (exclusive), a sentence that says which op overrides what.
         """
-        loose, reasons = _ends(self.pattern, ops, start, strict=False), {}
+        loose, elements = _ends(self.pattern, ops, start, strict=False), _classes(self.pattern)
+        reasons = {}
         for end in loose - _ends(self.pattern, ops, start) - {start}:
-            found = (
-                _override(element, op)
-                for op in ops[start:end]
-                for element in _classes(self.pattern)
-            )
-            reasons[end] = next((reason for reason in found if reason), "")
-        return {end: reason for end, reason in reasons.items() if reason}
+            found = [_override(element, op) for op in ops[start:end] for element in elements]
+            if why := next(filter(None, found), ""):
+                reasons[end] = why
+        return reasons
 
     def benefit_of(self, ops: Ops, env: Environment) -> float:
         """The benefit of fusing ``ops``."""
@@ -182,21 +179,11 @@ class Fusion:
 FusionLike: TypeAlias = Fusion | Callable[..., Sequence[Any]]
 
 
-def fusion_name(fusion: FusionLike) -> str:
+def fusion_name(fusion: FusionLike | Callable[..., FusedOperation]) -> str:
     """Return the name of a fusion or fusion function in reports."""
-    return (
-        fusion.name
-        if isinstance(fusion, Fusion)
-        else getattr(fusion, "__name__", type(fusion).__name__)
-    )
-
-
-def _check_casts(fusion: Fusion) -> None:
-    if fusion.casts and fusion.names_casts:
-        raise ValueError(
-            f"fusion {fusion.name}: with casts=True its pattern is of the ops alone, and "
-            f"{fusion.pattern!r} names Cast"
-        )
+    if isinstance(fusion, Fusion):
+        return fusion.name
+    return str(getattr(fusion, "__name__", type(fusion).__name__))
 
 
 def _check_element(element: Any, name: str) -> None:
@@ -236,12 +223,10 @@ def _classes(elements: Sequence[Any]) -> list[Any]:
     for element in elements:
         if isinstance(element, OneOf):
             found += _classes(element.elements)
+        elif isinstance(element, (Optional, OneOrMore)):
+            found += _classes([element.element])
         else:
-            found += (
-                _classes([element.element])
-                if isinstance(element, (Optional, OneOrMore))
-                else [element]
-            )
+            found.append(element)
     return found
 
 

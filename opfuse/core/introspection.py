@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -28,17 +27,11 @@ def hook_dicts(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def has_hooks(modules: Iterable[nn.Module]) -> list[bool]:
-    """Return for each module whether its call runs hooks."""
-    return [bool(any(hook_dicts(module))) for module in modules]
-
-
 def hook_kinds(module: nn.Module) -> str:
     """The kinds of hooks that a module's call runs, in words; ``""`` if there are none."""
     kinds = ("forward", "forward pre-", "backward", "backward pre-")
-    return " and ".join(
-        kind for kind, hooks in zip(kinds, hook_dicts(module), strict=True) if hooks
-    )
+    pairs = zip(kinds, hook_dicts(module), strict=True)
+    return " and ".join(kind for kind, hooks in pairs if hooks)
 
 
 def why_apart(op: nn.Module) -> str:
@@ -115,18 +108,12 @@ def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
         given = _on_class(cls, name)
         if own is cls or given is None or given is _on_class(own, name):
             continue
-        of_pass = name.replace(
-            "fuser_", "op_"
-        )  # a pass that is abstract may be given by either of its methods
-        abstract = given is _on_class(BasicOperation, name) and getattr(
-            _on_class(cls, of_pass), _ABSTRACT, False
-        )
-        if not (abstract or getattr(given, _ABSTRACT, False)):
+        if given is _on_class(BasicOperation, name):
+            # a pass that is abstract may be given by either of its methods
+            given = _on_class(cls, name.replace("fuser_", "op_"))
+        if not getattr(given, "__isabstractmethod__", False):
             return name
     return None
-
-
-_ABSTRACT = "__isabstractmethod__"
 
 
 def _on_class(cls: type, name: str) -> Any:
@@ -136,19 +123,13 @@ def _on_class(cls: type, name: str) -> Any:
 
 def _methods_of(cls: type) -> dict[str, None]:
     """The names of a class's methods, its own and those of opfuse's classes."""
-    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    names = dict.fromkeys(
-        name for base in bases for name in vars(base) if not name.startswith("__")
-    )
-    return {
-        name: None
-        for name in names
-        if not hasattr(nn.Module, name) and _is_method(_on_class(cls, name))
-    }
-
-
-def _is_method(value: Any) -> bool:
-    return callable(value) or hasattr(value, "__get__")
+    found: dict[str, None] = {}
+    for name in [name for base in cls.__mro__ for name in vars(base)]:
+        value = _on_class(cls, name)
+        of_torch = name.startswith("__") or hasattr(nn.Module, name)
+        if not of_torch and (callable(value) or hasattr(value, "__get__")):
+            found[name] = None
+    return found
 
 
 def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:

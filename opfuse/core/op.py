@@ -432,15 +432,13 @@ class BasicOperation(FusibleOperation):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._quantizers.following(self).load(state_dict, prefix)
         if type(self).set_extra_state is nn.Module.set_extra_state:
-            pickled = state_dict.pop(
-                f"{prefix}_extra_state", None
-            )  # Transformer Engine writes one for every op
+            key = f"{prefix}_extra_state"  # Transformer Engine writes one for every op
+            pickled = state_dict.pop(key, None)
             if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
-                what = "is pickled FP8 state of Transformer Engine, which opfuse does not read"
                 args[-1].append(
-                    f"{prefix}_extra_state {what}: convert the checkpoint with "
-                    f"opfuse_fp8.from_te_extra_state of opfuse-plugin-fp8, or drop the key to load "
-                    f"the parameters without it"
+                    f"{key} is pickled FP8 state of Transformer Engine, which opfuse does not "
+                    f"read: convert the checkpoint with opfuse_fp8.from_te_extra_state of "
+                    f"opfuse-plugin-fp8, or drop the key to load the parameters without it"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -567,14 +565,12 @@ class FusedOperation(FusibleOperation):
                 x = forward(ctx, x)
                 outputs.append(())
                 continue
-            channels = op._extra_input_channels
-            extras = zip(basic_op_extra_inputs[i], channels, strict=True)
+            pairs = zip(basic_op_extra_inputs[i], op._extra_input_channels, strict=True)
+            extras = [made[channel] if extra is None else extra for extra, channel in pairs]
             x, (given,) = op.fuser_forward(
                 [ctx],
                 x,
-                basic_op_extra_inputs=[
-                    [made[c] if extra is None else extra for extra, c in extras]
-                ],
+                basic_op_extra_inputs=[extras],
                 prev_op_grad_output_quantizer=prev_op_grad_output_quantizer if i == 0 else None,
                 next_op_input_quantizer=next_op_input_quantizer if i == last else None,
                 basic_op_kwargs=[kwargs],

@@ -19,9 +19,9 @@ Grads = Iterable[Tensor | None] | None
 Extras = Sequence[Sequence[Tensor | None]]
 """The extra inputs or outputs of each op, or their gradients."""
 Outputs = tuple[Tensor, Extras]
-"""What ``fuser_forward`` returns: the output, and the extra outputs of each op."""
+"""The result of ``fuser_forward``: the output, and the extra outputs of each op."""
 AllGrads = tuple[Tensor | None, Sequence[Grads], Extras]
-"""What ``fuser_backward`` returns: the gradients of input, parameters, and extra inputs."""
+"""The result of ``fuser_backward``: the gradients of input, parameters, and extra inputs."""
 
 
 class OperationContext:
@@ -141,13 +141,9 @@ class ModuleCache:
 
 def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
     """Return the alias of an extra output that a later op gets; it says if a gradient flows."""
-    if (
-        tensor is None
-        or not (ctx.requires_grad and tensor.is_floating_point())
-        or is_dynamo_compiling()
-    ):
+    if tensor is None or not ctx.requires_grad or not tensor.is_floating_point():
         return tensor
-    return tensor.detach().requires_grad_()
+    return tensor if is_dynamo_compiling() else tensor.detach().requires_grad_()
 
 
 def summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:

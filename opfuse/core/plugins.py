@@ -48,9 +48,8 @@ class Registration:
     def unregister(self) -> None:
         """Remove the fusion. A second call has no effect."""
         with self.manager._lock:
-            self.manager._registered = [
-                other for other in self.manager._registered if other is not self
-            ]
+            if self in self.manager._registered:
+                self.manager._registered.remove(self)
             self.manager.changed()
 
 
@@ -149,12 +148,9 @@ class PluginManager:
         selection = PluginFilter.parse(text)
         with self._lock:
             for name in selection.only or selection.blocked:
-                if name not in self._warned and not any(
-                    record.answers_to(name) for record in self.records
-                ):
-                    self._warned.add(name)
+                if not any(record.answers_to(name) for record in self.records):
                     what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"
-                    warnings.warn(PluginWarning(what), stacklevel=2)
+                    self.warn_once(name, what)
             chosen = [record for record in self.records if selection.position(record) is not None]
             chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
             for record in chosen:
@@ -162,10 +158,15 @@ class PluginManager:
                     self._load(record)
             return [record for record in chosen if record.state == "loaded"]
 
+    def warn_once(self, subject: str, text: str) -> None:
+        """Issue a :class:`PluginWarning`, unless there was one about this subject."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(PluginWarning(text), stacklevel=3)
+
     def _load(self, record: PluginRecord) -> None:
-        record.state = (
-            "loading"  # a plugin that plans while it is imported does not load itself again
-        )
+        # a plugin that plans while it is imported does not load itself again
+        record.state = "loading"
         stage = "import" if record.broken is None else "metadata"
         try:
             if record.broken is not None:
@@ -196,18 +197,16 @@ class PluginManager:
                     f"already"
                 )
         name = f"{record.distribution}:{record.name}"
-        self._pluggy.register(
-            plugin, name=f"{name}#{id(record)}" if self._pluggy.has_plugin(name) else name
-        )
+        name += f"#{id(record)}" if self._pluggy.has_plugin(name) else ""
+        self._pluggy.register(plugin, name=name)
         record.plugin = plugin
         callers = self._pluggy.get_hookcallers(plugin) or []
         for caller in callers:
             mine = [impl for impl in caller.get_hookimpls() if impl.plugin is plugin]
             if not caller.has_spec() and not all(impl.optionalhook for impl in mine):
-                known = ", ".join(
-                    sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
-                )
-                raise TypeError(f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}")
+                known = sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
+                has = f"{hookspecs.GROUP} has {', '.join(known)}"
+                raise TypeError(f"unknown hook {caller.name}; {has}")
             for impl in mine:
                 check_hookimpl(caller.name, impl)
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
@@ -220,13 +219,10 @@ class PluginManager:
         for recipes in self._call(record, "opfuse_recipes"):
             record.recipes.update(checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
-            if not isinstance(options, dict) or not all(
-                str(o).partition(".")[0] in record.names for o in options
-            ):
-                raise TypeError(
-                    f"opfuse_options must return a dict of '{record.name}.<option>', got "
-                    f"{options!r}"
-                )
+            known = isinstance(options, dict)
+            if not known or not all(str(o).partition(".")[0] in record.names for o in options):
+                wanted = f"a dict of '{record.name}.<option>'"
+                raise TypeError(f"opfuse_options must return {wanted}, got {options!r}")
             record.options.update(options)
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
@@ -251,14 +247,12 @@ class PluginManager:
         record.error = f"{stage}: {type(error).__name__}: {error}"
         if is_strict():
             raise error
-        what = (
+        text = (
             f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at "
-            f"{record.error}"
+            f"{record.error}. Everything else works without it; OPFUSE_PLUGINS=-{record.name} "
+            f"silences this, OPFUSE_STRICT=1 raises it."
         )
-        switch = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it."
-        warnings.warn(
-            PluginWarning(f"{what}. Everything else works without it; {switch}"), stacklevel=3
-        )
+        warnings.warn(PluginWarning(text), stacklevel=3)
 
     # Contributions of plugins
 
@@ -272,10 +266,8 @@ class PluginManager:
                 for record in self.active(text):
                     index = selection.position(record) if selection.only is not None else None
                     who = record.distribution, record.version
-                    sources += [
-                        FusionSource(passes, f, *who, _rank(index, f))
-                        for passes, f in record.fusions
-                    ]
+                    for passes, fusion in record.fusions:
+                        sources.append(FusionSource(passes, fusion, *who, _rank(index, fusion)))
                 found = self._sources[text] = tuple(sources)
         return found
 
@@ -293,22 +285,14 @@ class PluginManager:
         for name, value in [(name, value) for name, value in given if "." in name]:
             owner = name.partition(".")[0]
             owners = [record for record in active if owner in record.names]
-            known = {
-                option: default for record in owners for option, default in record.options.items()
-            }
+            known = dict(ChainMap(*[record.options for record in reversed(owners)]))
             if owners and name not in known:
                 raise ValueError(
                     f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}"
                 )
             check_option(owner, name, value, known.get(name))
-            if (
-                not any(owner in record.names for record in self.records)
-                and name not in self._warned
-            ):
-                self._warned.add(name)
-                warnings.warn(
-                    PluginWarning(f"option {name!r}: no plugin {owner} is installed"), stacklevel=2
-                )
+            if not any(owner in record.names for record in self.records):
+                self.warn_once(name, f"option {name!r}: no plugin {owner} is installed")
 
     def recipes(self) -> dict[str, type[Recipe]]:
         """The recipes of the active plugins by name; of two with one name, the first plugin's."""
@@ -350,9 +334,8 @@ class PluginManager:
                 f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}"
             )
         with self._lock:
-            rank = (
-                (1, -self.generation, 0) if prepend else _rank(None, fusion)
-            )  # the latest chooses first
+            # of prepended ones, the latest chooses first
+            rank = (1, -self.generation, 0) if prepend else _rank(None, fusion)
             registration = Registration(self, FusionSource(passes, fusion, None, None, rank))
             self._registered.append(registration)
             self.changed()
@@ -368,19 +351,12 @@ class PluginManager:
         rows = []
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
-            row: dict[str, Any] = {
-                "name": record.name,
-                "distribution": record.distribution,
-                "version": record.version,
-            }
-            row |= {
-                "state": "blocked" if blocked else record.state,
-                "hooks": list(record.hooks),
-                "fusions": {},
-            }
+            fusions: dict[str, list[str]] = {}
             for passes, fusion in record.fusions:
-                row["fusions"].setdefault(fusion_name(fusion), []).append(passes)
-            rows.append(row | {"error": record.error})
+                fusions.setdefault(fusion_name(fusion), []).append(passes)
+            row = {key: getattr(record, key) for key in ("name", "distribution", "version")}
+            row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks)}
+            rows.append(row | {"fusions": fusions, "error": record.error})
         return rows
 
 

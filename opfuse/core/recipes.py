@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
+from collections import ChainMap
 from typing import Any
 
 from torch.compiler import is_compiling
 
 from .environment import Environment
-from .errors import PluginWarning
 from .plugins import manager
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .records import PluginFilter, PluginRecord, normalize
@@ -23,14 +22,11 @@ CACHE_RECIPE = "fp8-current"
 _FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 
 
-def _offering() -> dict[str, tuple[type[Recipe], PluginRecord]]:
+def _offering() -> dict[str, type[Recipe]]:
     """Every recipe of the loaded plugins; for a shared name, the one of a plugin in use."""
-    known = {}
     in_use = manager.active(current.selection)
     loaded = [record for record in manager.records if record.state == "loaded"]
-    for record in (*loaded, *reversed(in_use)):
-        known.update({name: (cls, record) for name, cls in record.recipes.items()})
-    return known
+    return dict(ChainMap(*[record.recipes for record in (*in_use, *reversed(loaded))]))
 
 
 def recipe_of(name: str) -> Recipe:
@@ -44,9 +40,9 @@ def recipe_of(name: str) -> Recipe:
         install = "install opfuse-plugin-fp8, which does; " if name in _FP8 else ""
         raise ValueError(f"no plugin offers a recipe {name!r}; {install}{_offered()}")
     try:
-        return known[name][0]()
+        return known[name]()
     except TypeError as error:
-        who = known[name][0].__name__
+        who = known[name].__name__
         raise ValueError(f"{name!r} has no defaults, pass a value of {who}: {error}") from error
 
 
@@ -91,9 +87,7 @@ def why_off(recipe: Recipe | None, text: str | None) -> str:
         return ""
     names = " and ".join(dict.fromkeys(r.name for r in owners or _blocked(recipe)))
     why = f"not quantized by {type(recipe).__name__}: the plugin {names} is off"
-    if why not in manager._warned:
-        manager._warned.add(why)
-        warnings.warn(PluginWarning(f"autocast: {why} in the selection {text!r}"), stacklevel=2)
+    manager.warn_once(why, f"autocast: {why} in the selection {text!r}")
     return why
 
 
@@ -113,10 +107,11 @@ def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) 
         RuntimeError: No plugin has one.
     """
     selection = PluginFilter.parse(current.selection)
-    for record in sorted(
-        manager.active(current.selection),
-        key=lambda record: (selection.position(record), normalize(record.distribution)),
-    ):
+
+    def order(record: PluginRecord) -> tuple[Any, str]:
+        return selection.position(record), normalize(record.distribution)
+
+    for record in sorted(manager.active(current.selection), key=order):
         given: Any = dict(recipe=recipe, role=role, env=env)
         quantizer = manager.ask(record, "opfuse_quantizer", Quantizer, **given)
         if quantizer is not None:
@@ -153,6 +148,4 @@ def _offered() -> str:
     """The available recipes; a plugin that is off is not imported just to ask it."""
     names = ", ".join(sorted(_offering())) or "none"
     off = ", ".join(record.name for record in manager.records if record.state == "found")
-    return f"those in use offer {names}" + (
-        f"; not asked, since they are off: {off}" if off else ""
-    )
+    return f"those in use offer {names}{f'; not asked, since they are off: {off}' if off else ''}"

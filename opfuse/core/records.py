@@ -80,19 +80,15 @@ class FusionSource(NamedTuple):
 
     def warn(self, what: str) -> str:
         """Warn that the fusion misbehaved while planning; return ``what``. The chain still runs."""
-        warning = PluginWarning(f"{self.full_name} is not used: {what}")
-        warnings.warn(warning, stacklevel=2)
+        warnings.warn(PluginWarning(f"{self.full_name} is not used: {what}"), stacklevel=2)
         return what
 
     @property
     def full_name(self) -> str:
         """The fusion and its plugin, for messages."""
-        where = (
-            f"plugin {self.distribution} {self.version}"
-            if self.distribution
-            else "registered in code"
-        )
-        return f"fusion {self.name} ({where})"
+        if not self.distribution:
+            return f"fusion {self.name} (registered in code)"
+        return f"fusion {self.name} (plugin {self.distribution} {self.version})"
 
 
 class PluginFilter(NamedTuple):
@@ -143,10 +139,8 @@ def check_plugin(plugin: Any) -> None:
 
 def check_hookimpl(hook: str, impl: Any) -> None:
     """Refuse features of pluggy that opfuse does not support."""
-    asked = [
-        name for name in ("tryfirst", "trylast", "wrapper", "hookwrapper") if getattr(impl, name)
-    ]
-    if asked:
+    unsupported = ("tryfirst", "trylast", "wrapper", "hookwrapper")
+    if asked := [name for name in unsupported if getattr(impl, name)]:
         why = "opfuse calls plugins one by one, in the order of the selection"
         raise TypeError(f"{hook} is marked {' and '.join(asked)}, which has no effect: {why}")
 

@@ -97,9 +97,8 @@ class Sequential(nn.Sequential):
         """Hand keyword arguments of children to their basic ops."""
         resolved: dict[BasicOperation, dict[str, Any]] = {}
         ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.ops]
-        if not isinstance(op_kwargs, Mapping) or not all(
-            isinstance(kwargs, Mapping) for kwargs in op_kwargs.values()
-        ):
+        given = op_kwargs.values() if isinstance(op_kwargs, Mapping) else [op_kwargs]
+        if not all(isinstance(kwargs, Mapping) for kwargs in given):
             raise TypeError(
                 f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}"
             )
@@ -109,12 +108,9 @@ class Sequential(nn.Sequential):
                 raise ValueError(
                     f"op_kwargs: {type(target).__name__} is not an op of this Sequential"
                 )
+            takes = [(op, kwarg_names(op)) for op in flatten([target])]
             for name, value in kwargs.items():
-                takers = [
-                    op
-                    for op in flatten([target])
-                    if (names := kwarg_names(op)) is None or name in names
-                ]
+                takers = [op for op, names in takes if names is None or name in names]
                 if not takers:
                     raise TypeError(
                         f"{type(target).__name__} does not take the keyword argument {name!r}"
@@ -167,9 +163,9 @@ class Sequential(nn.Sequential):
     def __imul__(self, times: int) -> Sequential:
         return self.extend(list(self * times)[len(self) :])
 
-    def __add__(
-        self, other: Iterable[nn.Module]
-    ) -> Sequential:  # torch's sum and product would not fuse
+    # torch's sum and product would not fuse
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         return Sequential(*self, *other)
 
     def __mul__(self, times: int) -> Sequential:
@@ -268,14 +264,12 @@ def _regroup(chain: Sequential, *key: Any) -> None:
     """Group the parts; ``torch.compile`` sees a constant, guarded by ``key``."""
     if chain._cache.key != list(key):
         groups: list[Any] = []
-        for fusible, group in groupby(
-            parts(chain)[0], lambda part: isinstance(part, FusibleOperation)
-        ):
+        modules, _ = parts(chain)
+        for fusible, group in groupby(modules, lambda part: isinstance(part, FusibleOperation)):
             run: Any = list(group)
             groups += [OperationFuser(run)] if fusible else run
-        alone = (
-            groups[0].run if len(groups) == 1 and isinstance(groups[0], OperationFuser) else None
-        )
+        single = len(groups) == 1 and isinstance(groups[0], OperationFuser)
+        alone = groups[0].run if single else None
         chain._cache.value, chain._cache.key = (groups, alone), list(key)
 
 

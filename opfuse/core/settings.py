@@ -24,11 +24,8 @@ Options = tuple[tuple[str, Any], ...]
 
 def _options_from_environ() -> Options:
     text = os.environ.get("OPFUSE_FUSION_LIMIT", "").strip()
-    if not text:
-        return ()
-    return (
-        ("fusion_limit", int(text) if text.isdecimal() else text),
-    )  # text is refused by the first plan
+    limit = int(text) if text.isdecimal() else text  # the first plan refuses text
+    return (("fusion_limit", limit),) if text else ()
 
 
 class Settings(NamedTuple):
@@ -55,7 +52,7 @@ class ThreadSettings(threading.local):
     Class attributes are the defaults; a ``with`` block sets instance attributes.
 
     Attributes:
-        values: The settings that are part of a plan's key.
+        values: The settings that are part of a plan's key; each can also be read from this object.
         recorder: The recorder that is called for every call in this thread, or None.
         recipe_depth: Number of ``torch.utils.checkpoint`` frames in which the recipe was set.
         weights: ``"fresh"``: weights are cast in every call; ``"cached"``: the last cast may be
@@ -77,30 +74,11 @@ class ThreadSettings(threading.local):
     building: str = ""
     environment: Any = None
 
-    @property
-    def options(self) -> Options:
-        """The options of planning."""
-        return self.values.options
-
-    @property
-    def selection(self) -> str | None:
-        """The selection of plugins, as the user wrote it."""
-        return self.values.selection
-
-    @property
-    def recipe(self) -> Any:
-        """The quantization recipe, or None."""
-        return self.values.recipe
-
-    @property
-    def skip(self) -> tuple[str, ...]:
-        """Name patterns of ops that the recipe does not quantize."""
-        return self.values.skip
-
-    @property
-    def observer(self) -> Any:
-        """The observer of each tensor that the recipe quantizes, or None."""
-        return self.values.observer
+    options = property(lambda self: self.values.options)
+    selection = property(lambda self: self.values.selection)
+    recipe = property(lambda self: self.values.recipe)
+    skip = property(lambda self: self.values.skip)
+    observer = property(lambda self: self.values.observer)
 
 
 current = ThreadSettings()

@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 def shape_of(x: torch.Tensor) -> Shape:
     """The shape under which an input is looked up."""
     rows = x.shape[:-1].numel()
-    return Shape(1 << max(rows.bit_length() - 1, 0) if rows else 0, x.shape[-1], x.is_contiguous())
+    return Shape(rows and 1 << rows.bit_length() - 1, x.shape[-1], x.is_contiguous())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +232,8 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
                 in_graphs.setdefault(row["subject"]["fusion"], []).append(found)
     if not entries:
         return NO_TABLE
-    lines = sorted(
-        f"{subject} {shape} {found}"
-        for subject, of in entries.items()
-        for shape, found in of.items()
-    )
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    lines = [f"{subject} {shape} {of[shape]}" for subject, of in entries.items() for shape in of]
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
     return Table(entries, digest, in_graphs)
 
 
@@ -306,7 +302,5 @@ def _warn_of_other_versions(
     for name, measured in seen.items():
         if versions[name] not in measured:
             what = f"has entries of {name} {', '.join(sorted(measured))}, {versions[name]} is here"
-            warnings.warn(
-                TuningWarning(f"{path} {what}: they are not used, run `opfuse tune` again"),
-                stacklevel=2,
-            )
+            warning = TuningWarning(f"{path} {what}: they are not used, run `opfuse tune` again")
+            warnings.warn(warning, stacklevel=2)

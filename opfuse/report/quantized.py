@@ -75,7 +75,7 @@ def quantized_by(program: Any) -> Quantized:
     recipe = program.env.recipe
     if recipe is None:
         return Quantized()
-    quantizers, needs = program.measurements.edges.quantizers, program.measurements.needs
+    quantizers, needs = program.facts.edges.quantizers, program.facts.needs
     products: list[bool] = []
     rows: list[QuantizedRow] = []
     for i, op in enumerate(program.chain.ops):
@@ -109,7 +109,7 @@ def _products(op: Any, quantizers: Any, dgrad: bool, wgrad: bool, backward: bool
 
 def _rows(program: Any, i: int, op: Any, given: dict[str, bool]) -> list[QuantizedRow]:
     """The tensors that an op quantizes; ``given`` as for ``get_usage``."""
-    edges, rows = program.measurements.edges, []
+    edges, rows = program.facts.edges, []
     lives, forward = living_weights(op), quantizer_names(op, "forward")
     for name, quantizer in edges.quantizers[i].items():
         if name in forward:

@@ -15,7 +15,7 @@ from ..core.cast import Cast
 from ..core.engine.chain import Chain
 from ..core.engine.compile import compile_program
 from ..core.engine.edges import Edges, Needs
-from ..core.engine.measured import Measurements
+from ..core.engine.measured import Facts
 from ..core.engine.planner import build_step
 from ..core.engine.program import Program
 from ..core.engine.selection import Selection, find_candidates
@@ -61,9 +61,8 @@ def candidates(call: Call, sources: Iterable[FusionSource]) -> list[Step]:
         call: The call.
         sources: The fusions on offer.
     """
-    program = call.program
-    measurements = dataclasses.replace(program.measurements, table=NO_TABLE, assumed=True)
-    return find_candidates(program.chain.ops, sources, program.env, measurements, call.names)
+    facts = dataclasses.replace(call.program.facts, table=NO_TABLE, assumed=True)
+    return find_candidates(facts, sources)
 
 
 def as_compiled(program: Program) -> Program:
@@ -72,7 +71,7 @@ def as_compiled(program: Program) -> Program:
     twin.env = program.env._replace(
         compiling=True, rows=None, features=None, contiguous=None, row_alignment=1
     )
-    twin.measurements = dataclasses.replace(program.measurements, env=twin.env)
+    twin.facts = dataclasses.replace(program.facts, env=twin.env)
     return twin
 
 
@@ -121,7 +120,7 @@ def part_program(
     """
     program = call.program
     chain = Chain(program.chain.ops[of.start : of.stop], part=True)
-    whole = program.measurements
+    whole = program.facts
     first = min(max(whole.needs.first_backward - of.start, 0), len(of)) if grads else len(of)
     here = slice(of.start, of.stop)
     inputs, params = whole.needs.inputs[here], whole.needs.params[here]
@@ -138,10 +137,9 @@ def part_program(
     if exact:
         env, autocast = env._replace(dtype=torch.float64, recipe=None), None
         edges = Edges({}, {}, [{}] * len(of))
-    measurements = Measurements(env, needs, edges, chain.widths, whole.params[here])
+    facts = Facts(chain, env, needs, edges, whole.params[here], call.names[here], autocast)
     taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
-    selection = Selection(taken, (), ())
-    return compile_program(chain, selection, env, autocast, measurements, call.names[here])
+    return compile_program(facts, Selection(taken, (), ()))
 
 
 def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:

@@ -44,7 +44,7 @@ class Trial:
         self._call, self._step, self._of = call, step, extent(step)
         self._kwargs = call.kwargs[self._of.start : self._of.stop]
         self._separate = part_program(call, self._of)
-        needs = self._separate.measurements.needs
+        needs = self._separate.facts.needs
         chain = self._separate.chain
         x, extras = self._arriving()
         self._owned = [x, *_params(chain.ops), *extras]
@@ -186,7 +186,7 @@ class Trial:
             return 0
         if behind < len(whole.chain.ops):
             keeps = "input" in (declared(whole.chain.ops[behind], "saved_names") or ())
-            if not (keeps and any(whole.measurements.needs.params[behind])):
+            if not (keeps and any(whole.facts.needs.params[behind])):
                 return 0
         output, *_ = self._forward(fused)
         return output.numel() * output.element_size()

@@ -124,7 +124,7 @@ class _Candidate(Job):
     def __init__(self, call: Call, step: Step) -> None:
         self._call, self._step = call, step
         self.title, self.device = str(step.source.name), call.program.env.device
-        self.subject = call.program.measurements.subject(step)
+        self.subject = call.program.facts.subject(step)
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of the chain's ops, which its runs may write into."""

@@ -6,12 +6,12 @@ is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from ..cast import Cast
-from ..channels import Slot, arguments_of, kinds_of, takers
+from ..channels import WORDS, Slot, kinds_of
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation, FusedOperation
@@ -26,10 +26,9 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
         name = next((name for name in ("op_forward", "op_backward") if hasattr(op, name)), None)
         if name is not None and isinstance(op, FusedOperation):
             runs = ", ".join(op_class(part).__name__ for part in op.basic_ops)
-            remedy = "override forward, or derive from a basic op"
             raise TypeError(
                 f"{op_class(op).__name__}.{name} would never run, since it runs as [{runs}]: "
-                f"{remedy}"
+                f"override forward, or derive from a basic op"
             )
         if isinstance(op, Cast):
             raise TypeError("a Cast is put into a chain by the engine: Quantize is for you")
@@ -75,8 +74,7 @@ class Chain:
         self.kinds = {
             (i, k): kind for i, op in enumerate(self.ops) for k, kind in enumerate(kinds_of(op))
         }
-        given = [slot for slot in self.kinds if slot not in self.sources]
-        self.external_inputs, self.arguments = arguments_of(self.ops, given, self.name)
+        self._share_arguments()
         self.public_outputs = [
             (i, k)
             for i, op in enumerate(self.ops)
@@ -89,45 +87,71 @@ class Chain:
     def _bind_channels(self, part: bool) -> None:
         """Bind extra inputs to the producers of their channels."""
         producers: dict[str, Slot] = {}
-        for i, op in enumerate(self.ops):
-            for k, channel in enumerate(op._extra_output_channels):
-                if channel is None:
-                    continue
-                if channel in producers:
-                    both = f"{self.name(producers[channel][0])} and {self.name(i)}"
-                    raise ValueError(f"channel {channel!r} has two producers: {both}")
-                producers[channel] = (i, k)
+        for (i, k), channel in _bound(op._extra_output_channels for op in self.ops):
+            if channel in producers:
+                both = f"{self.name(producers[channel][0])} and {self.name(i)}"
+                raise ValueError(f"channel {channel!r} has two producers: {both}")
+            producers[channel] = (i, k)
         self.sources: dict[Slot, Slot] = {}
-        for i, op in enumerate(self.ops):
-            for k, channel in enumerate(op._extra_input_channels):
-                if channel is None:
-                    continue
-                if channel not in producers:
-                    if part:
-                        continue
-                    what = (
-                        f"channel {channel!r} read by {self.name(i)} has no producer in this chain"
-                    )
-                    chain = " + ".join(op_class(op).__name__ for op in self.ops)
-                    raise ValueError(
-                        f"{what}, {chain}; a module that is no op ends one, and no channel "
-                        f"crosses it"
-                    )
+        for (i, k), channel in _bound(op._extra_input_channels for op in self.ops):
+            if channel in producers:
                 source = self.sources[i, k] = producers[channel]
                 if source[0] >= i:
-                    writer = self.name(source[0])
-                    raise ValueError(
-                        f"channel {channel!r} is read by {self.name(i)} but written later, by "
-                        f"{writer}"
-                    )
+                    order = f"read by {self.name(i)} but written later, by {self.name(source[0])}"
+                    raise ValueError(f"channel {channel!r} is {order}")
+            elif not part:
+                chain = " + ".join(op_class(op).__name__ for op in self.ops)
+                raise ValueError(
+                    f"channel {channel!r} read by {self.name(i)} has no producer in this chain, "
+                    f"{chain}; a module that is no op ends one, and no channel crosses it"
+                )
 
     def name(self, index: int) -> str:
         """The name of an op in error messages."""
         return f"op {index} ({op_class(self.ops[index]).__name__})"
 
+    def _share_arguments(self) -> None:
+        """Number the extra inputs that the caller gives; slots of one name share a number."""
+        self.external_inputs: list[Slot] = []
+        self.arguments: dict[Slot, int] = {}
+        named: dict[str, int] = {}
+        for slot in [slot for slot in self.kinds if slot not in self.sources]:
+            count, name = len(self.external_inputs), self._extra_name(slot)
+            number = self.arguments[slot] = count if name is None else named.setdefault(name, count)
+            if number == count:
+                self.external_inputs.append(slot)
+            else:
+                self._check_shared(self.external_inputs[number], slot)
+
+    def _check_shared(self, first: Slot, other: Slot) -> None:
+        """Refuse two inputs of one name whose ops cannot take the same tensor."""
+        what = f"extra input name {self._extra_name(first)!r}"
+        if self.kinds[first] != self.kinds[other]:
+            demands = " but ".join(
+                f"{WORDS[self.kinds[i, k]]} by {self.name(i)} as extra input {k}"
+                for i, k in (first, other)
+            )
+            raise ValueError(f"{what} is wanted as {demands}: give them different names")
+        for i, _ in (first, other):
+            if getattr(self.ops[i], "in_place", False):
+                raise ValueError(
+                    f"{what} is read by {self.name(first[0])} and {self.name(other[0])}, and "
+                    f"{self.name(i)} writes into it: pass in_place=False, or give them different "
+                    f"names"
+                )
+
+    def _extra_name(self, slot: Slot) -> str | None:
+        return self.ops[slot[0]].extra_input_names[slot[1]]
+
     def takers(self) -> list[str]:
-        """The ops that take each argument other than the input, for messages."""
-        return takers(self.ops, self.external_inputs, self.arguments, self.name)
+        """For each argument its name, if it has one, and the ops that take it, for messages."""
+        found: list[dict[str, None]] = [{} for _ in self.external_inputs]
+        for (i, _), number in self.arguments.items():
+            found[number][self.name(i)] = None
+        return [
+            f"{f'{name!r} of ' if (name := self._extra_name(slot)) else ''}{' and '.join(who)}"
+            for slot, who in zip(self.external_inputs, found, strict=True)
+        ]
 
     def needed_after(self, slot: Slot, stop: int) -> bool:
         """Return whether the caller, or an op from ``stop`` on, uses an extra output."""
@@ -171,3 +195,9 @@ class Chain:
         ]
         self.width = demands.pop(0, None)
         self.later_widths = demands
+
+
+def _bound(channels: Iterable[Sequence[str | None]]) -> list[tuple[Slot, str]]:
+    """The ``(op, slot)`` pairs that have a channel, each with its channel."""
+    pairs = [((i, k), name) for i, of_op in enumerate(channels) for k, name in enumerate(of_op)]
+    return [(slot, name) for slot, name in pairs if name is not None]

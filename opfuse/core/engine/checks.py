@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..channels import check_extra, kinds_of
+from ..channels import Slot, is_kind, kinds_of, refuse_kind
 from ..introspection import kwarg_names, own_call
 from ..settings import checkpoint_frames, current
 from .chain import Chain
@@ -70,9 +70,32 @@ def check_tensors(
             raise RuntimeError(f"{who} are fixed: a fuser captured them; use a new op")
     for (i, k), number in chain.arguments.items():
         strict = chain.ops[i].params_in_compute_dtype and not chain.ops[i].extras_of_any_dtype
-        strict = strict and autocast is None
-        wanted = chain.kinds[i, k], dtype if strict else None, device
-        check_extra(chain.ops[i], k, chain.name(i), extras[number], *wanted)
+        wanted = dtype if strict and autocast is None else None
+        _check_extra(chain, (i, k), extras[number], wanted, device)
+
+
+def _check_extra(
+    chain: Chain, slot: Slot, extra: Any, wanted: torch.dtype | None, device: torch.device
+) -> None:
+    """Refuse an extra input of another kind, on another device, or of another dtype.
+
+    Args:
+        chain: The chain.
+        slot: The op that takes it, and its index there.
+        extra: The tensor, or its ``(dtype, device)``.
+        wanted: The dtype of the input, which floating-point extras must have; None: any.
+        device: The device of the input.
+    """
+    (i, k), kind = slot, chain.kinds[slot]
+    name = chain.ops[i].extra_input_names[k]
+    who = f"extra input {k if name is None else f'{k} ({name!r})'} of {chain.name(i)}"
+    dtype, where = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
+    if not is_kind(kind, dtype):
+        refuse_kind(who, kind, dtype)
+    if where != device:
+        raise ValueError(f"{who} is on {where}, the input is on {device}")
+    if wanted is not None and kind == "floating" and dtype != wanted:
+        raise TypeError(f"{who} expected {wanted} as the input, got {dtype}")
 
 
 def _check_params(
@@ -99,15 +122,12 @@ def _check_param_names(chain: Chain, index: int) -> None:
     known = [f"{each}_" for each in names]  # weight_orig, weight_g
     known += [f"{each.rpartition('.')[0]}.parametrizations.".lstrip(".") for each in names]
     for name, _ in op.named_parameters():
-        if name in names or name.startswith(("parametrizations.", *known)):
-            continue
-        who = f"{chain.name(index)} of {chain.title}"
-        raise TypeError(
-            f"{who} has a parameter {name} that it does not take, or that it got after its "
-            f"__init__: its "
-            "gradient would be lost; register it in __init__, and use it in op_forward or in its "
-            "own forward"
-        )
+        if name not in names and not name.startswith(("parametrizations.", *known)):
+            raise TypeError(
+                f"{chain.name(index)} of {chain.title} has a parameter {name} that it does not "
+                f"take, or that it got after its __init__: its gradient would be lost; register it "
+                f"in __init__, and use it in op_forward or in its own forward"
+            )
 
 
 def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
@@ -132,24 +152,25 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
     for i, given in enumerate(kwargs):
         for name, value in given.items():
             if any(tensor.requires_grad for tensor in _tensors_in(value)):
-                who = (
-                    f"{chain.name(i)} of {chain.title} got a tensor that requires grad as {name!r}"
+                raise TypeError(
+                    f"{chain.name(i)} of {chain.title} got a tensor that requires grad as "
+                    f"{name!r}, and a keyword argument gets no gradient: use an extra input, or "
+                    f"detach it"
                 )
-                remedy = "use an extra input, or detach it"
-                raise TypeError(f"{who}, and a keyword argument gets no gradient: {remedy}")
 
 
-def check_attributes(chain: Chain, index: int) -> None:
+def check_attributes(chain: Chain) -> None:
     """Refuse tensor attributes of an op or its class that are no parameters but need gradients."""
-    op = chain.ops[index]
-    held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
-    for name, value in held.items():
-        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
-            if name not in (op.param_names or ()):
-                who = f"{chain.name(index)} of {chain.title}"
-                what = f"has the tensor {name!r}, which requires grad"
-                remedy = "make it an nn.Parameter, and give its gradient"
-                raise TypeError(f"{who} {what} and would get none: {remedy}")
+    for i, op in enumerate(chain.ops):
+        held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
+        for name, value in held.items():
+            if name in (op.param_names or ()) or not isinstance(value, Tensor):
+                continue
+            if value.requires_grad and value.is_leaf:
+                raise TypeError(
+                    f"{chain.name(i)} of {chain.title} has the tensor {name!r}, which requires "
+                    f"grad and would get none: make it an nn.Parameter, and give its gradient"
+                )
 
 
 def check_checkpoint(program: Program) -> None:
@@ -221,11 +242,8 @@ def refuse_saved(program: Program, index: int, ctx: Any) -> None:
     """Refuse tensors not saved by ``save_for_backward``, or saved although none is declared."""
     who = program.chain.name(index)
     if ctx.saved_tensors is not None:
-        what = (
-            "wrote saved_tensors on its context in its forward: give tensors to "
-            "ctx.save_for_backward"
-        )
-        raise RuntimeError(f"{who} {what}")
+        remedy = "give tensors to ctx.save_for_backward"
+        raise RuntimeError(f"{who} wrote saved_tensors on its context in its forward: {remedy}")
     if any(tensor is not None for tensor in ctx.to_save):
         what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
         raise RuntimeError(f"{who} {what}: they would be lost; declare their names, in order")

@@ -6,7 +6,6 @@ Everything that can be decided once is decided here, not per call.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,12 @@ from ..cast import Cast
 from ..environment import Environment
 from ..fusible import declared, numbers_of
 from ..introspection import op_class
-from ..op import BasicOperation, FusedOperation
+from ..op import FusedOperation
 from ..quantization import Quantizer
 from ..quantization.parameter import note_of
 from .chain import Chain
 from .edges import Edges, Needs, View
-from .measured import Measurements
+from .measured import Facts
 from .plan import FusionPlan, PlanStep
 from .program import Program
 from .selection import Selection
@@ -31,30 +30,19 @@ from .step_calls import TrackedCast, finish, lone_step
 _BESIDE = "fuser_backward_with_output"
 
 
-def compile_program(
-    chain: Chain,
-    choice: Selection,
-    env: Environment,
-    autocast: torch.dtype | None,
-    measurements: Measurements,
-    kwargs: Sequence[tuple[str, ...]],
-) -> Program:
+def compile_program(facts: Facts, choice: Selection) -> Program:
     """Turn a choice of fusions, already built, into a program.
 
     Args:
-        chain: The chain.
+        facts: The chain, and everything that its plan is made from.
         choice: The fusions taken; each step carries its fused op.
-        env: The environment in which the program runs.
-        autocast: The dtype that autocast asks for, or None.
-        measurements: The casts, the needed gradients, and the measurements.
-        kwargs: Names of the keyword arguments given to each op.
     """
-    edges, needs = measurements.edges, measurements.needs
-    forward, backward = _steps(chain, choice, env, edges, needs)
+    chain, env, needs, edges = facts.chain, facts.env, facts.needs, facts.edges
+    forward, backward = _steps(facts, choice)
     # a joint fusion may leave anything
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
     for step in forward:
-        finish(step, "forward", chain, kwargs, env, edges)
+        finish(step, "forward", facts)
         step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
         step.note = note_of(step.matched, env.recipe)
     recomputable = {
@@ -66,59 +54,49 @@ def compile_program(
     before: Step | None = None
     for step in backward:
         step.owns = before is not None and _leaves_owned(before)
-        finish(step, "backward", chain, kwargs, env, edges)
+        finish(step, "backward", facts)
         if step.start in recomputable and step.start not in undeclared:
             _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
         if before is not None:
             _let_wait(before, step, needs, env)
         before = step
-    contexts = _context_values(chain, env, autocast, (forward, backward), edges, needs)
-    plan = FusionPlan(
-        _describe(forward, chain, edges),
-        _describe(backward, chain, edges),
-        choice.refused,
-        measurements.table.digest,
-    )
+    contexts = _context_values(facts, forward, backward)
     steps = forward, backward
-    facts = tuple(sorted({*choice.row_facts, *edges.row_facts}))
-    return Program(chain, plan, env, autocast, steps, contexts, measurements, undeclared, facts)
+    described = [tuple(_describe(step, chain, edges) for step in of_pass) for of_pass in steps]
+    plan = FusionPlan(described[0], described[1], choice.refused, facts.table.digest)
+    row_facts = tuple(sorted({*choice.row_facts, *edges.row_facts}))
+    return Program(facts, plan, steps, contexts, undeclared, row_facts)
 
 
-def _steps(
-    chain: Chain, choice: Selection, env: Environment, edges: Edges, needs: Needs
-) -> tuple[list[Step], list[Step]]:
+def _steps(facts: Facts, choice: Selection) -> tuple[list[Step], list[Step]]:
     """The steps of both passes, in the order they run."""
+    ops, edges, first = facts.chain.ops, facts.edges, facts.needs.first_backward
     forward = [step for step in choice.taken if step.passes != "backward"]
     backward = [step for step in choice.taken if step.passes != "forward"]
-    forward = _cover(edges.view(chain.ops, "forward"), forward)
-    backward = _cover(edges.view(chain.ops, "backward"), backward)[::-1]
-    backward = [step for step in backward if step.end > 2 * needs.first_backward + 1]
-    return forward, backward if env.requires_grad else []
+    forward = _cover(edges.view(ops, "forward"), forward)
+    backward = _cover(edges.view(ops, "backward"), backward)[::-1]
+    backward = [step for step in backward if step.end > 2 * first + 1]
+    return forward, backward if facts.env.requires_grad else []
 
 
 def _context_values(
-    chain: Chain,
-    env: Environment,
-    autocast: torch.dtype | None,
-    steps: tuple[Sequence[Step], Sequence[Step]],
-    edges: Edges,
-    needs: Needs,
+    facts: Facts, forward: Sequence[Step], backward: Sequence[Step]
 ) -> list[dict[str, Any]]:
     """The attributes that the engine sets on each context; see :class:`OperationContext`."""
-    forward, backward = steps
+    env, needs, edges = facts.env, facts.needs, facts.edges
     recomputing = {step.recompute for step in backward}
     # a fused op that begins with a cast takes a plain tensor, which must not be quantized before
     inside = {step.begin for step in forward if step.source}
     inside_backward = {step.end - 1 for step in backward if step.source}
     owned = {i for step in backward if step.owns for i in range(step.start, step.stop)}
-    prefers_memory = autocast is not None and env.options.get("prefer") == "memory"
+    prefers_memory = facts.autocast is not None and env.options.get("prefer") == "memory"
     recipe = env.recipe
     return [
         dict(
             requires_grad=env.requires_grad and i >= needs.first_backward,
             input_requires_grad=needs.inputs[i],
             param_requires_grad=needs.params[i],
-            dtype=_dtype(chain.ops, i, autocast),
+            dtype=_dtype(facts, i),
             backward_override=getattr(recipe, "backward_override", None),
             prev_op_grad_output_quantizer=_quantizer(edges.backward, i, inside_backward),
             next_op_input_quantizer=_quantizer(edges.forward, i + 1, inside),
@@ -128,7 +106,7 @@ def _context_values(
             may_recompute=i in recomputing,
             saves_params=prefers_memory and {*needs.params[i]} == {True},
         )
-        for i, op in enumerate(chain.ops)
+        for i, op in enumerate(facts.chain.ops)
     ]
 
 
@@ -136,18 +114,15 @@ def _quantizer(casts: Mapping[int, Cast], edge: int, inside: set[int]) -> Quanti
     return casts[edge].quantizer if edge in casts and 2 * edge not in inside else None
 
 
-def _dtype(
-    ops: Sequence[BasicOperation], index: int, autocast: torch.dtype | None
-) -> torch.dtype | None:
+def _dtype(facts: Facts, index: int) -> torch.dtype | None:
     """The dtype an op computes in under autocast.
 
     An output that the next op casts anyway is computed in the dtype of that op.
     """
-    wanted = ops[index].autocast_dtype
-    cast_anyway = any(
-        declared(following, "casts_input") for following in ops[index + 1 : index + 2]
-    )
-    return autocast if autocast is None or wanted is None or cast_anyway else wanted
+    op, *following = facts.chain.ops[index : index + 2]
+    cast_anyway = any(declared(each, "casts_input") for each in following)
+    given = facts.autocast is None or cast_anyway
+    return facts.autocast if given else op.autocast_dtype or facts.autocast
 
 
 def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
@@ -222,30 +197,15 @@ def _leaves_owned(step: Step) -> bool:
     return given == "fresh" or (given == "same" and step.owns)
 
 
-def _describe(steps: Sequence[Step], chain: Chain, edges: Edges) -> tuple[PlanStep, ...]:
-    """The steps as report data."""
-    rows = []
-    for step in steps:
-        names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
-        casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
-        notes = [str(step.measured)] if step.measured else []
-        whys = [edges.unquantized.get(i, "") for i in range(step.start, step.stop)]
-        notes += dict.fromkeys(whys)
-        row = PlanStep(
-            names[0] if names else f"Cast[{casts[0][1]}]",
-            names,
-            step.start,
-            casts=casts,
-            note="; ".join(filter(None, [step.note, *notes])),
-        )
-        if (source := step.source) is not None:
-            row = dataclasses.replace(
-                row,
-                op=type(step.op).__name__,
-                fusion=source.name,
-                distribution=source.distribution,
-                version=source.version,
-                fallback=step.op.fallback,
-            )
-        rows.append(row)
-    return tuple(rows)
+def _describe(step: Step, chain: Chain, edges: Edges) -> PlanStep:
+    """A step as report data."""
+    names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
+    casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
+    whys = dict.fromkeys(edges.unquantized.get(i, "") for i in range(step.start, step.stop))
+    notes = [step.note, str(step.measured or ""), *whys]
+    given: dict[str, Any] = dict(casts=casts, note="; ".join(filter(None, notes)))
+    if (source := step.source) is None:
+        return PlanStep(names[0] if names else f"Cast[{casts[0][1]}]", names, step.start, **given)
+    origin = source.name, source.distribution, source.version
+    given["fallback"] = step.op.fallback
+    return PlanStep(type(step.op).__name__, names, step.start, *origin, **given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..fusion import PASSES
 from ..tuning_table import Measurement
@@ -63,14 +63,8 @@ def _best_of(
         for c, (first, second) in starting.get(i, ()):
             cost, more, left, count, names, rest = best[c.end]  # smaller is better
             name = c.source.distribution or "", c.source.name
-            option = (
-                cost - first,
-                more - second,
-                left - len(c.matched),
-                count + 1,
-                (name, *names),
-                (c, *rest),
-            )
+            cost, more, left = cost - first, more - second, left - len(c.matched)
+            option = cost, more, left, count + 1, (name, *names), (c, *rest)
             best[i] = min(best[i], option, key=lambda cover: cover[:5])
     return list(best[0][5])
 
@@ -106,13 +100,8 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
 
 def _preceded(step: Step, others: Sequence[Step]) -> bool:
     """Return whether a candidate of higher precedence may take one of its ops."""
-    if step.passes != "joint":
-        return False
-    return any(
-        o.source.rank < step.source.rank and _overlap(o, step)
-        for o in others
-        if o.passes != "joint"
-    )
+    rivals = [o for o in others if o.passes != "joint" and o.source.rank < step.source.rank]
+    return step.passes == "joint" and any(_overlap(rival, step) for rival in rivals)
 
 
 def _overlap(one: Step, other: Step) -> bool:
@@ -135,15 +124,12 @@ def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str]
     """Describe the measured gains of winners and loser; None: not all are measured."""
     if any(step.measured is None for step in (loser, *winners)):
         return None
-    of: list[Mapping[str, float]] = [
-        {
-            "bytes": sum(step.measured.saved_bytes for step in steps),
-            "us": sum(step.measured.seconds for step in steps) * 1e6,
-        }
-        for steps in (winners, [loser])
-    ]
-    unit = "bytes" if prefer == "memory" and of[0]["bytes"] != of[1]["bytes"] else "us"
-    return f"{of[0][unit]:.0f} {unit}", f"{of[1][unit]:.0f} {unit}"
+    both = winners, [loser]
+    won, lost = [sum(step.measured.saved_bytes for step in steps) for steps in both]
+    if prefer == "memory" and won != lost:
+        return f"{won:.0f} bytes", f"{lost:.0f} bytes"
+    won, lost = [sum(step.measured.seconds for step in steps) * 1e6 for steps in both]
+    return f"{won:.0f} us", f"{lost:.0f} us"
 
 
 def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
@@ -153,9 +139,8 @@ def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
     first = min(
         winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
     )
-    who = f"overlaps {first.source.name}" + (
-        f" of {first.source.distribution}" if first.source.distribution else ""
-    )
+    plugin = first.source.distribution
+    who = f"overlaps {first.source.name}{f' of {plugin}' if plugin else ''}"
     if first.source.rank != loser.source.rank:
         return f"{who}, which has precedence"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
@@ -166,6 +151,5 @@ def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
     if gain != loser.benefit:
         return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
     covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
-    return f"{who}, which saves as much and " + (
-        "covers more ops" if covers_more else "comes first by name"
-    )
+    why = "covers more ops" if covers_more else "comes first by name"
+    return f"{who}, which saves as much and {why}"

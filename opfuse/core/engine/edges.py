@@ -25,7 +25,8 @@ class Needs(NamedTuple):
 
     Attributes:
         recorded: Whether grad mode is on.
-        first_backward: The first op that takes part in the backward.
+        first_backward: The first op that takes part in the backward; the number of ops if none
+            does.
         inputs: For each op, whether the gradient of its input is needed.
         params: For each op, whether the gradient of each of its parameters is needed.
     """

@@ -274,11 +274,10 @@ def run_differentiable(
         )
     for index, op in enumerate(program.chain.ops):
         if not declared(op, "differentiable"):
-            who = (
-                f"{program.chain.name(index)} is not declared to be differentiable "
-                f"(BasicOperation.differentiable)"
+            raise RuntimeError(
+                f"second derivatives and functorch transforms: {program.chain.name(index)} is not "
+                f"declared to be differentiable (BasicOperation.differentiable)"
             )
-            raise RuntimeError(f"second derivatives and functorch transforms: {who}")
     return run_forward(None, program, kwargs, x, *tensors)
 
 
@@ -305,9 +304,8 @@ def _begin_late(
         return None, (), reached
     extras.reach_no_further(ctxs[reached + 1 :])
     last = reached if reached in func_ctx.shapes else min(i for i in func_ctx.shapes if i > reached)
-    position, step = next(
-        (p, s) for p, s in enumerate(program.backward) if s.start <= last < s.stop
-    )
+    position = next(p for p, s in enumerate(program.backward) if s.start <= last < s.stop)
+    step = program.backward[position]
     first = [step]
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
@@ -327,7 +325,7 @@ def _begin_with(program: Program, pass_name: str, x: Any) -> tuple[Any, Sequence
     then replaced by its ops. Otherwise the tensor is made plain.
     """
     edge = len(program.chain.ops) * (pass_name == "backward")
-    cast = getattr(program.measurements.edges, pass_name).get(edge)
+    cast = getattr(program.facts.edges, pass_name).get(edge)
     x, steps = entering(x, cast), getattr(program, pass_name)
     if isinstance(x, QuantizedTensor) and steps[0].source and cast in steps[0].matched:
         steps = (*separate(steps[0], pass_name), *steps[1:])

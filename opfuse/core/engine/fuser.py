@@ -14,7 +14,7 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import Engine, FusibleOperation, bind_engine
-from ..introspection import has_hooks, hook_dicts, why_apart
+from ..introspection import hook_dicts, why_apart
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
@@ -260,7 +260,8 @@ class OperationFuser:
     ) -> Any:
         """Run a chain some of whose ops have hooks."""
         check_arguments(self._chain, input, extra_inputs)
-        name = _cut_untraced(self, FusibleOperation.changes, *has_hooks(self._units))
+        hooked = [bool(any(hook_dicts(unit))) for unit in self._units]
+        name = _cut_untraced(self, FusibleOperation.changes, *hooked)
         return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
 
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
@@ -415,9 +416,9 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
             kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index]
             if "_SpectralNorm" in kinds:
                 raise RuntimeError(
-                    f"{fuser._chain.title}: spectral_norm on {name} updates its state whenever "
-                    f"the parameter is read, "
-                    "which torch.compile does not see; run this chain in eager mode"
+                    f"{fuser._chain.title}: spectral_norm on {name} updates its state whenever the "
+                    f"parameter is read, which torch.compile does not see; run this chain in eager "
+                    f"mode"
                 )
     settings = Settings(*key[: len(Settings._fields)])
     program = fuser._program((*key[len(settings) :], settings), None)
@@ -440,11 +441,8 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
     apart = [op for op in fuser._units if why_apart(op)]
     name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
     if not hasattr(fuser, name):
-        setattr(
-            fuser,
-            name,
-            cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True)),
-        )
+        made = cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True))
+        setattr(fuser, name, made)
     return name
 
 

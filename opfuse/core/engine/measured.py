@@ -1,4 +1,4 @@
-"""Measurements of a chain's candidates on this machine: how each is described and looked up."""
+"""The facts that a plan is made from, and how a candidate is looked up among measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..identity import Identity
 from ..introspection import op_class
 from ..records import normalize
 from ..tuning_table import NO_TABLE, Entries, Measurement, Table, subject_key
+from .chain import Chain
 from .edges import Edges, Needs
 from .step import Step
 
 Shapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
-_NO_EDGES = Edges()
 _COMMON = frozenset(
     {*vars(Identity()), "_captured", "_numbers", "_numbers_as_of", "_name", "_path", "_prepared"}
 )
@@ -28,28 +28,32 @@ _COMMON = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurements:
-    """Looks up the candidates of one chain.
+class Facts:
+    """Everything that a plan of a chain is made from.
 
     Attributes:
-        table: The entries that apply here.
+        chain: The chain.
         env: The environment of the plan.
         needs: The gradients that it computes.
         edges: The casts of each pass.
-        widths: Last dimension on each edge, if known.
         params: Shape and dtype of the parameters of each op.
-        assumed: Whether every candidate counts as measured, in order to list all of them.
+        kwargs: Names of the keyword arguments given to each op.
+        autocast: The dtype that autocast asks for, or None.
         input_dtype: The dtype of the chain's input, which autocast may cast.
+        table: The measurements that apply here.
+        assumed: Whether every candidate counts as measured, in order to list all of them.
     """
 
+    chain: Chain
     env: Environment
     needs: Needs
-    edges: Edges = _NO_EDGES
-    widths: Sequence[int | None] = ()
-    params: Shapes = ()
+    edges: Edges
+    params: Shapes
+    kwargs: Sequence[tuple[str, ...]]
+    autocast: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
     table: Table = NO_TABLE
     assumed: bool = False
-    input_dtype: torch.dtype | None = None
 
     def entries(self, step: Step) -> Entries:
         """The entries of a candidate, by the shape of its input."""
@@ -68,7 +72,7 @@ class Measurements:
             "pass": source.passes,
             "ops": [describe(op) for op in step.matched if op_class(op).__name__ != "Cast"],
             "params": [[[list(shape), str(dtype)] for shape, dtype in self.params[i]] for i in of],
-            "features": self.widths[step.start],
+            "features": self.chain.widths[step.start],
             "grads": [needs.inputs[step.start], [list(needs.params[i]) for i in of]],
             "backward_from": max(needs.first_backward - step.start, 0),
             "dtype": [str(env.dtype), str(env.dtype if step.start else self.input_dtype)],
@@ -132,11 +136,7 @@ def counting(
         trades_time: Whether the fusion declares to trade time for memory.
         prefer: The option ``prefer``.
     """
-    fitting = {
-        shape: found
-        for shape, found in entries.items()
-        if all(getattr(shape, name) == value for name, value in known.items())
-    }
+    fitting = {s: found for s, found in entries.items() if known.items() <= s._asdict().items()}
     if wrong := [found for found in fitting.values() if found.wrong]:
         return wrong[0]
     refused = {

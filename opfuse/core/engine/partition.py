@@ -77,16 +77,11 @@ def cut(
 
 def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
     """The extra inputs that a part takes; only the first of those that share a name."""
-    seen: set[int] = set()
-    taken: list[Slot] = []
-    for slot in (slot for slot in chain.kinds if start <= slot[0] < stop):
-        number = chain.arguments.get(slot)
-        if number is None:
-            taken += [slot] if chain.sources[slot][0] < start else []
-        elif number not in seen:
-            seen.add(number)
-            taken.append(slot)
-    return taken
+    taken: dict[Any, Slot] = {}
+    for slot in [slot for slot in chain.kinds if start <= slot[0] < stop]:
+        if slot in chain.arguments or chain.sources[slot][0] < start:
+            taken.setdefault(chain.arguments.get(slot, slot), slot)
+    return list(taken.values())
 
 
 def run_cut(

@@ -22,7 +22,7 @@ from .chain import Chain
 from .checks import check_attributes, check_kwargs, check_tensors
 from .compile import compile_program
 from .edges import Edges, Needs, find_edges
-from .measured import Measurements, Shapes
+from .measured import Facts, Shapes
 from .program import Program
 from .selection import Selection, check_expansion, choose
 from .step import Step
@@ -63,8 +63,6 @@ class Key(NamedTuple):
 _SHAPE_FACTS = "row_alignment", "rows", "features", "contiguous"
 _MOST_ALIGNED = 128  # what NVFP4 needs; MX needs 32, and kernels of half precision 8 or 16
 
-_Excluded = frozenset[tuple[Any, int, int]]
-
 
 def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
     """Facts about the rows of an input, named as in :class:`Environment`."""
@@ -95,25 +93,24 @@ def make_program(
         input: The input, for its number of rows; None while tracing.
         tensors: The parameters, for their shapes; None: they are read.
     """
-    dtype, device, autocast, settings = key.dtype, key.device, key.autocast, key.settings
-    check_tensors(chain, owner, dtype, device, autocast, key.extras or ())
+    settings = key.settings
+    check_tensors(chain, owner, key.dtype, key.device, key.autocast, key.extras or ())
     check_kwargs(chain, key.kwargs)
     off = why_off(settings.recipe, settings.selection)
     check_names(settings.skip)
     env = _environment(key, input)._replace(recipe=None if off else settings.recipe)
-    needs = _needs(chain, env, key.grads)
-    if env.requires_grad and not env.options.get("double_backward"):
-        for i in range(len(chain.ops)):
-            check_attributes(chain, i)
-    sources = () if env.options.get("double_backward") else manager.sources(settings.selection)
+    needs = _needs(chain, key.grads)
+    unfused = env.options.get("double_backward")
+    if env.requires_grad and not unfused:
+        check_attributes(chain)
+    sources = () if unfused else manager.sources(settings.selection)
     manager.check_options(settings.options, settings.selection)
     edges = edges_of(chain, env, needs, settings, off)
-    table = table_for(device) if sources else NO_TABLE
-    shapes = _shapes(chain, tensors)
-    measurements = Measurements(env, needs, edges, chain.widths, shapes, table, input_dtype=dtype)
-    given = key.kwargs or ((),) * len(chain.ops)
-    choice = _build(chain, env, sources, measurements, given)
-    return compile_program(chain, choice, env, autocast, measurements, given)
+    table = table_for(key.device) if sources else NO_TABLE
+    kwargs = key.kwargs or ((),) * len(chain.ops)
+    given = _shapes(chain, tensors), kwargs, key.autocast, key.dtype
+    facts = Facts(chain, env, needs, edges, *given, table)
+    return compile_program(facts, _build(facts, sources))
 
 
 def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
@@ -169,22 +166,16 @@ def _processor(device: torch.device) -> dict[str, Any]:
     return {"multiprocessors": found.multi_processor_count, "architecture": architecture}
 
 
-def _build(
-    chain: Chain,
-    env: Environment,
-    sources: Sequence[FusionSource],
-    measurements: Measurements,
-    kwargs: Sequence[tuple[str, ...]],
-) -> Selection:
+def _build(facts: Facts, sources: Sequence[FusionSource]) -> Selection:
     """Choose fusions and build their ops; choose again without those whose build fails."""
-    excluded: _Excluded = frozenset()
+    excluded: set[tuple[Any, int, int]] = set()
     while True:
-        choice = choose(chain.ops, sources, env, measurements, kwargs=kwargs, excluded=excluded)
+        choice = choose(facts, sources, excluded)
         built: list[Step] = []
         for step in choice.taken:
-            fused = build_step(step, step.env or env)
+            fused = build_step(step, step.env or facts.env)
             if fused is None:
-                excluded |= {(step.source, step.begin, step.end)}
+                excluded.add((step.source, step.begin, step.end))
                 break
             built.append(dataclasses.replace(step, op=fused))
         else:
@@ -207,24 +198,15 @@ def build_step(step: Step, env: Environment) -> Any:
     return fused
 
 
-def _needs(chain: Chain, env: Environment, grads: tuple[bool, ...] | None) -> Needs:
+def _needs(chain: Chain, grads: tuple[bool, ...] | None) -> Needs:
     """The gradients that are needed, given which tensors require grad."""
-    recorded, flags = grads is not None, grads or (False,) * (1 + len(chain.param_sources))
-    first = _first_backward(chain, env, flags)
-    first_with_input = first + (1 if first or not flags[0] else 0)
-    inputs = [env.requires_grad and i >= first_with_input for i in range(len(chain.ops))]
-    params = [flags[1:][slice(*span)] for span in chain.param_ranges]
-    return Needs(recorded, first, tuple(inputs), tuple(params))
-
-
-def _first_backward(chain: Chain, env: Environment, grads: tuple[bool, ...]) -> int:
-    """The first op that takes part in the backward; the number of ops if none does."""
-    if not env.requires_grad:
-        return len(chain.ops)
-    if grads[0]:
-        return 0
-    count = 1 + len(chain.param_sources)
-    params, extras = grads[1:count], grads[count:]
-    wanting = {i for (i, _), wants in zip(chain.external_inputs, extras, strict=True) if wants}
-    wanting |= {i for i, (first, last) in enumerate(chain.param_ranges) if any(params[first:last])}
-    return min(wanting)
+    ops, count = len(chain.ops), 1 + len(chain.param_sources)
+    flags = grads or (False,) * (count + len(chain.external_inputs))
+    params = [flags[1:count][slice(*span)] for span in chain.param_ranges]
+    wanting = [i for i, of_op in enumerate(params) if any(of_op)]
+    extras = zip(chain.external_inputs, flags[count:], strict=True)
+    wanting += [i for (i, _), wanted in extras if wanted]
+    first = 0 if flags[0] else min(wanting, default=ops)
+    first_with_input = 0 if flags[0] else first + 1
+    inputs = tuple(i >= first_with_input for i in range(ops))
+    return Needs(grads is not None, first, inputs, tuple(params))

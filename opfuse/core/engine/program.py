@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cast import Cast
-from ..environment import Environment
 from ..fusible import declared
 from ..fusion import Fusion
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization.parameter import dequantized
 from .chain import Chain
-from .edges import Edges
-from .measured import Measurements
+from .measured import Facts
 from .plan import FusionPlan
 from .pool import ContextPool, pooled_context
 from .step import Step
@@ -95,6 +93,7 @@ class Program:
         leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
+        facts: Everything that it was made from.
         env: The environment in which it runs.
         untraced: Whether an op reads sizes on the host to quantize, which cannot be traced.
         saves_quantized: Whether ops may save quantized tensors.
@@ -104,7 +103,6 @@ class Program:
         pool: The contexts.
         watcher: Called with the values that a forward leaves, or None.
         is_plain: Whether a call only runs the steps.
-        measurements: The measurements that it was chosen by.
         row_facts, rows: The facts about the rows that the plan depends on, and their values.
         seen: Shape and contiguity of the last input with these rows, or None.
     """
@@ -115,46 +113,45 @@ class Program:
 
     def __init__(
         self,
-        chain: Chain,
+        facts: Facts,
         plan: FusionPlan,
-        env: Environment,
-        autocast: torch.dtype | None,
         steps: tuple[Sequence[Step], Sequence[Step]],
         contexts: Sequence[dict[str, Any]],
-        measurements: Measurements,
         undeclared: set[int],
         row_facts: tuple[str, ...],
     ) -> None:
-        self.chain, self.plan, self.measurements = chain, plan, measurements
-        self.recorded, first_backward, *_ = measurements.needs
+        self.facts, self.plan, self.autocast = facts, plan, facts.autocast
+        self.chain, self.env = chain, env = facts.chain, facts.env
+        self.recorded, first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
-        self.env, self.recipe, self.compiling = env, env.recipe, env.compiling
+        self.recipe, self.compiling = env.recipe, env.compiling
         self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
-        self.requires_grad, self.autocast = env.requires_grad, autocast
+        self.requires_grad = env.requires_grad
         self.double_backward = bool(env.options.get("double_backward"))
         known = torch.amp.is_autocast_available(env.device.type)
         self.autocast_device = env.device.type if known else "cpu"
         self.first_backward, self.num_params = first_backward, len(chain.param_sources)
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         self.last_without_gradient = -1 if self.input_requires_grad else first_backward
-        self.params, self.without_params = _param_ranges(chain, first_backward)
-        self.dequantized = dequantized(
-            chain.ops, chain.param_ranges, measurements.edges.quantizers, env
-        )
-        self.accumulating = _accumulating(chain, env)
-        self.has_extras, self.untraced = chain.has_extras, _untraced(chain, measurements.edges)
+        self._set_params()
+        pairs = zip(chain.ops, facts.edges.quantizers, strict=True)
+        self.untraced = any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
+        self.has_extras = chain.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
         self.has_silent_outputs = any(i < first_backward for i, _ in chain.public_outputs)
         sources = set(chain.sources.values()) if env.requires_grad else set()
         self.gradient_channels = frozenset(s for s in sources if s[0] >= first_backward)
         self.saved = SavedState.of(chain, first_backward, undeclared)
         self.recomputing = self._recomputing()
-        more = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
-        self.leaves_more = self.has_extras or any(map(bool, more))
+        left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
+        self.leaves_more = self.has_extras or any(left)
         self.pool = self._new_pool(contexts)
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
-        self.called_before, self.advances = _called_before(chain, contexts), _advances(contexts)
-        self.is_plain = not any((env.recipe, self.double_backward, self.called_before, autocast))
+        self.called_before = self._called_before(contexts)
+        used = [q for values in contexts for q in values["quantizers"].values()]
+        self.advances = any(quantizer.pending_names for quantizer in used)
+        more = env.recipe, self.double_backward, self.called_before, self.autocast
+        self.is_plain = not any(more)
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
         """A copy for one call that reports what it leaves for the backward to ``watcher``."""
@@ -174,6 +171,30 @@ class Program:
                 step.with_output = step.with_output and InRange(step, name, step.with_output)
             setattr(twin, name, tuple(steps))
         return twin
+
+    def _set_params(self) -> None:
+        """Set the ranges of parameters, and the places of those that are handled in another way."""
+        chain, quantizers = self.chain, self.facts.edges.quantizers
+        ranges = [(i, first, last) for i, (first, last) in enumerate(chain.param_ranges)]
+        self.params = tuple(of for of in ranges if of[1] < of[2])
+        self.without_params = tuple(i for i, *of in ranges[self.first_backward :] if of[0] == of[1])
+        self.dequantized = dequantized(chain.ops, chain.param_ranges, quantizers, self.env)
+        ops = chain.ops if self.requires_grad else ()
+        self.accumulating = tuple(ranges[i] for i, op in enumerate(ops) if op.accumulates_grads)
+        if self.accumulating and self.compiling:
+            raise RuntimeError(
+                f"{chain.name(self.accumulating[0][0])} puts gradients away itself "
+                f"(BasicOperation.accumulates_grads), which torch.compile does not see; run this "
+                f"chain in eager mode"
+            )
+
+    def _called_before(
+        self, contexts: Sequence[dict[str, Any]]
+    ) -> list[tuple[BasicOperation, bool]]:
+        """The ops that are called before every forward, and whether each has a backward."""
+        default = BasicOperation.pre_fuser_forward
+        pairs = [(op, of["requires_grad"]) for op, of in zip(self.chain.ops, contexts, strict=True)]
+        return [pair for pair in pairs if type(pair[0]).pre_fuser_forward is not default]
 
     def _recomputing(self) -> dict[int, Recompute]:
         starts = {i: start for i, start, _ in self.saved.ranges}
@@ -203,43 +224,3 @@ class Program:
             for i, op in enumerate(self.chain.ops)
         ]
         return ContextPool(classes, values, open_ops)
-
-
-def _param_ranges(chain: Chain, first_backward: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The parameter range of each op; and the ops of the backward that have no parameters."""
-    ranges = [(i, first, last) for i, (first, last) in enumerate(chain.param_ranges)]
-    none = tuple(i for i, first, last in ranges if first == last and i >= first_backward)
-    return tuple(found for found in ranges if found[1] < found[2]), none
-
-
-def _untraced(chain: Chain, edges: Edges) -> bool:
-    """Return whether an op reads sizes on the host to quantize, which cannot be traced."""
-    pairs = zip(chain.ops, edges.quantizers, strict=True)
-    return any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
-
-
-def _advances(contexts: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a quantizer records values that advance its state."""
-    return any(q.pending_names for values in contexts for q in values["quantizers"].values())
-
-
-def _called_before(
-    chain: Chain, contexts: Sequence[dict[str, Any]]
-) -> list[tuple[BasicOperation, bool]]:
-    """The ops that are called before every forward, and whether they take part in a backward."""
-    default = BasicOperation.pre_fuser_forward
-    flags = zip(chain.ops, contexts, strict=True)
-    return [
-        (op, flag["requires_grad"])
-        for op, flag in flags
-        if type(op).pre_fuser_forward is not default
-    ]
-
-
-def _accumulating(chain: Chain, env: Environment) -> tuple[tuple[int, int, int], ...]:
-    """The parameter ranges of the ops that store their gradients."""
-    ops = [i for i, op in enumerate(chain.ops) if op.accumulates_grads and env.requires_grad]
-    if ops and env.compiling:
-        who = f"{chain.name(ops[0])} puts gradients away itself (BasicOperation.accumulates_grads)"
-        raise RuntimeError(f"{who}, which torch.compile does not see; run this chain in eager mode")
-    return tuple((i, *chain.param_ranges[i]) for i in ops)

@@ -111,7 +111,9 @@ def restore_more(
         for (index, name), value in left:
             setattr(ctxs[index], name, value)
     if program.saved.undeclared:
-        _restore_contexts(ctxs, func_ctx.left, tensors)
+        for index, ctx in func_ctx.left.items():
+            vars(ctxs[index]).update(vars(ctx))
+            ctxs[index].saved_tensors = tensors[slice(*ctx.saved_range)]
 
 
 def _per_op(program: Program, ctxs: Sequence[Any], saved: Sequence[Any]) -> dict[int, Any]:
@@ -149,14 +151,6 @@ def _keep_contexts(
         ctx.params = ()
         ctx.saved_range = (start, len(saved))
     return left
-
-
-def _restore_contexts(ctxs: Sequence[Any], left: dict[int, Any], saved: tuple[Any, ...]) -> None:
-    """Copy what the forward left on its contexts to those of the backward."""
-    for index, ctx in left.items():
-        vars(ctxs[index]).update(vars(ctx))
-        start, stop = ctx.saved_range
-        ctxs[index].saved_tensors = saved[start:stop]
 
 
 def _drop_recomputable(

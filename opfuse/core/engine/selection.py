@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,8 +29,8 @@ from ..op import BasicOperation, FusedOperation
 from ..records import FusionSource
 from ..tuning_table import Measurement
 from .cover import beaten, best_cover, conflict
-from .edges import Edges, View
-from .measured import Measurements, counting
+from .edges import View
+from .measured import Facts, counting
 from .plan import Refusal
 from .step import Step
 
@@ -54,7 +54,7 @@ class Taken(list[Step]):
     def overlapping(self, candidate: Step) -> list[Step]:
         """The taken candidates that cover the same op in the same pass."""
         found = [self._at[place] for place in candidate.places if place in self._at]
-        return list({id(winner): winner for winner in found}.values())
+        return list(dict.fromkeys(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,31 +67,22 @@ class Selection:
 
 
 def choose(
-    ops: Sequence[BasicOperation],
-    sources: Iterable[FusionSource],
-    env: Environment,
-    measurements: Measurements,
-    *,
-    kwargs: Sequence[tuple[str, ...]],
-    excluded: frozenset[tuple[Any, int, int]] = frozenset(),
+    facts: Facts, sources: Iterable[FusionSource], excluded: Collection[tuple[Any, int, int]] = ()
 ) -> Selection:
     """Choose the fusions of a chain.
 
     Args:
-        ops: The basic ops of the chain.
+        facts: The chain, and everything that the choice depends on.
         sources: Every fusion on offer.
-        env: The environment of the plan.
-        measurements: The measurements of the candidates, and the facts they depend on.
-        kwargs: Names of the keyword arguments given to each op.
         excluded: ``(source, begin, end)`` of candidates whose build failed.
     """
-    limit = env.options.get("fusion_limit")
+    limit = facts.env.options.get("fusion_limit")
     if isinstance(limit, str):
         raise ValueError(
             f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}"
         )
-    prefer, length = env.options.get("prefer", "speed"), 2 * len(ops) + 1
-    finder = _Finder(tuple(ops), env, measurements, kwargs, excluded)
+    finder = _Finder(facts, excluded)
+    prefer, length = finder.prefer, finder.length
     candidates: list[Step] = []
     taken = Taken()
     ordered = sorted(sources, key=_precedence)
@@ -102,30 +93,19 @@ def choose(
         free = finder.not_beaten(found, ordered[positions[-1] :], taken)
         taken.take(best_cover(free, length, prefer))
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
-    kept, beyond = taken[:limit], {*map(id, taken[limit:] if limit is not None else ())}
-    won = {*map(id, kept)}
-    for loser in candidates:
-        if id(loser) not in won:
-            limited = f"beyond the limit of {limit} fusions" if id(loser) in beyond else ""
-            why = (
-                limited
-                or finder.beaten.get(id(loser))
-                or conflict(loser, taken.overlapping(loser), prefer)
-            )
-            finder.refuse(loser, why)
+    kept = taken[:limit]
+    won, fitting = {*kept}, {*taken}
+    for loser in [step for step in candidates if step not in won]:
+        limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
+        why = limited or finder.beaten.get(loser)
+        finder.refuse(loser, why or conflict(loser, taken.overlapping(loser), prefer))
     refused = tuple(sorted(finder.refused, key=_place))
     return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
 
 
-def find_candidates(
-    ops: Sequence[BasicOperation],
-    sources: Iterable[FusionSource],
-    env: Environment,
-    measurements: Measurements,
-    kwargs: Sequence[tuple[str, ...]],
-) -> list[Step]:
+def find_candidates(facts: Facts, sources: Iterable[FusionSource]) -> list[Step]:
     """Every candidate of a chain, including overlapping ones; see :func:`choose`."""
-    return _Finder(tuple(ops), env, measurements, kwargs).peek(sources, Taken())
+    return _Finder(facts).peek(sources, Taken())
 
 
 def _place(refusal: Refusal) -> tuple[Any, ...]:
@@ -142,19 +122,16 @@ def _precedence(source: FusionSource) -> tuple[Any, int]:
 class _Finder:
     """Finds the candidates of one chain and keeps the refusals."""
 
-    ops: tuple[BasicOperation, ...]
-    env: Environment
-    measurements: Measurements
-    kwargs: Sequence[tuple[str, ...]]
-    excluded: frozenset[tuple[Any, int, int]] = frozenset()
+    facts: Facts
+    excluded: Collection[tuple[Any, int, int]] = ()
     refused: list[Refusal] = dataclasses.field(default_factory=list)
     row_facts: set[str] = dataclasses.field(default_factory=set)
-    beaten: dict[int, str] = dataclasses.field(default_factory=dict)
+    beaten: dict[Step, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.first_backward = self.measurements.needs.first_backward
-        self.widths = self.measurements.widths or (None,) * (len(self.ops) + 1)
-        self.edges: Edges = self.measurements.edges
+        self.ops, self.env, self.edges = self.facts.chain.ops, self.facts.env, self.facts.edges
+        self.prefer: str = self.env.options.get("prefer", "speed")
+        self.length = 2 * len(self.ops) + 1
         self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
         keeping = [declared(op, "keeps_rows") for op in self.ops]
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
@@ -183,7 +160,6 @@ class _Finder:
             taken: The candidates taken so far.
         """
         free = [step for step in found if not taken.overlapping(step)]
-        prefer, length = self.env.options.get("prefer", "speed"), 2 * len(self.ops) + 1
         joint = [step for step in free if step.passes == "joint" and step.measured]
         trades = [step for step in joint if self._trade(step)["trades_time"]]
         alike = [source for source in later if joint and source.rank == joint[0].source.rank]
@@ -191,9 +167,9 @@ class _Finder:
             others = self.peek(rivals, taken) if steps else []
             others += joint if rivals is later else []
             for step in steps:
-                why = self.beaten.get(id(step)) or beaten(step, others, length, prefer)
-                self.beaten[id(step)] = why
-        return [step for step in free if not self.beaten.get(id(step))]
+                why = self.beaten.get(step) or beaten(step, others, self.length, self.prefer)
+                self.beaten[step] = why
+        return [step for step in free if not self.beaten.get(step)]
 
     def refuse(self, step: Step, reason: str) -> None:
         source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
@@ -225,9 +201,9 @@ class _Finder:
 
     def _spares_nothing(self, step: Step, taken: Taken) -> str:
         """Return why computing a step's output again would save no memory, or ``""``."""
-        if self.measurements.assumed:
+        if self.facts.assumed:
             return ""
-        needs, behind = self.measurements.needs, self.ops[step.stop : step.stop + 1]
+        needs, behind = self.facts.needs, self.ops[step.stop : step.stop + 1]
         keeping = ["input" in (declared(op, "saved_names") or ()) for op in behind]
         if keeping != [True] or not any(needs.params[step.stop]):
             return "no op behind it keeps its output for the gradient of a parameter"
@@ -276,8 +252,9 @@ class _Finder:
     def _benefit(self, step: Step) -> float | str:
         """The benefit, or a sentence that says why it is no reason to fuse."""
         source, start, stop, op = step.source, step.start, step.stop, step.op
-        if source.passes == "backward" and start < self.first_backward:
-            return f"no gradient is needed before op {self.first_backward}"
+        first = self.facts.needs.first_backward
+        if source.passes == "backward" and start < first:
+            return f"no gradient is needed before op {first}"
         if (source, step.begin, step.end) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
@@ -290,9 +267,7 @@ class _Finder:
             asked = self._asked(step)
         else:
             step.measured, asked = self._measured(step), 2 * (stop - start - 1)
-            step.env = self.env._replace(
-                **_measurement_fields(step.measured, self.measurements.assumed)
-            )
+            step.env = self.env._replace(**self._measurement_fields(step))
         return asked if isinstance(asked, str) else self._judged(step) or asked
 
     def _surplus(self, step: Step) -> str:
@@ -300,7 +275,7 @@ class _Finder:
         build = getattr(step.source.fusion, "build", None)
         takes = getattr(build, "kwarg_names", ()) if step.op is None else kwarg_names(step.op)
         for index in range(step.start, step.stop):
-            for name in self.kwargs[index]:
+            for name in self.facts.kwargs[index]:
                 if takes is not None and name not in takes:
                     given_to = type(self.ops[index]).__name__
                     return f"it does not take the keyword argument {name!r} given to {given_to}"
@@ -345,19 +320,25 @@ class _Finder:
         start = step.start
         aligned = fusion.needs_row_alignment and self.rows_kept[start]
         self.row_facts |= {"row_alignment"} if aligned else set()
-        found = step.measured = self._measured(step)
+        step.measured = self._measured(step)
         return self.env._replace(
             rows=None,
-            recipe=self.measurements.edges.recipe_of(self.env.recipe, start, step.stop),
-            features=self.widths[start],
+            recipe=self.edges.recipe_of(self.env.recipe, start, step.stop),
+            features=self.facts.chain.widths[start],
             contiguous=None,
             row_alignment=self.env.row_alignment if aligned else 1,
-            **_measurement_fields(found, self.measurements.assumed),
+            **self._measurement_fields(step),
         )
+
+    def _measurement_fields(self, step: Step) -> dict[str, Any]:
+        """The environment fields about a candidate's measurement."""
+        if step.measured is None:
+            return {"measured": math.inf if self.facts.assumed else None, "configuration": None}
+        return {"measured": step.measured.speed, "configuration": step.measured.configuration}
 
     def _measured(self, step: Step) -> Measurement | None:
         """The measurement of a candidate, for the input of this plan."""
-        entries = self.measurements.entries(step)
+        entries = self.facts.entries(step)
         if not entries:
             return None
         # the rows are known as long as no op changes them; everything else only at the start of
@@ -375,20 +356,13 @@ class _Finder:
         if step.measured is not None:
             return str(step.measured.refusal(**trade))
         unasked = trade["trades_time"] and trade["prefer"] != "memory"
-        if unasked and not self.measurements.assumed:
+        if unasked and not self.facts.assumed:
             return 'it trades time for memory, which prefer="memory" asks for'
         return ""
 
     def _trade(self, step: Step) -> dict[str, Any]:
         trades = getattr(step.source.fusion, "trades_time", False)
-        return {"trades_time": trades, "prefer": self.env.options.get("prefer", "speed")}
-
-
-def _measurement_fields(found: Measurement | None, assumed: bool) -> dict[str, Any]:
-    """The environment fields about a measurement."""
-    if found is None:
-        return {"measured": math.inf if assumed else None, "configuration": None}
-    return {"measured": found.speed, "configuration": found.configuration}
+        return {"trades_time": trades, "prefer": self.prefer}
 
 
 def _step(source: FusionSource, view: View, i: int, j: int) -> Step:
@@ -432,18 +406,14 @@ def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperati
             f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}"
         )
     _check_order(source, fused.basic_ops, ops)
-    for name, passes in (
-        ("fuser_forward", ("forward", "joint")),
-        ("fuser_backward", ("backward", "joint")),
-    ):
-        method = getattr(fused, name)
-        if source.passes in passes and getattr(method, "__func__", None) is getattr(
-            FusedOperation, name
-        ):
-            what = (
-                f"is a {source.passes} fusion, but {type(fused).__name__} does not implement {name}"
+    for passes in ("forward", "backward"):
+        name = f"fuser_{passes}"
+        method = getattr(getattr(fused, name), "__func__", None)
+        if source.passes in (passes, "joint") and method is getattr(FusedOperation, name):
+            raise TypeError(
+                f"{source.full_name} is a {source.passes} fusion, but {type(fused).__name__} does "
+                f"not implement {name}"
             )
-            raise TypeError(f"{source.full_name} {what}")
     if fused.recomputes and type(fused).fuser_recompute is FusedOperation.fuser_recompute:
         raise TypeError(
             f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute"

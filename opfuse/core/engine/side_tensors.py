@@ -73,11 +73,9 @@ class ForwardExtras:
         for i, tensors in _per_basic_op(step, outputs, chain, "extra outputs"):
             for k, tensor in enumerate(tensors):
                 if tensor is None and chain.needed_after((i, k), step.stop):
-                    who = (
-                        f"{type(step.op).__name__} gave None for extra output {k} of "
-                        f"{chain.name(i)}"
-                    )
-                    raise RuntimeError(f"{who}, which is used outside of it")
+                    what = f"gave None for extra output {k} of {chain.name(i)}"
+                    who = type(step.op).__name__
+                    raise RuntimeError(f"{who} {what}, which is used outside of it")
                 self._outputs[i, k] = tensor
                 if tensor is not None and (i, k) in self._flowing and tensor.is_floating_point():
                     # do not change the flag of a tensor that the caller may hold
@@ -96,18 +94,14 @@ class ForwardExtras:
         written = [tensor for tensor, version in pairs if tensor._version != version]
         if not written:
             return
-        came_in = {
-            id(tensor._base if tensor._is_view() else tensor) for tensor in (x, *self._given)
-        }
+        came_in = {id(_root(tensor)) for tensor in (x, *self._given)}
         memory = {_memory(tensor) for tensor in written}
-        for tensor in saved:
-            root = tensor._base if tensor is not None and tensor._is_view() else tensor
-            if tensor is not None and id(root) in came_in and _memory(tensor) in memory:
-                what = (
+        for tensor in [tensor for tensor in saved if tensor is not None]:
+            if id(_root(tensor)) in came_in and _memory(tensor) in memory:
+                raise RuntimeError(
                     "an in-place op overwrote an extra input that the backward of another op of "
-                    "the chain needs"
+                    "the chain needs: pass in_place=False, or a copy"
                 )
-                raise RuntimeError(f"{what}: pass in_place=False, or a copy")
 
     def with_outputs(self, output: Tensor, func_ctx: Any) -> Any:
         """The output together with the extra outputs for the caller, if any."""
@@ -187,19 +181,20 @@ class BackwardExtras:
         ends = [dx, *of_arguments]
         if not is_dynamo_compiling():
             first = self._grad_output
-            ends = _separate(ends, {} if first is None else {_memory(first): first})
+            _separate(ends, {} if first is None else {_memory(first): first})
         return [None, None, *ends[:1]], ends[1:]
 
 
-def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> list[Tensor | None]:
+def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> None:
     """Copy gradients that share memory: autograd would keep both as ``.grad``."""
-    shared = [
-        grad is not None and seen.setdefault(_memory(grad), grad) is not grad for grad in grads
-    ]
-    return [
-        grad.clone() if grad is not None and copy else grad
-        for grad, copy in zip(grads, shared, strict=True)
-    ]
+    for i, grad in enumerate(grads):
+        if grad is not None and seen.setdefault(_memory(grad), grad) is not grad:
+            grads[i] = grad.clone()
+
+
+def _root(tensor: Tensor) -> Tensor | None:
+    """The tensor itself, or the one that it is a view of."""
+    return tensor._base if tensor._is_view() else tensor
 
 
 def _memory(tensor: Tensor) -> int:

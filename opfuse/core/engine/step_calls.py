@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import torch
 
 from ..cast import Cast
-from ..environment import Environment
 from ..introspection import op_class
 from ..op import BasicOperation, is_direct
 from ..op_context import OperationContext, asks_for_quantizers
 from ..quantization import QuantizedTensor
 from ..quantization.quantizer import same_quantizer
-from .chain import Chain
-from .edges import Edges
+from .measured import Facts
 from .step import Step
 
 
@@ -26,25 +23,24 @@ def lone_step(op: BasicOperation, place: int) -> Step:
     return Step(None, place, place + 1, (op,), op=op)
 
 
-def finish(
-    step: Step,
-    pass_name: str,
-    chain: Chain,
-    kwargs: Sequence[tuple[str, ...]],
-    env: Environment,
-    edges: Edges,
-) -> None:
+def finish(step: Step, pass_name: str, facts: Facts) -> None:
     """Decide how a step is called."""
-    op, forward = step.op, pass_name == "forward"
+    op, env, forward = step.op, facts.env, pass_name == "forward"
     if isinstance(op, Cast):
         _call_cast(step, forward)
         return
-    ops = chain.ops[step.start : step.stop]
+    ops = facts.chain.ops[step.start : step.stop]
     step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
     step.no_extras = ((),) * len(ops)
-    step.given = any(kwargs[step.start : step.stop])
+    step.given = any(facts.kwargs[step.start : step.stop])
     step.direct = not step.given and not step.has_extras and is_direct(op, pass_name)
-    step.run = _method(step, forward)
+    if forward:
+        step.run = _with_quantizers(op) if step.direct else op.fuser_forward
+        step.takes_quantized = step.start in facts.edges.forward and step.begin % 2 == 1
+        step.width = facts.chain.later_widths.get(step.start)
+    else:
+        step.run = op.op_backward if step.direct else op.fuser_backward
+        step.takes_quantized = step.stop in facts.edges.backward and step.end % 2 == 0
     if env.options.get("debug") and not env.compiling:
         who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
         from ..debug import Watched
@@ -52,23 +48,7 @@ def finish(
         step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
     if step.casts:
         step.run = WithCasts(step.run, step.matched)
-    step.width = chain.later_widths.get(step.start) if forward else None
     step.prepares = env.recipe is not None or step.width is not None
-    step.takes_quantized = _takes_quantized(step, forward, edges)
-
-
-def _method(step: Step, forward: bool) -> Any:
-    """The method that a step calls."""
-    if step.direct:
-        return _with_quantizers(step.op) if forward else step.op.op_backward
-    return step.op.fuser_forward if forward else step.op.fuser_backward
-
-
-def _takes_quantized(step: Step, forward: bool, edges: Edges) -> bool:
-    """Return whether the incoming tensor is cast before the step, and not by the step itself."""
-    if forward:
-        return step.start in edges.forward and step.begin % 2 == 1
-    return step.stop in edges.backward and step.end % 2 == 0
 
 
 def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
@@ -88,22 +68,13 @@ def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
             found.append(lone_step(op, 2 * edge))
             _call_cast(found[-1], forward)
             continue
-        alone = dataclasses.replace(
-            step,
-            op=op,
-            begin=2 * edge + 1,
-            end=2 * edge + 2,
-            matched=(op,),
-            run=op.fuser_forward if forward else op.fuser_backward,
-            direct=False,
-            takes_quantized=(edge if forward else edge + 1) in casts,
-            recompute=step.recompute if edge == step.start else None,
-            has_extras=bool(op.num_extra_inputs or op.num_extra_outputs),
-            no_extras=((),),
-            numbers=(),
-            owns=False,
-        )
-        found.append(alone)
+        found.append(alone := lone_step(op, 2 * edge + 1))
+        alone.run = op.fuser_forward if forward else op.fuser_backward
+        alone.prepares = step.prepares
+        alone.takes_quantized = (edge if forward else edge + 1) in casts
+        alone.recompute = step.recompute if edge == step.start else None
+        alone.has_extras = bool(op.num_extra_inputs or op.num_extra_outputs)
+        alone.no_extras = ((),)
         edge += 1
     return found if forward else found[::-1]
 
@@ -111,7 +82,7 @@ def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
 def _call_cast(step: Step, forward: bool) -> None:
     """Decide how a cast step is called; a loop passes the context of the op that asked for it."""
     step.direct, step.takes_quantized = forward, True
-    step.run = step.op.op_forward if forward else _CastGradient(step.op)
+    step.run = step.op.op_forward if forward else step.op.fuser_backward
 
 
 def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
@@ -130,17 +101,6 @@ def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
     return run
 
 
-class _CastGradient:
-    """The backward step of a cast that no fusion took."""
-
-    def __init__(self, cast: Cast) -> None:
-        self.__self__, self.__name__ = cast, "fuser_backward"
-
-    def __call__(self, ctxs: Any, grad_output: Any, **unused: Any) -> Any:
-        """Cast it; there are no gradients of parameters or extra inputs."""
-        return self.__self__.quantizer(grad_output, self.__self__.usage), (), ()
-
-
 class TrackedCast:
     """The forward step of a cast whose input may be computed again instead of being kept.
 
@@ -157,9 +117,8 @@ class TrackedCast:
         if self._fused is None:
             made = self.__self__.op_forward(ctx, x)
         else:
-            given: Any = dict(basic_op_extra_inputs=(), basic_op_kwargs=())
-            given |= dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-            made, _ = self._fused((), x, **given)
+            none = dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+            made, _ = self._fused((), x, basic_op_extra_inputs=(), basic_op_kwargs=(), **none)
         ctx.cast_input = x, made
         return made
 

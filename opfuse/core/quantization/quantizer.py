@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -138,13 +138,9 @@ class Quantizer(ABC):
         """
         if not self.pending_names:
             return self
-        twin: Quantizer = object.__new__(type(self))
-        vars(twin).update(vars(self), _recording=self)
-        for name in self.state_names:
+        twin = _copied(self, self.pending_names, recording=self)
+        for name in {*self.state_names} - {*self.pending_names}:
             del vars(twin)[name]  # always read from the original
-        with torch.inference_mode(False):  # it serves other calls too
-            for name in self.pending_names:
-                setattr(twin, name, getattr(self, name).clone())
         return twin
 
     def __getattr__(self, name: str) -> object:
@@ -173,12 +169,18 @@ def unchanged(tensor: Tensor, usage: Usage, quantizer: Quantizer | None) -> Scal
 
 def with_own_state(quantizer: Quantizer) -> Quantizer:
     """Return a copy of a quantizer whose state starts equal and is then independent."""
-    if not quantizer.state_names:
-        return quantizer
+    names = quantizer.state_names
+    return _copied(quantizer, names, recording=None) if names else quantizer
+
+
+def _copied(
+    quantizer: Quantizer, names: Iterable[str], *, recording: Quantizer | None
+) -> Quantizer:
+    """Return a copy of a quantizer that has its own tensors of these names."""
     made: Quantizer = object.__new__(type(quantizer))
-    vars(made).update(vars(quantizer), _recording=None)
+    vars(made).update(vars(quantizer), _recording=recording)
     with torch.inference_mode(False):  # it serves other calls too
-        for name in quantizer.state_names:
+        for name in names:
             setattr(made, name, getattr(quantizer, name).clone())
     return made
 

@@ -13,7 +13,6 @@ from .names import matching
 from .parameter import held_by
 from .quantizer import Quantizer
 from .recipe import Recipe
-from .state import quantizer_names
 
 
 class PreparedOps:
@@ -73,11 +72,10 @@ class Block:
             records = torch.is_grad_enabled() or recipe in self._calibrating
             if failed or not records:
                 for op in ran:
-                    forward = quantizer_names(op, "forward")
                     # nothing was recorded for quantized parameters in this block
                     apart = [param.quantizer for param in held_by(op).values()]
-                    for name, quantizer in op._quantizers.of(recipe).items():
-                        if name in forward and all(quantizer is not one for one in apart):
+                    for quantizer in op._quantizers.of_forward(op, recipe):
+                        if all(quantizer is not one for one in apart):
                             quantizer.discard()
             else:
                 quantizers = _quantizers(recipe, ran, env, self._skips[recipe])

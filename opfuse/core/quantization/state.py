@@ -134,6 +134,11 @@ class QuantizerStates:
             self._unrecorded[recipe] = {name: q.unrecorded() for name, q in quantizers.items()}
         return self._unrecorded[recipe]
 
+    def of_forward(self, op: Any, recipe: Recipe | None) -> list[Quantizer]:
+        """The quantizers of :meth:`of` that the forward uses."""
+        known = self.of(recipe)
+        return [known[name] for name in quantizer_names(op, "forward") if name in known]
+
     def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""
         observer = current.observer
@@ -153,14 +158,9 @@ class QuantizerStates:
         quantizers = self.serving(op, recipe, recording)
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
-    @property
-    def in_use(self) -> bool:
-        """Whether there are quantizers."""
-        return bool(self._by_recipe)
-
     def check_name(self, op: Any, name: str) -> None:
         """Refuse to rename an op whose quantizers know it by another name."""
-        if self.in_use and name != op.name:
+        if self._by_recipe and name != op.name:
             raise RuntimeError(
                 f"{type(op).__name__} has quantizers that know it as {op.name!r}, not {name!r}: "
                 f"set its name, or call opfuse.assign_names, before the first call under a recipe"
@@ -186,28 +186,24 @@ class QuantizerStates:
             for name in quantizer.state_names:
                 yield f"{key}.{name}", quantizer, name
 
+    def _tensors(self, recipe: Recipe) -> dict[str, Tensor]:
+        """The current state for a recipe, by its names in a checkpoint."""
+        return {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
+
     def _text(self, recipe: Recipe) -> str:
         """The text that identifies a recipe in a checkpoint: its registered name and its fields."""
         return recipe.to_json(self._recipe_names[recipe])
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Write the state of every recipe used so far, and of those loaded but not used yet."""
-        states = {
-            self._text(recipe): {
-                key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)
-            }
-            for recipe in self._by_recipe
-        }
+        states = {self._text(recipe): self._tensors(recipe) for recipe in self._by_recipe}
         for number, (text, state) in enumerate(sorted({**self._loaded, **states}.items())):
             if not state:
                 continue
-            destination[f"{prefix}{_KEY}{number}.recipe"] = torch.tensor(
-                list(text.encode()), dtype=torch.uint8
-            )
+            where = f"{prefix}{_KEY}{number}."
+            destination[where + "recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
             for key, value in state.items():
-                destination[f"{prefix}{_KEY}{number}.{key}"] = (
-                    value if keep_vars else value.detach()
-                )
+                destination[where + key] = value if keep_vars else value.detach()
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take the quantizer state out of ``state_dict``.
@@ -243,7 +239,7 @@ class QuantizerStates:
             if self._loaded and any(self._entries(recipe)):
                 _warn_of_others(self._text(recipe), tuple(sorted(self._loaded)))
             return
-        targets = {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
+        targets = self._tensors(recipe)
         if targets.keys() != state.keys():
             who = f" of {type(op).__name__} {op.name!r}" if op is not None and op.name else ""
             expected = ", ".join(sorted(targets)) or "none"
@@ -251,11 +247,10 @@ class QuantizerStates:
             raise RuntimeError(f"{what}; the checkpoint has {', '.join(sorted(state))}")
         for key, target in targets.items():
             if target.shape != state[key].shape:
-                shapes = (
-                    f"expected shape {tuple(target.shape)}, "
+                raise RuntimeError(
+                    f"quantizer state {key}: expected shape {tuple(target.shape)}, "
                     f"the checkpoint has {tuple(state[key].shape)}"
                 )
-                raise RuntimeError(f"quantizer state {key}: {shapes}")
         with torch.no_grad():
             for key, target in targets.items():
                 target.copy_(state[key])

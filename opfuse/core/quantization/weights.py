@@ -16,12 +16,10 @@ from .quantizer import Quantizer, same_quantizer
 
 
 class _Entry(NamedTuple):
-    """A cast: the Parameter and its state, the quantizer, and the result."""
+    """A cast: the Parameter with its version, dtype and device, the quantizer, and the result."""
 
     param: weakref.ref[Tensor]
-    version: int
-    dtype: torch.dtype
-    device: torch.device
+    state: tuple[int, torch.dtype, torch.device]
     quantizer: Quantizer
     tensor: QuantizedTensor
 
@@ -70,23 +68,15 @@ class WeightCache:
         # computed weights are not recognized again, and calibration casts nothing reusable
         if is_compiling() or not _can_be_known_again(weight) or not quantizer.quantizes:
             return quantizer(matrix, usage)
-        found = self._entries.get(name)
-        known = (
-            found is not None
-            and current.weights == "cached"
-            and found.param() is weight
-            and (found.version, found.dtype, found.device)
-            == (weight._version, weight.dtype, weight.device)
-            and same_quantizer(found.quantizer, quantizer)
-        )
-        if known:
-            assert found is not None
-            if found.tensor.usage.covers(usage):
-                return found.tensor
-            usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
+        state = weight._version, weight.dtype, weight.device
+        found = self._entries.get(name) if current.weights == "cached" else None
+        if found is not None and found.param() is weight and found.state == state:
+            if same_quantizer(found.quantizer, quantizer):
+                if found.tensor.usage.covers(usage):
+                    return found.tensor
+                usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
         made = quantizer(matrix, usage)
-        known_by = weight._version, weight.dtype, weight.device
-        self._entries[name] = _Entry(weakref.ref(weight), *known_by, quantizer, made)
+        self._entries[name] = _Entry(weakref.ref(weight), state, quantizer, made)
         return made
 
 
