@@ -219,8 +219,8 @@ class PluginManager:
         for recipes in self._call(record, "opfuse_recipes"):
             record.recipes.update(checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
-            known = isinstance(options, dict)
-            if not known or not all(str(o).partition(".")[0] in record.names for o in options):
+            is_dict = isinstance(options, dict)
+            if not is_dict or not all(str(o).partition(".")[0] in record.names for o in options):
                 wanted = f"a dict of '{record.name}.<option>'"
                 raise TypeError(f"opfuse_options must return {wanted}, got {options!r}")
             record.options.update(options)
