@@ -10,10 +10,10 @@ from torch import Tensor
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 from ..tuning.tolerance import TOLERANCES, code_steps, difference, skew
 from .cases import Case
-from .running import Failure, Result
+from .running import Failure, RunResult
 
 
-def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) -> None:
+def compare_outputs(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
     """Hold outputs against the truth, at the tolerance of the dtype.
 
     Raises:
@@ -30,7 +30,7 @@ def compare_outputs(case: Case, got: Result, expected: Result, truth: Result) ->
             raise Failure(f"{what} has {has} autograd graph, unlike the separate ops'")
 
 
-def compare_grads(case: Case, got: Result, expected: Result, truth: Result) -> None:
+def compare_grads(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
     """Hold every gradient against the truth.
 
     Raises:
@@ -41,7 +41,7 @@ def compare_grads(case: Case, got: Result, expected: Result, truth: Result) -> N
         compare(case, what, grad, expected.grads[name], truth.grads[name])
 
 
-def compare_results(case: Case, got: Result, expected: Result, truth: Result) -> None:
+def compare_results(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
     """Both of these."""
     compare_outputs(case, got, expected, truth)
     compare_grads(case, got, expected, truth)

@@ -102,7 +102,7 @@ class Plans(Recorder):
 
 
 @dataclasses.dataclass
-class Result:
+class RunResult:
     """The results of one forward and backward.
 
     Attributes:
@@ -122,7 +122,7 @@ class Result:
 
 def forward(
     case: Case, dtype: torch.dtype | None = None, *, built: Built | None = None, chain: Any = None
-) -> Result:
+) -> RunResult:
     """Run the forward of a case with the plugins and options that are in force.
 
     Args:
@@ -133,12 +133,12 @@ def forward(
     """
     built = built or case.build(dtype)
     given = built.inputs()
-    return Result(built, given, built(*given, chain=chain(built.chain) if chain else None))
+    return RunResult(built, given, built(*given, chain=chain(built.chain) if chain else None))
 
 
 def backward(
-    case: Case, result: Result, only_main: bool = False, retain_graph: bool = False
-) -> Result:
+    case: Case, result: RunResult, only_main: bool = False, retain_graph: bool = False
+) -> RunResult:
     """Add the gradients to a forward's result.
 
     Args:
@@ -162,7 +162,9 @@ def backward(
     return result
 
 
-def fused(case: Case, *, grads: bool = True, chain: Any = None, only_main: bool = False) -> Result:
+def fused(
+    case: Case, *, grads: bool = True, chain: Any = None, only_main: bool = False
+) -> RunResult:
     """Run a case with its fusion.
 
     Args:
@@ -210,7 +212,7 @@ def blamed() -> Iterator[None]:
         raise Failure(f"it raised {type(error).__name__}: {text}") from error
 
 
-def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> Result:
+def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> RunResult:
     """The same case without any fusion; with ``dtype`` fp64, the truth.
 
     Raises:
@@ -220,7 +222,7 @@ def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = Fal
 
 
 @functools.lru_cache(maxsize=2048)
-def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> Result:
+def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> RunResult:
     try:
         with only():
             return backward(case, forward(case, dtype), only_main)
@@ -228,7 +230,7 @@ def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> Result:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
 
 
-def references(case: Case, only_main: bool = False) -> tuple[Result, Result]:
+def references(case: Case, only_main: bool = False) -> tuple[RunResult, RunResult]:
     """The references for a fused result: the separate ops', and the truth in fp64.
 
     Raises:

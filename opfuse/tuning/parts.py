@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class MeasuredCall:
     """One call of a chain, kept to be made again.
 
     Attributes:
@@ -54,7 +54,7 @@ class Call:
         return self.extras[self.program.chain.arguments[slot]]
 
 
-def candidates(call: Call, sources: Iterable[FusionSource]) -> list[Step]:
+def candidates(call: MeasuredCall, sources: Iterable[FusionSource]) -> list[Step]:
     """Every candidate of a call, whatever its estimated speed.
 
     Args:
@@ -97,7 +97,7 @@ def extent(step: Step) -> range:
 
 
 def part_program(
-    call: Call,
+    call: MeasuredCall,
     of: range,
     step: Step | None = None,
     *,

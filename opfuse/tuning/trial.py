@@ -20,7 +20,7 @@ from ..core.op import BasicOperation
 from ..core.tuning_table import Measurement, Shape
 from .comparing import as_tuple, gradients, problem_of
 from .job import one_line
-from .parts import Call, compiled, extent, part_program
+from .parts import MeasuredCall, compiled, extent, part_program
 from .timing import TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
@@ -40,7 +40,7 @@ class Trial:
         shape: The shape of the input, for the entry.
     """
 
-    def __init__(self, call: Call, step: Step) -> None:
+    def __init__(self, call: MeasuredCall, step: Step) -> None:
         self._call, self._step, self._of = call, step, extent(step)
         self._kwargs = call.kwargs[self._of.start : self._of.stop]
         self._separate = part_program(call, self._of)

@@ -21,7 +21,7 @@ from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
 from ..report.explain import forked_rng
 from .job import Job
-from .parts import Call, as_compiled, candidates
+from .parts import MeasuredCall, as_compiled, candidates
 from .report import Result, TuningReport
 from .trial import Trial
 from .unchanged import unchanged
@@ -121,7 +121,7 @@ def _run(
 class _Candidate(Job):
     """A fusion that fits a call."""
 
-    def __init__(self, call: Call, step: Step) -> None:
+    def __init__(self, call: MeasuredCall, step: Step) -> None:
         self._call, self._step = call, step
         self.title, self.device = str(step.source.name), call.program.env.device
         self.subject = call.program.facts.subject(step)
@@ -167,7 +167,7 @@ class _Collector(Recorder):
         x, tensors, kwargs = given
         program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]
-        call = Call(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
+        call = MeasuredCall(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
         for step in candidates(call, manager.sources(current.selection)):
             candidate = _Candidate(call, step)
             if self._is_new(candidate, rows_of(Shape._fields, x)):

@@ -22,7 +22,7 @@ from ..running import (
     Declined,
     Failure,
     Plans,
-    Result,
+    RunResult,
     backward,
     both,
     forward,
@@ -74,14 +74,14 @@ def _calls(
 
 
 def _compare_calls(
-    case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[Result]]
+    case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[RunResult]]
 ) -> None:
     """Hold what ``run`` gives for the calls against the separate ops.
 
     A failure says which call is wrong.
     """
 
-    def step(dtype: torch.dtype | None = None) -> list[Result]:
+    def step(dtype: torch.dtype | None = None) -> list[RunResult]:
         return run(list(_calls(case, times, dtype)))
 
     for one, _ in _calls(case, times):
@@ -98,7 +98,7 @@ def _compare_calls(
 def interleaved(case: Case) -> None:
     """Forwards with other values and fewer rows, then their backwards: none disturbs another."""
 
-    def run(calls: list[tuple[Case, Built]]) -> list[Result]:
+    def run(calls: list[tuple[Case, Built]]) -> list[RunResult]:
         results = [forward(one, built=built) for one, built in calls]
         return [backward(one, result) for (one, _), result in zip(calls, results, strict=True)]
 
@@ -110,7 +110,7 @@ def interleaved(case: Case) -> None:
 def growing(case: Case) -> None:
     """Calls of one chain, later ones with many more rows: nothing is left of the first size."""
 
-    def run(calls: list[tuple[Case, Built]]) -> list[Result]:
+    def run(calls: list[tuple[Case, Built]]) -> list[RunResult]:
         return [backward(one, forward(one, built=built)) for one, built in calls]
 
     with saying(
@@ -165,8 +165,8 @@ def _values_followed(chains: Chains) -> Iterator[Case]:
 def follows_values(case: Case) -> None:
     """Tensors, and numbers on the ops, are read at every call: a change of any one is seen."""
 
-    def step() -> list[Result]:
-        built, results = case.build(), list[Result]()
+    def step() -> list[RunResult]:
+        built, results = case.build(), list[RunResult]()
 
         def call() -> None:
             for mode in (torch.no_grad, torch.enable_grad):
@@ -203,7 +203,7 @@ def follows_values(case: Case) -> None:
 def keeps_numbers(case: Case) -> None:
     """The backward uses its forward's numbers (scale, p, eps, ...), whatever is set since."""
 
-    def step(change: bool = True) -> Result:
+    def step(change: bool = True) -> RunResult:
         result = forward(case)
         if change:
             _renumber(result.built.chain)
@@ -232,12 +232,12 @@ def versions(case: Case) -> None:
     fused(case, grads=False)
     names = [name for name in expected.built.leaves if name not in expected.built.writable]
 
-    def step(name: str) -> Result | None:
+    def step(name: str) -> RunResult | None:
         """The gradients, or None if autograd refuses."""
         built = case.build()
         given = {name: tensor * 1 for name, tensor in built.named_inputs().items()}
         outputs = built(*given.values())
-        result = Result(built, list(given.values()), outputs)
+        result = RunResult(built, list(given.values()), outputs)
         try:
             with torch.no_grad():
                 given.get(name, built.leaves[name]).add_(1)

@@ -24,7 +24,7 @@ from ..reference import compare_grads, compare_outputs, compare_results, describ
 from ..running import (
     Declined,
     Failure,
-    Result,
+    RunResult,
     backward,
     both,
     forward,
@@ -49,7 +49,7 @@ def without_grad(case: Case) -> None:
     def keep(op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
         saved.extend(tensor for ctx in ctxs for tensor in ctx.to_save or () if tensor is not None)
 
-    def step() -> Result:
+    def step() -> RunResult:
         first = forward(case)
         copies, leaves = [y.clone() for y in first.outputs], first.built.leaves
         given = [name for name in leaves if "." not in name and leaves[name].is_floating_point()]
@@ -289,7 +289,7 @@ def checkpoint(case: Case) -> None:
 def deepcopy(case: Case) -> None:
     """A copy of the chain is a chain of its own: used, and independent of the original."""
 
-    def step() -> Result:
+    def step() -> RunResult:
         original = forward(case).built
         twin = copy.deepcopy(original.chain)
         for param in original.params().values():
@@ -320,7 +320,7 @@ def _accumulating(chains: Chains) -> Iterator[Case]:
 def main_grad(case: Case) -> None:
     """With ``accumulate_into_main_grad`` it leaves the gradient of a weight to the op."""
 
-    def step(dtype: torch.dtype | None = None) -> Result:
+    def step(dtype: torch.dtype | None = None) -> RunResult:
         result = forward(case, dtype)
         leaves: dict[str, Any] = result.built.leaves
         basic = enumerate(result.built.chain)

@@ -19,7 +19,7 @@ from ...core.op import BasicOperation
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import describe
-from ..running import Failure, Result, backward, blamed, forward, fused, only, watched
+from ..running import Failure, RunResult, backward, blamed, forward, fused, only, watched
 from .registry import check, numbered, plain, surrounded
 from .values import aliases, memory_of
 
@@ -85,7 +85,7 @@ def unmodified_gradients(case: Case) -> None:
             backward(case, forward(case))
 
 
-def _shared(result: Result) -> set[tuple[str, str]]:
+def _shared(result: RunResult) -> set[tuple[str, str]]:
     """Pairs of tensors that share memory, of what goes in and comes out."""
     parts: dict[str, Any] = {"the input": result.given[0]}
     parts |= {f"extra input {k}": t for k, t in enumerate(result.given[1:])}
@@ -95,7 +95,7 @@ def _shared(result: Result) -> set[tuple[str, str]]:
     return {(a, b) for a, b in itertools.combinations(memory, 2) if memory[a] & memory[b]}
 
 
-def _made(result: Result) -> dict[str, Tensor]:
+def _made(result: RunResult) -> dict[str, Tensor]:
     """The outputs and gradients by name."""
     outputs = {f"output {k}": y for k, y in enumerate(result.outputs)}
     grads = {f"the gradient of {name}": t for name, t in result.grads.items() if t is not None}

@@ -20,7 +20,7 @@ from ..running import (
     Declined,
     Failure,
     Plans,
-    Result,
+    RunResult,
     backward,
     both,
     forward,
@@ -127,7 +127,7 @@ def recompute(case: Case) -> None:
                     "the saved_tensors of the cast's context"
                 )
 
-    def step() -> tuple[list[Result], dict[str, Tensor]]:
+    def step() -> tuple[list[RunResult], dict[str, Tensor]]:
         result, results = forward(case), []
         for retain in (True, False):
             results.append(backward(case, result, retain_graph=retain))
@@ -170,7 +170,7 @@ def _under_recipes(chains: Chains) -> Iterator[Case]:
 def recipe(case: Case) -> None:
     """Under a recipe, three steps give what the separate ops give, and the same state."""
 
-    def step() -> tuple[list[Result], dict[str, Tensor]]:
+    def step() -> tuple[list[RunResult], dict[str, Tensor]]:
         built, results = case.build(), []
         for _ in range(3):
             results.append(backward(case, forward(case, built=built)))

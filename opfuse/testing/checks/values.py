@@ -17,7 +17,7 @@ from ..reference import compare, compare_codes, compare_grads, compare_outputs, 
 from ..running import (
     Declined,
     Failure,
-    Result,
+    RunResult,
     backward,
     both,
     forward,
@@ -258,7 +258,7 @@ def nan_and_inf(case: Case) -> None:
     """NaN and inf come out where they come out of the separate ops."""
     case = case.with_(rows=(4,))
 
-    def step() -> Result:
+    def step() -> RunResult:
         built = case.build()
         for row, column, value in ((0, 0, torch.nan), (1, 0, torch.inf), (2, -1, -torch.inf)):
             built.leaves["input"].data[row, column] = value
@@ -286,7 +286,7 @@ def magnitude(case: Case) -> None:
         compare_results(case, *_where_finite(case, got, *expected))
 
 
-def _where_finite(case: Case, *results: Result) -> Iterator[Result]:
+def _where_finite(case: Case, *results: RunResult) -> Iterator[RunResult]:
     """The results, 0 where the separate ops' leave the dtype's range, or nearly do.
 
     There nobody is right.

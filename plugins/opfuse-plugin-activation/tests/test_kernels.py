@@ -123,12 +123,12 @@ def drawn(*shapes, dtype=torch.float32):
 
 def forward(op, x, bias, scales, dtype, keep):
     formula = formulas.formula_of(op, scales is not None)
-    return library.Activation(op, formula).forward(x, bias, scales, dtype, keep)
+    return library.LibraryActivation(op, formula).forward(x, bias, scales, dtype, keep)
 
 
 def backward(op, dy, x, *, needs_x=True, needs_sums=True, owns=False):
     formula = formulas.formula_of(op)
-    call = library.Activation(op, formula).backward
+    call = library.LibraryActivation(op, formula).backward
     return call(op.numbers_of(), dy, x, needs_x, needs_sums, owns)
 
 
@@ -302,7 +302,7 @@ def test_scaled(name, dtype):
     wide = true_value(op, x.double())
     assert_close(y, wide * scales.double()[:, None])
     formula = formulas.formula_of(op, True)
-    scaled_backward = library.Activation(op, formula).scaled_backward
+    scaled_backward = library.LibraryActivation(op, formula).scaled_backward
     given = op.numbers_of(), dy, x
     dx, dscales = scaled_backward(*given, scales, True)
     scaled_dy = dy.double() * scales.double()[:, None]

@@ -293,7 +293,7 @@ def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
         for role in sizes
     }
     operands = [
-        gemm.Operand.of(made[role].quantize(torch.randn(size), BOTH), ROWWISE)
+        gemm.GemmOperand.of(made[role].quantize(torch.randn(size), BOTH), ROWWISE)
         for role, size in sizes.items()
     ]
     with FakeTensorMode():
@@ -312,13 +312,13 @@ def test_what_is_no_operand():
     quantizer = fp8.CurrentQuantizer(E4M3)
     made = quantizer.quantize(torch.randn(4, 32), ROWWISE)
     assert torch.equal(
-        gemm.Operand.of(made, COLUMNWISE).data.float(), made.rowwise_data.float().t()
+        gemm.GemmOperand.of(made, COLUMNWISE).data.float(), made.rowwise_data.float().t()
     )
     block = fp8.BlockQuantizer(E4M3, (1, 128)).quantize(torch.randn(4, 32), ROWWISE)
     with pytest.raises(ValueError, match="a product needs the columnwise copy, got <BlockScaled"):
-        gemm.Operand.of(block, COLUMNWISE)
+        gemm.GemmOperand.of(block, COLUMNWISE)
     with pytest.raises(TypeError, match="no product of Tensor"):
-        gemm.Operand.of(torch.randn(4, 4), ROWWISE)
+        gemm.GemmOperand.of(torch.randn(4, 4), ROWWISE)
 
 
 # Where they stand

@@ -20,7 +20,7 @@ Extras = Sequence[Sequence[Tensor | None]]
 class _Fused(FusedOperation):
     """The base of all: it knows the activation, and who computes it."""
 
-    _call = ""  # of the functions in twins, and the methods of library.Activation
+    _call = ""  # of the functions in twins, and the methods of library.LibraryActivation
     _run: Any
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -44,7 +44,7 @@ class _Fused(FusedOperation):
 
         formula = formulas.formula_of(activation, scaled=op is not activation)
         config = Config(**env.configuration) if env.configuration else None
-        self._run = getattr(library.Activation(activation, formula, config), self._call)
+        self._run = getattr(library.LibraryActivation(activation, formula, config), self._call)
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""

@@ -22,7 +22,7 @@ Two = tuple[Tensor | None, Tensor | None]
 _PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
 
 
-class Activation:
+class LibraryActivation:
     """The functions of :mod:`opfuse_activation.twins` for one activation, by kernels.
 
     Args:

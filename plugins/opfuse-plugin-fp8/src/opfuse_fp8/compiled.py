@@ -44,7 +44,7 @@ _functions: dict[Any, _Function] = {}
 _lock = threading.Lock()
 
 
-class Casting:
+class CompiledCasting:
     """The cast at the end of a call: what it reads before, and what it makes of the tensors.
 
     Args:
@@ -148,7 +148,7 @@ class _Function:
 
 
 def _called(
-    title: str, key: Any, casting: Casting, tensors: Sequence[Any], make: Callable[[], Any]
+    title: str, key: Any, casting: CompiledCasting, tensors: Sequence[Any], make: Callable[[], Any]
 ) -> Any:
     """What a compiled function makes of tensors; None: it failed, or there are too many.
 
@@ -194,7 +194,7 @@ def _plain(tensor: Tensor | None) -> Any:
 def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, compiled."""
     made = None
-    if _takes(x) and (casting := Casting(into)).takes(x.shape):
+    if _takes(x) and (casting := CompiledCasting(into)).takes(x.shape):
         made = _called("a cast", (), casting, (x,), casting.caster)
     if made is None:
         return twins.cast(x, into)
@@ -208,7 +208,7 @@ def activation(
     made, same = None, bias is None and dtype is x.dtype
     fits = _takes(x, bias) and dtype in DTYPES and (bias is None or bias.shape == x.shape[-1:])
     shape = output_shape(op, x.shape) if fits else None
-    if shape is not None and (casting := Casting(into)).takes(shape):
+    if shape is not None and (casting := CompiledCasting(into)).takes(shape):
         key = described(op), dtype, keep and not same
         title = f"{type(op).__name__} with a cast"
         make = lambda: _activation(op, dtype, keep and not same, casting)  # noqa: E731
@@ -220,7 +220,7 @@ def activation(
     return casting.made(shape, dtype, tensors, amax), kept
 
 
-def _activation(op: Any, dtype: torch.dtype, keep: bool, casting: Casting) -> Any:
+def _activation(op: Any, dtype: torch.dtype, keep: bool, casting: CompiledCasting) -> Any:
     own, caster = copy.deepcopy(op), casting.caster()  # no op of a model is held
 
     def function(x: Tensor, bias: Any, scale: Any) -> Any:
@@ -236,7 +236,7 @@ def gradient(
     """:func:`opfuse_fp8.twins.gradient`, compiled."""
     made, like = None, dy if x is None else x
     fits = _takes(like, dy) and (x is None or dy.shape == output_shape(op, x.shape))
-    if fits and (casting := Casting(into)).takes(like.shape):
+    if fits and (casting := CompiledCasting(into)).takes(like.shape):
         then = None if x is None else op.with_numbers(numbers)
         title = f"the gradient of {'an output' if x is None else type(op).__name__} with a cast"
         make = lambda: _gradient(then, needs_sums, casting)  # noqa: E731
@@ -247,7 +247,7 @@ def gradient(
     return casting.made(like.shape, like.dtype, tensors, amax), sums
 
 
-def _gradient(op: Any, needs_sums: bool, casting: Casting) -> Any:
+def _gradient(op: Any, needs_sums: bool, casting: CompiledCasting) -> Any:
     own, caster = copy.deepcopy(op), casting.caster()
 
     def function(dy: Tensor, x: Any, scale: Any) -> Any:
@@ -276,7 +276,7 @@ def norm(
     """
     x, extra, *_ = tensors
     made = None
-    if _takes(*tensors) and (casting := Casting(into)).takes(x.shape):
+    if _takes(*tensors) and (casting := CompiledCasting(into)).takes(x.shape):
         summed = x.dtype if extra is None else torch.promote_types(x.dtype, extra.dtype)
         which = isinstance(op, LayerNorm), op.eps, op.zero_centered_gamma, dtype or summed
         title = f"{type(op).__name__} with a cast"
@@ -291,7 +291,7 @@ def norm(
 
 
 def _norm(
-    centers: bool, eps: float, zero_centered: bool, dtype: Any, keep: bool, casting: Casting
+    centers: bool, eps: float, zero_centered: bool, dtype: Any, keep: bool, casting: CompiledCasting
 ) -> Any:
     caster = casting.caster()
 

@@ -14,7 +14,7 @@ MOST_WOVEN = 64
 """How many features of each half may alternate: a tile holds whole runs of them."""
 
 
-class Formula(NamedTuple):
+class ActivationFormula(NamedTuple):
     """An activation, as the kernels take it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Formula(NamedTuple):
         return () if self.functions is None else self.functions.numbers(values)
 
 
-def formula_of(op: Any) -> Formula | None:
+def formula_of(op: Any) -> ActivationFormula | None:
     """What the kernels take for an activation, or None; ask while planning.
 
     Args:
@@ -55,7 +55,7 @@ def formula_of(op: Any) -> Formula | None:
     size = getattr(op, "glu_interleave_size", None) or 0
     backward = {**given, "SIZE": size, "ROUNDS": rounds}
     forward = {name: value for name, value in backward.items() if "DERIVATIVE" not in name}
-    return Formula(functions, size, forward, backward)
+    return ActivationFormula(functions, size, forward, backward)
 
 
 def why_not(op: Any) -> str:

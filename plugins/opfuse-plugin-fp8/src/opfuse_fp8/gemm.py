@@ -20,7 +20,7 @@ MX_ROWS, MX_SCALES = 128, 4
 """A tile of MX scales, as tensor cores read them."""
 
 
-class Operand(NamedTuple):
+class GemmOperand(NamedTuple):
     """A copy of a quantized tensor as a matrix whose last dimension is summed over.
 
     Attributes:
@@ -34,7 +34,7 @@ class Operand(NamedTuple):
     kind: ScalingType
 
     @classmethod
-    def of(cls, tensor: QuantizedTensor, usage: Usage) -> Operand:
+    def of(cls, tensor: QuantizedTensor, usage: Usage) -> GemmOperand:
         """The copy that ``usage`` names; per-tensor codes that lack it are transposed here.
 
         Raises:
@@ -62,7 +62,7 @@ class Operand(NamedTuple):
             raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
         return cls(data.reshape(sides), scale, kind)
 
-    def outer(self, start: int, stop: int) -> Operand:
+    def outer(self, start: int, stop: int) -> GemmOperand:
         """Some of the rows."""
         if (start, stop) == (0, self.data.shape[0]):
             return self
@@ -73,7 +73,7 @@ class Operand(NamedTuple):
             scale = scale[start:stop]
         return self._replace(data=self.data[start:stop], scale=scale)
 
-    def inner(self, start: int, stop: int) -> Operand:
+    def inner(self, start: int, stop: int) -> GemmOperand:
         """Some of what is summed over; blocks are to be whole, but for the last of all."""
         if (start, stop) == (0, self.data.shape[1]):
             return self
@@ -84,7 +84,7 @@ class Operand(NamedTuple):
             scale = scale[:, start // 32 : stop // 32]
         return self._replace(data=self.data[:, start:stop].contiguous(), scale=scale)
 
-    def filled(self) -> Operand:
+    def filled(self) -> GemmOperand:
         """With codes of zero up to a multiple of :data:`DEPTH`; blocks of scales cover them."""
         short = -self.data.shape[1] % DEPTH
         if not short:
@@ -100,8 +100,8 @@ class Operand(NamedTuple):
 
 
 def multiply(
-    left: Operand,
-    right: Operand,
+    left: GemmOperand,
+    right: GemmOperand,
     dtype: torch.dtype,
     *,
     bias: Tensor | None = None,

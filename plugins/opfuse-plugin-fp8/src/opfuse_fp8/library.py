@@ -11,7 +11,7 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 
 from . import twins
 from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
-from .formulas import Formula
+from .formulas import ActivationFormula
 from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
 from .kernels.launch_norms import norm
 from .twins import Into
@@ -31,7 +31,7 @@ def cast(x: Any, into: Into) -> QuantizedTensor:
 
 
 def activation(
-    formula: Formula,
+    formula: ActivationFormula,
     op: Any,
     x: Tensor,
     bias: Tensor | None,
@@ -51,7 +51,7 @@ def activation(
 
 
 def gradient(
-    formula: Formula,
+    formula: ActivationFormula,
     op: Any,
     numbers: Any,
     dy: Tensor,

@@ -13,7 +13,7 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
 from opfuse.ops import BasicLinear, Bias, ParallelLinear
 
 from . import hardware, recipes
-from .gemm import DEPTH, Operand, multiply
+from .gemm import DEPTH, GemmOperand, multiply
 
 Ctxs = list[OperationContext]
 
@@ -51,13 +51,13 @@ class ForwardProduct(_Product):
         else:
             x, weight = BasicLinear.quantized_operands(ctx, input_)
             weights, biases = [weight], [biased[0].params[0] if biased else None]
-        dtype, left = ctx.dtype or x.dtype, Operand.of(x, ROWWISE)
+        dtype, left = ctx.dtype or x.dtype, GemmOperand.of(x, ROWWISE)
         parts = []
         for weight, bias in zip(weights, biases, strict=True):
             inside = bias is not None and self._adds_bias
             made = torch.float32 if bias is not None and not inside else dtype
             given = bias.to(dtype) if inside else None
-            right = Operand.of(weight, ROWWISE)
+            right = GemmOperand.of(weight, ROWWISE)
             part = multiply(left, right, made, bias=given, fast=self._fast)
             parts.append(part if bias is None or inside else part.add_(bias).to(dtype))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -105,15 +105,15 @@ def gradients(
     spans = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
     dx, grads = None, [None] * len(sizes)
     if dgrad:
-        left = Operand.of(dy, ROWWISE)
+        left = GemmOperand.of(dy, ROWWISE)
         wide = dtype if len(sizes) == 1 else torch.float32
         for span, weight in zip(spans, weights, strict=True):
-            product = multiply(left.inner(*span), Operand.of(weight, COLUMNWISE), wide)
+            product = multiply(left.inner(*span), GemmOperand.of(weight, COLUMNWISE), wide)
             dx = product if dx is None else dx.add_(product)
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
-        left, right = Operand.of(dy, COLUMNWISE), Operand.of(x, COLUMNWISE)
+        left, right = GemmOperand.of(dy, COLUMNWISE), GemmOperand.of(x, COLUMNWISE)
         parts = [left.outer(*span) for span in spans]
         wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
         grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]

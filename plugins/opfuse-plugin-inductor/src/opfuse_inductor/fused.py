@@ -288,7 +288,7 @@ class CompiledRun(FusedOperation):
         return notes_of(plan.kernels) + (again if self._lets_go else "")
 
 
-def notes_of(kernels_by_pass: Mapping[str, Sequence[kernels.Kernel]]) -> str:
+def notes_of(kernels_by_pass: Mapping[str, Sequence[kernels.CompiledKernel]]) -> str:
     """The time that was spent compiling, and what Inductor did not compile."""
     parts, failed = [], []
     for name, of_pass in kernels_by_pass.items():

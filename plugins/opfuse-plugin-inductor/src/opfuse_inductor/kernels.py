@@ -70,7 +70,7 @@ class NotCompiled(RuntimeError):
     """A kernel that overwrites one of its inputs cannot be compiled."""
 
 
-class Kernel:
+class CompiledKernel:
     """A function of tensors, traced once, whose graph is compiled when it is first called.
 
     Args:
@@ -207,7 +207,7 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def announced(title: str, kernel: Kernel) -> Iterator[None]:
+def announced(title: str, kernel: CompiledKernel) -> Iterator[None]:
     """Count the time on ``kernel``, and say what is going on when it takes long."""
     started = time.perf_counter()
     hint = "the log level ERROR of %r silences this"
@@ -430,7 +430,7 @@ class Plan:
         x: The input.
         given: A spec, or None, for each tensor that enters.
         device: Where they are.
-        backend: See :class:`Kernel`.
+        backend: See :class:`CompiledKernel`.
 
     Attributes:
         specs: The input, and what enters.
@@ -465,8 +465,8 @@ class Plan:
         keeps = self._start, *self._carried, *self._statistics, *self._kept_specs
         forward_key = ("forward", key, tuple(flags.dtype for flags in run.flags), keeps, backend)
         self._forward = self._kernel(forward_key, "forward", self._forward_function, self.specs)
-        self._backwards: dict[Any, Kernel] = {}
-        self._again: Kernel | None = None
+        self._backwards: dict[Any, CompiledKernel] = {}
+        self._again: CompiledKernel | None = None
         self.recomputes = False
         self._latest: tuple[Any, Any] = (None, None)
         self.saves: tuple[int, ...] = ()
@@ -486,10 +486,10 @@ class Plan:
 
     def _kernel(
         self, key: Any, what: str, function: Callable[..., Any], specs: Sequence[Spec]
-    ) -> Kernel:
+    ) -> CompiledKernel:
         """The kernel for a key, made if there is none: the forward, the backward or the output."""
         given = f"the {what} of {self._title}", function, specs, self._device, self._backend
-        return cached(key, lambda: Kernel(*given))  # type: ignore[no-any-return]
+        return cached(key, lambda: CompiledKernel(*given))  # type: ignore[no-any-return]
 
     def _analyse(self) -> None:
         """Find out what the ops save, and what of it must be kept to compute the rest."""
@@ -553,7 +553,7 @@ class Plan:
         grads: dict[tuple[int, int], Spec],
         in_place: bool = False,
         with_output: bool = False,
-    ) -> Kernel:
+    ) -> CompiledKernel:
         """The kernel for incoming gradients like these.
 
         With ``in_place`` it overwrites ``dy``, where that can be. With ``with_output`` it gives the
@@ -706,7 +706,7 @@ class Plan:
         return found
 
     @property
-    def kernels(self) -> dict[str, list[Kernel]]:
+    def kernels(self) -> dict[str, list[CompiledKernel]]:
         """By pass."""
         again = [self._again] if self._again is not None else []
         backwards = list(self._backwards.values())

@@ -21,7 +21,7 @@ from opfuse.ops.cross_entropy import LossNumbers, reduced, row_weights
 
 from . import conditions
 from .fused import fit, matrix, notes_of
-from .kernels import Kernel, cached
+from .kernels import CompiledKernel, cached
 from .tracing import Spec
 
 Arrays = dict[Any, Tensor]
@@ -43,7 +43,7 @@ class CompiledLoss(FusedOperation):
         self._parts = (basic_ops[0],)  # in a tuple: looking up a module's attributes is slow
         self._backend = conditions.DEFAULTS["inductor.backend"][0]
         self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
-        self._made: dict[str, list[Kernel]] = {}
+        self._made: dict[str, list[CompiledKernel]] = {}
         self._numbers: set[LossNumbers] = set()
 
     def planned(self, env: Environment) -> None:
@@ -108,16 +108,18 @@ class CompiledLoss(FusedOperation):
             self._numbers.add(numbers)
         return numbers in self._numbers
 
-    def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> Kernel:
+    def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> CompiledKernel:
         """The function of a pass, for logits like these."""
         numbers = numbers._replace(reduction="none")  # which is none of its business
         key = numbers, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
         function, rows = _PASSES[name]
         specs = Spec(x.dtype, x.shape[-1]), _OF_ROW, *[Spec(wide(x.dtype))] * rows
 
-        def make() -> Kernel:
+        def make() -> CompiledKernel:
             title = f"the {name} of CrossEntropy"
-            return Kernel(title, functools.partial(function, numbers), specs, x.device, key[-1])
+            return CompiledKernel(
+                title, functools.partial(function, numbers), specs, x.device, key[-1]
+            )
 
         self._made[name] = [cached(("loss", name, key), make)]
         return self._made[name][0]

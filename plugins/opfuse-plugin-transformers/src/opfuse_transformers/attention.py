@@ -51,7 +51,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
             return f"{name} is no plain torch.nn.Linear"
     chain = Sequential(ParallelLinear.reading(projections))
     always = env.options.get("transformers.projections") == "joined"
-    return Conversion(chain, names, _Call(names, always), _Separate(names))
+    return Conversion(chain, names, _AttentionCall(names, always), _AttentionSeparate(names))
 
 
 def _own(module: nn.Module) -> Any:
@@ -62,7 +62,7 @@ def _own(module: nn.Module) -> Any:
     return forward
 
 
-class _Separate:
+class _AttentionSeparate:
     """The three products by the projections themselves."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -72,7 +72,7 @@ class _Separate:
         return torch.cat([module._modules[name](x) for name in self._names], -1)
 
 
-class _Call:
+class _AttentionCall:
     """The forward of the module, on a stand-in."""
 
     why = _apart = ""
@@ -125,7 +125,7 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class _Projection(standin.Part):
+class _Projection(standin.ChildInPlace):
     """Replaces a projection by its part of the chain."""
 
     def __init__(self, shared: _Shared, number: int) -> None:

@@ -62,7 +62,9 @@ def build(module: Any, env: Environment) -> Conversion | str:
     constants = [("", name) for name in (*_DECLARED, "_is_expert_parallel", "num_experts")]
     of_act = [("act_fn", name) for name in leaf.constants]  # type: ignore[union-attr]
     places += leaf.places  # type: ignore[union-attr]
-    return Conversion(chain, ("", "act_fn"), _Call(), None, (*constants, *of_act), places=places)
+    return Conversion(
+        chain, ("", "act_fn"), _ExpertsCall(), None, (*constants, *of_act), places=places
+    )
 
 
 def _forward_places(forward: Any) -> list[Place]:
@@ -74,7 +76,7 @@ def _forward_places(forward: Any) -> list[Place]:
     return [*named, *[place for each in written for place in function_places(each)]]
 
 
-class _Call:
+class _ExpertsCall:
     """The forward of the experts by way of the chain."""
 
     why = ""

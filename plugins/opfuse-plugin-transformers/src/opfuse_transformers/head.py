@@ -61,7 +61,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     bias = [Bias.reading(linear)] if linear.bias is not None else []
     loss = CrossEntropy(ignore_index=IGNORED, reduction="sum", output_dtype=torch.float32)
     chain = Sequential(BasicLinear.reading(linear), *bias, loss)
-    call = _Call(op_class(module))
+    call = _HeadCall(op_class(module))
     return Conversion(chain, ("lm_head",), call, _separate, places=_places(module, forward))
 
 
@@ -160,7 +160,7 @@ def _other_loss(module: Any) -> str:
 # The call
 
 
-class _Call:
+class _HeadCall:
     """The forward of the model, on a stand-in."""
 
     why = ""
@@ -194,7 +194,7 @@ class _Call:
         return _other_loss(module)
 
 
-class _Head(standin.Part):
+class _Head(standin.ChildInPlace):
     """Replaces the head; it computes nothing yet."""
 
     def __call__(self, x: Any) -> Any:

@@ -43,7 +43,9 @@ def build(module: Any, env: Environment) -> Conversion | str:
         f"{part}{of}" for part in ("lora_dropout", "lora_A", "lora_B") for of in ("", f".{name}")
     ]
     places = function_places(inspect.unwrap(op_class(module).forward))
-    return Conversion(chain, reads, _Call(name, dropout, scale), _Separate(name), places=places)
+    return Conversion(
+        chain, reads, _LoRACall(name, dropout, scale), _LoRASeparate(name), places=places
+    )
 
 
 def _refusal(module: Any, name: str) -> str:
@@ -59,7 +61,7 @@ def _refusal(module: Any, name: str) -> str:
     return ""
 
 
-class _Separate:
+class _LoRASeparate:
     """The adapter by its own modules, added to what the base layer gave."""
 
     def __init__(self, name: str) -> None:
@@ -72,7 +74,7 @@ class _Separate:
         return result
 
 
-class _Call:
+class _LoRACall:
     """The forward by way of the chain."""
 
     why = ""

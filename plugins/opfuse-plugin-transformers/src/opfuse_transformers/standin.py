@@ -37,7 +37,7 @@ def run(
     return result
 
 
-class Part:
+class ChildInPlace:
     """Replaces a child: its attributes are the child's, and a call does something else."""
 
     def __init__(self, child: Any) -> None:

@@ -63,7 +63,7 @@ class Span(NamedTuple):
         places: Where things were looked up.
     """
 
-    block: Block
+    block: CodeBlock
     first: int
     last: int
     entering: Sequence[str]
@@ -106,7 +106,9 @@ class Stretch:
         modes: Nodes that follow the mode of a module.
     """
 
-    def __init__(self, survey: Survey, block: Block, names: Mapping[str, Any], first: int) -> None:
+    def __init__(
+        self, survey: Survey, block: CodeBlock, names: Mapping[str, Any], first: int
+    ) -> None:
         self.graph, self._block, self._first = fx.Graph(), block, first
         self._reader, self._own = survey.reader(self.graph), survey.own
         self._frame = _Frame(self._reader, survey.function, survey.local)
@@ -311,7 +313,7 @@ def _nodes_in(value: Any) -> Iterator[fx.Node]:
             yield from _nodes_in(each)
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     """Statements as steps.
 
     Attributes:
@@ -365,7 +367,7 @@ class Survey:
         parts = [(s, n) for n, node in enumerate(body) for s in self._flat.steps(node)]
         steps = [step for step, _ in parts]
         lives = [live | always for live in statements.live_before(steps, after, loop)]
-        block = Block(body, parts, lives)
+        block = CodeBlock(body, parts, lives)
         stretch = Stretch(self, block, names, 0)
         for number, step in enumerate(steps):
             before = stretch.left(None)

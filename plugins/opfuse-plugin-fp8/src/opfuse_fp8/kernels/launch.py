@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor
 
-from ..formulas import Formula, formula_of
+from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
 from ..twins import Into
 from . import elementwise, tiles
@@ -170,7 +170,7 @@ class Casting:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def takes_two_passes(formula: Formula, into: Into) -> bool:
+def takes_two_passes(formula: ActivationFormula, into: Into) -> bool:
     """Whether a gradient is computed once for each copy.
 
     A block of the one copy and a block of the other meet in 128 x 128 values. Of two halves that
@@ -184,7 +184,7 @@ def takes_two_passes(formula: Formula, into: Into) -> bool:
 
 
 def forward(
-    formula: Formula,
+    formula: ActivationFormula,
     numbers: tuple[float, ...],
     x: Tensor,
     bias: Tensor | None,
@@ -206,7 +206,7 @@ def forward(
 
 
 def backward(
-    formula: Formula,
+    formula: ActivationFormula,
     numbers: tuple[float, ...],
     dy: Tensor,
     x: Tensor | None,
