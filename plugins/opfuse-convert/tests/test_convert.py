@@ -616,6 +616,66 @@ def test_verify_finds_a_wrong_chain():
         assert report.converted[0].converter == "build"
 
 
+class Leafless(nn.Module):
+    """Its weight is its own, and nothing reads its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x):
+        return (x @ self.weight).cumsum(-1)
+
+
+def a_chain(op, reads=("",), constants=()):
+    return opfuse_convert.Conversion(
+        opfuse.Sequential(op), reads, lambda module, chain, x: chain(x), constants=constants
+    )
+
+
+@pytest.mark.parametrize(
+    "build, why",
+    [
+        (lambda module, env: "its author says no", "its author says no"),
+        (lambda module, env: None, "mine gave None: expected a Conversion, or a sentence"),
+        (
+            lambda module, env: a_chain(ops.BasicLinear.reading(module), ["inner"]),
+            "the conversion of mine reads 'inner', and Leafless has no such child",
+        ),
+        (
+            lambda module, env: a_chain(ops.Linear(WIDTH, WIDTH)),
+            "the conversion of mine has a parameter of its own, 0.weight: make its ops by reading",
+        ),
+        (
+            lambda module, env: a_chain(ops.BasicLinear.reading(nn.Linear(WIDTH, WIDTH))),
+            "the conversion of mine does not name in reads the module that has the weight of its",
+        ),
+        (
+            lambda module, env: a_chain(ops.GELU(), constants=[("", "epss")]),
+            "the conversion of mine has the constant ('', 'epss'), and Leafless has no such attr",
+        ),
+    ],
+    ids=[
+        "a sentence",
+        "None",
+        "no such child",
+        "own parameter",
+        "not in reads",
+        "no such constant",
+    ],
+)
+def test_what_a_plugins_converter_refuses_or_has_wrong_is_said(build, why):
+    converter = opfuse_convert.Converter(Leafless, build, "mine")
+    plugin = type("Mine", (), {})()
+    plugin.opfuse_converters = opfuse.hookimpl(lambda: [converter])
+    model = nn.ModuleDict({"a": Leafless(), "b": Gated()})
+    with opfuse.plugins.isolated():
+        opfuse.plugins.register(plugin, name="mine")
+        report = opfuse.convert(model)
+    assert [row.path for row in report.converted] == ["b"]
+    assert f"Leafless x 1: {why}" in str(report)
+
+
 def test_a_converter_need_not_look_for_a_forward_replaced_on_a_class_of_torch(monkeypatch):
     def build(module, env):
         chain = opfuse.Sequential(ops.BasicLinear.reading(module.up), ops.GELU())

@@ -136,7 +136,7 @@ class Candidates:
         self, name: str, module: nn.Module, asked: Sequence[tuple[Converter, Any]]
     ) -> None:
         cls = op_class(module)
-        reason = ""
+        reason, by_plugin = "", False
         for converter, plugin in asked:
             if not converter.fits(module, cls):
                 continue
@@ -148,10 +148,10 @@ class Candidates:
                 self.made[module] = ConvertedForward(converter, plugin, made)
                 self._read.update(_parts(name, made))
                 return
-            reason = reason or made
+            reason, by_plugin = reason or made, by_plugin or converter.name != ORDINARY
         containers = nn.ModuleList, nn.ModuleDict
         has_children = next(module.children(), None) is not None
-        if reason and has_children and not isinstance(module, containers):
+        if by_plugin or (reason and has_children and not isinstance(module, containers)):
             self.left.append(Left(name, cls.__name__, reason))
 
     def _built(self, name: str, module: nn.Module, converter: Converter) -> Conversion | str:

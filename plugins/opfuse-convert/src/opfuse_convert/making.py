@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from opfuse.core.environment import Environment
 from opfuse.core.introspection import op_class
+from opfuse.core.op import BasicOperation
 from opfuse.core.plugins import using
 from opfuse.core.settings import current
 from opfuse.tuning.comparing import differ
@@ -35,7 +37,34 @@ def built(converter: Converter, module: nn.Module) -> Conversion | str:
             made = converter.build(module, env)
     except Exception as error:
         return f"{converter.name} raised {_text_of(error)}"
-    return made
+    if isinstance(made, Conversion):
+        return _unusable(module, converter, made) or made
+    if isinstance(made, str) and made:
+        return made
+    return f"{converter.name} gave {made!r}: expected a Conversion, or a sentence"
+
+
+def _unusable(module: nn.Module, converter: Converter, made: Conversion) -> str:
+    """Return what is wrong with a conversion as it is declared, or ``""``."""
+    of, cls = f"the conversion of {converter.name}", op_class(module).__name__
+    children = dict(module.named_modules(remove_duplicate=False))
+    for name in made.reads:
+        if name not in children:
+            return f"{of} reads {name!r}, and {cls} has no such child"
+    for name, path in made.constants:
+        try:
+            operator.attrgetter(path)(children[name])
+        except (KeyError, AttributeError):
+            return f"{of} has the constant {(name, path)}, and {cls} has no such attribute"
+    for name, _ in made.chain.named_parameters():
+        return f"{of} has a parameter of its own, {name}: make its ops by reading the module's"
+    guarded = {id(module), *[id(children[name]) for name in made.reads]}
+    for op in [op for op in made.chain.modules() if isinstance(op, BasicOperation)]:
+        for name in op.param_names or ():
+            if id(op.param_source(name)[0]) not in guarded:
+                what = f"the {name} of its {op_class(op).__name__}"
+                return f"{of} does not name in reads the module that has {what}"
+    return ""
 
 
 def _unfit(cls: type) -> str:
