@@ -89,7 +89,7 @@ def same(one, other):
         assert torch.equal(a, b)
 
 
-def test_where_casts_stand():
+def test_casts_are_put_in_front_of_each_product():
     chain, x = mlp()
     run(chain, x)
     linear = [CAST, "BasicLinear", "Bias"]

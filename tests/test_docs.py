@@ -63,7 +63,7 @@ def test_what_pages_quote_is_there():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_blocks_run(page, nothing_installed, tmp_path, monkeypatch):
+def test_the_code_blocks_of_a_page_run(page, nothing_installed, tmp_path, monkeypatch):
     if page.name == "triton.md":
         pytest.importorskip("triton")
     monkeypatch.syspath_prepend(tmp_path)

@@ -317,7 +317,7 @@ def test_fsdp2_frees_and_gathers_the_saved_weight(tmp_path):
     spawn(prefer_ranks.worker, (tmp_path / "init",), nprocs=2)
 
 
-def test_compile():
+def test_a_compiled_chain_saves_what_prefer_says():
     """A backend that saves what the graph says; Inductor's partitioner chooses anew what to save."""
     chain, x = make_chain(), make_input()
     torch._dynamo.reset()
@@ -332,7 +332,7 @@ def test_compile():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant):
+def test_checkpointing_gives_the_same_bits(reentrant):
     chain, x = make_chain(), make_input()
 
     def run(x):
@@ -358,7 +358,7 @@ def test_a_checkpoint_that_forgets_the_option_says_so():
         y.float().sum().backward()
 
 
-def test_main_grad():
+def test_main_grad_has_the_same_bits():
     grads = []
     for prefer in ("speed", "memory"):
         op = ops.BasicLinear(WIDTH, WIDTH, accumulate_into_main_grad=True)
@@ -373,7 +373,7 @@ def test_main_grad():
     assert same_bits(*grads)
 
 
-def test_second_derivatives():
+def test_second_derivatives_have_the_same_bits():
     chain, x = make_chain(), make_input()
     found = []
     for prefer in ("speed", "memory"):

@@ -78,7 +78,7 @@ def test_all_ops_are_covered():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_declarations(name):
+def test_each_op_declares_what_it_saves_and_takes(name):
     build, saved_names, context_names = OPS[name]
     op = build()
     assert op.saved_names == saved_names
@@ -138,7 +138,7 @@ def test_forward_and_backward_write_nothing_on_the_op(call, name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_documented(name):
+def test_each_op_and_its_passes_have_docstrings(name):
     op = OPS[name][0]
     cls = type(op())
     assert cls.__doc__

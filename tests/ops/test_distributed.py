@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_two_processes(tmp_path):
+def test_collectives_between_two_processes_work(tmp_path):
     context = multiprocessing.spawn(
         collectives.run, args=(2, tmp_path / "rendezvous"), nprocs=2, join=False
     )

@@ -7,7 +7,7 @@ import opfuse
 from opfuse import ops
 
 
-def test_constant_scale():
+def test_constant_scale_keeps_the_dtype_and_refuses_other_than_numbers():
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     assert ops.ConstantScale(2)(x).eq(2).all() and ops.ConstantScale(2)(x).dtype is torch.bfloat16
     assert repr(ops.ConstantScale(0.5)) == "ConstantScale(scale=0.5)"
@@ -40,7 +40,7 @@ def test_identity_passes_the_tensor_itself():
 
 @pytest.mark.parametrize("shape", [(6, 2), (-1,), (2, 3, 2), (1, 12), [3, -1]])
 @pytest.mark.parametrize("alone", [True, False])
-def test_reshape(shape, alone):
+def test_reshape_matches_torch_alone_and_in_a_chain(shape, alone):
     x = torch.randn(4, 3, requires_grad=True)
     chain = [ops.Reshape(shape)] if alone else [ops.GELU(), ops.Reshape(shape), ops.GELU()]
     y = opfuse.Sequential(*chain)(x)
@@ -74,7 +74,7 @@ def test_reshape_tells_the_chain_its_width():
         opfuse.Sequential(ops.Reshape((4, -1)), ops.Linear(3, 3))(torch.ones(8))
 
 
-def test_reshape_arguments():
+def test_reshape_refuses_bad_shapes():
     with pytest.raises(ValueError, match="Reshape expected sizes of at least 0 and one -1 at most"):
         ops.Reshape((-1, -1))
     with pytest.raises(ValueError, match="Reshape expected"):
@@ -158,7 +158,7 @@ def test_quantize_declares(register):
 @pytest.mark.parametrize(
     ("forward", "backward"), [(True, False), (False, True), (True, True), (False, False)]
 )
-def test_quantize(register, forward, backward, alone):
+def test_quantize_rounds_the_passes_that_it_is_asked_to(register, forward, backward, alone):
     rounding = pytest.importorskip("rounding")
     register(rounding.RoundingPlugin())
     op = ops.Quantize(forward, backward)

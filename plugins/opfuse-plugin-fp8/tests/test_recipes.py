@@ -166,7 +166,7 @@ def test_an_unquantized_checkpoint_loads_and_back():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_and_separate(name):
+def test_fused_and_separate_steps_agree(name):
     """With every plugin that is installed, over three steps."""
     runs = []
     for selection in (None, "fp8"):
@@ -248,7 +248,7 @@ def test_recipes_share_plans_and_keep_their_state_apart():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_under_compile(name):
+def test_compile_gives_the_same_bits_or_refuses_advancing_state(name):
     """The same bits, forward and backward; state that advances is refused."""
     torch._dynamo.reset()
     recipe = fp8.opfuse_recipes()[name]()

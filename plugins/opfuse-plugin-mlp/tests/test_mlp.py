@@ -387,7 +387,7 @@ def test_under_a_recipe_the_linears_quantize():
         (plain(), WIDTH + INNER),
     ],
 )
-def test_compiled(chain, numbers):
+def test_a_compiled_mlp_keeps_as_little_and_gives_the_same_gradients(chain, numbers):
     x = batch()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     assert kept(compiled, x) == numbers
