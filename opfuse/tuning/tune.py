@@ -79,11 +79,11 @@ def tune(
     jobs: list[Job] = []
     with forked_rng("opfuse.tune"), unchanged(model), contextlib.ExitStack() as off:
         recorder, again = _Collector(compiled), True
-        while again:  # what is inside a module that gives way runs by itself
+        while again:  # what is inside a module that declines its chain runs by itself
             recorder.hear(model, inputs, kwargs)
             _run(recorder.candidates, recorder.wholes, len(jobs), progress)
             jobs += [*recorder.candidates, *recorder.wholes]
-            slower = [whole.replaced for whole in recorder.wholes if whole.gives_way]
+            slower = [whole.replaced for whole in recorder.wholes if whole.declines]
             off.enter_context(switched_off(slower))
             again = bool(slower)
     path = tables.path_for(jobs[0].device) if jobs else None

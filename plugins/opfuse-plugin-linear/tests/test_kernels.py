@@ -320,7 +320,7 @@ def test_onednn_is_not_asked_while_compiling():
         ("aarch64", True, "vendor_id : AuthenticAMD", "", False),
     ],
 )
-def test_onednn_is_faster_on_known_processors(monkeypatch, machine, available, cpuinfo, processor, expected):
+def test_onednn_is_faster_on_amd(monkeypatch, machine, available, cpuinfo, processor, expected):
     monkeypatch.undo()
 
     def read_text(self, **kwargs):
