@@ -528,7 +528,7 @@ def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
 def test_fused_operations_need_basic_ops():
     with pytest.raises(ValueError, match="FusedOperation needs at least one basic op"):
         opfuse.FusedOperation([])
-    with pytest.raises(TypeError, match="stands for basic ops, got Tanh"):
+    with pytest.raises(TypeError, match="replaces basic ops, got Tanh"):
         opfuse.FusedOperation([nn.Tanh()])
 
 

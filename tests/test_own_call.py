@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_plugins")
 
 
 class LoRA(ops.Linear):
-    """A linear layer with an adapter beside it, written as for torch.nn."""
+    """A linear layer with an adapter, written as for torch.nn."""
 
     def __init__(self, size):
         super().__init__(size, size)

@@ -494,7 +494,7 @@ def test_a_fusion_registered_in_code(register, selection):
                 (s.passes, s.name, s.distribution)
                 for s in manager.sources(settings.current.selection)
             ] == [(kind, "code", None)]
-            (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # planned anew
+            (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # replanned
             assert [step.fusion for step in call.plan.forward] == (
                 [None] * 2 if kind == "backward" else ["code"]
             )

@@ -89,7 +89,7 @@ def test_the_bytes_of_the_casts_are_spared():
     with preferring("memory"):
         spared, dtypes, _ = saved_by(chain, x)
     assert default - spared == 2 * BYTES and dtypes == [torch.float32] * 2
-    # torch keeps its casts too: two inputs, two weights; opfuse has what the GELU saves beside that
+    # torch keeps its casts too: two inputs, two weights; opfuse also has what the GELU saves
     assert torchs == default - 8 * WIDTH * 2
 
 
@@ -318,7 +318,7 @@ def test_fsdp2_frees_and_gathers_the_saved_weight(tmp_path):
 
 
 def test_a_compiled_chain_saves_what_prefer_says():
-    """A backend that saves what the graph says; Inductor's partitioner chooses anew what to save."""
+    """A backend that saves what the graph says; Inductor's partitioner makes its own choice of what to save."""
     chain, x = make_chain(), make_input()
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=nop, bw_compiler=nop)

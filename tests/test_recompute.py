@@ -173,7 +173,7 @@ def test_who_recomputes_says_how(register):
         opfuse.Sequential(ops.GELU())(torch.ones(2))
 
 
-# The output again beside the backward
+# The output again, together with the backward
 
 
 class Beside(Joint):

@@ -286,7 +286,7 @@ def test_what_a_check_counts(register):
 
 
 def half_errors(change):
-    """What ``skew`` says of exact numbers that ``change`` makes bf16, beside those rounded to nearest."""
+    """What ``skew`` says of exact numbers that ``change`` makes bf16, compared with those rounded to nearest."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(4096, generator=generator, dtype=torch.float64)
     return skew(change(truth), truth, truth.bfloat16())

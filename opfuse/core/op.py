@@ -496,11 +496,11 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         ops = list(basic_ops)
         if not ops:
-            raise ValueError(f"{type(self).__name__} needs at least one basic op to stand for")
+            raise ValueError(f"{type(self).__name__} needs at least one basic op to replace")
         for op in ops:
             if not isinstance(op, BasicOperation):
                 raise TypeError(
-                    f"{type(self).__name__} stands for basic ops, got {type(op).__name__}"
+                    f"{type(self).__name__} replaces basic ops, got {type(op).__name__}"
                 )
         self.basic_ops = nn.ModuleList(ops)
 

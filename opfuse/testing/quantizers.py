@@ -42,7 +42,7 @@ class QuantizerSuite:
 
     Attributes:
         recipes: The recipes.
-        rtol: How far a value may be from what its code stands for, relative to the value.
+        rtol: How far a value may be from what its code represents, relative to the value.
         atol: The same, relative to the largest magnitude of the tensor.
         multiple: Rows and columns of the tensors are multiples of this.
         limits: What the format cannot do, and why: test -> reason. One that works is a failure.
@@ -104,7 +104,7 @@ class QuantizerSuite:
         assert torch.equal(x, before), "quantize changes the tensor that it is given"
 
     def test_round_trip(self, recipe: Recipe, role: str, way: str, dtype: torch.dtype) -> None:
-        """Each copy stands for the values, up to ``rtol`` and ``atol``."""
+        """Each copy represents the values, up to ``rtol`` and ``atol``."""
         x = self.draw(4, dtype)
         made = self.settled(recipe, role, x).quantize(x, USAGES[way])
         for usage in (ROWWISE, COLUMNWISE):

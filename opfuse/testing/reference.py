@@ -120,7 +120,7 @@ def compare_codes(case: Case, what: str, got: Any, expected: QuantizedTensor) ->
     for usage in (ROWWISE, COLUMNWISE):  # one copy may serve as the other
         if expected.copies.covers(usage) and not got.copies.covers(usage):
             if not torch.equal(got.dequantize(usage), expected.dequantize(usage)):
-                raise Failure(f"{what} stands for other values, read for {usage}")
+                raise Failure(f"{what} represents other values, read for {usage}")
 
 
 def _compare_data(case: Case, what: str, got: Tensor, expected: Tensor) -> None:

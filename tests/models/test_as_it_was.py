@@ -540,7 +540,7 @@ def test_a_parametrization_may_come_before_or_after_converting(family, kind, whe
 
 @few_families
 def test_parametrizing_what_is_converted(family):
-    """The layer itself, whose class torch derives anew."""
+    """The layer itself, whose class torch derives again."""
 
     class Twice(nn.Module):
         def forward(self, x):

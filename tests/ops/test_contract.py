@@ -151,7 +151,7 @@ TORCHS = {
     "LayerNorm": {"elementwise_affine", "bias"},
     "RMSNorm": {"elementwise_affine"},
 }
-"""Names of torch.nn's beside them."""
+"""Names of torch.nn's in addition to them."""
 
 SIGNATURES = {
     "BasicLinear": "in_features out_features device dtype tensor_parallel_mode tensor_parallel_group "

@@ -232,7 +232,7 @@ def test_cached_weights_are_cast_once():
             for weight in weights:
                 weight.mul_(2)
         with opfuse.autocast(RECIPES[0], weights="cached"):
-            torch.testing.assert_close(op(x, sizes), 2 * y)  # they changed: cast anew
+            torch.testing.assert_close(op(x, sizes), 2 * y)  # they changed: cast again
 
 
 @recipe_of_each

@@ -525,7 +525,7 @@ def test_a_bias_that_comes_later_is_refused(way, grad):
         run(torch.randn(3, 6))
         linears.b.bias = nn.Parameter(torch.ones(2))
         says = "got b without a bias, and" if way == "held" else "Linear that had no bias when the"
-        with pytest.raises(ValueError, match=f"ParallelLinear .*{says}.* make the op anew"):
+        with pytest.raises(ValueError, match=f"ParallelLinear .*{says}.* make the op again"):
             run(torch.randn(3, 6))
         linears.b.bias = None
         run(torch.randn(3, 6))

@@ -31,7 +31,7 @@ from opfuse.testing import Op
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A wrong fusion, made anew by ``make``; ``says`` is a pattern that the message of ``check`` must match."""
+    """A wrong fusion, made again by ``make``; ``says`` is a pattern that the message of ``check`` must match."""
 
     check: str
     says: str

@@ -113,7 +113,7 @@ class QuantizedTensor(ABC):
         return kept if kept.usage.covers(usage) else self
 
     def without_padding(self, name: str) -> Tensor | None:
-        """One of its tensors, without elements that stand for no value."""
+        """One of its tensors, without the elements that represent no value."""
         tensor: Tensor | None = getattr(self, name)
         return tensor
 

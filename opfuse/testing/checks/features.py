@@ -333,7 +333,7 @@ def main_grad(case: Case) -> None:
         result.grads = {name: leaf.grad for name, leaf in leaves.items()}
         for name in names:
             if leaves[name].grad is not None:
-                raise Failure(f"{describe(case, name)} gets a .grad beside its main_grad")
+                raise Failure(f"{describe(case, name)} gets a .grad besides its main_grad")
             result.grads[name] = leaves[name].main_grad
         return result
 

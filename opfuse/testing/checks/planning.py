@@ -175,7 +175,7 @@ def subclasses(case: Case) -> None:
         if not is_cast(op) and _by_protocol(case.subject.fusion, op.cls):
             for what, cls in _overriding(op.cls):
                 what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
-                hint = "; ask opfuse.has_same_math(op, cls) before you stand for a class by name"
+                hint = "; ask opfuse.has_same_math(op, cls) before you replace a class by name"
                 with saying(hint=hint):
                     _unlike(_with_op(case, number, op.with_(cls)), what)
 

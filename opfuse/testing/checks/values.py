@@ -123,7 +123,7 @@ class Kept:
             if mine == {True, False}:
                 raise Declined("it takes what stands around its chain, too")
         if len(found) != count:
-            raise Declined("it does not stand for the whole chain")
+            raise Declined("it does not replace the whole chain")
         return found
 
     def __call__(self, op: Any, ctxs: Any, x: Tensor, result: Any) -> None:

@@ -139,7 +139,7 @@ def of_separate(kernel_result, separate_result, truth):
         assert_close(kernel_result, truth)
 
 
-# The values. 201 features are beside a tile, and no multiple of 16 bytes
+# The values. 201 features do not fill a tile, and are no multiple of 16 bytes
 
 
 @computes

@@ -49,7 +49,7 @@ def tensors(dtype, rows=64, columns=96):
         "all NaN": torch.full((rows, columns), torch.nan),
         "all inf": torch.full((rows, columns), torch.inf),
     }
-    if wide:  # beyond fp32, and finite; beside what fp32 holds
+    if wide:  # beyond fp32, and finite; next to what fp32 holds
         found["too large"] = x.double() * 10.0 ** torch.randint(
             30, 42, x.shape, generator=generator
         )

@@ -457,7 +457,7 @@ def drawn_for_all(role):
 
 
 def test_in_a_recipe_of_ones_own():
-    """It counts steps there too, beside delayed scales."""
+    """It counts steps there too, next to delayed scales."""
     recipe = fp8.CustomRecipe(drawn_for_all, name="all drawn")
     made = [fp8.StochasticNVFP4Quantizer(), fp8.DelayedQuantizer(torch.float8_e4m3fn)]
     made[0].quantize(torch.randn(16, 16), BOTH)

@@ -102,7 +102,7 @@ def quantizers_of(found, place):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_with_the_same_scales(layout):
-    """To the bit, over more steps, beside a run in numpy of the formula."""
+    """To the bit, over more steps, compared with a run of the formula in numpy."""
     layers = [trained(seed=seed) for seed in range(2)]
     state = checkpoint(layout, layers)
     before = [*state]

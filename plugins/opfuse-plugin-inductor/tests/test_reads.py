@@ -1,4 +1,4 @@
-"""What ops of other packages read beside tensors: it is read at every call, or the op is left alone, with a sentence."""
+"""What ops of other packages read besides tensors: it is read at every call, or the op is left alone, with a sentence."""
 
 import functools
 import math

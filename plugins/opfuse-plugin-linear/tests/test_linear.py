@@ -344,7 +344,7 @@ def test_an_extra_input_out_of_a_channel(in_place):
     assert torch.equal(x, kept)
 
 
-# What stands for an op
+# What may replace an op
 
 
 class Doubled(ops.SiLU):
@@ -472,7 +472,7 @@ def test_a_subclass_with_its_own_formulas_computes_them(rows, dtype, monkeypatch
 
 
 class Noisy(ops.Activation):
-    """Draws anew at each call."""
+    """Draws again at each call."""
 
     def value(self, x):
         return x * torch.rand_like(x)

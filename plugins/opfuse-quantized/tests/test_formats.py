@@ -51,7 +51,7 @@ def cut(matrix, height, width, largest):
     return scales
 
 
-# Each lays a matrix out, with its blocks along the rows, and gives its fields and what they stand for
+# Each lays a matrix out, with its blocks along the rows, and gives its fields and the values that they represent
 
 
 def blocks(matrix, height, dtype=E4M3):

@@ -36,7 +36,7 @@ OPS = {
     "third party gate": support.LeakyGate,
 }  # fmt: skip
 every = pytest.mark.parametrize("name", OPS)
-ROWS, COLUMNS = 5, 131  # beside a tile
+ROWS, COLUMNS = 5, 131  # not whole tiles
 LARGE = [
     0.0,
     -0.0,

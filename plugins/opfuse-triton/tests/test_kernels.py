@@ -106,7 +106,7 @@ def test_a_parameter_with_a_taken_name_is_refused():
         Kernel(kernel, [Config()])
 
 
-def test_target_chooses_the_gpu_to_compile_for():
+def test_target_chooses_what_to_compile_for():
     with target("gfx942") as chosen, target(90):
         assert current_target(torch.device("cpu")) is TARGETS[90]
         assert (chosen.backend, str(chosen), chosen.for_triton().warp_size) == ("hip", "gfx942", 64)

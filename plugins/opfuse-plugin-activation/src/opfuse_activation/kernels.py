@@ -282,7 +282,7 @@ LARGEST, TALLEST = 4096, 256
 
 
 def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """The tiles of the table, first as wide as leaves the fewest threads beside the features."""
+    """The tiles of the table, first those that leave the fewest threads without a feature."""
     found: dict[Config, None] = {}
     for columns in _columns(facts["features"]):
         for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:

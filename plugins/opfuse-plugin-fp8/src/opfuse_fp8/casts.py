@@ -45,7 +45,7 @@ def scale_of(amax: Tensor, most: float, *, power_of_2: bool, if_infinite: float)
         amax: The largest magnitudes, fp32.
         most: The largest number of the dtype that values are cast to.
         power_of_2: Whether to round down to a power of two.
-        if_infinite: What stands for a scale that fp32 cannot hold.
+        if_infinite: What replaces a scale that fp32 cannot hold.
     """
     # a number divided by a tensor would be the tensor's reciprocal, times the number: rounded twice
     scale = torch.full_like(amax, most) / amax

@@ -154,7 +154,7 @@ def _called(
 
     Args:
         title: What messages call it.
-        key: What the code depends on beside the cast and the tensors.
+        key: What the code depends on besides the cast and the tensors.
         casting: The cast at its end.
         tensors: What it gets, before the scale of the cast.
         make: Gives the function.

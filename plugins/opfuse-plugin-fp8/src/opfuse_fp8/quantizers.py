@@ -112,7 +112,7 @@ def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTen
 
 
 def _layout(made: QuantizedTensor) -> list[Any]:
-    """Shape, dtype, and what else a format says beside its tensors."""
+    """Shape, dtype, and what else a format says besides its tensors."""
     apart = (*made.tensor_names, "quantizer")
     return [getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in apart]
 

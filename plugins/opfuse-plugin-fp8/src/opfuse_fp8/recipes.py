@@ -271,7 +271,7 @@ class MXFP8BlockScaling(_FP8Recipe):
         margin: Only 0, as in the OCP format.
         fp8_format: The dtypes.
         enable_2d_quantization: Whether a weight has one scale for 32 x 32 values, so that both of
-            its copies stand for the same values.
+            its copies have the same values.
     """
 
     margin: int = 0
@@ -291,7 +291,7 @@ class NVFP4BlockScaling(_FP8Recipe):
     """FP4 with two levels of scales: an E4M3 number for each 16 values, and one for the tensor.
 
     Three techniques make it good enough to train with. A weight has one scale for 16 x 16 values,
-    so that both of its copies stand for the same values. Gradients are rounded up or down at
+    so both of its copies have the same values. Gradients are rounded up or down at
     random, so that their mean is right. And what the gradient of a weight is computed from is
     mixed first: a Hadamard transform of each 16 rows spreads outliers.
 
@@ -356,7 +356,7 @@ class CustomRecipe(opfuse.Recipe):
 
     Attributes:
         qfactory: ``qfactory(role)`` gives a new :class:`opfuse.Quantizer` for a tensor of a role.
-        name: What checkpoints know the recipe by. One name stands for one function in a process.
+        name: What checkpoints know the recipe by. In a process, one name means one function.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer]
@@ -372,13 +372,13 @@ class CustomRecipe(opfuse.Recipe):
             )
         if not is_compiling() and _FACTORIES.setdefault(self.name, self.qfactory) != self.qfactory:
             raise ValueError(
-                f"CustomRecipe: the name {self.name!r} stands for another function already, "
+                f"CustomRecipe: the name {self.name!r} means another function already, "
                 f"{_FACTORIES[self.name]!r}; give this one another name"
             )
         super().__post_init__()
 
     def to_json(self, name: str = "") -> str:
-        """The recipe as JSON text: its name stands for its function."""
+        """The recipe as JSON text: its name identifies its function."""
         fields = {"recipe": name or "CustomRecipe", "name": self.name}
         return json.dumps(fields | {"backward_override": self.backward_override}, sort_keys=True)
 

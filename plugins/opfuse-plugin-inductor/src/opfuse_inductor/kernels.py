@@ -240,7 +240,7 @@ class Flags(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tensors that the ops of a run read, beside what passes from op to op: a list per op.
+    """The tensors that the ops of a run read besides what passes from op to op: a list per op.
 
     Attributes:
         params: Parameters.
@@ -475,7 +475,7 @@ class Plan:
         if self.needs_grad:
             kernel = self._backward(self._y, dict(zip(self.outputs, self._extras, strict=True)))
             entering = [*self._kept_specs, *self._flat]
-            numbers = sum(map(len, given.scales))  # read anew in the backward
+            numbers = sum(map(len, given.scales))  # read again in the backward
             self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
             kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
             kept = kept[1 + len(self.outputs) :]

@@ -1,4 +1,4 @@
-"""What the arithmetic of an op depends on beside tensors.
+"""What the arithmetic of an op depends on besides tensors.
 
 A kernel is made once of what an op computes, so all that its methods read must be known. Numbers
 are part of the kernel's key. Those of an op of opfuse are its attributes. The methods of any other
@@ -37,7 +37,7 @@ gate_gradient split join operand numbers_of with_numbers""".split()
 """The methods of an activation that are called."""
 
 _COMMON = frozenset({**vars(ops.Identity()), **vars(ops.SiLU())}) - {"training"}
-"""The attributes that every op has, and every activation beside its own numbers."""
+"""The attributes that every op has, and those that every activation has besides its own numbers."""
 
 _HOMES = "torch", "opfuse"
 """Packages whose functions of tensors are not looked into: a trace shows what they do."""
@@ -56,7 +56,7 @@ class Reads:
         refusal: Why it cannot all be followed, or None.
         numbers: Where the numbers are.
         names: What they are called.
-        functions: What runs, beside what is built in.
+        functions: What runs, besides what is built in.
     """
 
     def __init__(self, run: Sequence[Any]) -> None:
@@ -132,7 +132,7 @@ class _Reader(EveryWay):
     """Lets a trace find out what functions of tensors do."""
 
     def value(self, found: Any, what: str, own: Any = MISSING) -> Any:
-        """What stands for an object that was looked up."""
+        """What represents an object that was looked up."""
         builtin = isinstance(found, types.BuiltinFunctionType) and _home(found) in _HOMES
         return Callee(found) if builtin else super().value(found, what, own)
 

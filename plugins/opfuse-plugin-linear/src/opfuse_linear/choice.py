@@ -1,4 +1,4 @@
-"""Where a Triton product stands for a library's. Triton is imported only where it can run."""
+"""Where a Triton product replaces a library's. Triton is imported only where it can run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANY_ROWS = 8192
 
 
 def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:
-    """Why no Triton product stands for these ops, as a sentence; empty: one does.
+    """Why no Triton product replaces these ops, as a sentence; empty: one does.
 
     Args:
         ops: Linear or linears side by side, then a bias or not, then what is in the epilogue.

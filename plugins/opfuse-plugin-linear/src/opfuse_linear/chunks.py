@@ -20,8 +20,8 @@ from . import kernels
 LEAST_ROWS, MOST_ROWS = 128, 512
 """Of a chunk: as many as features, so that its logits take no more memory than the weight does.
 
-The weight, and its gradient, pass through memory once per chunk; from the larger number on that
-takes no time beside the products.
+The weight, and its gradient, pass through memory once per chunk; from the larger number on, that
+takes no time compared with the products.
 """
 
 LOGITS = 1 << 22
@@ -183,7 +183,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``tensor * scale`` in a dtype, with little memory beside it; with a scale a new tensor."""
+    """``tensor * scale`` in a dtype, with little extra memory; with a scale a new tensor."""
     if tensor is None or scale is None:
         return None if tensor is None else tensor.to(dtype)
     if tensor.dtype is dtype:

@@ -40,7 +40,7 @@ def plain_linear(ops: Any, env: Environment) -> bool | str:
 
 
 def exact(ops: Any, env: Environment) -> bool | str:
-    """Under a recipe the operands of a product are in fp32; what they stand for is not rounded."""
+    """Under a recipe the operands of a product are in fp32; their values are not rounded."""
     if env.recipe is None or env.dtype in (torch.float32, torch.float64):
         return True
     return plain_linear(ops, env)

@@ -52,7 +52,7 @@ _QGELU = of.qgelu, of.qgelu_derivative
 _RELU = of.relu, of.relu_derivative
 _SRELU = of.srelu, of.srelu_derivative
 _IDENTITY = of.identity, of.one
-_MOST_NUMBERS = 8  # that these take beside the value, and ignore
+_MOST_NUMBERS = 8  # that these take besides the value, and ignore
 _SITU = of.situ_gate, of.situ_gate_derivative, of.situ_linear, of.situ_linear_derivative
 _CLAMPED = (
     of.clamped_gate, of.clamped_gate_derivative, of.clamped_linear, of.clamped_linear_derivative,

@@ -48,7 +48,7 @@ class KernelCase:
             neither taken nor given, such as a workspace, counts as partial.
         tensors: Called as ``tensors(**shape)``: the operands by name, first the inputs.
         shapes: Shapes of real models.
-        small: Shapes that the interpreter can run, with rows and columns beside those of tiles.
+        small: Shapes that the interpreter can run, with rows and columns that do not fill a tile.
         floor: Called as ``floor(**shape)``: the bytes that the fusion has to move. None: the sum
             of its full operands.
         gemms: Names of the kernels that are matrix products: they have to use the GPU's matrix

@@ -51,7 +51,7 @@ class Reader:
         places: Where everything was looked up.
         called: Dotted names of the modules that are called.
         modes: Nodes whose argument ``training`` is the mode of a module.
-        is_rough: Whether a value may stand for its parts in a tuple and among arguments.
+        is_rough: Whether a value may replace its parts in a tuple and among arguments.
     """
 
     is_rough = False

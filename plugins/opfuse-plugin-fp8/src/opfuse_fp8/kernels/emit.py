@@ -135,7 +135,7 @@ def emit(
         MANTISSA: 3 or 2 bits.
         NATIVE: See :func:`opfuse_fp8.kernels.device.codes_of`.
         POWER_OF_2: Whether scales of blocks are powers of two.
-        IF_INFINITE: What stands for a scale of a block that is infinite.
+        IF_INFINITE: What replaces a scale of a block that is infinite.
 
     Returns:
         The largest magnitude in the tile, or 0.

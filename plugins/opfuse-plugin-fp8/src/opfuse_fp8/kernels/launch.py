@@ -52,7 +52,7 @@ class Casting:
     Attributes:
         rows: How many rows there are.
         columns: How many columns.
-        values: The values, where a kernel reads or writes them beside their codes.
+        values: The values, where a kernel reads or writes them in addition to their codes.
         constants: What the kernel is compiled with for this cast.
     """
 
