@@ -1,19 +1,19 @@
 """Reads what a function computes, as long as all it does is in the grammar.
 
-The grammar is small. A graph can replace what is in it, as long as everything that was looked up
-on the way stays as it was:
+The grammar is small. A graph can replace these, as long as everything that was looked up on the way
+stays as it was:
 
 - local names, also those that are deleted, tuples, and taking tuples apart;
-- calls of a module's children, those in a list of modules by number or in a loop;
+- calls of a module's children, also of those in a list of modules, by number or in a loop;
 - the functions, methods and properties of :mod:`opfuse_convert.grammar.table`, with plain
   arguments, and arithmetic;
 - attributes of modules and objects that are plain values, parameters, buffers or functions, found
   where attributes are kept: no property, no ``__getattr__``;
-- globals, variables of functions around, and names in modules that are plain values or functions;
-- conditions on such values, on whether they are in a tuple or a list that is written there, and
-  on whether an argument is None;
-- functions and methods that are in the grammar, bound ones and ``functools.partial`` too, and
-  ``**kwargs`` that are passed on.
+- plain values and functions in globals, in enclosing functions and in modules;
+- conditions on such values, on whether they are in a literal tuple or list, and on whether an
+  argument is None;
+- functions and methods whose code is in the grammar, also bound ones and ``functools.partial``,
+  and ``**kwargs`` that are passed on.
 
 Branches that are not taken are not read.
 """
