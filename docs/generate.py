@@ -265,7 +265,7 @@ def from_te_ops():
         for name in sorted(TE)
     ]
     new = [name for name in ops.__all__ if name not in TE]
-    rows += ["", f"Only opfuse has these, as bases for your own ops or as ops: {code(sorted(new))}."]
+    rows += ["", f"Only opfuse has these, as bases of your ops or as ops: {code(sorted(new))}."]
     table = "\n".join(["| `te.ops` | Here | Differs |", "|---|---|---|", *rows])
     page = (HERE / "from-te-ops.md").read_text(encoding="utf-8")
     return re.sub(
