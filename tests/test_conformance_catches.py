@@ -356,7 +356,7 @@ def test_the_suite_under_pytest(tmp_path):
     assert {name for name in failed if name.startswith("TestFaulty")} == {
         f"TestFaulty::{fusion}output]"  # one cause, one failure
     }
-    assert "not checked, since 'output' fails: mend that first" in done.stdout
+    assert "not checked, since 'output' fails: fix that first" in done.stdout
     assert [name for name in failed if name.startswith("TestFunction")] == [
         "TestFunction::test_fusion[reference-forward nothing-condition]"
     ]

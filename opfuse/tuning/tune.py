@@ -56,13 +56,13 @@ def tune(
     objects of PyTorch's or Python's own classes, and in attributes that opfuse's ops set.
 
     To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
-    an entry counts for numbers of rows between the same powers of two.
+    an entry applies to numbers of rows between the same powers of two.
 
     Args:
         model: A module, or any callable that calls some.
         *inputs: Its inputs.
         compiled: Measure each fusion, and each converted module, under ``torch.compile``, for plans
-            that are made there; that takes seconds for each. Entries of eager calls count for eager
+            that are made there; that takes seconds for each. Entries of eager calls apply to eager
             calls only.
         progress: Called as ``progress(done, of, what)`` before each comparison and at the end.
         **kwargs: Its keyword arguments.

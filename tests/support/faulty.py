@@ -171,7 +171,7 @@ class GivesWhatItGotBesideItsBackward(Recomputing):
         return result, basic_op_ctxs[0].saved_tensors[0]
 
 
-@faulty("recompute", "where nobody behind it would do without", "forward", GELU)
+@faulty("recompute", "where no later op would do without", "forward", GELU)
 class LetsGoUnasked(Pointwise):
     recomputes = True
 

@@ -264,7 +264,7 @@ def test_a_norm_whose_output_nobody_spares_is_left_to_others():
         with opfuse.options(prefer="memory"):
             return " ".join(opfuse.explain(chain.float(), batch()).details.split())
 
-    sentence = "no op behind it keeps its output for the gradient of a parameter"
+    sentence = "no op after it keeps its output for the gradient of a parameter"
     for behind in ((), (ops.Dropout(0.0), linear()), (ops.ReLU(),)):
         assert sentence in why(ops.LayerNorm(WIDTH), *behind)
     handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU,), Spared, name="spared"))

@@ -19,7 +19,7 @@ from .conditions import DTYPES
 from .formulas import Formula
 
 Two = tuple[Tensor | None, Tensor | None]
-_PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
+_PLAIN = Tensor, torch.nn.Parameter  # a subclass may do something else
 
 
 class Activation:
