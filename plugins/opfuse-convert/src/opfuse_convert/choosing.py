@@ -218,7 +218,7 @@ class MeasuredChoice:
 
 
 def _is_ordinary(x: Any) -> bool:
-    """Whether a key of :class:`MeasuredChoice` says all that matters of an argument."""
+    """Whether a key of :class:`MeasuredChoice` has all that matters about an argument."""
     plain = type(x) in _PLAIN and not x.is_nested
     return plain and x.layout is torch.strided and not x.is_meta
 
@@ -245,7 +245,7 @@ def pays_in_graph(found: Measurement) -> bool:
     return not found.wrong and found.speed - found.noise / 2 > 1
 
 
-# These are constant in a trace. The generation guards them; a new table changes it, too.
+# These are constant in a trace. The generation guards them; a new table changes it.
 
 
 def is_known_in_graphs(title: str, generation: int) -> bool:

@@ -50,7 +50,7 @@ def leaf_of(module: nn.Module) -> Leaf | str:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a ``torch.nn.Linear`` that computes what it says."""
+    """Whether a module is a ``torch.nn.Linear`` with the forward of its class."""
     return op_class(module) is nn.Linear and not is_patched(nn.Linear)
 
 

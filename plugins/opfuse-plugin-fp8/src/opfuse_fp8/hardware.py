@@ -15,7 +15,7 @@ OCP_FP8 = ("gfx950", "gfx1200", "gfx1201")
 
 
 class Hardware(NamedTuple):
-    """What decides whether there is a product.
+    """The facts that decide whether there is a product.
 
     Attributes:
         device: The kind of device: ``"cpu"``, ``"cuda"`` (ROCm too), ...

@@ -66,7 +66,7 @@ class Format(str, Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _FP8Recipe(opfuse.Recipe):
-    """What the FP8 recipes have in common.
+    """The base of the FP8 recipes.
 
     Attributes:
         fp8_dpa: Attention in FP8: only False, since opfuse has no attention op.
@@ -81,7 +81,7 @@ class _FP8Recipe(opfuse.Recipe):
     fp8_mha: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -158,7 +158,7 @@ class DelayedScaling(_FP8Recipe):
     _choices: ClassVar = {"amax_compute_algo": ("max", "most_recent")}
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
             if callable(getattr(self, name)):
                 raise TypeError(
@@ -241,7 +241,7 @@ class Float8BlockScaling(_FP8Recipe):
     _choices: ClassVar = {f"{name}_block_scaling_dim": (1, 2) for name in ("x", "w", "grad")}
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         super().__post_init__()
         if self.w_block_scaling_dim == 2 and 2 in (
             self.x_block_scaling_dim,
@@ -319,7 +319,7 @@ class NVFP4BlockScaling(_FP8Recipe):
     fp8_format: Format = Format.E4M3
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         super().__post_init__()
         only = {
             "row_scaled_activation": "the format has one scale for a tensor, none for a row",
@@ -356,14 +356,14 @@ class CustomRecipe(opfuse.Recipe):
 
     Attributes:
         qfactory: ``qfactory(role)`` gives a new :class:`opfuse.Quantizer` for a tensor of a role.
-        name: What checkpoints know the recipe by. In a process, one name means one function.
+        name: The recipe's name in checkpoints. In a process, one name means one function.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer]
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         if not callable(self.qfactory):
             raise TypeError(f"CustomRecipe.qfactory: expected a function, got {self.qfactory!r}")
         if not isinstance(self.name, str) or not self.name:
@@ -383,7 +383,7 @@ class CustomRecipe(opfuse.Recipe):
         return json.dumps(fields | {"backward_override": self.backward_override}, sort_keys=True)
 
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
-        """What the function gives; its mistake is the caller's to see, not the plugin's."""
+        """The quantizer that the function returns; errors in it are the caller's to see."""
         try:
             made = self.qfactory(role)
         except Exception as error:

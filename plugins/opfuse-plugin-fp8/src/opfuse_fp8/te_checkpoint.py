@@ -79,7 +79,7 @@ def from_te_extra_state(
         TypeError: An ``_extra_state`` is neither bytes nor a tensor of them, or ``recipe`` is
             another recipe.
         ValueError: It cannot be read so, belongs to another recipe or op, or ``names`` has a
-            module that the checkpoint has not.
+            module that the checkpoint does not have.
     """
     recipe = DelayedScaling() if recipe == _NAME else recipe
     if not isinstance(recipe, DelayedScaling | None):
@@ -110,7 +110,7 @@ def _read(
     names: str | Sequence[str] | None,
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What goes into the checkpoint for one extra state; every error says which."""
+    """The entries of the checkpoint for one extra state; every error says which."""
     if not isinstance(value, io.BytesIO | bytes | bytearray | None) and not (
         isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel())
     ):
@@ -137,7 +137,7 @@ def _is_extra(key: str) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """What an extra state holds; None where that is nothing. Nothing in it is run."""
+    """The content of an extra state; None if it is empty. No code in it runs."""
     if isinstance(value, io.BytesIO):
         try:
             return torch.load(io.BytesIO(value.getvalue()), map_location="cpu", weights_only=True)

@@ -35,13 +35,13 @@ def short(value: Any) -> str:
 
 
 def why(error: BaseException) -> str:
-    """What torch says is wrong with a file, without its advice to load it all the same."""
+    """What torch finds wrong with a file, without its advice to load it anyway."""
     text = str(error.__context__ or error).removeprefix("Weights only load failed. ")
     return _ADVICE.split(text)[0].strip()[:300] or type(error).__name__
 
 
 class Refused(ValueError):
-    """An extra state holds what the state of a recipe does not consist of."""
+    """An extra state holds something that is not the state of a recipe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Name:
 
 @dataclasses.dataclass(repr=False, eq=False)
 class Value:
-    """What a pickle makes of a class of ``transformer_engine.common.recipe``.
+    """The value that a pickle builds of a class of ``transformer_engine.common.recipe``.
 
     Attributes:
         name: The class.
@@ -74,7 +74,7 @@ class Value:
 
 
 def read(pickled: bytes) -> Any:
-    """What a pickle of Transformer Engine holds: plain values, tensors, and :class:`Value`.
+    """The content of a Transformer Engine pickle: plain values, tensors, and :class:`Value`.
 
     Args:
         pickled: What ``pickle.dumps`` gave.

@@ -43,8 +43,8 @@ class Reader:
 
     Args:
         graph: Gets the nodes.
-        is_leaf: Whether a call of a module stays one; what is none is read.
-        known: Functions that somebody else reads: each gets the reader and the values given.
+        is_leaf: Whether a call of a module stays a call; the code of other modules is read.
+        known: Functions that have their own readers: each gets the reader and the values given.
         class_of: The class of a module as its author wrote it.
 
     Attributes:
@@ -209,7 +209,7 @@ class Reader:
         """An attribute of a value.
 
         Raises:
-            Unreadable: Nobody knows what reading it does.
+            Unreadable: It is unknown what reading it does.
         """
         if isinstance(value, fx.Node):
             if name in table.PROPERTIES:
