@@ -110,7 +110,7 @@ class CompiledLoss(FusedOperation):
 
     def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> Kernel:
         """The function of a pass, for logits like these."""
-        numbers = numbers._replace(reduction="none")  # which is none of its business
+        numbers = numbers._replace(reduction="none")  # which must not affect it
         key = numbers, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
         function, rows = _PASSES[name]
         specs = Spec(x.dtype, x.shape[-1]), _OF_ROW, *[Spec(wide(x.dtype))] * rows
@@ -129,7 +129,7 @@ class CompiledLoss(FusedOperation):
 
 
 def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: LossNumbers) -> None:
-    """Let PyTorch raise what it raises, of logits that take no memory."""
+    """Let PyTorch raise its own error, for logits that take no memory."""
     nothing = torch.zeros((), device=targets.device).expand(len(targets), classes)
     F.nll_loss(nothing, targets, ignore_index=numbers.ignore_index, reduction="none")
 

@@ -1,9 +1,9 @@
 """What the arithmetic of an op depends on besides tensors.
 
-A kernel is made once of what an op computes, so all that its methods read must be known. Numbers
+A kernel is compiled once from an op's code, so all that its methods read must be known. Numbers
 are part of the kernel's key. Those of an op of opfuse are its attributes. The methods of any other
-op are read by :mod:`opfuse_convert.grammar`: what they look up must be as it was, or they are read
-again. What the grammar does not know is refused, in a sentence.
+op are read by :mod:`opfuse_convert.grammar`: what they look up must be unchanged, or they are read
+again. Code that the grammar does not know is refused, with a sentence.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Reads:
         self.functions = tuple([p.value for p in self._fixed if isinstance(p.value, kinds)])
 
     def current(self) -> tuple[Any, ...] | None:
-        """The numbers now; None: what was read is not as it was, and is to be read again."""
+        """The numbers now; None: something has changed, so the ops must be read again."""
         numbers = tuple([place.where.get(place.name, None) for place in self.numbers])
         if not self._fixed:
             return numbers
@@ -116,7 +116,7 @@ class Reads:
             for name in _ROOTS:
                 if any(name in vars(cls) for cls in written):
                     _run(reader, op, name)
-        finally:  # what is refused may be another one later
+        finally:  # a refused value may be replaced later
             for place in reader.places:
                 (self.numbers if table.is_plain(place.value) else self._fixed).append(place)
 
@@ -145,7 +145,7 @@ class _Reader(EveryWay):
         return super().attribute(value, name)
 
     def call(self, callee: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives."""
+        """The result of a call."""
         function = callee.function if isinstance(callee, Callee) else None
         known = function is not None and callee.own is MISSING and function not in _READ
         if known and any(isinstance(each, fx.Node) for each in (*args, *kwargs.values())):
@@ -174,12 +174,12 @@ def _home(value: Any) -> str:
 
 
 def _is_ours(cls: type) -> bool:
-    """Whether a class is one of opfuse, torch or Python itself, and is found where it says."""
+    """Whether a class belongs to opfuse, torch or Python, and is found under its own name."""
     there = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return there and _home(cls) in (*_HOMES, "builtins", "abc")
 
 
 def is_stock(op: Any) -> bool:
-    """Whether an op is one of opfuse's own, as it was written."""
+    """Whether an op is one of opfuse's own, unchanged."""
     cls = op_class(op)
     return getattr(ops, cls.__name__, None) is cls and has_same_math(op, cls)
