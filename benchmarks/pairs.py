@@ -52,7 +52,7 @@ def main() -> None:
     core = options.core if options.core is not None else max(os.sched_getaffinity(0))
     other = options.other.resolve()
     if not (other / "opfuse" / "__init__.py").is_file():
-        parser.error(f"{other} is no checkout of opfuse")
+        parser.error(f"{other} is not a checkout of opfuse")
     what = "ops" if options.ops else "chains"
     pairs = [
         run_pair((ROOT, other) if number % 2 else (other, ROOT), core, what)

@@ -233,7 +233,7 @@ def test_the_suite_knows_whose_codes_are_inexact(register):
     (found,) = testing.subjects("test")
     assert suite.chains(found, "cpu").subject.inexact
     suite.inexact = {"other": "misspelt"}
-    with pytest.raises(pytest.fail.Exception, match="inexact names 'other', which is no fusion"):
+    with pytest.raises(pytest.fail.Exception, match="inexact names 'other', which is not a fusion"):
         suite().test_offers_something()
 
 

@@ -396,7 +396,7 @@ def test_what_nobody_measures_is_no_table(register, quick, folder, place, value)
     table["entries"][0][of][name] = value
     path.write_text(json.dumps(table))
     tables.reload()
-    with pytest.warns(opfuse.TuningWarning, match="is no tuning table.*delete it"):
+    with pytest.warns(opfuse.TuningWarning, match="is not a tuning table.*delete it"):
         model(x)
 
 
@@ -954,15 +954,15 @@ def test_a_corrupt_file_is_named_and_the_run_goes_on(register, folder, text, mon
     path = tables.path_for(CPU)
     folder.mkdir()
     path.write_text(text)
-    with pytest.warns(opfuse.TuningWarning, match=f"{path.name} is no tuning table"):
+    with pytest.warns(opfuse.TuningWarning, match=f"{path.name} is not a tuning table"):
         assert taken(model, x) == ["Pair"]
     assert taken(model, x) == ["Pair"], "said once"
-    with pytest.raises(ValueError, match=f"{path.name} is no tuning table"):
+    with pytest.raises(ValueError, match=f"{path.name} is not a tuning table"):
         opfuse.tune(model, x)
     assert path.read_text() == text, "not overwritten"
     monkeypatch.setenv("OPFUSE_STRICT", "1")
     tables.reload()
-    with pytest.raises(opfuse.TuningWarning, match="is no tuning table"):
+    with pytest.raises(opfuse.TuningWarning, match="is not a tuning table"):
         model(x)
 
 

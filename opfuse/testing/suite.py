@@ -124,7 +124,7 @@ class FusionSuite:
                 pytest.fail(f"limits names {name!r}, which is {what}", pytrace=False)
         for name in self.inexact:
             if name not in {subject.name for subject in found}:
-                pytest.fail(f"inexact names {name!r}, which is no fusion", pytrace=False)
+                pytest.fail(f"inexact names {name!r}, which is not a fusion", pytrace=False)
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
         """One check on every case it is for; skipped where what it rests on fails already."""

@@ -276,7 +276,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("make, says", [
-    (te_layout.pickled, r"fc._extra_state: it calls (posix|nt).mkdir, which is no part of the state.*by hand from scale"),
+    (te_layout.pickled, r"fc._extra_state: it calls (posix|nt).mkdir, which is not part of the state.*by hand from scale"),
     (te_layout.saved, r"fc._extra_state: torch.load\(weights_only=True\) refuses it: .*(posix|nt).mkdir.*by hand from scale"),
 ])  # fmt: skip
 def test_reading_a_checkpoint_runs_no_code_in_it(make, says, tmp_path):

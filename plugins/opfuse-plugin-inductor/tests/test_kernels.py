@@ -406,7 +406,7 @@ def test_each_refusal_gives_its_reason(monkeypatch):
     assert "has tensors of its own" in refusal(norm, Table())
     untidy = Untraceable()
     untidy.table = nn.Identity
-    assert "Untraceable.table is no plain number" in refusal(norm, untidy)
+    assert "Untraceable.table is not a plain number" in refusal(norm, untidy)
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert "'no-such-compiler' is not found" in refusal(norm)
     monkeypatch.setattr(conditions.importlib.util, "find_spec", lambda name: None)
@@ -568,9 +568,9 @@ class Shared(ops.Activation):
 
 def test_objects_of_an_activation_are_refused():
     act = Slope(lambda: 3.0)
-    assert "Slope._slope is no plain number" in refusal(act)
-    assert "Slope._slope is no plain number" in refusal(ops.ScaledActivation(act))
-    assert "Shared.factors is no plain number" in refusal(Shared())
+    assert "Slope._slope is not a plain number" in refusal(act)
+    assert "Slope._slope is not a plain number" in refusal(ops.ScaledActivation(act))
+    assert "Shared.factors is not a plain number" in refusal(Shared())
 
 
 def test_an_output_is_computed_again_with_the_scale_of_its_forward():

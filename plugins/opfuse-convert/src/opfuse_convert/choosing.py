@@ -51,7 +51,7 @@ def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
     dtype = dtypes[0] if dtypes else None
     given = x, *extras
     if not _PLAIN.issuperset(map(type, given)) or not x.ndim:
-        return "its input is no plain tensor"
+        return "its input is not a plain tensor"
     if any([t.layout is not torch.strided or t.is_nested for t in given]):
         return "its input is sparse or nested"
     if x.is_meta or not x.is_floating_point():

@@ -72,7 +72,7 @@ def _behind(forward: Any) -> Sequence[Place]:
 
 def _linear(module: Any) -> Leaf | str:
     if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():
-        return "its weight is no floating-point tensor"
+        return "its weight is not a floating-point tensor"
     return Leaf(linear_ops(module))
 
 

@@ -167,7 +167,7 @@ def _merged(content: Any) -> dict[str, Any]:
         if part and not _KNOWN & part.keys():
             raise Refused(
                 f"expected one of {', '.join(sorted(_KNOWN))}, got {short([*part])}; leave "
-                f"the key out if it is no state of a recipe"
+                f"the key out if it is not the state of a recipe"
             )
         for name, value in part.items():
             both = isinstance(value, Tensor) and isinstance(found.get(name), Tensor)
@@ -212,7 +212,7 @@ def _entries(
         raise Refused(
             f"it has the scales of {len(products)} products, and the number of ops for "
             f"them is {len(targets)}: pass names={{{module!r}: [the op of each]}}, or leave the "
-            f"key out if it is no linear layer"
+            f"key out if it is not a linear layer"
         )
     made: dict[str, Any] = {}
     for target, tensors in zip(targets, products, strict=True):
@@ -301,7 +301,7 @@ def _recipe(saved: Any, rows: int) -> DelayedScaling:
     functions = [str(value) for value in fields.values() if isinstance(value, te_pickle.Name)]
     if functions:
         raise Refused(
-            f"its recipe has the function {functions[0]}, which is no part of a recipe of "
+            f"its recipe has the function {functions[0]}, which is not part of a recipe of "
             f"opfuse; pass recipe=..."
         )
     overridden = fields.pop("override_linear_precision", None)

@@ -92,9 +92,9 @@ def read(pickled: bytes) -> Any:
     except Refused:
         raise
     except Exception as error:  # cut off, or out of order
-        raise Refused(f"it is no whole pickle: {str(error)[:300]}") from error
+        raise Refused(f"it is not a whole pickle: {str(error)[:300]}") from error
     if len(reader.stack) != 1:
-        raise Refused("it is no whole pickle: it ends early")
+        raise Refused("it is not a whole pickle: it ends early")
     return reader.stack[0]
 
 
@@ -112,7 +112,7 @@ class _Reader:
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise Refused("it is no whole pickle: a value is missing")
+            raise Refused("it is not a whole pickle: a value is missing")
         found = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return found
@@ -121,7 +121,7 @@ class _Reader:
         places = reversed(range(len(self.stack)))
         at = next((i for i in places if self.stack[i] is _MARK), None)
         if at is None:
-            raise Refused("it is no whole pickle: a mark is missing")
+            raise Refused("it is not a whole pickle: a mark is missing")
         found = self.stack[at + 1 :]
         del self.stack[at:]
         return found
@@ -214,7 +214,7 @@ def _called(function: Any, given: Any) -> Any:
         return Value(function, given, {})
     known = _KNOWN.get(str(function))
     if known is None:
-        raise Refused(f"it calls {function}, which is no part of the state of a recipe")
+        raise Refused(f"it calls {function}, which is not part of the state of a recipe")
     return known(*given)
 
 

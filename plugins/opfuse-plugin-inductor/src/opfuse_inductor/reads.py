@@ -89,7 +89,7 @@ class Reads:
             found = [n for n in own if n not in without and table.is_plain(vars(op)[n])]
             self.numbers += [Place(vars(op), n, vars(op)[n], f"{name}.{n}") for n in found]
         elif not isinstance(op, BasicOperation):
-            raise Unreadable(f"it has a {name} in it, which is no op of opfuse")
+            raise Unreadable(f"it has a {name} in it, which is not an op of opfuse")
         elif any(True for _ in (*op.parameters(False), *op.buffers(False))):
             what = f"{name} has tensors of its own"
             raise Unreadable(f"{what}, which a compiled function would take for constants")
@@ -123,7 +123,7 @@ class Reads:
     def _numbers(self, where: Mapping[str, Any], names: Sequence[str], owner: str) -> None:
         for name in names:
             if not table.is_plain(where[name]):
-                what = f"{owner}.{name} is no plain number"
+                what = f"{owner}.{name} is not a plain number"
                 raise Unreadable(f"{what}, which a compiled function would take for a constant")
             self.numbers.append(Place(where, name, where[name], f"{owner}.{name}"))
 

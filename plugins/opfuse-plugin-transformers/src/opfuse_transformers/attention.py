@@ -48,7 +48,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     projections = {name: module._modules[name] for name in names}
     for name, linear in projections.items():
         if op_class(linear) is not nn.Linear or "forward" in vars(linear):
-            return f"{name} is no plain torch.nn.Linear"
+            return f"{name} is not a plain torch.nn.Linear"
     chain = Sequential(ParallelLinear.reading(projections))
     always = env.options.get("transformers.projections") == "joined"
     return Conversion(chain, names, _Call(names, always), _Separate(names))

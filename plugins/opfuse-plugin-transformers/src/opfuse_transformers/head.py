@@ -47,7 +47,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     if "forward" in vars(module):
         return "its forward was replaced"
     if op_class(linear) is not nn.Linear or "forward" in vars(linear):
-        return "lm_head is no plain torch.nn.Linear"
+        return "lm_head is not a plain torch.nn.Linear"
     forward = inspect.unwrap(op_class(module).forward)
     if not forward.__module__.startswith("transformers."):
         return "its forward is not that of a model of transformers"

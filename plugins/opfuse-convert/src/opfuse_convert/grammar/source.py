@@ -46,7 +46,7 @@ def tree_of(function: Any) -> ast.FunctionDef:
     """
     if not isinstance(function, types.FunctionType):
         name = getattr(function, "__qualname__", type(function).__name__)
-        raise Unreadable(f"{name} is no function whose code can be read")
+        raise Unreadable(f"{name} is not a function whose code can be read")
     found = _read(function.__code__)
     if isinstance(found, str):
         raise Unreadable(found)
