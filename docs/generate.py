@@ -256,7 +256,7 @@ TE = {  # every public name of te.ops, and what is to be said about it
 
 
 def from_te_ops():
-    """The page, with its table of names written again."""
+    """The page, with a new table of names."""
     where = {name: f"opfuse.{name}" for name in opfuse.__all__} | {
         name: f"opfuse.ops.{name}" for name in ops.__all__
     }

@@ -118,7 +118,7 @@ def no_compiler() -> str:
 
 
 def described(op: Any) -> tuple[Any, ...] | None:
-    """What the formulas of an activation follow from, hashable; None: not from numbers alone.
+    """The numbers that decide an activation's formulas, hashable; None: numbers are not enough.
 
     Args:
         op: The activation; None: the identity.

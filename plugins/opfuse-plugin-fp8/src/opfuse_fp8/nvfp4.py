@@ -210,7 +210,7 @@ def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
 
 
 def tensor_scale(most: Tensor) -> Tensor:
-    """What all values are multiplied by: ``448 * 6 / amax``, 1 where that is of no use.
+    """The factor of all values: ``448 * 6 / amax``, 1 where that cannot be used.
 
     Args:
         most: The largest magnitude, fp32, (1,).
@@ -230,7 +230,7 @@ def block_scale(most: Tensor, encode: Tensor) -> Tensor:
 
 
 def _encoding(scale: Tensor, decode: Tensor) -> Tensor:
-    """What the values of a block are multiplied by: the inverse of both of its scales."""
+    """The factor of the values of a block: the inverse of both of its scales."""
     return (scale.float() * decode).reciprocal().clamp(max=casts.FP32_MAX)
 
 

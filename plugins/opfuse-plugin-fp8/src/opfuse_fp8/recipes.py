@@ -414,7 +414,7 @@ BY_NAME: dict[str, type[opfuse.Recipe]] = {
 
 
 def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
-    """A new quantizer for a tensor of a role; None: the recipe is somebody else's."""
+    """A new quantizer for a tensor of a role; None: the recipe is another plugin's."""
     if isinstance(recipe, (_FP8Recipe, CustomRecipe)):
         return recipe.new_quantizer(role, device)
     return None

@@ -127,7 +127,7 @@ class Kernel:
         return bool(self._variants)
 
     def __call__(self, tensors: Sequence[Tensor | None], rows: int) -> list[Any]:
-        """What the function gives.
+        """The results of the function.
 
         Args:
             tensors: A contiguous tensor for each spec; those that are not ``used`` may be None.

@@ -124,7 +124,7 @@ class CompiledLoss(FusedOperation):
 
     @property
     def notes(self) -> str:  # type: ignore[override]
-        """What ``opfuse.explain`` adds: the time that was spent compiling, or that none was."""
+        """Text that ``opfuse.explain`` adds: the time spent compiling, or that none was."""
         return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
 
 
