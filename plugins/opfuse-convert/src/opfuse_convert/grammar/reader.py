@@ -3,8 +3,8 @@
 The grammar is small. A graph can replace these, as long as everything that was looked up on the way
 stays as it was:
 
-- local names, also those that are deleted, tuples, and taking tuples apart;
-- calls of a module's children, also of those in a list of modules, by number or in a loop;
+- local names, even those that are deleted, tuples, and unpacking of tuples;
+- calls of a module's children, and of those in a list of modules, by number or in a loop;
 - the functions, methods and properties of :mod:`opfuse_convert.grammar.table`, with plain
   arguments, and arithmetic;
 - attributes of modules and objects that are plain values, parameters, buffers or functions, found
@@ -12,8 +12,8 @@ stays as it was:
 - plain values and functions in globals, in enclosing functions and in modules;
 - conditions on such values, on whether they are in a literal tuple or list, and on whether an
   argument is None;
-- functions and methods whose code is in the grammar, also bound ones and ``functools.partial``,
-  and ``**kwargs`` that are passed on.
+- functions, methods and ``functools.partial`` whose code is in the grammar, and ``**kwargs`` that
+  are passed on.
 
 Branches that are not taken are not read.
 """
