@@ -399,7 +399,7 @@ def test_what_somebody_else_quantized_is_refused():
 
 def test_a_cast_is_not_for_chains_of_users():
     cast = ops.Cast(RoundingQuantizer(Rounding(), opfuse.QuantizerRole()), Usage())
-    with pytest.raises(TypeError, match="put into a chain by the engine"):
+    with pytest.raises(TypeError, match="only the engine puts a Cast into a chain"):
         opfuse.Sequential(cast)(torch.ones(2))
 
 

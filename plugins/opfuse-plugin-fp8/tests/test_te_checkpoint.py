@@ -157,7 +157,7 @@ def test_every_pickle_protocol_is_read_or_refused_by_name(protocol):
               "scale_bwd": torch.ones(2), "amax_history_bwd": torch.zeros(STEPS, 2),
               "extra_fp8_variables": {"a": (1, 2, 3, 4), "b": [1, 1.5, None, True, -(2**40)], "c": "x" * 300}}  # fmt: skip
     if protocol == 2:
-        with pytest.raises(ValueError, match=r"_codecs.encode, which is no part"):
+        with pytest.raises(ValueError, match=r"_codecs.encode, which is not part"):
             fp8.from_te_extra_state({"fc._extra_state": te_layout.pickled(fields, protocol)})
         return
     state = fp8.from_te_extra_state({"fc._extra_state": te_layout.pickled(fields, protocol)})

@@ -491,7 +491,7 @@ def test_a_linear_behind_a_compiled_run():
         text = " ".join(
             opfuse.explain(chain, torch.randn(7, 16, requires_grad=True)).details.split()
         )
-    assert text.count("an op behind it does not keep its input") == 2
+    assert text.count("an op after it does not keep its input") == 2
 
 
 @pytest.mark.parametrize(

@@ -567,7 +567,7 @@ NOT_FOLLOWED = {
     ),
     "module inside": (with_module, "has a SiLU in it, which is not an op of opfuse"),
     "buffer": (with_buffer, "has tensors of its own"),
-    "inside another": (lambda: ops.ScaledActivation(of(of_list)), "it indexes what"),
+    "inside another": (lambda: ops.ScaledActivation(of(of_list)), "it indexes a value"),
 }
 
 

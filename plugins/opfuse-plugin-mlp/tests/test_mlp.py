@@ -234,7 +234,7 @@ def test_where_a_norm_is_not_computed_again():
             assert not fusions(chain, x, **settings)
             return " ".join(opfuse.explain(chain, x).details.split())
 
-    assert 'takes time for memory, which prefer="memory" asks for' in said(prefer="speed")
+    assert 'trades time for memory, which prefer="memory" asks for' in said(prefer="speed")
     assert "the option mlp.keep_norm keeps it" in said(**{"mlp.keep_norm": True})
     with torch.no_grad():
         assert "no backward follows" in said()
