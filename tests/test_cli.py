@@ -115,7 +115,7 @@ def test_plugins_lists_them_as_json(register):
     register(name="a", distribution="dist-a", recipes={})
     result = call("plugins", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
-    keys = ["name", "distribution", "version", "state", "hooks", "fusions", "error"]
+    keys = ["name", "distribution", "version", "state", "hooks", "fusions", "priorities", "error"]
     rows = json.loads(result.stdout)
     assert rows == plugins.listing()
     assert [list(row) for row in rows] == [keys, keys]
@@ -126,6 +126,7 @@ def test_plugins_as_a_table(register):
     fusions = [
         pair(name) for name in ("linear+bias", "linear+bias+activation", "linear+bias+activation")
     ]
+    fusions[0] = dataclasses.replace(fusions[0], priority=-100)
     register(
         name="linear",
         distribution="opfuse-plugin-linear",
@@ -148,8 +149,8 @@ def test_plugins_as_a_table(register):
         "PLUGIN  DISTRIBUTION                STATE         FUSIONS",
         "broken  opfuse-plugin-broken 0.0.1  failed        -",
         "    import: ZeroDivisionError: division by zero",
-        "linear  opfuse-plugin-linear 0.1.0  loaded        linear+bias (forward), linear+bias+activation",
-        "                                                  (forward, backward)",
+        "linear  opfuse-plugin-linear 0.1.0  loaded        linear+bias (forward, priority -100),",
+        "                                                  linear+bias+activation (forward, backward)",
         "next    opfuse-plugin-next 2.0      incompatible  -",
         "    written for opfuse.v2, this opfuse speaks opfuse.v1",
         "norm    opfuse-plugin-norm 1.0      blocked       -",
@@ -260,12 +261,12 @@ def test_explain_prints_the_plan_as_json(register, models):
         ),
         (
             "{}:needs_input",
-            "{}:needs_input: NeedsInput raised TypeError: "
+            "{}:needs_input: NeedsInput without an input raised TypeError: "
             "NeedsInput.forward() missing 1 required positional argument: 'x'",
         ),
         (
             "{}:chain",
-            "{}:chain: Sequential raised TypeError: "
+            "{}:chain: Sequential without an input raised TypeError: "
             "Sequential.forward() missing 1 required positional argument: 'input'",
         ),
     ],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import data_parallel
+import gloo
 import pytest
 import torch
-from torch.multiprocessing import spawn
 
 
 @pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
 )
 def test_data_parallel(tmp_path):
-    spawn(data_parallel.worker, (tmp_path / "init",), nprocs=2)
+    gloo.spawn(data_parallel.worker, tmp_path)

@@ -60,7 +60,7 @@ def step(path, call, op, basic_ops, fusion=None):
     return {**row, "casts": [], "note": "", "fallback": ""}
 
 
-def refused(path, fusion, basic_ops, reason):
+def refused(path, fusion, basic_ops, reason, lost_to=None):
     return {
         "path": path,
         "fusion": fusion,
@@ -68,6 +68,7 @@ def refused(path, fusion, basic_ops, reason):
         "basic_ops": basic_ops,
         "reason": reason,
         "distribution": SOURCE["distribution"],
+        "lost_to": lost_to,
     }
 
 
@@ -99,7 +100,7 @@ def test_a_model_is_reported_call_by_call(linear):
         row
         for path in ("block", "mixed")
         for row in (
-            refused(path, "LinearBias", ["BasicLinear", "Bias"], beaten),
+            refused(path, "LinearBias", ["BasicLinear", "Bias"], beaten, SOURCE["distribution"]),
             refused(path, "FastGELU", ["GELU"], "runs on a GPU, not on cpu"),
         )
     ]
@@ -144,7 +145,7 @@ def test_the_text_groups_calls_with_the_same_plan(linear):
         "",
         "refused",
         "  GELU: runs on a GPU, not on cpu (FastGELU, opfuse-plugin-linear)",
-        "  1 candidate lost to what was taken; `.details` has each",
+        "  1 candidate lost to others: see `.details`, on the command line `--details`",
     ]
 
 
@@ -164,7 +165,7 @@ def test_the_details_list_bytes_and_refusals(linear):
         "    Bias + GELU  fused by BiasGELUGrad, opfuse-plugin-linear 0.1.0",
         "    BasicLinear  not fused",
         "  refused",
-        "    1 candidate that lost to another one of the same plugin",
+        "    1 candidate that lost to another one of the same plugin: see `to_dict()`",
         "    forward FastGELU, opfuse-plugin-linear, on GELU",
         "      runs on a GPU, not on cpu",
         "",

@@ -241,7 +241,7 @@ def test_a_lower_class_sees_only_what_is_left(fused):
     ]
     choice = decide("AABC", high, *low)
     assert taken(choice) == [("AA", "forward", 0, 2), ("BC", "forward", 2, 4)]
-    assert reasons(choice) == {"ABC": "overlaps BC of plugin-x, which has precedence"}
+    assert reasons(choice) == {"ABC": "overlaps BC of plugin-x, whose priority is 1 against 0"}
 
 
 def test_the_reason_is_the_highest_precedence_in_the_way(fused):
@@ -252,7 +252,25 @@ def test_the_reason_is_the_highest_precedence_in_the_way(fused):
         source(Fusion([B, C], fused("BC"), benefit=9)),
         high,
     )
-    assert reasons(choice) == {"BC": "overlaps CD of plugin-x, which has precedence"}
+    assert reasons(choice) == {"BC": "overlaps CD of plugin-x, whose priority is 1 against 0"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [
+        ((1, -3, 0), "which is registered with prepend=True"),
+        ((0, 1, 0), "which is the first of these in the selection of plugins"),
+    ],
+)
+def test_the_reason_says_which_precedence(fused, rank, why):
+    high = source(Fusion([B, C], fused("BC")), rank=rank, distribution=None)
+    choice = decide("ABC", high, source(Fusion([A, B, C], fused("ABC"), benefit=100)))
+    assert [(r.reason, r.lost_to) for r in choice.refused] == [(f"overlaps BC, {why}", "")]
+
+
+def test_a_condition_that_speaks_of_overlaps_lost_to_nobody(fused):
+    choice = decide("AB", source(Fusion([A, B], fused("AB"), when=lambda *_: "overlaps the edge")))
+    assert [(r.reason, r.lost_to) for r in choice.refused] == [("overlaps the edge", None)]
 
 
 def test_joint_fusions_choose_before_forward_and_backward(fused):
@@ -733,9 +751,7 @@ def test_a_plan_is_a_value(fused, register):
         forward=(PlanStep("AB", ("A", "B"), 0, "AB", *test), PlanStep("C", ("C",), 2)),
         backward=(PlanStep("Grad", ("B", "C"), 1, "Grad", *test), PlanStep("A", ("A",), 0)),
         refused=(
-            Refusal(
-                "BC", "forward", ("B", "C"), 1, plans[0].refused[0].reason, "opfuse-plugin-test"
-            ),
+            Refusal("BC", "forward", ("B", "C"), 1, plans[0].refused[0].reason, test[0], test[0]),
         ),
     )
     text = str(plans[0])

@@ -282,6 +282,7 @@ def test_each_fusion_knows_its_plugin(register):
         "state": "loaded",
         "hooks": ["opfuse_forward_fusions", "opfuse_joint_fusions"],
         "fusions": {"j": ["joint"], "f": ["forward"]},
+        "priorities": {},
         "error": None,
     }
     assert json.loads(json.dumps(plugins.listing())) == plugins.listing()

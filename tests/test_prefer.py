@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 
+import gloo
 import prefer_ranks
 import pytest
 import torch
@@ -12,7 +13,6 @@ from functorch.compile import nop
 from fusing import VARIANTS, fusions
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.multiprocessing import spawn
 from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -314,7 +314,7 @@ def test_a_fused_step_is_seen_by_neither(make):
 def test_fsdp2_frees_and_gathers_the_saved_weight(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
-    spawn(prefer_ranks.worker, (tmp_path / "init",), nprocs=2)
+    gloo.spawn(prefer_ranks.worker, tmp_path)
 
 
 def test_a_compiled_chain_saves_what_prefer_says():

@@ -175,6 +175,37 @@ def test_every_way_to_change_a_child_is_seen(how):
     assert chain(x)[0, 0] == {"insert": 30, "del": 3}.get(how, 15)
 
 
+@pytest.mark.parametrize("base", [nn.Linear, ops.Bias])
+def test_a_child_that_equals_the_one_before_is_another_child(base):
+    class Equal(base):
+        __hash__ = base.__hash__
+
+        def __eq__(self, other):
+            return isinstance(other, Equal)
+
+    made = (lambda: Equal(4, 4)) if base is nn.Linear else lambda: Equal(4)
+    chain, x, other = opfuse.Sequential(ops.GELU(), made()), torch.randn(2, 4), made()
+    chain(x)
+    nn.init.ones_(other.bias)
+    chain[1] = other
+    assert torch.equal(chain(x), other(ops.GELU()(x)))
+
+
+def test_the_basic_ops_of_a_fused_op_are_fixed():
+    linear = ops.Linear(4, 4)
+    for change in (
+        lambda: setattr(linear, "basic_ops", nn.ModuleList()),
+        lambda: linear.basic_ops.__setitem__(0, ops.BasicLinear(4, 4)),
+        lambda: setattr(linear.basic_ops, "0", None),
+        lambda: linear.basic_ops.__delitem__(1),
+    ):
+        with pytest.raises(RuntimeError, match="the basic ops of a fused op are fixed: make anoth"):
+            change()
+    chain = opfuse.Sequential(linear)
+    chain[0] = ops.Linear(4, 5)
+    assert chain(torch.ones(2, 4)).shape == (2, 5)
+
+
 def test_a_module_used_twice():
     scale = ops.ConstantScale(2.0)
     assert opfuse.Sequential(scale, scale)(torch.ones(1, 1)).item() == 4

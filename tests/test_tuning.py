@@ -10,13 +10,13 @@ import sys
 import time
 from typing import ClassVar
 
+import gloo
 import pytest
 import torch
 import toy_fusions
 import toy_recipe
 import tuning_ranks
 from fakes import OneByOne
-from torch.multiprocessing import spawn
 from tuned import Prescribed
 
 import opfuse
@@ -982,7 +982,7 @@ def test_an_empty_opfuse_tuning_writes_no_table(register, monkeypatch):
 def test_two_ranks_with_different_tables(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
-    spawn(tuning_ranks.worker, (tmp_path / "init", tmp_path), nprocs=2)
+    gloo.spawn(tuning_ranks.worker, tmp_path)
 
 
 def test_check_ranks_needs_a_group():

@@ -112,7 +112,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{starts[0]:{width}}FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
         passes = {name: ", ".join(dict.fromkeys(of)) for name, of in row["fusions"].items()}
-        fusions = [f"{name} ({of})" for name, of in passes.items()]
+        given = {name: f", priority {n}" for name, n in row["priorities"].items()}
+        fusions = [f"{name} ({of}{given.get(name, '')})" for name, of in passes.items()]
         lines += wrap(", ".join(fusions) or "-", f"{start:{width}}", " " * width)
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
@@ -134,7 +135,8 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
     """
     with quiet_stdout():
         model, inputs, by_name = load_model(target)
-        with told(f"{target}: {type(model).__name__} raised"):
+        how = "" if inputs or by_name else " without an input"
+        with told(f"{target}: {type(model).__name__}{how} raised"):
             explanation = explain(model, *inputs, **by_name)
     text = explanation.details if details else str(explanation)
     click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else text)

@@ -161,7 +161,8 @@ class autocast(Setting):
         if is_compiling():
             super().__enter__()
             return
-        if current.block is not None and self._group not in (None, current.block.group):
+        group, block = self._group, current.block
+        if block is not None and group is not None and group is not block.group:
             raise ValueError(
                 "autocast: amax_reduction_group is for the outermost block, at whose exit "
                 "state advances"

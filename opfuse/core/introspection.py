@@ -124,10 +124,11 @@ def _on_class(cls: type, name: str) -> Any:
 def _methods_of(cls: type) -> dict[str, None]:
     """The names of a class's methods, its own and those of opfuse's classes."""
     found: dict[str, None] = {}
-    for name in [name for base in cls.__mro__ for name in vars(base)]:
+    for name in dict.fromkeys(name for base in cls.__mro__ for name in vars(base)):
+        if name.startswith("__") or hasattr(nn.Module, name):
+            continue
         value = _on_class(cls, name)
-        of_torch = name.startswith("__") or hasattr(nn.Module, name)
-        if not of_torch and (callable(value) or hasattr(value, "__get__")):
+        if callable(value) or hasattr(value, "__get__"):
             found[name] = None
     return found
 

@@ -451,6 +451,21 @@ def is_direct(op: Any, pass_name: str) -> bool:
     return getattr(type(op), method) is getattr(BasicOperation, method)
 
 
+class _BasicOps(nn.ModuleList):
+    """The basic ops of a fused op, which are fixed: a fuser would go on with the old ones."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()):
+            raise RuntimeError(_FIXED)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise RuntimeError(_FIXED)
+
+
+_FIXED = "the basic ops of a fused op are fixed: make another op"
+
+
 class FusedOperation(FusibleOperation):
     """An op that replaces a run of basic ops and keeps no state of its own.
 
@@ -502,7 +517,12 @@ class FusedOperation(FusibleOperation):
                 raise TypeError(
                     f"{type(self).__name__} replaces basic ops, got {type(op).__name__}"
                 )
-        self.basic_ops = nn.ModuleList(ops)
+        self.basic_ops = _BasicOps(ops)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "basic_ops" and hasattr(self, name):
+            raise RuntimeError(_FIXED)
+        super().__setattr__(name, value)
 
     def _take_name(self, name: str) -> None:
         for op in [op for op in self.basic_ops if op._name in ("", self._name)]:

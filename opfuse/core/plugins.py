@@ -219,8 +219,8 @@ class PluginManager:
         for recipes in self._call(record, "opfuse_recipes"):
             record.recipes.update(checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
-            known = isinstance(options, dict)
-            if not known or not all(str(o).partition(".")[0] in record.names for o in options):
+            is_dict = isinstance(options, dict)
+            if not is_dict or not all(str(o).partition(".")[0] in record.names for o in options):
                 wanted = f"a dict of '{record.name}.<option>'"
                 raise TypeError(f"opfuse_options must return {wanted}, got {options!r}")
             record.options.update(options)
@@ -344,7 +344,8 @@ class PluginManager:
     def listing(self) -> list[dict[str, Any]]:
         """Every plugin with its state, after the selected ones are loaded, as JSON-able data.
 
-        ``fusions`` maps the names of a plugin's fusions to their passes.
+        ``fusions`` maps the names of a plugin's fusions to their passes, ``priorities`` to their
+        priority if that is not 0.
         """
         self.active(current.selection)
         selection = PluginFilter.parse(current.selection)
@@ -352,11 +353,15 @@ class PluginManager:
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
             fusions: dict[str, list[str]] = {}
+            priorities: dict[str, int] = {}
             for passes, fusion in record.fusions:
                 fusions.setdefault(fusion_name(fusion), []).append(passes)
+                if isinstance(fusion, Fusion) and fusion.priority:
+                    priorities[fusion.name] = fusion.priority
             row = {key: getattr(record, key) for key in ("name", "distribution", "version")}
             row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks)}
-            rows.append(row | {"fusions": fusions, "error": record.error})
+            of = {"fusions": fusions, "priorities": priorities}
+            rows.append(row | of | {"error": record.error})
         return rows
 
 

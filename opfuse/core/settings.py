@@ -74,11 +74,30 @@ class ThreadSettings(threading.local):
     building: str = ""
     environment: Any = None
 
-    options = property(lambda self: self.values.options)
-    selection = property(lambda self: self.values.selection)
-    recipe = property(lambda self: self.values.recipe)
-    skip = property(lambda self: self.values.skip)
-    observer = property(lambda self: self.values.observer)
+    @property
+    def options(self) -> Options:
+        """The options of planning."""
+        return self.values.options
+
+    @property
+    def selection(self) -> str | None:
+        """The selection of plugins, as the user wrote it."""
+        return self.values.selection
+
+    @property
+    def recipe(self) -> Any:
+        """The quantization recipe, or None."""
+        return self.values.recipe
+
+    @property
+    def skip(self) -> tuple[str, ...]:
+        """Name patterns of ops that the recipe does not quantize."""
+        return self.values.skip
+
+    @property
+    def observer(self) -> Any:
+        """The observer of each tensor that the recipe quantizes, or None."""
+        return self.values.observer
 
 
 current = ThreadSettings()

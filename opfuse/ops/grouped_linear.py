@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..core.channels import is_kind, refuse_kind
+from ..core.extra_dtypes import is_kind, refuse_kind
 from ..core.fusible import ParamSource
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast

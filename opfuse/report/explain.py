@@ -73,7 +73,8 @@ class Explanation:
             quantizer), note, fallback; those of the forward with saved_bytes, None without a
             backward.
             ``refused``: the candidates not taken, each with path, fusion, pass, basic_ops, reason,
-            distribution; once for equal calls.
+            distribution, lost_to (the distribution of what was taken in its place, empty if it was
+            registered in code, None if nothing was); once for equal calls.
             ``own_forward``: converted modules that ran their own forward, each with path, class,
             reason.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear

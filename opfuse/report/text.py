@@ -13,9 +13,6 @@ from .call import Call
 from .lines import as_bytes, counted, wrap
 from .quantized import total
 
-_LOST = "overlaps ", "another set of fusions "
-"""How the planner's reasons begin where a candidate lost to others."""
-
 
 def describe(
     calls: Sequence[Call], own: Sequence[tuple[str, str, str]], convertible: int, *, full: bool
@@ -145,11 +142,11 @@ def _describe_step(step: PlanStep, full: bool) -> str:
 
 def _describe_refused(refused: Sequence[Refusal]) -> list[str]:
     """Every refused candidate, except those that lost to another one of the same plugin."""
-    shown = [r for r in refused if not (r.distribution and f" of {r.distribution}" in r.reason)]
+    shown = [r for r in refused if not (r.lost_to and r.lost_to == r.distribution)]
     lines = ["  refused"] if refused else []
     if lost := len(refused) - len(shown):
-        text = f"{counted(lost, 'candidate')} that lost to another one of the same plugin"
-        lines += wrap(text, "    ")
+        which = "that lost to another one of the same plugin: see `to_dict()`"
+        lines += wrap(f"{counted(lost, 'candidate')} {which}", "    ")
     alike = Counter(dataclasses.replace(refusal, start=0) for refusal in shown)  # wherever they are
     for refusal, times in alike.items():
         lines += wrap(where_of(refusal) + _times(times), "    ", "        ")
@@ -161,7 +158,7 @@ def _summarize_refused(calls: Sequence[Call]) -> list[str]:
     """Each reason once, with its ops; candidates that lost to others are counted."""
     # calls alike once
     refused = dict.fromkeys((c.ops, refusal) for c in calls for refusal in c.plan.refused)
-    shown = [refusal for _, refusal in refused if not refusal.reason.startswith(_LOST)]
+    shown = [refusal for _, refusal in refused if refusal.lost_to is None]
     about: dict[tuple[str, str], dict[str, None]] = {}
     for refusal in shown:
         ops = about.setdefault((refusal.reason, _who(refusal)), {})
@@ -170,8 +167,8 @@ def _summarize_refused(calls: Sequence[Call]) -> list[str]:
     for (reason, who), runs in about.items():
         lines += wrap(f"{'; '.join(_first([*runs], 3))}: {reason} ({who})", "  ", "    ")
     if lost := len(refused) - len(shown):
-        text = f"{counted(lost, 'candidate')} lost to what was taken; `.details` has each"
-        lines += wrap(text, "  ", "    ")
+        where = "see `.details`, on the command line `--details`"
+        lines += wrap(f"{counted(lost, 'candidate')} lost to others: {where}", "  ", "    ")
     return ["", "refused", *lines] if lines else []
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import ops as built_in
-from ..core.channels import kinds_of
 from ..core.context_managers import autocast as quantize
 from ..core.context_managers import options
 from ..core.engine.chain import Chain
 from ..core.errors import PluginWarning
+from ..core.extra_dtypes import kinds_of
 from ..core.fusion import FusionLike, fusion_name
 from ..core.op import BasicOperation
 from ..core.plugins import manager, using

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from .. import ops as built_in
-from ..core.channels import kinds_of
 from ..core.engine.chain import Chain
 from ..core.engine.planner import rows_of
+from ..core.extra_dtypes import kinds_of
 from ..core.fusion import Fusion, OneOrMore, Optional
 from ..core.quantization import Recipe, Usage
 from .cases import Case, Op, Subject, is_cast

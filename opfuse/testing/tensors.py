@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops as built_in
-from ..core.channels import kinds_of
+from ..core.extra_dtypes import kinds_of
 from ..core.op import BasicOperation
 
 LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("transformers", reason="the models are those of transformers")
 
 import families
+import gloo
 import torch
-from torch.multiprocessing import spawn
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
@@ -17,8 +17,7 @@ def ranks(how, least, tmp_path):
     import model_ranks
 
     names = list(families.FAMILIES) if families.ALL else ["llama", "encoder"]
-    given = tmp_path / "init", names, model_ranks.ORDERS[how], least
-    spawn(model_ranks.worker, given, nprocs=2)
+    gloo.spawn(model_ranks.worker, tmp_path, names, model_ranks.ORDERS[how], least)
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

@@ -9,8 +9,9 @@ import opfuse
 from opfuse import ops
 
 
-def run(rank, size, path):
-    with gloo.member(rank, size, path):
+def run(rank, folder):
+    size = gloo.RANKS
+    with gloo.member(rank, folder):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             _check_all(rank, size, dtype)
         _check_layouts(rank, size)

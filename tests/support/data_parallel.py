@@ -65,9 +65,9 @@ def wrap(chain, how):
     return torch.compile(wrapped, backend="aot_eager") if how.endswith("compiled") else wrapped
 
 
-def worker(rank, file):
+def worker(rank, folder):
     warnings.simplefilter("ignore")
-    with gloo.member(rank, 2, file):
+    with gloo.member(rank, folder):
         for variant in fusing.VARIANTS:
             torch._dynamo.reset()
             with fusing.fusions(variant):

@@ -21,10 +21,10 @@ ORDERS = {
 }
 
 
-def worker(rank, file, names, orders, least):
+def worker(rank, folder, names, orders, least):
     """Train every model in every order; ``least``: whether something must be converted in each."""
     warnings.simplefilter("ignore")
-    with gloo.member(rank, 2, file):
+    with gloo.member(rank, folder):
         failed = []
         for name in names:
             for order in orders:

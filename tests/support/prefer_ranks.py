@@ -10,11 +10,11 @@ import opfuse
 from opfuse import ops
 
 
-def worker(rank, file):
+def worker(rank, folder):
     """FSDP2 frees the weight that was saved, and gathers it again before the backward."""
     from torch.distributed.fsdp import fully_shard
 
-    with gloo.member(rank, 2, file), opfuse.plugins.using(""):
+    with gloo.member(rank, folder), opfuse.plugins.using(""):
         for each_op in (False, True):
             torch.manual_seed(0)
             plain, sharded = (

@@ -14,8 +14,8 @@ from opfuse import ops
 RECIPE = Rounding(levels=8)
 
 
-def worker(rank, path):
-    with gloo.member(rank, 2, path):
+def worker(rank, folder):
+    with gloo.member(rank, folder):
         opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
         with opfuse.plugins.using("rounding"):
             _one_rank_skips_an_op(rank)

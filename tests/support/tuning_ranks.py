@@ -16,9 +16,9 @@ import opfuse
 from opfuse import Fusion, ops
 
 
-def worker(rank, path, folder):
+def worker(rank, folder):
     os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    with gloo.member(rank, 2, path), opfuse.plugins.isolated():
+    with gloo.member(rank, folder), opfuse.plugins.isolated():
         pair = type("Pair", (OneByOne,), {"calls": []})
         plugin = make_plugin(forward_fusions=[Fusion([ops.GELU, ops.SiLU], pair)])
         opfuse.plugins.register(plugin, name="test", distribution="opfuse-plugin-test")
@@ -39,10 +39,10 @@ def worker(rank, path, folder):
         opfuse.check_ranks()
 
 
-def sharded(rank, path, folder):
+def sharded(rank, folder):
     """A model in shards, which keeps whole parameters behind a forward, is tuned and trains on."""
     os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    with gloo.member(rank, 2, path):
+    with gloo.member(rank, folder):
         model = nn.Sequential(nn.Linear(8, 16), opfuse.Sequential(ops.GELU()), nn.Linear(16, 8))
         fully_shard(model[0])
         fully_shard(model)

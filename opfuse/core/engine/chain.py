@@ -11,10 +11,13 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ..cast import Cast
-from ..channels import WORDS, Slot, kinds_of
+from ..extra_dtypes import WORDS, kinds_of
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation, FusedOperation
+
+Slot = tuple[int, int]
+"""The index of an op, and that of one of its extra inputs or outputs."""
 
 
 def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
@@ -45,7 +48,7 @@ class Chain:
         title: The name of the chain in error messages.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
         param_ranges: The range of parameters of each op.
-        kinds: The kind of each ``(op, slot)``, see :func:`~opfuse.core.channels.kinds_of`.
+        kinds: The kind of each ``(op, slot)``, see :func:`~opfuse.core.extra_dtypes.kinds_of`.
         external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order; only
             the first of those that share a name.
         arguments: The index among these for each ``(op, slot)`` that no channel feeds.

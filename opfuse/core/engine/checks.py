@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..channels import Slot, is_kind, kinds_of, refuse_kind
+from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..introspection import kwarg_names, own_call
 from ..settings import checkpoint_frames, current
-from .chain import Chain
+from .chain import Chain, Slot
 from .program import Program
 
 # Arguments of a call

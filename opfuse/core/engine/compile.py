@@ -121,8 +121,8 @@ def _dtype(facts: Facts, index: int) -> torch.dtype | None:
     """
     op, *following = facts.chain.ops[index : index + 2]
     cast_anyway = any(declared(each, "casts_input") for each in following)
-    given = facts.autocast is None or cast_anyway
-    return facts.autocast if given else op.autocast_dtype or facts.autocast
+    own = None if facts.autocast is None or cast_anyway else op.autocast_dtype
+    return own or facts.autocast
 
 
 def _cover(view: View, taken: Sequence[Step]) -> list[Step]:

@@ -132,24 +132,33 @@ def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str]
     return f"{won:.0f} us", f"{lost:.0f} us"
 
 
-def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> str:
-    """Return why a candidate lost to those that overlap it."""
+def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str]:
+    """Return why a candidate lost to those that overlap it, and the plugin of the first of them."""
     if not winners:
-        return "another set of fusions has the larger total benefit"
+        return "another set of fusions has the larger total benefit", ""
     first = min(
         winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
     )
     plugin = first.source.distribution
     who = f"overlaps {first.source.name}{f' of {plugin}' if plugin else ''}"
-    if first.source.rank != loser.source.rank:
-        return f"{who}, which has precedence"
+    return f"{who}, {_why_first(first, loser, winners, prefer)}", plugin or ""
+
+
+def _why_first(first: Step, loser: Step, winners: Sequence[Step], prefer: str) -> str:
+    """Return why the first winner was taken and not the loser."""
+    own, other = first.source.rank, loser.source.rank
+    if own[:2] == other[:2] and own != other:
+        return f"whose priority is {-own[2]} against {-other[2]}"
+    if own != other:
+        earlier = "registered with prepend=True", "the first of these in the selection of plugins"
+        return f"which is {earlier[own[0] == 0]}"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
-        return f"{who}, and joint fusions choose first"
+        return "and joint fusions choose first"
     if (measured := _gains(loser, winners, prefer)) is not None:
-        return f"{who}, which saves {measured[0]} a call against {measured[1]}, measured here"
+        return f"which saves {measured[0]} a call against {measured[1]}, measured here"
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:
-        return f"{who}, which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
+        return f"which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
     covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
     why = "covers more ops" if covers_more else "comes first by name"
-    return f"{who}, which saves as much and {why}"
+    return f"which saves as much and {why}"

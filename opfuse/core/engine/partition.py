@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..channels import Slot
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation
-from .chain import Chain, flatten
+from .chain import Chain, Slot, flatten
 
 
 class Part(NamedTuple):

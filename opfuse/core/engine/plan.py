@@ -46,7 +46,11 @@ class PlanStep:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A candidate that was not taken, and the reason as a sentence."""
+    """A candidate that was not taken, and the reason as a sentence.
+
+    ``lost_to`` is the distribution of the candidate that was taken in its place, ``""`` if that was
+    registered in code, or if several were; None if nothing was.
+    """
 
     fusion: str
     passes: str
@@ -54,6 +58,7 @@ class Refusal:
     start: int
     reason: str
     distribution: str | None = None
+    lost_to: str | None = None
 
     def __str__(self) -> str:
         who = f"{self.fusion}, {self.distribution or 'registered in code'}"

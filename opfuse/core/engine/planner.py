@@ -108,8 +108,10 @@ def make_program(
     edges = edges_of(chain, env, needs, settings, off)
     table = table_for(key.device) if sources else NO_TABLE
     kwargs = key.kwargs or ((),) * len(chain.ops)
-    given = _shapes(chain, tensors), kwargs, key.autocast, key.dtype
-    facts = Facts(chain, env, needs, edges, *given, table)
+    facts = Facts(
+        chain, env, needs, edges, _shapes(chain, tensors), kwargs,
+        autocast=key.autocast, input_dtype=key.dtype, table=table,
+    )  # fmt: skip
     return compile_program(facts, _build(facts, sources))
 
 

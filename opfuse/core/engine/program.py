@@ -173,11 +173,15 @@ class Program:
         return twin
 
     def _set_params(self) -> None:
-        """Set the ranges of parameters, and the places of those that are handled in another way."""
+        """Set the ranges of parameters, and the places of those that are handled in another way.
+
+        Raises:
+            RuntimeError: In traced code an op puts its gradients away itself.
+        """
         chain, quantizers = self.chain, self.facts.edges.quantizers
-        ranges = [(i, first, last) for i, (first, last) in enumerate(chain.param_ranges)]
-        self.params = tuple(of for of in ranges if of[1] < of[2])
-        self.without_params = tuple(i for i, *of in ranges[self.first_backward :] if of[0] == of[1])
+        ranges = [(i, start, stop) for i, (start, stop) in enumerate(chain.param_ranges)]
+        self.params = tuple((i, a, b) for i, a, b in ranges if a < b)
+        self.without_params = tuple(i for i, a, b in ranges[self.first_backward :] if a == b)
         self.dequantized = dequantized(chain.ops, chain.param_ranges, quantizers, self.env)
         ops = chain.ops if self.requires_grad else ()
         self.accumulating = tuple(ranges[i] for i, op in enumerate(ops) if op.accumulates_grads)

@@ -98,7 +98,8 @@ def choose(
     for loser in [step for step in candidates if step not in won]:
         limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
         why = limited or finder.beaten.get(loser)
-        finder.refuse(loser, why or conflict(loser, taken.overlapping(loser), prefer))
+        lost = (why, None) if why else conflict(loser, taken.overlapping(loser), prefer)
+        finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
     return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
 
@@ -171,11 +172,10 @@ class _Finder:
                 self.beaten[step] = why
         return [step for step in free if not self.beaten.get(step)]
 
-    def refuse(self, step: Step, reason: str) -> None:
+    def refuse(self, step: Step, reason: str, lost_to: str | None = None) -> None:
         source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
-        self.refused.append(
-            Refusal(source.name, source.passes, names, step.start, reason, source.distribution)
-        )
+        where = source.name, source.passes, names, step.start
+        self.refused.append(Refusal(*where, reason, source.distribution, lost_to))
         logger.debug("refused %s: %s", source.name, reason)
 
     def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Step]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ..channels import Slot, is_kind, refuse_kind
+from ..extra_dtypes import is_kind, refuse_kind
 from ..quantization import QuantizedTensor
 from ..quantization.activation import plain
-from .chain import Chain
+from .chain import Chain, Slot
 from .program import Program
 from .step import Step
 

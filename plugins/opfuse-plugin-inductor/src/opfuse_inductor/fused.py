@@ -83,10 +83,10 @@ class CompiledRun(FusedOperation):
         **unused: Any,
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        apart = {"basic_op_extra_inputs": basic_op_extra_inputs}
+        extra_inputs = {"basic_op_extra_inputs": basic_op_extra_inputs}
         size = input_.numel()
         if size < self._min_elements or not input_.ndim or not size or size < 2 * input_.shape[-1]:
-            return self.run_separately(basic_op_ctxs, input_, **apart)
+            return self.run_separately(basic_op_ctxs, input_, **extra_inputs)
         shape, width = input_.shape[:-1], input_.shape[-1]
         rows = size // width
         extras = [basic_op_extra_inputs[i][k] for i, k in self._external] if self._external else ()
@@ -95,7 +95,7 @@ class CompiledRun(FusedOperation):
         if not self._takes(basic_op_ctxs, input_, extras, params) or (
             masked and not input_.is_contiguous()
         ):
-            return self.run_separately(basic_op_ctxs, input_, **apart)
+            return self.run_separately(basic_op_ctxs, input_, **extra_inputs)
         numbers_read = self._reads.current()
         if numbers_read is None:  # the ops read other things than before
             self._look()
@@ -114,7 +114,7 @@ class CompiledRun(FusedOperation):
         if key != latest:
             plan = self._make_plan(key, basic_op_ctxs, params)
         if plan is None:
-            return self.run_separately(basic_op_ctxs, input_, **apart)
+            return self.run_separately(basic_op_ctxs, input_, **extra_inputs)
         given = [input_, *params, *extras]
         numbers: list[Tensor] = []
         if self._dropouts:

@@ -322,8 +322,8 @@ class Run:
                 x = x + self.extras_of(i, given, passed.extras)[0]
             elif isinstance(op, built_in.ScaledActivation):
                 extras = self.extras_of(i, given, passed.extras)
-                given_too = {"basic_op_extra_inputs": [extras], "basic_op_kwargs": [{}]}
-                x, _ = op.fuser_forward([ctx], x, **given_too)
+                arguments = {"basic_op_extra_inputs": [extras], "basic_op_kwargs": [{}]}
+                x, _ = op.fuser_forward([ctx], x, **arguments)
             else:
                 if isinstance(op, built_in.ConstantScale):
                     vars(op)["scale"] = given.scales[i][0]

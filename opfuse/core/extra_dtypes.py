@@ -8,8 +8,6 @@ import torch
 
 from .op import BasicOperation
 
-Slot = tuple[int, int]
-
 WORDS = {
     "floating": "a floating-point tensor",
     "integer": "an integer tensor",
