@@ -110,7 +110,7 @@ def test_dropout_draws_from_torchs_generator():
     assert torch.equal(op(x), first) and not torch.equal(first, second)
 
 
-def test_dropout_ends():
+def test_dropout_of_0_keeps_all_and_of_1_zeroes_all():
     x = torch.tensor([1.0, torch.finfo(torch.float32).max], requires_grad=True)
     y = ops.Dropout(1.0)(x)
     y.sum().backward()
@@ -136,7 +136,7 @@ def test_dropout_saves_a_bool_mask(call):
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-def test_dropout_arguments(p):
+def test_dropout_refuses_a_bad_probability(p):
     with pytest.raises(ValueError, match="Dropout expected a probability p between 0 and 1"):
         ops.Dropout(p)
     with pytest.raises(TypeError, match="Dropout expected a real number as p, got '0.5'"):
@@ -144,7 +144,7 @@ def test_dropout_arguments(p):
     assert repr(ops.Dropout(0.25)) == "Dropout(p=0.25)"
 
 
-def test_quantize_declares(register):
+def test_quantize_declares_a_quantizer_for_each_pass(register):
     for forward, backward in [(True, False), (False, True), (True, True), (False, False)]:
         op = ops.Quantize(forward=forward, backward=backward)
         for mode, enabled in (("forward", forward), ("backward", backward)):
