@@ -3,7 +3,7 @@
 ``python -m nox`` runs the defaults; ``python -m nox -l`` lists all there is to run.
 
 torch is large, so it is installed once, with pip, into ``.nox/base-*``. Every session has a small
-virtual environment of its own beside it, which sees the packages of the base through a ``.pth``
+virtual environment of its own next to it, which sees the packages of the base through a ``.pth``
 file and holds the wheels under test: what is installed in one session is not there in another.
 Nothing is imported from this checkout; the wheels are.
 """
@@ -125,7 +125,7 @@ def base(session: nox.Session) -> str:
 
 
 def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = None) -> str:
-    """Install into an environment of its own, beside the base; returns its Python.
+    """Install into an environment of its own, next to the base; returns its Python.
 
     Later commands run outside the checkout.
 

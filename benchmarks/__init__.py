@@ -1,1 +1,1 @@
-"""One harness for CPU and GPU: ``python -m benchmarks`` measures opfuse beside its peers."""
+"""One harness for CPU and GPU: ``python -m benchmarks`` compares opfuse with its peers."""

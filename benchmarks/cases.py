@@ -83,7 +83,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the case is called beside its id."""
+        """What the case is called, in addition to its id."""
         size = f" of {self.rows}" + (f"x{self.width}" if self.width else "")
         parts = [self.metric, self.chain, self.dtype + size, self.recipe]
         return ", ".join(part for part in parts if part)
@@ -103,7 +103,7 @@ class Case:
 
 
 def expand(line: str) -> Iterator[str]:
-    """The lines that a line with alternatives stands for."""
+    """Yield the lines that a line with alternatives expands to."""
     if every := re.search(r"\[(.*?)\]", line):
         for each in every[1].split(","):
             yield from expand(line[: every.start()] + each + line[every.end() :])
@@ -134,7 +134,7 @@ def goal(text: str) -> Goal:
 
 
 def case(name: str, line: str, index: int) -> Case:
-    """One of the cases that a line of the table stands for: ``line`` has no alternatives.
+    """One of the cases of a line of the table: ``line`` has no alternatives.
 
     ``index`` says which one it is.
     """

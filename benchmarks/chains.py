@@ -270,7 +270,7 @@ def several(outputs: Any) -> tuple[Any, ...]:
 
 
 def comparable(y: Any) -> Tensor:
-    """An output as a plain tensor: FP8 and quantized tensors in what they stand for."""
+    """An output as a plain tensor: FP8 and quantized tensors by the values that they represent."""
     if isinstance(y, Tensor):
         return y.float() / FP8_SCALE if y.dtype is torch.float8_e4m3fn else y
     return y.dequantize()

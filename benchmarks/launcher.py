@@ -5,7 +5,7 @@ python benchmarks/launcher.py
 Needs Triton and no GPU: the kernel is compiled for an H100, and a driver that does nothing stands
 where Triton's is, so that loading and launching cost nothing. Both ways end in the same call of its
 launcher. The two take turns of a few milliseconds; what is printed is the median of the turns in
-microseconds, and the median ratio of a turn to the one beside it.
+microseconds, and the median ratio of a turn to the one next to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time and memory of a language model's last linear and its loss, beside eager PyTorch.
+"""Time and memory of a language model's last linear and its loss, compared with eager PyTorch.
 
 python benchmarks/loss.py --out loss.json
 python benchmarks/loss.py --classes 32768 --dtypes float32 --turns 3

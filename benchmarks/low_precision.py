@@ -1,4 +1,4 @@
-"""How well the example trains under each recipe, beside bf16: losses over seeds, and curves.
+"""How well the example trains under each recipe, compared with bf16: losses over seeds, and curves.
 
 python benchmarks/low_precision.py --out losses.json --plot curves.svg
 python benchmarks/low_precision.py --recipes bf16,fp8-current,nvfp4 --seeds 0 --steps 20
@@ -79,7 +79,7 @@ def train(script: Any, name: str, seed: int, steps: int, text: Any) -> dict[str,
 
 
 def summary(result: dict[str, Any], limits: dict[str, float]) -> list[str]:
-    """A line for each recipe, the mean over its seeds beside that of bf16."""
+    """A line for each recipe: the mean over its seeds, next to that of bf16."""
     losses: dict[str, dict[int, float]] = {}
     for run in result["runs"]:
         losses.setdefault(run["recipe"], {})[run["seed"]] = run["validation"]

@@ -4,7 +4,7 @@ python benchmarks/models_page.py benchmarks/results/cpu-models.json
 python benchmarks/models_page.py benchmarks/results/cpu-models.json --docs docs
 
 The first prints the tables. The second writes them into the pages, between their marks, and the
-plots beside them.
+plots next to the pages.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ The two processes of a pair take turns of a few milliseconds, so that what slows
 slows both; which of them begins changes from pair to pair. What is printed is the median of the
 ratios of the pairs, this checkout over the other, and a 95 % interval of that median (by ranks,
 which assumes nothing about the noise). ``--ops`` measures every norm, activation and gated op alone
-instead of the chains O1 and O2. ``checks`` prints what each of the checks costs that a call makes
-beside its work, in nanoseconds. ``imports`` prints how long ``import opfuse`` takes behind torch.
+instead of the chains O1 and O2. ``checks`` prints what each check costs that a call makes
+besides its work, in nanoseconds. ``imports`` prints how long ``import opfuse`` takes behind torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     core = options.core if options.core is not None else max(os.sched_getaffinity(0))
     other = options.other.resolve()
     if not (other / "opfuse" / "__init__.py").is_file():
-        parser.error(f"{other} is no checkout of opfuse")
+        parser.error(f"{other} is not a checkout of opfuse")
     what = "ops" if options.ops else "chains"
     pairs = [
         run_pair((ROOT, other) if number % 2 else (other, ROOT), core, what)

@@ -173,7 +173,7 @@ def with_opfuse(work: Work, case: Any, selection: str | None = None) -> Built:
     recipe = recipe_of(case.recipe) if case.recipe else None
     *body, last = parse(work.chain)
     casts = last.name in ("cast", "castt")
-    if casts:  # a linear beside it is who wants the quantized tensor
+    if casts:  # it is for a linear next to it that wants the quantized tensor
         wide = case.width if case.metric == "backward" else widths(work.chain, case.width)[-1]
         linear = Layer("matmul", (wide, wide))
         body = [linear, *body] if case.metric == "backward" else [*body, linear]
@@ -356,7 +356,7 @@ def blocks(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def unblocked(y: Tensor, scale: Tensor) -> Tensor:
-    """What :func:`blocks` stands for."""
+    """The values that :func:`blocks` represents."""
     return y.double() * scale.repeat_interleave(len(y) // len(scale), 0).repeat_interleave(128, 1)
 
 

@@ -68,7 +68,7 @@ class Harness:
         """The rows of a case's providers and the ratios of its goals."""
         rows: dict[str, Row] = {}
         try:
-            # every case compiles the same few modules anew, and there is a limit
+            # every case compiles the same few modules again, and there is a limit
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             gc.collect()

@@ -33,7 +33,7 @@ It calls each plugin on its own: if one
 raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
 An implementation may take fewer arguments than
 the hook has. \
-opfuse refuses a function whose name begins like a hook's and is not one, and lists the hooks.
+opfuse refuses a function whose name begins like a hook's but is not a hook, and lists the hooks.
 
 The examples build on each other, and begin with `import opfuse`.
 """
@@ -77,20 +77,20 @@ reads it with {{meth}}`opfuse.ops.Activation.saved_input`. Where `ctx.saves_para
 so are those of `ParallelLinear`, which has these methods too. \
 A forward fusion that calls
 {{meth}}`opfuse.ops.BasicLinear.operands`, and a backward fusion that calls
-{{meth}}`opfuse.ops.BasicLinear.saved_operands`, need not know.
+{{meth}}`opfuse.ops.BasicLinear.saved_operands`, do not have to know this.
 
-What dtype an entry has is in each op's description in the {{doc}}`reference`.
+Each op's description in the {{doc}}`reference` says which dtype an entry has.
 
 ## Ops of your own
 
-An op of yours declares the same: `saved_names`, \
+Your own op declares the same: `saved_names`, \
 `context_names`, `grad_input` and `num_extra_inputs` or
 `num_extra_outputs` on the class, and in `extra_input_dtypes` which extra inputs are `"integer"` \
 or `"bool"`; the others
-must be floating point. One that declares no `saved_names` runs like any other, \
-and no fusion but its own
-author's can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
-with numbers of its own leaves them as `numbers`, \
+must be floating point. An op that declares no `saved_names` runs like any other, \
+but only its author's
+fusions can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
+with its own numbers leaves them as `numbers`, \
 which {{meth}}`opfuse.ops.Activation.operand` does for a fusion too.
 """
 
@@ -138,7 +138,7 @@ def contracts():
     return DO_NOT_EDIT + CONTRACTS.format(rows="\n".join(sorted(lines, key=str.lower)))
 
 
-GRAMMAR = """# What is read of a forward
+GRAMMAR = """# What convert reads in a forward
 
 `opfuse.convert` reads the source of a `forward`. {text}
 
@@ -150,7 +150,7 @@ up for it: every link of `F.silu`, the parts of a `ModuleList` in their order, \
 a number in a config, the code and defaults
 of a helper. If one of them has changed, your statements run.
 
-Source counts only if compiling it gives the very code of the function. \
+Source counts only if compiling it gives exactly the code of the function. \
 So a function that was given to `exec` is left alone,
 and so is one whose file was edited after it was imported. \
 Decorators that keep `__wrapped__` stay around the function.
@@ -162,7 +162,7 @@ Decorators that keep `__wrapped__` stay around the function.
 | `torch.nn.functional` | {functional} |
 | `torch` | {torch} |
 | numbers | {numbers} |
-| dropout, by a chain alone | {random} |
+| dropout, in chains only | {random} |
 
 ## Methods and properties of tensors
 
@@ -256,7 +256,7 @@ TE = {  # every public name of te.ops, and what is to be said about it
 
 
 def from_te_ops():
-    """The page, with its table of names written anew."""
+    """The page, with a new table of names."""
     where = {name: f"opfuse.{name}" for name in opfuse.__all__} | {
         name: f"opfuse.ops.{name}" for name in ops.__all__
     }
@@ -265,7 +265,7 @@ def from_te_ops():
         for name in sorted(TE)
     ]
     new = [name for name in ops.__all__ if name not in TE]
-    rows += ["", f"Only here, as bases of your own ops or as ops: {code(sorted(new))}."]
+    rows += ["", f"Only opfuse has these, as bases of your ops or as ops: {code(sorted(new))}."]
     table = "\n".join(["| `te.ops` | Here | Differs |", "|---|---|---|", *rows])
     page = (HERE / "from-te-ops.md").read_text(encoding="utf-8")
     return re.sub(

@@ -1,7 +1,7 @@
 """How many of the wrong fusions the conformance suite catches, and by which check.
 
 ``python tests/faults_caught.py faulty_axes before`` runs every check over each fusion of ``support/faulty_axes.py`` and
-writes what it found under that label into ``faults_caught.json`` beside this file.
+writes what it found under that label into ``faults_caught.json`` next to this file.
 """
 
 import importlib

@@ -76,7 +76,7 @@ def case(chain="linear:8x16 gelu", metric="forward+backward", goals=FASTER, **op
 
 
 @pytest.mark.parametrize("name", ["O6", "C4"])
-def test_gate(name, one_thread):
+def test_each_goal_of_the_suite_is_met(name, one_thread):
     ratios = [row for each in select("cpu", [name]) for row in Harness(CPU, {}).run(each)[1]]
     missed = [row for row in ratios if command.verdict(row).startswith("MISSED")]
     assert not missed, "\n".join(command.show({"ratios": missed, "left_out": []}, 0))
@@ -122,7 +122,7 @@ def test_nothing_is_measured_twice():
 # What each id is held to: provider, goal, stretch, bound, in the order of the table
 
 
-def test_lines_with_alternatives():
+def test_alternatives_in_a_line_expand_and_goals_parse():
     assert list(expand("a{1,2} {x,y}")) == ["a1 x", "a2 y"]
     assert list(expand("[a,b] {1,2}")) == ["a 1", "a 2", "b 1", "b 2"]
     assert goal("x.y<1:2//3@Z") == Goal("y", 0.5, None, 3.0, "x", cost=True, id="Z")
@@ -155,7 +155,7 @@ def test_a_provider_computes_the_chain(chain, name):
     assert chains.error(results, work.reference(not casts)) < (0.1 if casts else 1e-4)
 
 
-def test_widths_and_flops():
+def test_widths_and_flops_follow_from_the_chain():
     chain = "matmul:8x32 swiglu matmul:16x8"
     assert chains.widths(chain, 0) == [8, 32, 16, 8]
     assert chains.widths("swiglu", 12) == [12, 6]
@@ -412,7 +412,7 @@ def test_the_clock_of_a_cpu(monkeypatch, threads, clock):
     assert measure.cpu_timer([lambda: None])() == 2e6
 
 
-def test_rounds_take_turns():
+def test_each_round_measures_every_sampler_in_turn():
     order = []
     samplers = {
         name: (lambda name=name: order.append(name) or 1.0, torch.no_grad) for name in "abc"
@@ -421,7 +421,7 @@ def test_rounds_take_turns():
     assert "".join(order) == "abc" * 3
 
 
-def test_the_geometric_mean():
+def test_several_ratios_are_judged_by_their_geometric_mean():
     rows = [{"id": "G1", "value": value} for value in (0.9, 1.1)]
     assert together(rows)[0]["value"] == pytest.approx(0.99**0.5) and together(rows)[0]["pass"]
     assert together([*rows, {"id": "G1", "value": None}])[0]["pass"] is None

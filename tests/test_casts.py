@@ -89,7 +89,7 @@ def same(one, other):
         assert torch.equal(a, b)
 
 
-def test_where_casts_stand():
+def test_casts_are_put_in_front_of_each_product():
     chain, x = mlp()
     run(chain, x)
     linear = [CAST, "BasicLinear", "Bias"]
@@ -399,7 +399,7 @@ def test_what_somebody_else_quantized_is_refused():
 
 def test_a_cast_is_not_for_chains_of_users():
     cast = ops.Cast(RoundingQuantizer(Rounding(), opfuse.QuantizerRole()), Usage())
-    with pytest.raises(TypeError, match="put into a chain by the engine"):
+    with pytest.raises(TypeError, match="only the engine puts a Cast into a chain"):
         opfuse.Sequential(cast)(torch.ones(2))
 
 

@@ -104,7 +104,7 @@ def call(*arguments):
 # plugins
 
 
-def test_plugins_as_json(register):
+def test_plugins_lists_them_as_json(register):
     register(
         name="b",
         distribution="dist-b",
@@ -162,7 +162,7 @@ def test_plugins_as_a_table(register):
 
 
 @pytest.mark.usefixtures("register")
-def test_no_plugins():
+def test_plugins_says_when_none_is_installed():
     assert (
         call("plugins").stdout.splitlines()[0] == "No plugins are installed: every op runs unfused."
     )
@@ -180,7 +180,7 @@ def test_what_a_plugin_prints_is_not_on_stdout(register):
     assert "hello from a plugin" in result.stderr
 
 
-def test_strict(register, monkeypatch):
+def test_strict_mode_exits_with_each_plugin_error(register, monkeypatch):
     for name in "ab":
         record = register(name=name)
         record.load = lambda name=name: {}[name]
@@ -198,7 +198,7 @@ def test_strict(register, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [("plugins", "--json"), ("plugins",), ("explain", "x:y")])
-def test_a_malformed_selection(command, monkeypatch):
+def test_a_malformed_selection_is_an_error(command, monkeypatch):
     monkeypatch.setattr(settings.current, "values", settings.Settings((), "a,-b"))
     result = call(*command)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -211,7 +211,7 @@ def test_a_malformed_selection(command, monkeypatch):
 
 
 @pytest.mark.parametrize("target", ["ready", "build", "Inner.ready", "function"])
-def test_explain(register, models, target):
+def test_explain_prints_the_plan(register, models, target):
     register(forward_fusions=[pair()])
     result = call("explain", f"{models}:{target}")
     assert result.exit_code == 0
@@ -224,7 +224,7 @@ def test_explain(register, models, target):
     assert fused in [line.partition(";")[0] for line in lines]
 
 
-def test_explain_as_json(register, models):
+def test_explain_prints_the_plan_as_json(register, models):
     register(forward_fusions=[pair()])
     result = call("explain", f"{models}:build", "--json")
     assert result.exit_code == 0
@@ -288,7 +288,7 @@ def test_an_error_of_the_model_is_one_line(no_plugins, models):
 # tune
 
 
-def test_tune(register, models, tmp_path, monkeypatch):
+def test_tune_prints_and_checks_its_measurements(register, models, tmp_path, monkeypatch):
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
     register(forward_fusions=[pair("good"), pair("bad")])
     wrong = Measurement(0, 0, 0, wrong="differs from the separate ops")
@@ -312,7 +312,7 @@ def test_tune(register, models, tmp_path, monkeypatch):
     tables.reload()
 
 
-def test_inputs_by_name(register, models, tmp_path, monkeypatch):
+def test_the_commands_take_inputs_by_name(register, models, tmp_path, monkeypatch):
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
     register(forward_fusions=[pair("good")])
     assert "good" in call("explain", f"{models}:by_name").stdout
@@ -365,7 +365,7 @@ class Recipes:
         return {"plain": Plain, "picky": Picky}
 
 
-def test_doctor(register, tmp_path, monkeypatch):
+def test_doctor_reports_plugins_devices_and_recipes(register, tmp_path, monkeypatch):
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
     tables.reload()
     record = plugins.register(Recipes(), name="many", distribution="many-recipes", version="2")
@@ -394,7 +394,7 @@ def test_doctor_tells_of_plugins_that_fail(register, monkeypatch):
     assert call("doctor").exit_code == 1
 
 
-def test_help_and_version():
+def test_help_and_version_exit_with_success():
     for arguments in ((), ("--help",)):
         result = call(*arguments)
         assert result.exit_code == 0
@@ -405,7 +405,7 @@ def test_help_and_version():
     assert call("unknown").exit_code == 2
 
 
-def test_as_processes(tmp_path):
+def test_the_commands_run_as_processes(tmp_path):
     tmp_path.joinpath("here.py").write_text(textwrap.dedent(MODELS))
     info = tmp_path / "opfuse_plugin_bad-0.1.dist-info"
     info.mkdir()

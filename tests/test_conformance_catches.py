@@ -55,7 +55,7 @@ def test_wrong_in_some_circumstances(name, no_plugins):
 
 
 @pytest.mark.parametrize("name", faulty.FAULTS)
-def test_wrong_fusions(name, register):
+def test_each_wrong_fusion_fails_its_check(name, register):
     fault = faulty.FAULTS[name]
     register(name="faulty", **{f"{fault.kind}_fusions": [fault.make()]})
     (subject,) = testing.subjects("faulty")
@@ -66,7 +66,7 @@ def test_wrong_fusions(name, register):
     assert f"fails the check '{fault.check}'" in str(outcome) and subject.name in str(outcome)
 
 
-def test_a_sound_recomputation(register):
+def test_a_sound_recomputation_passes(register):
     register(name="faulty", forward_fusions=[opfuse.Fusion((opfuse.ops.GELU,), faulty.Recomputing)])
     (subject,) = testing.subjects("faulty")
     assert first_failure(subject) is None
@@ -169,7 +169,7 @@ def test_every_check_is_seen_to_fail():
 
 
 @pytest.mark.parametrize("seed", [1, 7, 19])  # forward, backward, joint
-def test_no_false_alarm(seed, register):
+def test_sound_random_fusions_raise_no_alarm(seed, register):
     found = sound.report(seed)
     assert found["cases"] > 100 and not found["alarms"], "\n\n".join(found["alarms"])
 
@@ -211,7 +211,7 @@ def install(folder, name, group, module):
 
 
 @pytest.mark.parametrize("name", faulty_distributions.DISTRIBUTIONS)
-def test_wrong_distributions(name, tmp_path, monkeypatch):
+def test_each_wrong_distribution_fails_its_check(name, tmp_path, monkeypatch):
     check, says, group, module = faulty_distributions.DISTRIBUTIONS[name]
     install(tmp_path, name, group, module)
     (tmp_path / "triton.py").write_text("")  # it need not be installed to be imported
@@ -356,7 +356,7 @@ def test_the_suite_under_pytest(tmp_path):
     assert {name for name in failed if name.startswith("TestFaulty")} == {
         f"TestFaulty::{fusion}output]"  # one cause, one failure
     }
-    assert "not checked, since 'output' fails: mend that first" in done.stdout
+    assert "not checked, since 'output' fails: fix that first" in done.stdout
     assert [name for name in failed if name.startswith("TestFunction")] == [
         "TestFunction::test_fusion[reference-forward nothing-condition]"
     ]

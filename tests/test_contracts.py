@@ -95,7 +95,7 @@ class Watching(chains.Forwarding):
 
 
 class Spy:
-    """Stands for an op, and writes down what its forward got and gave."""
+    """Takes the place of an op, and writes down what its forward got and gave."""
 
     def __init__(self, op, seen):
         self.op, self.seen = op, seen

@@ -153,7 +153,7 @@ def opfuse_forward_fusions():
 
 
 @needs_extras
-def test_wrong_plugin_fails(tmp_path):
+def test_a_wrong_plugin_makes_the_example_fail(tmp_path):
     installed = tmp_path / "opfuse_plugin_wrong-1.0.dist-info"
     installed.mkdir()
     installed.joinpath("METADATA").write_text(

@@ -72,7 +72,7 @@ def refused(path, fusion, basic_ops, reason, lost_to=None):
     }
 
 
-def test_a_model(linear):
+def test_a_model_is_reported_call_by_call(linear):
     explanation = opfuse.explain(Net(), torch.randn(3, 8))
     data = explanation.to_dict()
     linear_bias_gelu = ["BasicLinear", "Bias", "GELU"]
@@ -120,7 +120,7 @@ def test_notes_of_a_fused_op(register, fused):
     assert "compiled in 1.5 s" not in opfuse.explain(chain, torch.randn(2)).details
 
 
-def test_the_text(linear):
+def test_the_text_groups_calls_with_the_same_plan(linear):
     text = str(opfuse.explain(Net(), torch.randn(3, 8)))
     assert repr(opfuse.explain(Net(), torch.randn(3, 8))) == text
     assert text.splitlines() == [
@@ -149,7 +149,7 @@ def test_the_text(linear):
     ]
 
 
-def test_the_details(linear):
+def test_the_details_list_bytes_and_refusals(linear):
     lines = opfuse.explain(Net(), torch.randn(3, 8)).details.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert (
@@ -214,7 +214,7 @@ def test_each_reason_is_told_once(register, fused):
     ]
 
 
-def test_paths(register):
+def test_calls_have_the_path_of_their_module(register):
     chain = opfuse.Sequential(Identity(), GELU())
     x = torch.randn(2, 3)
 
@@ -285,7 +285,7 @@ def first_lines(model, *inputs):
     return str(opfuse.explain(model, *inputs)).splitlines()
 
 
-def test_nothing_is_called():
+def test_a_model_without_ops_gives_an_empty_report():
     assert str(opfuse.explain(nn.Linear(2, 2), torch.randn(1, 2))).startswith(
         "No opfuse op was called"
     )
@@ -451,7 +451,7 @@ def test_no_gradient_is_left(linear):
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_nested(linear):
+def test_explain_may_run_inside_explain(linear):
     inner = []
 
     class Curious(nn.Module):
@@ -469,7 +469,7 @@ def test_nested(linear):
     assert [call.path for call in outer.calls] == ["chain", "chain"]
 
 
-def test_several_threads(linear):
+def test_threads_may_explain_at_the_same_time(linear):
     models = [opfuse.Sequential(*[GELU() for _ in range(n + 1)]) for n in range(4)]
     barrier, found = threading.Barrier(4), {}
 
@@ -489,7 +489,7 @@ def test_several_threads(linear):
     assert all(len(e.calls) == 1 for runs in found.values() for e in runs)
 
 
-def test_refused_while_tracing(monkeypatch):
+def test_explain_is_refused_while_tracing(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(RuntimeError, match=r"opfuse.explain cannot be traced by torch.compile"):
         opfuse.explain(GELU(), torch.ones(2))

@@ -110,7 +110,7 @@ def test_plans_are_bounded_least_recently_used_first():
     assert len(fuser._programs) == 64 and first in fuser._programs
 
 
-def test_what_replans():
+def test_changes_of_the_key_make_another_plan():
     chain, x = chain_and_input()
     plans = set()
 
@@ -350,7 +350,7 @@ def test_two_required_arguments_of_an_op_are_its_own():
         chain(x)
 
 
-def test_pre_forward_callbacks():
+def test_pre_forward_callbacks_run_before_each_call():
     class Prepared(ops.Identity):
         def __init__(self):
             super().__init__()
@@ -380,7 +380,7 @@ def test_pre_forward_callbacks():
         (lambda x: (x, [(None,), ()]), r"gave None for extra output 0 of op 0 \(MakeExtraOutput\), which is used outside of it"),
     ],
 )  # fmt: skip
-def test_wrong_extra_outputs(result, text):
+def test_wrong_extra_outputs_of_a_fusion_are_refused(result, text):
     class Wrong(opfuse.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
             return result(input_)
@@ -402,7 +402,7 @@ def test_wrong_extra_outputs(result, text):
         (lambda dy: (dy, [(None,), ()], [(), ()]), r"must give 1 extra-input gradients for op 1 \(AddExtraInput\), gave 0"),
     ],
 )  # fmt: skip
-def test_wrong_gradients(grads, text):
+def test_wrong_gradients_of_a_fusion_are_refused(grads, text):
     class Wrong(opfuse.FusedOperation):
         def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
             return grads(grad_output)
@@ -532,7 +532,7 @@ def test_fused_operations_need_basic_ops():
         opfuse.FusedOperation([nn.Tanh()])
 
 
-def test_options_are_checked():
+def test_unknown_and_bad_options_are_refused():
     with pytest.raises(ValueError, match="unknown option 'fusion_limt'"):
         opfuse.options(fusion_limt=1)
     with pytest.raises(TypeError, match="option fusion_limit must be of type int, got '1'"):

@@ -68,7 +68,7 @@ def ops_of(letters):
         ([C], "", []),
     ],
 )
-def test_match(pattern, chain, matches):
+def test_a_pattern_matches_runs_of_ops(pattern, chain, matches):
     fusion = Fusion(pattern, build)
     basic = ops_of(chain)
     assert [
@@ -303,7 +303,7 @@ def test_a_fusion_is_a_value(fused):
         fusion.priority = 3
 
 
-def test_names(fused):
+def test_a_fusion_is_named_after_what_builds_it(fused):
     class Builder:
         def __call__(self, ops):
             pass
@@ -319,7 +319,7 @@ def test_names(fused):
     assert fusion_name(Builder()) == "Builder"
 
 
-def test_benefit():
+def test_benefit_is_a_number_a_function_or_counted():
     basic = tuple(ops_of("ABC"))
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32)
     assert Fusion([A, B, C], build).benefit_of(basic, env) == 4

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ("core", "ops", "report", "tuning", "testing", "cli")
 """Of opfuse, the lowest first: one knows those before it."""
 TOOLKITS = ("opfuse_triton", "opfuse_convert", "opfuse_quantized")
-"""What plugins may import beside opfuse."""
+"""What plugins may import besides opfuse."""
 PACKAGES = {"opfuse": ROOT / "opfuse"} | {
     path.name: path for path in sorted(ROOT.glob("plugins/*/src/*")) if path.is_dir()
 }

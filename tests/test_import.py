@@ -61,7 +61,7 @@ def test_import_adds_little_to_torch():
     assert added <= {"opfuse", "pluggy", "importlib_metadata", "zipp", "lazy_importer"}
 
 
-def test_public_names():
+def test_the_public_names_are_these():
     for name in opfuse.__all__:
         assert getattr(opfuse, name) is not None
     names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Optional

@@ -60,7 +60,7 @@ def same(got, expected):
 
 @interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_casts(exact):
+def test_casts_are_exact_once_the_interpreter_is_patched(exact):
     import triton_probes
 
     agree = {}
@@ -124,7 +124,7 @@ class TestConformance(FusionSuite):
 
 @pytest.mark.skipif(not has_triton, reason="triton is not installed")
 @pytest.mark.skipif(is_interpreting(), reason="this is the process that the test would start")
-def test_with_the_interpreter(tmp_path):
+def test_a_triton_plugin_passes_conformance_in_the_interpreter(tmp_path):
     support = HERE.parent / "support"
     info = tmp_path / "opfuse_plugin_triton_bias-1.0.dist-info"
     info.mkdir()

@@ -67,7 +67,7 @@ def counted(kernel, grid, *args, sample=None, **constants):
 
 
 @interpreted
-def test_masks_are_counted():
+def test_masked_elements_move_no_bytes():
     x, s, y = torch.randn(3000).bfloat16(), torch.ones(1), torch.empty(3000).bfloat16()
     launch, read, written = counted(toys.scale_kernel, (3,), x, s, y, 3000, BLOCK=1024)
     assert torch.equal(x, y)
@@ -259,7 +259,7 @@ def test_counting_needs_the_interpreter():
         pass
 
 
-def test_separate_operations():
+def test_bytes_of_separate_operations_are_counted():
     # bf16 to fp32, times the factor, to bf16
     elements = 3 * 1000
     assert count_separate(toys.SCALE, SMALL) == elements * (2 + 4 + 4 + 4 + 4 + 2) + 4
@@ -278,7 +278,7 @@ def test_separate_operations():
     assert count_separate(given, SMALL) == 18000
 
 
-def test_the_model():
+def test_the_model_of_the_time_takes_the_slowest_limit():
     target = TARGETS[90]
     many = LaunchWork(
         programs=100_000, warps=4, dram=1e9, average=1e4, longest=1e4, in_flight=8192, flops=0
@@ -303,7 +303,7 @@ def start(*arguments, cwd, **variables):
 
 
 @compiled
-def test_the_command(tmp_path):
+def test_the_ledger_command_prints_ratios_to_the_floor(tmp_path):
     done = start("ledger", "triton_toys:SOUND", "--target", "sm_90", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -324,7 +324,7 @@ def test_the_command(tmp_path):
 
 
 @compiled
-def test_with_the_interpreter(tmp_path):
+def test_this_file_passes_in_the_interpreter(tmp_path):
     config = ROOT / "pyproject.toml"
     options = ["-q", "-W", "error", "-p", "no:cacheprovider", "-c", str(config)]
     done = start("pytest", *options, str(HERE), cwd=tmp_path, TRITON_INTERPRET="1")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_plugins")
 
 
 class LoRA(ops.Linear):
-    """A linear layer with an adapter beside it, written as for torch.nn."""
+    """A linear layer with an adapter, written as for torch.nn."""
 
     def __init__(self, size):
         super().__init__(size, size)
@@ -91,7 +91,7 @@ def test_parameters_of_its_own_forward_get_gradients(make):
         torch.testing.assert_close(got, true)
 
 
-def test_alone_too():
+def test_a_subclass_alone_in_a_chain_runs_its_own_forward():
     linear = LoRA(4)
     x = torch.randn(3, 4)
     torch.testing.assert_close(opfuse.Sequential(linear)(x), linear(x))
@@ -163,7 +163,7 @@ def test_a_parametrized_op_is_the_librarys():
     assert reason(chain, torch.randn(3, 4)) == [""]
 
 
-def test_compiled():
+def test_a_compiled_chain_runs_the_forward_of_a_subclass():
     chain = opfuse.Sequential(ops.GELU(), LoRA(4), ops.GELU())
     x = torch.randn(3, 4)
     torch._dynamo.reset()

@@ -149,6 +149,6 @@ def test_other_names_are_refused(explanation, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_called(tmp_path):
+def test_a_model_without_ops_gives_a_picture_that_says_so(tmp_path):
     text = drawn(opfuse.explain(abs, 3), tmp_path)
     assert "No opfuse op was called" in text and ElementTree.fromstring(text) is not None

@@ -320,7 +320,7 @@ def test_backward_fusions_only_where_a_gradient_is_needed(fused):
         (9, ["J", "F", "F", "G"]),
     ],
 )
-def test_fusion_limit(fused, limit, kept):
+def test_fusion_limit_takes_the_first_fusions_and_refuses_the_rest(fused, limit, kept):
     sources = [
         source(Fusion([B, C], fused("G")), "backward"),
         source(Fusion([A, B], fused("F"))),
@@ -424,7 +424,7 @@ def test_keyword_arguments_that_a_fusion_does_not_take(fused):
 # Fusion functions
 
 
-def test_a_fusion_function(fused):
+def test_a_fusion_function_returns_the_ops_that_run(fused):
     pair = fused("Pair")
     seen = []
 
@@ -676,7 +676,7 @@ def test_row_counts_do_not_push_other_keys_out(fused, register):
     assert len(planned) == before
 
 
-def test_threads_plan_once(fused, register):
+def test_threads_that_call_together_plan_once(fused, register):
     planned, barrier = [], threading.Barrier(4)
     fusion = Fusion([A, B], fused("AB"), lambda ops, env: planned.append(time.sleep(0.01)) is None)
     register(forward_fusions=[fusion])

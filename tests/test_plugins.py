@@ -67,7 +67,7 @@ def states():
         ("-a, -b", PluginFilter(None, ("a", "b"))),
     ],
 )
-def test_selection_grammar(text, selection):
+def test_selections_parse_to_plugin_filters(text, selection):
     assert PluginFilter.parse(text) == selection
 
 
@@ -218,7 +218,7 @@ def test_blocking_a_plugin_that_fails_silences_it(broken):
 
 
 @pytest.mark.parametrize("broken", FAILURES, indirect=True)
-def test_strict_raises(broken, monkeypatch):
+def test_strict_mode_raises_the_error_of_a_plugin(broken, monkeypatch):
     monkeypatch.setenv("OPFUSE_STRICT", "1")
     with pytest.raises(Exception) as caught:
         plugins.listing()
@@ -257,7 +257,7 @@ def test_a_plugin_may_use_ops_while_it_is_imported(register):
 # What plugins give
 
 
-def test_provenance(register):
+def test_each_fusion_knows_its_plugin(register):
     register(
         name="b",
         distribution="dist-b",
@@ -288,7 +288,7 @@ def test_provenance(register):
     assert json.loads(json.dumps(plugins.listing())) == plugins.listing()
 
 
-def test_recipes(register):
+def test_recipes_come_from_the_selected_plugins(register):
     register(name="b", recipes={"quarter": Half, "half": Half})
     register(name="a", recipes={"quarter": Quarter})
     # of two with one name it is the first plugin's
@@ -305,7 +305,7 @@ def test_a_selection_is_a_string(selection):
         plugins.using(selection)
 
 
-def test_options_are_declared(register, monkeypatch):
+def test_plugins_declare_options_with_defaults(register, monkeypatch):
     class Plugin:
         @staticmethod
         @opfuse.hookimpl
@@ -464,7 +464,7 @@ def test_marks_of_pluggy_without_effect_are_refused(register, mark):
         plugins.listing()
 
 
-def test_register_and_remove(register):
+def test_registering_and_removing_replans(register):
     manager = plugins.manager
     generation = manager.generation
     record = register(name="a", forward_fusions=[fusion("f")])
@@ -495,7 +495,7 @@ def test_a_fusion_registered_in_code(register, selection):
                 (s.passes, s.name, s.distribution)
                 for s in manager.sources(settings.current.selection)
             ] == [(kind, "code", None)]
-            (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # planned anew
+            (call,) = opfuse.explain(chain, torch.ones(2, requires_grad=True)).calls  # replanned
             assert [step.fusion for step in call.plan.forward] == (
                 [None] * 2 if kind == "backward" else ["code"]
             )

@@ -56,7 +56,7 @@ def way(request):
     assert settings() == before
 
 
-def test_what_is_read(way):
+def test_matmul_precision_is_read_from_each_setting(way):
     before = settings()
     assert (matmul_precision("cpu"), matmul_precision("cuda")) == way
     assert settings() == before
@@ -72,7 +72,7 @@ def test_a_plan_is_made_and_its_entries_are_of_the_precision(way, monkeypatch, r
     assert tuple(read) == way
 
 
-def test_under_compile(way):
+def test_a_chain_is_planned_under_compile(way):
     """Where Dynamo traces a chain, it is planned as well."""
     chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.Linear(8, 8)), torch.randn(4, 8)
     run = torch.compile(chain, backend="eager", fullgraph=True)

@@ -89,7 +89,7 @@ def test_the_bytes_of_the_casts_are_spared():
     with preferring("memory"):
         spared, dtypes, _ = saved_by(chain, x)
     assert default - spared == 2 * BYTES and dtypes == [torch.float32] * 2
-    # torch keeps its casts too: two inputs, two weights; opfuse has what the GELU saves beside that
+    # torch keeps its casts too: two inputs, two weights; opfuse also has what the GELU saves
     assert torchs == default - 8 * WIDTH * 2
 
 
@@ -317,8 +317,8 @@ def test_fsdp2_frees_and_gathers_the_saved_weight(tmp_path):
     gloo.spawn(prefer_ranks.worker, tmp_path)
 
 
-def test_compile():
-    """A backend that saves what the graph says; Inductor's partitioner chooses anew what to save."""
+def test_a_compiled_chain_saves_what_prefer_says():
+    """A backend that saves what the graph says; Inductor's partitioner makes its own choice of what to save."""
     chain, x = make_chain(), make_input()
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=nop, bw_compiler=nop)
@@ -332,7 +332,7 @@ def test_compile():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant):
+def test_checkpointing_gives_the_same_bits(reentrant):
     chain, x = make_chain(), make_input()
 
     def run(x):
@@ -358,7 +358,7 @@ def test_a_checkpoint_that_forgets_the_option_says_so():
         y.float().sum().backward()
 
 
-def test_main_grad():
+def test_main_grad_has_the_same_bits():
     grads = []
     for prefer in ("speed", "memory"):
         op = ops.BasicLinear(WIDTH, WIDTH, accumulate_into_main_grad=True)
@@ -373,7 +373,7 @@ def test_main_grad():
     assert same_bits(*grads)
 
 
-def test_second_derivatives():
+def test_second_derivatives_have_the_same_bits():
     chain, x = make_chain(), make_input()
     found = []
     for prefer in ("speed", "memory"):

@@ -116,7 +116,7 @@ def test_an_op_ported_from_te_may_quantize_for_its_neighbours():
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_backward_override(override):
+def test_a_backward_override_leaves_the_gradient_unrounded(override):
     chain, x = two_linears()
     with opfuse.autocast(recipe=Rounding(backward_override=override)):
         y = chain(x)
@@ -129,7 +129,7 @@ def test_backward_override(override):
     assert steps(chain, "backward") == ["Bias", "BasicLinear", "BasicLinear"]
 
 
-def test_quantize_op():
+def test_quantize_rounds_only_under_a_recipe():
     x = torch.randn(3, 4, requires_grad=True)
     chain = opfuse.Sequential(ops.Quantize(forward=True, backward=True))
     assert torch.equal(chain(x), x)

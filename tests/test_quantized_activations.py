@@ -267,7 +267,7 @@ def test_its_numbers_in_another_dtype_are_those_of_its_own():
     assert torch.equal(y.dequantize(torch.float64), y.dequantize().double())
 
 
-def test_aliases_and_copies():
+def test_aliases_lose_the_quantized_form_after_a_write_and_copies_keep_it():
     _, y = quantized()
     y = y.detach()
     alias, copied = y.detach(), y.clone()

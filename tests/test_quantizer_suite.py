@@ -157,7 +157,7 @@ def test_every_test_has_a_fault():
 
 
 @pytest.mark.parametrize("states", [("scale", "amax"), ("amax",)], ids=["sound", "undeclared"])
-def test_a_checkpoint(register, states):
+def test_the_suite_fails_if_state_is_not_declared(register, states):
     """What is not declared is not saved."""
 
     class Quantizer(Sound):

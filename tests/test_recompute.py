@@ -173,7 +173,7 @@ def test_who_recomputes_says_how(register):
         opfuse.Sequential(ops.GELU())(torch.ones(2))
 
 
-# The output again beside the backward
+# The output again, together with the backward
 
 
 class Beside(Joint):
@@ -250,7 +250,7 @@ def test_a_backward_of_its_own_does_not_wait(beside):
 
 
 @pytest.mark.parametrize("frozen", ["weight", "all before", "debug"])
-def test_where_nothing_waits(beside, frozen):
+def test_nothing_waits_if_frozen_or_under_debug(beside, frozen):
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=frozen != "all before")
     chain[1].requires_grad_(frozen != "weight")
     with opfuse.options(debug=frozen == "debug"):
@@ -282,7 +282,7 @@ def test_waiting_in_a_graph_that_is_retained_and_in_a_checkpoint(beside):
         assert torch.equal(first, second) and torch.equal(first, third)
 
 
-def test_waiting_under_autocast(beside):
+def test_under_autocast_a_waiting_linear_gives_fp32_gradients(beside):
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = chain(x)

@@ -36,7 +36,7 @@ class Replaced(ReplacedForward):
     def subject(self, module, x, compiled):
         return {"plugin": [*self.plugin], "fusion": "mine", "pass": "whole", "dtype": str(x.dtype)}
 
-    def gives_way(self, found, compiled):
+    def declines(self, found, compiled):
         return found.speed < 0.99
 
 

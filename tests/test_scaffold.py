@@ -51,7 +51,7 @@ def files(folder):
 @pytest.mark.parametrize(
     "name, short, module", [("mine", "mine", "mine"), ("opfuse-plugin-a-b2", "a-b2", "a_b2")]
 )
-def test_what_is_written(name, short, module, tmp_path, monkeypatch):
+def test_new_writes_these_files(name, short, module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = new(name)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -81,7 +81,7 @@ def test_what_is_written(name, short, module, tmp_path, monkeypatch):
             compile(text[path], path, "exec")
 
 
-def test_into(tmp_path):
+def test_into_names_the_folder_to_write_in(tmp_path):
     assert new("mine", "--into", str(tmp_path / "a" / "b")).exit_code == 0
     assert (tmp_path / "a" / "b" / "opfuse-plugin-mine" / "pyproject.toml").is_file()
 
@@ -111,7 +111,7 @@ def test_the_name_of_an_installed_plugin(name, tmp_path, register):
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten(tmp_path):
+def test_new_overwrites_nothing(tmp_path):
     folder = tmp_path / "opfuse-plugin-mine"
     folder.mkdir()
     result = new("mine", "--into", str(tmp_path))
@@ -201,7 +201,7 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def test_its_tests_pass(installed):
+def test_the_tests_of_a_new_plugin_pass(installed):
     """The kernel compiles, and without a GPU the twin is what runs."""
     out = python(installed, *TESTS)
     assert " passed" in out and " failed" not in out

@@ -124,7 +124,7 @@ def test_an_inner_block_has_its_own_patterns():
         assert torch.equal(made[1](x), plain)
 
 
-def test_under_compile():
+def test_skip_works_under_compile():
     made, x = model()
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -236,7 +236,7 @@ def test_preparing_renames_all_or_none():
     ("given", "error"),
     [({"skip": None}, "a list of patterns as skip, got None"), ({"calibrating": "yes"}, "a bool")],
 )
-def test_bad_arguments(given, error):
+def test_bad_arguments_of_autocast_are_refused(given, error):
     with pytest.raises(TypeError, match=f"autocast: expected {error}"):
         opfuse.autocast(STATELESS, **given)
 

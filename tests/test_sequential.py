@@ -24,7 +24,7 @@ def no_plugins():
         yield
 
 
-def test_list_operations():
+def test_a_chain_may_be_edited_as_a_list():
     a, b, c, d = (ops.Identity() for _ in range(4))
     chain = opfuse.Sequential(a, b)
     chain.append(c).extend([d])
@@ -126,7 +126,7 @@ def test_what_is_no_module_changes_nothing():
         assert list(chain) == layers
 
 
-def test_named_children():
+def test_named_children_keep_their_names():
     chain = opfuse.Sequential({"up": ops.Linear(4, 8), "act": ops.GELU()})
     assert list(chain.state_dict()) == ["up.weight", "up.bias"]
     assert chain(torch.ones(2, 4)).shape == (2, 8)
@@ -251,7 +251,7 @@ def test_op_kwargs_by_op_and_by_index():
     assert chain(x).item() == 1
 
 
-def test_unknown_op_kwargs():
+def test_unknown_op_kwargs_are_refused_by_op():
     chain = opfuse.Sequential(ops.Linear(1, 1), Scaled())
     x = torch.ones(1, 1)
     with pytest.raises(TypeError, match="Scaled does not take the keyword argument 'facto'"):
@@ -289,7 +289,7 @@ def test_a_container_hands_kwargs_to_the_basic_op_that_takes_them():
         ([1.0], TypeError, r"expected a tensor, got list"),
     ],
 )  # fmt: skip
-def test_wrong_input(x, error, text):
+def test_wrong_inputs_are_refused(x, error, text):
     with pytest.raises(error, match=text):
         opfuse.Sequential(ops.Linear(4, 4), ops.GELU())(x)
 
@@ -448,7 +448,7 @@ def test_a_public_channel_with_two_readers():
     torch.testing.assert_close(x.grad, torch.full_like(x, 12.0))
 
 
-def test_wrong_channels():
+def test_channels_without_one_earlier_producer_are_refused():
     make, add = residual()
     with pytest.raises(ValueError, match="channel 'skip' read by .* has no producer in this chain"):
         opfuse.Sequential(add)(torch.ones(1, 1))

@@ -89,7 +89,7 @@ def test_what_is_never_close(got, says):
 
 
 @pytest.mark.parametrize("layout", ["strided", "transposed", "expanded", "sliced"])
-def test_layouts(layout):
+def test_lay_out_changes_the_strides_and_not_the_values(layout):
     x = torch.arange(12.0).reshape(3, 4)
     laid_out = testing.lay_out(x, layout)
     assert laid_out.shape == x.shape and laid_out.stride() != x.stride()
@@ -286,7 +286,7 @@ def test_what_a_check_counts(register):
 
 
 def half_errors(change):
-    """What ``skew`` says of exact numbers that ``change`` makes bf16, beside those rounded to nearest."""
+    """What ``skew`` says of exact numbers that ``change`` makes bf16, compared with those rounded to nearest."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(4096, generator=generator, dtype=torch.float64)
     return skew(change(truth), truth, truth.bfloat16())

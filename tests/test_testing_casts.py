@@ -221,8 +221,8 @@ def test_scales_and_formats_are_compared():
     turned = dataclasses.replace(
         made(CODES), rowwise_data=None, columnwise_data=made(CODES).rowwise_data.reshape(-1, 1)
     )
-    judge(turned, made(CODES), False)  # one copy stands for both
-    with pytest.raises(Failure, match="stands for other values"):
+    judge(turned, made(CODES), False)  # one copy serves as both
+    with pytest.raises(Failure, match="represents other values"):
         judge(turned, made(CODES[1:] + CODES[:1]), False)
 
 
@@ -233,7 +233,7 @@ def test_the_suite_knows_whose_codes_are_inexact(register):
     (found,) = testing.subjects("test")
     assert suite.chains(found, "cpu").subject.inexact
     suite.inexact = {"other": "misspelt"}
-    with pytest.raises(pytest.fail.Exception, match="inexact names 'other', which is no fusion"):
+    with pytest.raises(pytest.fail.Exception, match="inexact names 'other', which is not a fusion"):
         suite().test_offers_something()
 
 

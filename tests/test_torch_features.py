@@ -77,7 +77,7 @@ def step(model):
     return train_step(model, list(model.parameters()))
 
 
-def test_the_variant_fuses(variant):
+def test_each_variant_fuses_as_it_should(variant):
     chain, _ = pair()
     chain(data().requires_grad_())
     plan = str(chain._module_groups[0]._last[1].plan)
@@ -90,7 +90,7 @@ def test_the_variant_fuses(variant):
         assert (name in plan) == (name in expected)
 
 
-def test_eager():
+def test_an_eager_step_matches_torch():
     both(step)
 
 
@@ -99,7 +99,7 @@ def test_eager():
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(warm, dynamic):
+def test_a_compiled_step_matches_torch(warm, dynamic):
     def compiled(model):
         if warm:
             step(model)
@@ -124,7 +124,7 @@ def test_compile_over_row_counts():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # raised inside torch
-def test_compiled_autograd():
+def test_compiled_autograd_matches_torch_twice():
     chain, plain = pair()
     for _ in range(2):  # the second time the contexts of the first are there to be used
         for model in (chain, plain):
@@ -135,13 +135,13 @@ def test_compiled_autograd():
         check([p.grad for p in chain.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_compile_without_grad():
+def test_a_compiled_call_without_grad_matches_torch():
     chain, plain = pair()
     with torch.no_grad():
         check([torch.compile(chain, fullgraph=True, backend="aot_eager")(data())], [plain(data())])
 
 
-def test_compile_one_op():
+def test_one_op_compiles_alone():
     chain, plain = pair()
     compiled = torch.compile(chain[0], fullgraph=True, backend="aot_eager")
     check(train_step(compiled, list(chain[0].parameters())), step(plain[0]))
@@ -166,7 +166,7 @@ def test_compile_follows_changes_to_the_chain():
     check(train_step(compiled, list(chain.parameters())), step(plain))
 
 
-def test_compile_sees_hooks():
+def test_a_compiled_chain_follows_hooks():
     def double(module, args, output):
         return output * 2
 
@@ -192,7 +192,7 @@ def test_compile_sees_hooks_of_ops_without_parameters():
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_export(strict, dynamic):
+def test_an_exported_chain_matches_torch(strict, dynamic):
     chain, plain = pair()
     shapes = ({0: torch.export.Dim("rows", min=2)},) if dynamic else None
     program = torch.export.export(chain.eval(), (data(),), dynamic_shapes=shapes, strict=strict)
@@ -204,7 +204,7 @@ def test_export(strict, dynamic):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(reentrant):
+def test_checkpointing_matches_torch(reentrant):
     both(
         lambda model: train_step(
             lambda x: checkpoint(model, x, use_reentrant=reentrant), list(model.parameters())
@@ -221,7 +221,7 @@ def test_checkpoint_inside_a_compiled_region():
     both(region)
 
 
-def test_deepcopy():
+def test_a_deepcopy_matches_torch_and_shares_no_parameter():
     chain, plain = pair()
     step(chain)
     twin = copy.deepcopy(chain)
@@ -298,7 +298,7 @@ def test_spectral_norm_under_compile_is_refused():
         torch.compile(chain, fullgraph=True, backend="aot_eager")(data())
 
 
-def test_tied_weights():
+def test_tied_weights_get_both_gradients():
     def run(model):
         model[4].weight = model[0].weight
         return step(model)
@@ -350,7 +350,7 @@ def copy_of(op):
     )
 
 
-def test_functional_call():
+def test_functional_call_matches_torch():
     chain, plain = pair()
     state = {name: value * 2 for name, value in chain.state_dict().items()}
     check(
@@ -359,7 +359,7 @@ def test_functional_call():
     )
 
 
-def test_frozen_parameters():
+def test_frozen_parameters_match_torch():
     def run(model):
         model[0].weight.requires_grad_(False)
         model[2].bias.requires_grad_(False)
@@ -384,7 +384,7 @@ def test_nothing_before_the_first_trainable_op_is_saved(variant):
 # Autograd
 
 
-def test_retain_graph_twice():
+def test_retain_graph_allows_a_second_backward():
     def run(model):
         x = data().requires_grad_()
         y = model(x).square().sum()
@@ -404,7 +404,7 @@ def test_two_branches_sharing_an_input():
     both(run)
 
 
-def test_inference_mode():
+def test_inference_mode_matches_torch():
     chain, plain = pair()
     with torch.inference_mode():
         check([chain(data())], [plain(data())])
@@ -412,7 +412,7 @@ def test_inference_mode():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast(compiled):
+def test_autocast_matches_torch(compiled):
     def run(model):
         fn = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -450,7 +450,7 @@ def test_grad_scaler_skips_the_steps_that_overflow():
     check(params, others, atol=1e-3, rtol=1e-2)
 
 
-def test_backward_inside_autocast():
+def test_a_backward_inside_autocast_matches_torch():
     def run(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return train_step(model, list(model.parameters()))
@@ -467,7 +467,7 @@ def test_the_incoming_gradient_is_never_modified():
     assert torch.equal(grad, kept)
 
 
-def test_create_graph_raises():
+def test_create_graph_is_refused_without_double_backward():
     chain, _ = pair()
     x = data().requires_grad_()
     with pytest.raises(RuntimeError, match="double_backward=True"):

@@ -396,7 +396,7 @@ def test_what_nobody_measures_is_no_table(register, quick, folder, place, value)
     table["entries"][0][of][name] = value
     path.write_text(json.dumps(table))
     tables.reload()
-    with pytest.warns(opfuse.TuningWarning, match="is no tuning table.*delete it"):
+    with pytest.warns(opfuse.TuningWarning, match="is not a tuning table.*delete it"):
         model(x)
 
 
@@ -498,7 +498,7 @@ def test_extras_channels_and_keyword_arguments(register, quick):
     assert not report.wrong, str(report)
 
 
-def test_under_autocast(register, quick):
+def test_tuning_under_autocast_records_both_dtypes(register, quick):
     register(forward_fusions=[Fusion([ops.BasicLinear, ops.Bias, GELU], named("Half"))])
     model, x = opfuse.Sequential(ops.Linear(8, 8), GELU()), tensor(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -755,7 +755,7 @@ def test_the_time_that_is_saved_decides_where_all_are_measured(register):
     late.unregister()
 
 
-def test_precedence_stays(register):
+def test_a_faster_fusion_does_not_overrule_priority(register):
     register(
         forward_fusions=[
             pair(named("Preferred"), name="preferred", priority=1),
@@ -846,7 +846,7 @@ def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_under_torch_compile(register, quick, monkeypatch, grad):
+def test_compiled_candidates_are_measured_and_checked(register, quick, monkeypatch, grad):
     monkeypatch.setattr(parts, "BACKEND", "aot_eager")
     linear_gelu = [ops.BasicLinear, ops.Bias, GELU]
     register(
@@ -902,7 +902,7 @@ def test_what_an_author_is_told(register):
 # Files
 
 
-def test_the_file(register, folder):
+def test_the_table_has_an_entry_for_each_measurement(register, folder):
     register(forward_fusions=[pair()])
     model, x = chain(), tensor()
     with Prescribed(Pair=1.25):
@@ -954,19 +954,19 @@ def test_a_corrupt_file_is_named_and_the_run_goes_on(register, folder, text, mon
     path = tables.path_for(CPU)
     folder.mkdir()
     path.write_text(text)
-    with pytest.warns(opfuse.TuningWarning, match=f"{path.name} is no tuning table"):
+    with pytest.warns(opfuse.TuningWarning, match=f"{path.name} is not a tuning table"):
         assert taken(model, x) == ["Pair"]
     assert taken(model, x) == ["Pair"], "said once"
-    with pytest.raises(ValueError, match=f"{path.name} is no tuning table"):
+    with pytest.raises(ValueError, match=f"{path.name} is not a tuning table"):
         opfuse.tune(model, x)
     assert path.read_text() == text, "not overwritten"
     monkeypatch.setenv("OPFUSE_STRICT", "1")
     tables.reload()
-    with pytest.raises(opfuse.TuningWarning, match="is no tuning table"):
+    with pytest.raises(opfuse.TuningWarning, match="is not a tuning table"):
         model(x)
 
 
-def test_no_tables(register, monkeypatch):
+def test_an_empty_opfuse_tuning_writes_no_table(register, monkeypatch):
     register(forward_fusions=[pair()])
     monkeypatch.setenv("OPFUSE_TUNING", "")
     assert tables.directory() is None
@@ -1013,7 +1013,7 @@ def test_one_way_against_itself_is_not_refused(register, quick):
 # Reports
 
 
-def test_the_report(register):
+def test_the_report_counts_good_slow_and_wrong_fusions(register):
     fusions = [pair(named(name), name=name) for name in ("good", "slow", "wrong")]
     register(forward_fusions=fusions)
     model, x = chain(), tensor()

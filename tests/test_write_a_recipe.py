@@ -64,7 +64,7 @@ def test_it_is_40_lines():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 3), (127, 64), (2, 3, 5), (0, 8), (7,)])
-def test_its_codes(shape, dtype):
+def test_the_int8_codes_of_the_page_are_exact(shape, dtype):
     """Of any shape: the nearest of 255 steps, of two the even one, in both copies."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     made = int8.Int8Quantizer().quantize(x, opfuse.core.quantization.BOTH)

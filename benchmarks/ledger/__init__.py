@@ -5,7 +5,7 @@ checkout must not be on their path, where it would hide the opfuse that is insta
 
 At a case's small shapes every program runs in Triton's interpreter, and every byte is counted. At
 the real shapes the launch rule of each target says how many programs there are. Some of them run,
-each with all of its work, and stand for the others.
+each with all of its work, and represent the others.
 """
 
 from .counting import counting

@@ -178,7 +178,7 @@ class _Recorder:
             self.waits.append(0)
 
     def _refuse_outside(self, kind: str, addresses: Any) -> None:
-        """Refuse what lies beside a tensor; what was read as an address may lie anywhere."""
+        """Refuse addresses next to a tensor; what was read as an address may lie anywhere."""
         known = np.zeros(addresses.shape, dtype=bool)
         beside = np.zeros(addresses.shape, dtype=bool)
         for start, end, _ in self.memory:
@@ -187,7 +187,7 @@ class _Recorder:
         if (beside & ~known).any():
             raise IndexError(
                 f"{self.launches[-1].name}: {int((beside & ~known).sum())} of the addresses that "
-                f"an access has {kind} are beside its tensors; is a mask missing?"
+                f"an access has {kind} are outside its tensors; is a mask missing?"
             )
 
     def _touch(self, what: tuple[str, int, int], places: Any, size: int) -> None:

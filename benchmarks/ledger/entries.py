@@ -104,7 +104,7 @@ def count_small(
     Raises:
         RuntimeError: Triton does not interpret in this process.
     """
-    with counting():  # refuses accesses beside tensors, and takes other packages' kernels
+    with counting():  # refuses accesses outside tensors, and takes other packages' kernels
         return Moved(**count_bytes(case, shape, run))
 
 

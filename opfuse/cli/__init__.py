@@ -1,4 +1,4 @@
-"""The command line, and what the commands of other packages are made of.
+"""The command line, and helpers for the commands of other packages.
 
 A package adds a command by an entry point of group ``opfuse.commands``: a ``click.Command``.
 """

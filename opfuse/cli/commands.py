@@ -89,7 +89,7 @@ def plugins(as_json: bool) -> None:
 def _listing() -> list[dict[str, Any]]:
     """Every plugin, in strict mode too.
 
-    There each failure is raised, and the next call goes on behind it.
+    There each failure raises, and the next call continues after it.
     """
     for _ in range(len(manager.records)):
         try:
@@ -122,12 +122,12 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 # Explain
 
 
-@main.command(name="explain", short_help="Run a model once and tell what is fused, and why.")
+@main.command(name="explain", short_help="Run a model once and show what is fused, and why.")
 @click.argument("target", metavar="MODULE:OBJECT")
 @click.option("--details", is_flag=True, help="Every step in order and every candidate refused.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
 def explain_command(target: str, details: bool, as_json: bool) -> None:
-    """Run a model once and tell what is fused, by which plugin, and why the rest is not.
+    """Run a model once and show what is fused, by which plugin, and why the rest is not.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
     (model, input, ...), or a function without arguments that returns one. A dict as the last input
@@ -147,7 +147,7 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr: a function of how much is done, of how much, and the name of the next."""
+    """A progress bar on stderr, as a function of the number done, the total and the next name."""
     with contextlib.ExitStack() as stack:
         bar: Any = None
 
@@ -206,7 +206,7 @@ def tune_command(
 def doctor(as_json: bool) -> None:
     """Show what is installed, what this machine has, and which recipes run on it.
 
-    For each device: the tuning table that counts there, and for each recipe whether its products
+    For each device: the tuning table that applies there, and for each recipe whether its products
     run natively, emulated or not at all, and why. With OPFUSE_STRICT=1 a plugin that fails makes
     the exit status 1.
     """

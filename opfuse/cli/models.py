@@ -44,7 +44,7 @@ def quiet_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(what: str) -> Iterator[None]:
-    """Make what foreign code raises one line behind ``what``."""
+    """Turn an error of foreign code into one line that begins with ``what``."""
     try:
         yield
     except Exception as error:
@@ -52,7 +52,7 @@ def told(what: str) -> Iterator[None]:
 
 
 def load_model(target: str) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The model and its inputs, by place and by name, that ``MODULE:OBJECT`` means."""
+    """The model that ``MODULE:OBJECT`` means, and its inputs by place and by name."""
     name, colon, path = target.partition(":")
     if not (name and colon and path):
         raise UserError(f"expected MODULE:OBJECT, got {target!r}")

@@ -17,7 +17,7 @@ _BACKWARD = (
     "the gradient of an extra output",
     "basic_op_grad_extra_outputs",
 )
-"""What a step is given: its tensor, those of its ops, extra ones, and the argument with these."""
+"""The arguments of a step: its tensor, those of its ops, extra ones, and the name of these."""
 
 
 class Watched:

@@ -20,8 +20,8 @@ else:
 def installed_plugins() -> list[PluginRecord]:
     """The plugins of all distributions, from the entry points of groups ``opfuse.v*``.
 
-    A distribution whose metadata cannot be read becomes a plugin that is ``broken``: this is told
-    when plugins are needed, unless it is blocked.
+    A distribution whose metadata cannot be read becomes a plugin that is ``broken``: a warning
+    says so when plugins are needed, unless it is blocked.
     """
     found: list[PluginRecord] = []
     seen: set[str] = set()

@@ -260,7 +260,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         for module, name, _ in self._absent:
             if getattr(module, name, None) is not None:
                 who = f"{type(self).__name__} reads a {type(module).__name__} that had no {name}"
-                raise ValueError(f"{who} when the op was made, and has one now: make the op anew")
+                raise ValueError(f"{who} when the op was made, and has one now: make the op again")
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)

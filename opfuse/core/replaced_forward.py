@@ -69,7 +69,7 @@ class ReplacedForward(ABC):
         """
 
     @abstractmethod
-    def gives_way(self, found: Measurement, compiled: bool) -> bool:
+    def declines(self, found: Measurement, compiled: bool) -> bool:
         """Whether the module's own operations run from now on, by what was measured."""
 
 

@@ -257,7 +257,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{path} is no tuning table that this opfuse reads ({what}): delete it"
+            f"{path} is not a tuning table that this opfuse reads ({what}): delete it"
         ) from error
     return rows
 

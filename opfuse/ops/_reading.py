@@ -19,7 +19,7 @@ def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Ten
         dims: Number of dimensions it must have; None: any.
 
     Raises:
-        TypeError: ``module`` is not a module, or the attribute no floating-point tensor.
+        TypeError: ``module`` is not a module, or the attribute is not a floating-point tensor.
         AttributeError: There is no such attribute.
         ValueError: It has another number of dimensions.
     """

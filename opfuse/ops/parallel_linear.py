@@ -163,7 +163,7 @@ class ParallelLinear(LinearOperation):
         _check_linear(linear, module)
         if getattr(module, "bias", None) is not None and f"{linear}.bias" not in self._known:
             who = f"ParallelLinear got {linear} without a bias, and it has one now"
-            raise ValueError(f"{who}: make the op anew")
+            raise ValueError(f"{who}: make the op again")
         return module, leaf
 
     def reset_parameters(self) -> None:

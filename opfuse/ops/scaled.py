@@ -32,7 +32,7 @@ class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
             nor memory. It must be False for a gated activation, as in Transformer Engine.
 
     Raises:
-        TypeError: ``activation`` is not an activation, or ``activation_recompute_in_mlp`` no bool.
+        TypeError: ``activation`` is no activation, or ``activation_recompute_in_mlp`` no bool.
         ValueError: ``activation_recompute_in_mlp`` with a gated activation; in a call, ``scales``
             of another shape.
         RuntimeError: The activation has hooks, or a ``forward``, ``op_forward`` or ``op_backward``

@@ -9,7 +9,7 @@ _WIDTH = 100
 
 
 def wrap(text: str, indent: str, rest: str | None = None) -> list[str]:
-    """A text as lines behind ``indent``, all but the first behind ``rest`` if given."""
+    """A text as lines after ``indent``, all but the first after ``rest`` if given."""
     width, rest = max(_WIDTH, len(indent) + 40), indent if rest is None else rest
     wrapper = textwrap.TextWrapper(width, indent, rest, break_long_words=False)
     wrapper.break_on_hyphens = False
@@ -35,7 +35,7 @@ def table(rows: Collection[Sequence[str]], numbers_from: int = 99) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and what there are so many of."""
+    """A number with its noun, in the plural if needed."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

@@ -20,7 +20,7 @@ _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
 
 
 def draw(calls: Sequence[Call], nothing: str) -> str:
-    """An SVG image of the plans of calls below each other, each under lines of text.
+    """An SVG image of the plans of calls, one below the other, each under lines of text.
 
     Args:
         calls: The calls; those alike are drawn once.

@@ -56,7 +56,7 @@ class Quantized(NamedTuple):
         if not self.recipe or not (self.products or self.tensors):
             return []
         rows = []
-        for row in self.tensors:  # of the quantizer the steps say more
+        for row in self.tensors:  # the steps say more about the quantizer
             usage = row.usage.replace("rowwise and columnwise", "both copies")
             rows.append((row.op, row.tensor, row.format, usage, row.where))
         share = f"{self.quantized} of {self.products} products of linear ops"
@@ -97,7 +97,7 @@ def _products(op: Any, quantizers: Any, dgrad: bool, wgrad: bool, backward: bool
     casts = {name for name, quantizer in quantizers.items() if quantizer.quantizes}
     found = []
     for weight in [name for name in names if name.startswith("weight")] or [""]:
-        # each weight has an input of its own, or all have one
+        # each weight has its own input, or all share one
         number = weight.removeprefix("weight")
         pair = [name + number * (name + number in names) for name in ("input", "grad_output")]
         x, dy = [name in casts for name in pair]

@@ -34,7 +34,7 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     try:
         own = _facts()
-    except Exception as error:  # all ranks must hear of it
+    except Exception as error:  # all ranks must learn of it
         own = {"failed": f"{type(error).__name__}: {error}"}
     facts = _gathered(own, group)
     for rank, of_rank in zip(ranks, facts, strict=True):
@@ -72,7 +72,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _plans() -> dict[str, list[str]]:
-    """The newest plans of the fusers that live, by chain and by what each was made for."""
+    """The newest plans of the living fusers, by chain and by what each was made for."""
     found: dict[str, set[str]] = {}
     for fuser in list(manager.fusers):
         newest = {}

@@ -67,7 +67,7 @@ def _describe_call(call: Call, full: bool) -> list[str]:
 
 
 def alike_calls(calls: Sequence[Call], full: bool = True) -> list[tuple[Call, list[int]]]:
-    """The first of calls that are alike but for their path, and the numbers of all."""
+    """The first of the calls that differ only in their path, and the numbers of all."""
     alike: dict[Call, tuple[Call, list[int]]] = {}
     for number, call in enumerate(calls):
         plan = call.plan if full else dataclasses.replace(call.plan, refused=())
@@ -77,7 +77,7 @@ def alike_calls(calls: Sequence[Call], full: bool = True) -> list[tuple[Call, li
 
 
 def title_of(call: Call, numbers: list[int], calls: Sequence[Call], full: bool = True) -> str:
-    """Where calls that are alike are, of what, and which they are; if not full, a few by name."""
+    """The places, ops and numbers of calls that are alike; if not full, a few places by name."""
     most, kept = (8, 3) if full else (3, 1)
     names = list(dict.fromkeys(calls[n].path or "the model" for n in numbers))
     if len(names) > most:
@@ -141,7 +141,7 @@ def _describe_step(step: PlanStep, full: bool) -> str:
 
 
 def _describe_refused(refused: Sequence[Refusal]) -> list[str]:
-    """Every refused candidate but those that lost to another one of the same plugin."""
+    """Every refused candidate, except those that lost to another one of the same plugin."""
     shown = [r for r in refused if not (r.lost_to and r.lost_to == r.distribution)]
     lines = ["  refused"] if refused else []
     if lost := len(refused) - len(shown):

@@ -34,7 +34,7 @@ from .tensors import extra_shape, input_shapes, lay_out, normal, whole_numbers
 
 
 class CubicActivation(built_in.Activation):
-    """An activation that no plugin knows: ``x + 0.1 x^3``."""
+    """An activation unknown to every plugin: ``x + 0.1 x^3``."""
 
     def value(self, x: Tensor) -> Tensor:
         """The function."""
@@ -46,7 +46,7 @@ class CubicActivation(built_in.Activation):
 
 
 class CubicGLU(built_in.GatedActivation):
-    """A gated activation that no plugin knows."""
+    """A gated activation unknown to every plugin."""
 
     value = CubicActivation.value
     derivative = CubicActivation.derivative
@@ -243,11 +243,11 @@ class Case:
         params: The layout of the parameters.
         scale: Factor of the input and the extra inputs, which are around 1 without it.
         mean: The mean of the input.
-        mixed: They, and the incoming gradients, differ in magnitude, within a row and by rows.
+        mixed: They, and the incoming gradients, differ in magnitude, within a row and between rows.
         gradient: Factor of the incoming gradients, which are around 1 without it.
         positive: Incoming gradients have one sign.
-        cancelling: They are large, and of two rows one takes away what the other gives.
-        parametrized: Every read of a parameter draws what it is multiplied with.
+        cancelling: They are large, and of two rows one cancels the other.
+        parametrized: Every read of a parameter draws its factor again.
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to this dtype.
         prefer: The option of this name: "speed" or "memory".
@@ -324,7 +324,7 @@ class Case:
 
     @property
     def has_modes(self) -> bool:
-        """True if an op may do something else in evaluation mode.
+        """True if an op may behave differently in evaluation mode.
 
         That is a dropout, or an op that is not built in.
         """
@@ -452,7 +452,7 @@ _LARGE = 2.0**14
 
 
 class _Drawn(nn.Module):
-    """A parametrization that gives something else at every read, the same for every dtype."""
+    """A parametrization whose value changes at every read, in the same way for every dtype."""
 
     def forward(self, original: Tensor) -> Tensor:
         """The parameter as it is now."""

@@ -119,7 +119,7 @@ class Chains:
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
         declined: The reasons why the fusion is not used for other structures, by structure.
-        thorough: The checks try all they can think of, however long it takes.
+        thorough: The checks try everything they know, however long it takes.
         most_rows: Cases with more rows are left out; None: none is.
     """
 
@@ -186,7 +186,7 @@ def make_chains(
                 odd = [placed(base, ops, at) for ops in chains(elements, at, makers)[:1]]
                 again, last = elements is last, elements  # under another recipe
                 found["quantized"] += _quantized(accepted[0], elements, makers, recipes)
-                if again and always:  # it casts nothing: one recipe is like the other
+                if again and always:  # it casts nothing: all recipes are alike
                     break
                 found["plain"].append(accepted[0])
                 if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
@@ -256,7 +256,7 @@ def _quantized(
 def _as_in_models(
     case: Case, elements: Sequence[Any], makers: Makers, width: int
 ) -> Iterator[Case]:
-    """Cases that are ``width`` wide, before or behind a matrix product.
+    """Cases that are ``width`` wide, before or after a matrix product.
 
     On its other side they are as wide as usual.
     """
@@ -336,7 +336,7 @@ def refusal(case: Case, runs: bool = False) -> str | None:
 
 @functools.cache
 def neighbours(case: Case) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """An op to stand before, and one to stand after, that no match of the fusion reaches into."""
+    """An op for the place before, and one for after, that no match of the fusion includes."""
     fusion = case.subject.fusion
     for op in (Op(built_in.ConstantScale, 2.0), Op(built_in.SiLU), Op(built_in.L2Normalization)):
         around = (op, *case.before, *case.ops, *case.after, op)

@@ -56,7 +56,7 @@ def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
 def _by_constructor(cls: type, width: int) -> list[Op]:
     found = []
     for op in (Op(cls), Op(cls, width)):
-        with contextlib.suppress(Exception):  # whatever its constructor wants, it is not this
+        with contextlib.suppress(Exception):  # its constructor wants something else
             op()
             found.append(op)
             break

@@ -1,4 +1,4 @@
-"""The suite that holds the quantizers of a recipe to the contract."""
+"""The suite that tests the quantizers of a recipe against the contract."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class QuantizerSuite:
-    """Holds every quantizer of some recipes to the contract.
+    """Tests every quantizer of some recipes against the contract.
 
     Subclass it in the plugin's tests, under a name that pytest collects::
 
@@ -42,10 +42,10 @@ class QuantizerSuite:
 
     Attributes:
         recipes: The recipes.
-        rtol: How far a value may be from what its code stands for, relative to the value.
+        rtol: How far a value may be from what its code represents, relative to the value.
         atol: The same, relative to the largest magnitude of the tensor.
         multiple: Rows and columns of the tensors are multiples of this.
-        limits: What the format cannot do, and why: test -> reason. One that works is a failure.
+        limits: What the format cannot do, and why: test -> reason. A test that passes is a failure.
     """
 
     recipes: ClassVar[Sequence[Recipe]] = ()
@@ -74,7 +74,7 @@ class QuantizerSuite:
         return new_quantizer(recipe, QuantizerRole("linear", role), None)
 
     def draw(self, rows: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A matrix of so many times ``multiple`` rows and columns, the same every time."""
+        """A matrix with a number of rows and columns times ``multiple``, the same every time."""
         shape = rows * self.multiple, 2 * self.multiple
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
@@ -104,7 +104,7 @@ class QuantizerSuite:
         assert torch.equal(x, before), "quantize changes the tensor that it is given"
 
     def test_round_trip(self, recipe: Recipe, role: str, way: str, dtype: torch.dtype) -> None:
-        """Each copy stands for the values, up to ``rtol`` and ``atol``."""
+        """Each copy represents the values, up to ``rtol`` and ``atol``."""
         x = self.draw(4, dtype)
         made = self.settled(recipe, role, x).quantize(x, USAGES[way])
         for usage in (ROWWISE, COLUMNWISE):
@@ -128,7 +128,7 @@ class QuantizerSuite:
         assert quantizer.quantize(x[:0], BOTH).dequantize().shape == (0, columns)
 
     def test_zeros(self, recipe: Recipe, role: str, way: str) -> None:
-        """Zeros stay zeros, and are no NaN: also where nothing but zeros was seen."""
+        """Zeros stay zeros and do not become NaN, even if only zeros were seen."""
         x = torch.zeros_like(self.draw())
         for quantizer in (self.make(recipe, role), self.settled(recipe, role, x)):
             made = quantizer.quantize(x, USAGES[way])
@@ -136,9 +136,9 @@ class QuantizerSuite:
             assert all(torch.equal(made.dequantize(usage), x) for usage in usages)
 
     def test_not_finite(self, recipe: Recipe, role: str) -> None:
-        """NaN and infinity stay what is not finite, and everything else finite, in later steps too.
+        """NaN and infinity stay not finite, and everything else stays finite, in later steps too.
 
-        Where they became numbers, a GradScaler would not see an overflow.
+        If they became numbers, a GradScaler would not see an overflow.
         """
         for value in (torch.nan, torch.inf, -torch.inf):
             x = self.draw()
@@ -165,7 +165,7 @@ class QuantizerSuite:
         expected, out = quantizer.quantize(x, usage), quantizer.quantize(-2 * x, usage)
         kept = out.tensors()
         assert quantizer.quantize(x, usage, out) is out
-        assert _equal(out, expected), "out= gives something else"
+        assert _equal(out, expected), "out= gives another result"
         assert all(a is b for a, b in zip(kept, out.tensors(), strict=True)), "out= is not written"
 
     # State
@@ -181,7 +181,7 @@ class QuantizerSuite:
         assert torch.equal(made.dequantize(), before), "a scale is the quantizer's state"
 
     def test_again(self, recipe: Recipe, role: str, way: str) -> None:
-        """A cast that is made again has the same bits, and records nothing."""
+        """A repeated cast has the same bits, and records nothing."""
         x, usage = self.draw(), USAGES[way]
         quantizer = self.settled(recipe, role, x)
         made = quantizer.quantize(x, usage)
@@ -201,10 +201,10 @@ class QuantizerSuite:
         quantizer = self.settled(recipe, role, x)
         before = _state(quantizer)
         made = quantizer.unrecorded().quantize(100 * x, BOTH)
-        assert _same(_state(quantizer), before), "what grad mode off sees moves the state"
+        assert _same(_state(quantizer), before), "a call with grad mode off changes the state"
         assert _equal(made, quantizer.quantize(100 * x, BOTH))
         quantizer.discard()
-        assert _same(_state(quantizer), before), "discard leaves something"
+        assert _same(_state(quantizer), before), "discard leaves a record"
 
     def test_a_step_is_one_update(self, recipe: Recipe, role: str) -> None:
         """Two casts of a step are one, with the larger maximum; then the pending state is empty."""
@@ -221,7 +221,7 @@ class QuantizerSuite:
         assert _same(_state(one), _state(two))
 
     def test_copies_of_it_are_apart(self, recipe: Recipe, role: str) -> None:
-        """A deepcopy has state of its own."""
+        """A deepcopy has its own state."""
         x = self.draw()
         quantizer = self.settled(recipe, role, x)
         twin, before = copy.deepcopy(quantizer), _state(quantizer)

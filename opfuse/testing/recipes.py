@@ -109,7 +109,7 @@ class _Delayed(_PerTensor):
     def advance(self) -> None:
         """Fold in what was recorded, and forget it."""
         self.history.copy_(torch.cat([self.seen.clamp(min=0), self.history[:1]]))
-        most = self.history.amax()  # 0 says nothing, as of a weight that was not cast again
+        most = self.history.amax()  # 0: nothing was seen, as of a weight that was not cast again
         self.scale.copy_(torch.where(most > 0, _scale(most, self.dtype), self.scale))
         self.count.add_(self.casts + 1)
         self.discard()
@@ -190,7 +190,7 @@ TOYS: Mapping[type[Recipe], Any] = {PerTensor: _PerTensor, PerBlock: _PerBlock, 
 
 
 class _Plugin:
-    """Offers the recipes of the kit, and those of the plugins without the plugins' fusions."""
+    """Offers the recipes of the kit and of the plugins, without the plugins' fusions."""
 
     @hookimpl
     def opfuse_recipes(self) -> dict[str, type[Recipe]]:
@@ -235,7 +235,7 @@ def offered() -> Iterator[None]:
 
 
 def recipes_for(plugin: str) -> tuple[Recipe, ...]:
-    """The recipes that a plugin is held to: its own that have defaults, then those of the kit."""
+    """The recipes that a plugin is tested under: its own with defaults, then those of the kit."""
     records = [record for record in manager.records if record.answers_to(plugin)]
     own = dict.fromkeys(cls for record in records for cls in record.recipes.values())
     made = []

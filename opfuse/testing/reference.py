@@ -14,7 +14,7 @@ from .running import Failure, RunResult
 
 
 def compare_outputs(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
-    """Hold outputs against the truth, at the tolerance of the dtype.
+    """Compare outputs with the truth, at the tolerance of the dtype.
 
     Raises:
         Failure: Another number of outputs, another dtype, device or shape, wrong values, or an
@@ -31,7 +31,7 @@ def compare_outputs(case: Case, got: RunResult, expected: RunResult, truth: RunR
 
 
 def compare_grads(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
-    """Hold every gradient against the truth.
+    """Compare every gradient with the truth.
 
     Raises:
         Failure: A gradient is missing, or wrong.
@@ -42,7 +42,7 @@ def compare_grads(case: Case, got: RunResult, expected: RunResult, truth: RunRes
 
 
 def compare_results(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
-    """Both of these."""
+    """Compare outputs and gradients."""
     compare_outputs(case, got, expected, truth)
     compare_grads(case, got, expected, truth)
 
@@ -50,7 +50,7 @@ def compare_results(case: Case, got: RunResult, expected: RunResult, truth: RunR
 def compare(
     case: Case, what: str, got: Tensor | None, expected: Tensor | None, truth: Tensor | None
 ) -> None:
-    """Hold one tensor against the separate ops' and the truth.
+    """Compare one tensor with the separate ops' and with the truth.
 
     It must have the dtype and the device of the separate ops'.
 
@@ -72,7 +72,7 @@ def compare(
     if case.positive and dtype is torch.bfloat16:  # of one sign, so that nothing cancels
         roundings = 0.5
     if case.recipe is not None and (case.subject.inexact or dtype.itemsize < 4):
-        dtype = torch.float8_e4m3fn  # a last bit that differs may have become a code
+        dtype = torch.float8_e4m3fn  # a different last bit may have become a different code
     # tiny numbers are not as good as 0
     atol = min(torch.finfo(dtype).tiny, TOLERANCES[dtype][1]) if case.mixed else None
     problem = difference(
@@ -90,7 +90,7 @@ MOST_CODES = 1e-3
 
 
 def compare_codes(case: Case, what: str, got: Any, expected: QuantizedTensor) -> None:
-    """Hold a quantized tensor against the separate ops': the same format, codes and scales.
+    """Compare a quantized tensor with the separate ops': the same format, codes and scales.
 
     Raises:
         Failure: They differ.
@@ -120,7 +120,7 @@ def compare_codes(case: Case, what: str, got: Any, expected: QuantizedTensor) ->
     for usage in (ROWWISE, COLUMNWISE):  # one copy may serve as the other
         if expected.copies.covers(usage) and not got.copies.covers(usage):
             if not torch.equal(got.dequantize(usage), expected.dequantize(usage)):
-                raise Failure(f"{what} stands for other values, read for {usage}")
+                raise Failure(f"{what} represents other values, read for {usage}")
 
 
 def _compare_data(case: Case, what: str, got: Tensor, expected: Tensor) -> None:

@@ -49,7 +49,7 @@ class Declined(Exception):
 
 @contextlib.contextmanager
 def only(*fusions: Subject | None) -> Iterator[None]:
-    """No plugin but that of the kit's recipes, no fusion but these, no options but of plugins.
+    """Only the plugin with the kit's recipes, only these fusions, only options of plugins.
 
     A warning about a plugin is an error.
     """
@@ -81,7 +81,7 @@ class Plans(Recorder):
 
         Raises:
             Declined: It refused, or the pass it is for does not run there.
-            Failure: It is not used, and nobody said why.
+            Failure: It is not used, and nothing says why.
         """
         subject, passes = case.subject, case.subject.passes
         plans = [plan for plan in self.plans if plan.backward or passes != "backward"]
@@ -98,7 +98,7 @@ class Plans(Recorder):
                 raise Declined("nothing is cast where its pattern has a cast")
         if (case.before or case.after) and not isinstance(subject.fusion, Fusion):
             raise Declined("a fusion function decides for itself which chains it takes")
-        raise Failure("it is not used for its own chain, and says no reason")
+        raise Failure("it is not used for its own chain, and gives no reason")
 
 
 @dataclasses.dataclass
@@ -201,7 +201,7 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
 
 @contextlib.contextmanager
 def blamed() -> Iterator[None]:
-    """Turn what is raised inside into a failure: the separate ops ran."""
+    """Turn an error that is raised inside into a failure: the separate ops ran."""
     try:
         yield
     except (Failure, Declined):

@@ -22,7 +22,7 @@ from .running import Failure
 
 
 class FusionSuite:
-    """Holds every fusion of a plugin to the contract.
+    """Tests every fusion of a plugin against the contract.
 
     Subclass it in the plugin's tests, under a name that pytest collects::
 
@@ -39,15 +39,15 @@ class FusionSuite:
             ``"entry_point"``, ``"imports"`` and ``"processes"``; a fusion's is that in a report. A
             limit that is not one, because the check passes, is a failure. Dropout is
             compared for the same seed: a fusion that draws otherwise than torch declares that here.
-        inexact: Fusions that cast, and whose kernels compute to the last bit but one: name ->
-            reason. Of what they cast, one code in 1000 may be one step off; all others give the
-            codes of the separate ops.
+        inexact: Fusions that cast, and whose kernels may differ in the last bit: name -> reason. In
+            their casts one code in 1000 may be one step off; all other fusions give the codes of
+            the separate ops.
         makers: How to make ops that are not built in: class -> function of the input's features
             that gives an :class:`Op`, or several.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains,
             each a list of :class:`Op`.
-        recipes: The recipes that its fusions are held to; None: those of the plugin, with their
-            defaults, and of the kit.
+        recipes: The recipes that its fusions are tested under; None: those of the plugin, with
+            their defaults, and of the kit.
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
         thorough: Test more widths, rows, layouts and combinations of frozen leaves, which takes
@@ -124,7 +124,7 @@ class FusionSuite:
                 pytest.fail(f"limits names {name!r}, which is {what}", pytrace=False)
         for name in self.inexact:
             if name not in {subject.name for subject in found}:
-                pytest.fail(f"inexact names {name!r}, which is no fusion", pytrace=False)
+                pytest.fail(f"inexact names {name!r}, which is not a fusion", pytrace=False)
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
         """One check on every case it is for; skipped where what it rests on fails already."""
@@ -132,12 +132,12 @@ class FusionSuite:
         names = (fusion_check, f"{subject.name}: {fusion_check}")
         alone = fusion_check not in DEPENDENT or any(name in self.limits for name in names)
         if not alone and (root := self._failing(tier, subject, fusion_check, known=True)):
-            pytest.skip(f"not checked, since {root!r} fails: mend that first")
+            pytest.skip(f"not checked, since {root!r} fails: fix that first")
         outcome = self.check(subject, fusion_check, tier.device)
         type(self)._failed[tier.name, subject, fusion_check] = outcome.failure is not None
         problem = None if outcome.failure is None else str(outcome)
         if problem and not alone and (root := self._failing(tier, subject, fusion_check)):
-            pytest.skip(f"it fails, and so does {root!r}: mend that first")
+            pytest.skip(f"it fails, and so does {root!r}: fix that first")
         self._judge(names, problem, passed=problem is None and outcome.ran > 0)
         if not outcome.ran:
             pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
@@ -174,7 +174,7 @@ class FusionSuite:
         if not chains.all and all("makers" in reason for reason in chains.declined.values()):
             wanted = "`examples`" if not chains.declined else "`makers`"
             problem = f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}"
-            if name == next(iter(CHECKS)):  # said once is enough
+            if name == next(iter(CHECKS)):  # say it only once
                 pytest.fail(problem, pytrace=False)
             pytest.skip(problem)
         return run_all(CHECKS[name], chains)

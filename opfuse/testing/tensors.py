@@ -27,8 +27,8 @@ def normal(shape: tuple[int, ...], generator: torch.Generator, mixed: bool) -> T
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
     """A tensor of the same values in another memory layout.
 
-    But for ``expanded``, which repeats its first row, and ``summed``, which is one number, as the
-    gradient of a sum.
+    Two layouts change values: ``expanded`` repeats its first row, and ``summed`` is one number, as
+    the gradient of a sum.
     """
     if not tensor.ndim or layout == "contiguous":
         return tensor
@@ -82,7 +82,7 @@ def whole_numbers(
     """An extra input of integers or bools, for an input of ``shape``.
 
     Split sizes sum up to the rows; other integers are below the number of features, as targets are.
-    The first third of the targets is to be ignored, but for a sum.
+    The first third of the targets is to be ignored, except for a sum.
     """
     size = extra_shape(op, shape, index)
     if isinstance(op, built_in.GroupedLinear):

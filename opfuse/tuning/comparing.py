@@ -26,7 +26,7 @@ def differ(
     """How the outputs and gradients of two functions differ, as a sentence, or ``""``.
 
     Args:
-        original: The one that is right, but for rounding.
+        original: The one that is right, apart from rounding.
         converted: The other one.
         given: The arguments of both.
         wanted: The tensors that get gradients.
@@ -69,7 +69,7 @@ def problem_of(
     Args:
         what: Its name.
         got: The tensor.
-        expected: The one that is right, but for rounding.
+        expected: The one that is right, apart from rounding.
         truth: The same without rounding; None: ``expected`` counts as exact.
         values: Compare values, and not only shape, dtype and device.
         dtype: The compute dtype; None: that of the tensor.

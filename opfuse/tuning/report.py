@@ -48,12 +48,12 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class TuningReport:
-    """All that was measured. ``str()`` fits a screen, ``details`` has every candidate.
+    """Everything that was measured. ``str()`` fits a screen, ``details`` has every candidate.
 
     Attributes:
         results: In the order in which they were measured.
         path: The file that was written; None: there are no tables.
-        unmeasured: The candidates that could not be measured since the separate ops fail, and why.
+        unmeasured: The candidates that were not measured because the separate ops fail, and why.
     """
 
     results: Sequence[Result]
@@ -67,7 +67,7 @@ class TuningReport:
 
     @property
     def slower(self) -> list[Result]:
-        """The right ones that are not used since they are slower."""
+        """The right results that are not used because they are slower."""
         return [r for r in self.results if r.refusal and not r.found.wrong]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Two ways to do the same, timed in turns."""
+"""Times two ways to do the same, in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""
 
 TURNS, MOST_TURNS, _FEW_TURNS = 20, 80, 8
-_CLEAR = 0.1  # when the interval is this far from 1, nothing more is to be learnt
+_CLEAR = 0.1  # when the interval is this far from 1, more turns add nothing
 _SECONDS = 0.001  # of a turn, at least
 _LONG = 2.0  # seconds of all turns; slow functions vary less, and 20 turns of them take minutes
 
@@ -46,8 +46,8 @@ def compare(
     """Time two functions in turns, until the interval is narrow.
 
     Args:
-        first: The one.
-        second: The other.
+        first: The first function.
+        second: The second function.
         device: Where they compute; its queue is waited for.
         clear: Stop early if one is faster by far, or if a turn is slow and the interval narrow.
         most: The largest number of turns.

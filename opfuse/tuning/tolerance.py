@@ -1,4 +1,4 @@
-"""How close is close enough: the tolerances per dtype, and the comparison with fp64."""
+"""The tolerances per dtype, and the comparison with fp64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MORE_ROWS: tuple[tuple[int, ...], ...] = (
     *((count,) for count in (31, 33, 511, 513, 1023, 1025, 2047, 4097)),
     (3, 43),
 )
-"""More of them, if you have the time."""
+"""More of them, for a longer test."""
 
 
 def tolerance(dtype: torch.dtype, *, gemm: bool = False) -> tuple[float, float]:
@@ -98,7 +98,7 @@ ENOUGH = 256
 
 
 def skew(got: Tensor, expected: Tensor, rounded: Tensor) -> str | None:
-    """Describe what is wrong with all errors of half precision together, or return None.
+    """Describe what is wrong with all half-precision errors taken together, or return None.
 
     Each error may be within the dtype's tolerance while all have one sign, as in a kernel that
     truncates, or while small numbers have errors as large as large numbers. Errors are measured in
@@ -158,7 +158,7 @@ def code_steps(got: Tensor, expected: Tensor) -> Tensor:
 def assert_close(
     got: Tensor, expected: Tensor, *, gemm: bool = False, what: str = "the result"
 ) -> None:
-    """Hold a result against the truth in fp64, at the tolerance of its dtype; for tests of kernels.
+    """Compare a result with the truth in fp64, at the tolerance of its dtype; for tests of kernels.
 
     Args:
         got: The result of a kernel.

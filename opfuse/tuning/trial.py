@@ -1,4 +1,4 @@
-"""A candidate against the separate ops: values and gradients first, then memory and time."""
+"""Compares a candidate with the separate ops: values and gradients, then memory and time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Trial:
             self._seeded(self._separate)
             try:
                 return self._measured()
-            except (torch.OutOfMemoryError, MemoryError):  # another time there may be enough
+            except (torch.OutOfMemoryError, MemoryError):  # there may be enough another time
                 raise
             except Exception as error:
                 return self._wrong(f"raises {one_line(error)}")
@@ -261,7 +261,7 @@ class Trial:
         """The gradients of the leaves that have one, for fixed gradients of the outputs."""
         wanted = [leaf for leaf in leaves or self._leaves if leaf.requires_grad]
         dys = [self._weight(y) if y.requires_grad else None for y in outputs]
-        # what is compiled may give its buffers away
+        # compiled code may reuse its buffers
         return gradients(outputs, wanted, dys, again=not self._separate.compiling)
 
     def _weight(self, output: Tensor) -> Tensor:

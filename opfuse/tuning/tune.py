@@ -56,13 +56,13 @@ def tune(
     objects of PyTorch's or Python's own classes, and in attributes that opfuse's ops set.
 
     To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
-    an entry counts for numbers of rows between the same powers of two.
+    an entry applies to numbers of rows between the same powers of two.
 
     Args:
         model: A module, or any callable that calls some.
         *inputs: Its inputs.
         compiled: Measure each fusion, and each converted module, under ``torch.compile``, for plans
-            that are made there; that takes seconds for each. Entries of eager calls count for eager
+            that are made there; that takes seconds for each. Entries of eager calls apply to eager
             calls only.
         progress: Called as ``progress(done, of, what)`` before each comparison and at the end.
         **kwargs: Its keyword arguments.
@@ -79,11 +79,11 @@ def tune(
     jobs: list[Job] = []
     with forked_rng("opfuse.tune"), unchanged(model), contextlib.ExitStack() as off:
         recorder, again = _Collector(compiled), True
-        while again:  # what is inside a module that gives way runs by itself
+        while again:  # what is inside a module that declines its chain runs by itself
             recorder.hear(model, inputs, kwargs)
             _run(recorder.candidates, recorder.wholes, len(jobs), progress)
             jobs += [*recorder.candidates, *recorder.wholes]
-            slower = [whole.replaced for whole in recorder.wholes if whole.gives_way]
+            slower = [whole.replaced for whole in recorder.wholes if whole.declines]
             off.enter_context(switched_off(slower))
             again = bool(slower)
     path = tables.path_for(jobs[0].device) if jobs else None

@@ -89,9 +89,9 @@ class Whole(Job):
         return (compiled(ways[0]), compiled(ways[1])) if self._compiled else ways
 
     @property
-    def gives_way(self) -> bool:
+    def declines(self) -> bool:
         """The measurements favour the module's own operations."""
-        return self.found is not None and self.replaced.gives_way(self.found, self._compiled)
+        return self.found is not None and self.replaced.declines(self.found, self._compiled)
 
     def result(self) -> Result:
         """The line of the report."""

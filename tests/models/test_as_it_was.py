@@ -109,7 +109,7 @@ def test_other_models_do_not_change(family):
 
 
 @each_family
-def test_revert(family):
+def test_revert_restores_classes_attributes_and_results(family):
     reference, model = twins(family.make())
     classes = {name: type(module) for name, module in model.named_modules()}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -156,7 +156,7 @@ def test_hidden_states_and_attentions(family, return_dict):
 
 @each_generating
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
-def test_generate(family, cache):
+def test_generate_gives_the_same_tokens_for_each_cache(family, cache):
     reference, model = (m.eval() for m in converted_pair(family))
     ids = family.inputs()["input_ids"]
     asked = {"max_new_tokens": 12, "do_sample": False, "use_cache": cache != "none"}
@@ -170,7 +170,7 @@ def test_generate(family, cache):
 
 @few_families
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_without_gradients(family, mode):
+def test_outputs_are_the_same_without_gradients(family, mode):
     reference, model = (m.eval() for m in converted_pair(family))
     with getattr(torch, mode)():
         got, expected = (m(**family.inputs()).logits for m in (model, reference))
@@ -178,7 +178,7 @@ def test_without_gradients(family, mode):
 
 
 @few_families
-def test_autocast(family):
+def test_autocast_is_as_near_fp32_as_the_original(family):
     reference, model = converted_pair(family)
     with torch.autocast("cpu", torch.bfloat16):
         got, expected = (step(m, family) for m in (model, reference))
@@ -197,7 +197,7 @@ def test_autocast(family):
 
 
 @each_pretrained
-def test_save_pretrained(family, tmp_path):
+def test_save_pretrained_writes_the_original_checkpoint(family, tmp_path):
     reference, model = converted_pair(family)
     model.save_pretrained(tmp_path)
     loaded = type(reference).from_pretrained(tmp_path).train()
@@ -222,7 +222,7 @@ def test_state_dict_goes_both_ways(family):
 
 
 @few_families
-def test_load_assign(family):
+def test_load_state_dict_may_assign_parameters(family):
     _, model = converted_pair(family)
     step(model, family)
     other = family.make(seed=3)
@@ -236,7 +236,7 @@ def test_load_assign(family):
 
 @few_families
 @pytest.mark.parametrize("how", ["to_empty", "assign"])
-def test_meta_then_load(family, how):
+def test_a_model_converted_on_meta_may_be_loaded_later(family, how):
     reference = family.make(seed=4)
     with torch.device("meta"):
         model = family.make()
@@ -304,7 +304,7 @@ def test_a_pickle_is_unconverted(family):
 
 @each_family
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_deepcopy(family, warm):
+def test_a_deepcopy_stays_converted_and_independent(family, warm):
     reference, model = converted_pair(family)
     if warm:
         step(model, family)
@@ -367,7 +367,7 @@ def test_a_hook_that_changes_what_a_layer_gives(family):
 
 
 @few_families
-def test_a_global_hook(family):
+def test_a_global_hook_sees_the_replaced_layer(family):
     _, model = converted_pair(family)
     called = []
     handle = nn.modules.module.register_module_forward_hook(
@@ -383,7 +383,7 @@ def test_a_global_hook(family):
 
 @few_families
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_child_replaced(family, when):
+def test_replacing_a_child_changes_what_runs(family, when):
     reference, model = twins(family.make())
 
     def replace():
@@ -414,7 +414,7 @@ class Halved(nn.Module):
 
 
 @few_families
-def test_a_parameter_replaced(family):
+def test_replacing_a_parameter_changes_what_runs(family):
     reference, model = converted_pair(family)
     step(model, family)
     for each in (reference, model):
@@ -515,7 +515,7 @@ def test_a_forward_replaced_on_a_class(family, which, when, monkeypatch):
 @few_families
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_parametrize(family, kind, when):
+def test_a_parametrization_may_come_before_or_after_converting(family, kind, when):
     reference, model = twins(family.make())
 
     def register():
@@ -540,7 +540,7 @@ def test_parametrize(family, kind, when):
 
 @few_families
 def test_parametrizing_what_is_converted(family):
-    """The layer itself, whose class torch derives anew."""
+    """The layer itself, whose class torch derives again."""
 
     class Twice(nn.Module):
         def forward(self, x):
@@ -556,7 +556,7 @@ def test_parametrizing_what_is_converted(family):
 
 
 @few_families
-def test_requires_grad_changes(family):
+def test_freezing_parameters_later_gives_the_right_gradients(family):
     reference, model = converted_pair(family)
     step(model, family)
     names = [name for name, _ in model.named_parameters()]
@@ -570,7 +570,7 @@ def test_requires_grad_changes(family):
 
 @few_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
-def test_to_dtype(family, dtype):
+def test_a_converted_model_may_change_its_dtype(family, dtype):
     reference, model = converted_pair(family)
     step(model, family)
     given = {k: v for k, v in family.inputs(dtype).items() if k == "pixel_values"}
@@ -636,7 +636,7 @@ def test_a_layer_in_evaluation_mode(family):
 
 
 @few_families
-def test_threads(family):
+def test_threads_share_a_converted_model(family):
     reference, model = converted_pair(family)
     expected = step(reference, family)
     params = dict(model.named_parameters())
@@ -666,7 +666,7 @@ def test_threads(family):
 
 
 @few_families
-def test_wrap_policies(family):
+def test_fsdp_wrap_policies_find_the_converted_layers(family):
     """By the name of the class, as transformers and accelerate do it, and by ``isinstance``."""
     import functools
 

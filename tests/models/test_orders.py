@@ -103,7 +103,7 @@ def orders():
 
 @few_families
 @pytest.mark.parametrize("names", list(orders()), ids=lambda names: ", ".join(names))
-def test_orders(family, names):
+def test_each_order_of_converting_and_wrapping_gives_the_same_step(family, names):
     if family.name == "encoder" and "lora" in names and "compile" in names:
         pytest.skip("the forward of the encoder layer looks at the type of its weights")
     model, reference = in_order(family, *names)
@@ -154,7 +154,7 @@ def kept(model, family):
 @few_families
 @in_either_order
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_checkpointing_saves(family, order, reentrant):
+def test_checkpointing_saves_as_much_as_without_chains(family, order, reentrant):
     reference, model = twins(family.make())
     expected = step(reference, family)
     if order == "before":
@@ -195,7 +195,7 @@ def in_a_graph(family):
 
 @few_families
 @pytest.mark.parametrize("order", ["before", "after a step", *["after"] * families.ALL])
-def test_whole_model_compiled(family, order):
+def test_a_whole_model_compiles_before_and_after_converting(family, order):
     """In one graph. What runs in it is the model's own forward, which the compiler fuses itself."""
     reference, model = twins(family.make(**in_a_graph(family)))
     if order == "before":
@@ -213,7 +213,7 @@ def test_whole_model_compiled(family, order):
 
 @pytest.mark.skipif(not families.ALL, reason="Inductor compiles for a minute: OPFUSE_MODELS=all")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "encoder"])
-def test_inductor(name):
+def test_a_converted_model_compiles_with_inductor(name):
     family = families.FAMILIES[name]
     reference, model = twins(family.make())
     opfuse.convert(model)
@@ -222,7 +222,7 @@ def test_inductor(name):
 
 
 @each_family
-def test_export(family):
+def test_export_records_the_original_forward(family):
     reference, model = (m.eval() for m in twins(family.make(**in_a_graph(family))))
     opfuse.convert(model)
     given = {k: v for k, v in family.inputs().items() if k != "labels"}
@@ -243,7 +243,7 @@ def test_export(family):
 
 @each_family
 @in_either_order
-def test_quantize(family, order):
+def test_torchao_quantizes_a_converted_model(family, order):
     """torchao finds every linear layer, and the model gives what the quantized original gives."""
     quantization = pytest.importorskip("torchao.quantization", reason="torchao quantizes")
     config = quantization.Int8WeightOnlyConfig()
@@ -276,7 +276,7 @@ def test_quantize(family, order):
 
 @few_families
 @in_either_order
-def test_cpu_offload(family, order):
+def test_cpu_offload_may_come_before_or_after_converting(family, order):
     accelerate = pytest.importorskip("accelerate", reason="the hooks are those of accelerate")
     if family.name == "encoder":
         pytest.skip("MultiheadAttention reads the weight of a layer that it does not call")
@@ -300,7 +300,7 @@ def test_cpu_offload(family, order):
 
 @few_families
 @in_either_order
-def test_dispatch(family, order):
+def test_a_dispatched_model_may_be_converted_before_or_after(family, order):
     """A device map with a part that lives elsewhere between calls."""
     accelerate = pytest.importorskip("accelerate", reason="the hooks are those of accelerate")
     reference, model = (m.eval() for m in twins(family.make()))
@@ -324,7 +324,7 @@ def test_dispatch(family, order):
     [f for f in families.FEW if f.pretrained],
     ids=[f.name for f in families.FEW if f.pretrained],
 )
-def test_trainer_resumes(family, tmp_path):
+def test_the_trainer_resumes_from_a_checkpoint_alike(family, tmp_path):
     """Three steps, once in one go and once from the checkpoint of the first, with and without chains."""
     hf = pytest.importorskip("transformers")
 

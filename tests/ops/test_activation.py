@@ -44,14 +44,14 @@ class MishGLU(ops.GatedActivation):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-def test_third_party(compare, dtype):
+def test_a_third_party_activation_may_be_gated_and_interleaved(compare, dtype):
     x = torch.randn(2, 3, 8, dtype=torch.float64).to(dtype).requires_grad_()
     compare(Mish(), lambda x, p: F.mish(x), x)
     compare(MishGLU(), lambda x, p: F.mish(x[..., :4]) * x[..., 4:], x)
     compare(MishGLU(glu_interleave_size=4), lambda x, p: F.mish(x[..., :4]) * x[..., 4:], x)
 
 
-def test_third_party_scaled(compare):
+def test_a_third_party_activation_may_be_scaled(compare):
     x, scales = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=True)
     compare(
         ops.ScaledActivation(MishGLU()),
@@ -82,7 +82,7 @@ def test_the_base_is_abstract():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("op", [*ELEMENTWISE, *GATED, Mish, lambda: ops.GELU(approximate="none")])
-def test_helpers_for_fusions(near, op, dtype):
+def test_forward_value_and_backward_value_agree_with_the_op(near, op, dtype):
     """forward_value and backward_value are the op; derivative is the derivative of value."""
     act = op()
     x = torch.randn(3, 8, dtype=torch.float64).to(dtype)
@@ -143,7 +143,7 @@ def test_the_first_half_is_the_gate():
     torch.testing.assert_close(ops.GLU()(x), F.glu(torch.cat((x[:, 2:], x[:, :2]), -1)))
 
 
-def test_interleaving():
+def test_interleaved_gates_are_split_and_joined():
     """Features g0 g1 l0 l1 g2 g3 l2 l3 with size 2."""
     x = torch.randn(2, 3, 8)
     gates, linears = x[..., [0, 1, 4, 5]], x[..., [2, 3, 6, 7]]
@@ -204,12 +204,12 @@ def test_clamped_half_precision_keeps_the_ends():
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 @pytest.mark.parametrize("op", [ops.SiTUGLU, ops.ScaledSiTUGLU])
-def test_bounds_of_situglu(op, name, bad):
+def test_situglu_refuses_bounds_that_are_not_positive(op, name, bad):
     with pytest.raises(ValueError, match=f"SiTUGLU expected a finite {name} greater than 0"):
         op(**{name: bad})
 
 
-def test_bad_limit():
+def test_clamped_swiglu_refuses_a_negative_limit():
     for limit in (-1.0, math.nan):
         with pytest.raises(ValueError, match="ClampedSwiGLU expected a limit of at least 0"):
             ops.ClampedSwiGLU(limit=limit)
@@ -382,7 +382,7 @@ def test_scales_through_a_channel(near):
     near(x.grad, exact.grad)
 
 
-def test_repr():
+def test_repr_shows_the_options_that_are_set():
     assert repr(ops.GELU()) == "GELU()"
     assert repr(ops.SwiGLU(glu_interleave_size=2)) == "SwiGLU(glu_interleave_size=2)"
     assert "limit=7.0, alpha=1.702, glu_linear_offset=1.0" in repr(ops.ScaledClampedQGeGLU())
@@ -505,7 +505,7 @@ def test_what_a_class_gives_for_speed_stands_for_its_own_function():
     assert called == ["template"]
 
 
-def test_deterministic():
+def test_deterministic_is_known_only_of_unchanged_math():
     class Said(Squares, ops.GELU):
         deterministic = True
 
@@ -625,7 +625,7 @@ def test_what_has_no_numbers_pays_nothing():
     assert all(op().context_names == () for op in (*ELEMENTWISE, Mish))
 
 
-def test_what_is_fixed():
+def test_setting_an_option_of_a_built_op_is_refused():
     for op, name in ((ops.GELU(), "approximate"), (ops.SwiGLU(), "glu_interleave_size")):
         text = rf"{type(op).__name__}\.{name} is fixed, and is .*: make another {type(op).__name__}"
         with pytest.raises(RuntimeError, match=text):

@@ -51,7 +51,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", CHAINS)
-def test_compile(compiler, name, autocast):
+def test_compiled_chains_match_eager(compiler, name, autocast):
     chain = opfuse.Sequential(*CHAINS[name]())
     compiled = compiler(chain)
     x = torch.randn(3, 8)
@@ -72,7 +72,7 @@ def test_compile(compiler, name, autocast):
 @pytest.mark.parametrize(
     "op", [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU]
 )
-def test_compile_with_scales(compiler, op):
+def test_compiled_scaled_activations_match_eager(compiler, op):
     chain = opfuse.Sequential(ops.Identity(), op())
     compiled = compiler(chain)
     for scales_require_grad in (True, False):
@@ -89,7 +89,7 @@ def test_compile_with_scales(compiler, op):
         torch.testing.assert_close(results[0], results[1])
 
 
-def test_compile_extras(compiler):
+def test_compiled_extra_outputs_and_inputs_match_eager(compiler):
     chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.Linear(4, 4), ops.AddExtraInput())
     chain[0].set_extra_output_channel(0, "x", output_to_caller=False)
     chain[2].set_extra_input_channel(0, "x")

@@ -78,7 +78,7 @@ def test_all_ops_are_covered():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_declarations(name):
+def test_each_op_declares_what_it_saves_and_takes(name):
     build, saved_names, context_names = OPS[name]
     op = build()
     assert op.saved_names == saved_names
@@ -138,7 +138,7 @@ def test_forward_and_backward_write_nothing_on_the_op(call, name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_documented(name):
+def test_each_op_and_its_passes_have_docstrings(name):
     op = OPS[name][0]
     cls = type(op())
     assert cls.__doc__
@@ -151,7 +151,7 @@ TORCHS = {
     "LayerNorm": {"elementwise_affine", "bias"},
     "RMSNorm": {"elementwise_affine"},
 }
-"""Names of torch.nn's beside them."""
+"""Names of torch.nn's in addition to them."""
 
 SIGNATURES = {
     "BasicLinear": "in_features out_features device dtype tensor_parallel_mode tensor_parallel_group "

@@ -79,7 +79,7 @@ def test_values_and_gradients(compare, name, dtype, rows):
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("z-loss", "capped", "all")])  # fmt: skip
-def test_as_torch(name):
+def test_options_mean_what_they_mean_in_torch(name):
     options = OPTIONS[name]
     x, targets = draw((5,), ignored=options.get("ignore_index", -100))
     got, expected = ops.CrossEntropy(**options)(x, targets), F.cross_entropy(x, targets, **options)
@@ -102,7 +102,7 @@ def test_the_mean_of_no_rows_is_nan_and_its_gradient_zero_as_in_torch(smoothing)
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_by_blocks(monkeypatch, name, dtype):
+def test_computing_some_rows_at_a_time_gives_the_same(monkeypatch, name, dtype):
     """As many classes are computed on a CPU: some rows at a time."""
     options = OPTIONS[name]
     x, targets = draw((2, 4), dtype=dtype, ignored=options.get("ignore_index", -100))
@@ -163,7 +163,7 @@ def test_autocast_gives_fp32_from_the_logits_as_they_come(dtype):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_compiled(name, autocast):
+def test_a_compiled_loss_matches_eager(name, autocast):
     torch._dynamo.reset()
     options = OPTIONS[name]
     x, targets = draw((2, 3), 8, torch.float32, options.get("ignore_index", -100))

@@ -51,7 +51,7 @@ def results(name, dtype, of_default):
 @pytest.mark.parametrize("of_default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CHAINS)
-def test_no_digit_changes(name, dtype, of_default):
+def test_the_default_dtype_changes_no_digit(name, dtype, of_default):
     expected = results(name, dtype, torch.float32)
     for got, want in zip(results(name, dtype, of_default), expected, strict=True):
         assert got.dtype is want.dtype and torch.equal(got, want)

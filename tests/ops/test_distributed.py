@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_two_processes(tmp_path):
+def test_collectives_between_two_processes_work(tmp_path):
     gloo.spawn(collectives.run, tmp_path)
 
 

@@ -173,7 +173,7 @@ def takes_others(name):
 
 
 @pytest.mark.parametrize("name", AUTOCAST)
-def test_under_autocast(name):
+def test_dtypes_under_autocast_are_those_of_the_table(name):
     cells = AUTOCAST[name]
     for column, compute in (("opfuse", ours), ("torch, CPU", theirs)):
         with torch.autocast("cpu", BF16):
@@ -217,7 +217,7 @@ def test_which_ops_round_their_input(name):
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
-def test_without_autocast(name):
+def test_dtypes_without_autocast_are_those_of_the_table(name):
     for column, compute in (("opfuse", ours), ("torch, CPU", theirs)):
         for dtype, word in ((BF16, "bf16"), (FP32, "fp32"), (FP64, "fp64")):
             assert given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), dtype) == word

@@ -89,7 +89,7 @@ def test_extra_output_shares_memory_without_grad():
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_add_extra_input(near, in_place, needs):
+def test_add_extra_input_adds_and_passes_gradients(near, in_place, needs):
     x, leaf = randn(3, 4, requires_grad=needs[0]), randn(3, 4, requires_grad=needs[1])
     extra = leaf * 1
     y = opfuse.Sequential(ops.GELU(), ops.AddExtraInput(in_place=in_place), ops.SiLU())(x, extra)
@@ -216,7 +216,7 @@ def test_one_channel_read_twice(near):
     near(grads([y], weight, [x])[0], grads([expected], weight, [x])[0])
 
 
-def test_second_derivatives(near):
+def test_second_derivatives_pass_through_extra_tensors(near):
     x = randn(2, 3)
     with opfuse.options(double_backward=True):
         y, extra = opfuse.Sequential(ops.MakeExtraOutput(), ops.GELU(), ops.AddExtraInput())(x, x)
@@ -229,7 +229,7 @@ def test_second_derivatives(near):
     near(second, torch.autograd.grad(first.sum(), x)[0])
 
 
-def test_wrong_shape():
+def test_an_extra_input_of_another_shape_is_refused():
     for shape in [(3,), (1, 3), (2, 3, 1)]:
         with pytest.raises(ValueError) as error:
             opfuse.Sequential(ops.AddExtraInput())(torch.ones(2, 3), torch.ones(shape))

@@ -34,7 +34,7 @@ def by_loop(x, sizes, scales, params):
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @pytest.mark.parametrize("of_scales", [None, FP32])
 @pytest.mark.parametrize("inner", [(), (2,)])
-def test_scaled_biases(way, sizes, dtype, of_scales, inner):
+def test_scaled_biases_match_a_loop_over_the_groups(way, sizes, dtype, of_scales, inner):
     op = ops.GroupedLinear(3, 8, 16, dtype=dtype, scale_bias=True)
     x = torch.randn(sum(sizes), *inner, 8).to(dtype).requires_grad_()
     scales = torch.rand(sum(sizes), *inner).to(of_scales or dtype).requires_grad_()
@@ -54,7 +54,7 @@ def test_scaled_biases(way, sizes, dtype, of_scales, inner):
 
 
 @pytest.mark.parametrize("frozen", [("scales",), ("bias",), ("scales", "bias"), ("weight",)])
-def test_frozen(frozen):
+def test_frozen_scales_and_parameters_get_no_gradient(frozen):
     op, x = ops.GroupedLinear(2, 8, 8, scale_bias=True), torch.randn(5, 8, requires_grad=True)
     scales, sizes = torch.rand(5, requires_grad="scales" not in frozen), torch.tensor([2, 3])
     for name, param in op.named_parameters():

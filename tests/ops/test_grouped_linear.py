@@ -95,7 +95,7 @@ def test_values_and_gradients(way, sizes, dtype, bias):
 
 @pytest.mark.parametrize("features", [(5, 3), (0, 3), (5, 0), (1, 1), (8, 12)])
 @pytest.mark.parametrize("count", [1, 3])
-def test_widths(way, features, count):
+def test_any_width_and_number_of_groups_works(way, features, count):
     with torch.random.fork_rng():
         op = ops.GroupedLinear(count, *features)
     check(op, torch.randn(3 * count, features[0], requires_grad=True), torch.full((count,), 3))
@@ -117,7 +117,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(way, layout):
+def test_inputs_and_gradients_of_any_layout_work(way, layout):
     op, x = ops.GroupedLinear(2, 8, 8), LAYOUTS[layout]().requires_grad_()
     check(op, x, torch.tensor([4, 2]))
     opfuse.Sequential(op)(x, torch.tensor([4, 2])).sum().backward()  # an expanded gradient
@@ -133,7 +133,7 @@ def test_split_sizes_of_every_integer_dtype(way, dtype):
     "frozen", [(), ("weight0",), ("weight0", "weight1"), ("bias1",), ("bias0", "bias1")]
 )
 @pytest.mark.parametrize("needs_input", [True, False])
-def test_frozen(way, frozen, needs_input):
+def test_frozen_parameters_get_no_gradient(way, frozen, needs_input):
     op = ops.GroupedLinear(2, 8, 8)
     for name in frozen:
         op.get_parameter(name).requires_grad_(False)
@@ -143,7 +143,7 @@ def test_frozen(way, frozen, needs_input):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad(way, mode):
+def test_without_gradients_no_graph_is_recorded(way, mode):
     with mode():
         y = check(ops.GroupedLinear(2, 8, 8), torch.randn(5, 8), torch.tensor([2, 3]))
     assert y.grad_fn is None
@@ -151,12 +151,12 @@ def test_without_grad(way, mode):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("of_input", [FP32, BF16])
-def test_autocast(way, dtype, of_input):
+def test_autocast_gives_the_dtype_of_a_linear_layer(way, dtype, of_input):
     x = torch.randn(5, 8, dtype=of_input, requires_grad=True)
     check(ops.GroupedLinear(2, 8, 16), x, torch.tensor([2, 3]), autocast=dtype)
 
 
-def test_what_is_saved(call, way):
+def test_only_what_the_backward_reads_is_saved(call, way):
     op, x, sizes = ops.GroupedLinear(2, 8, 8), torch.randn(5, 8), torch.tensor([2, 3])
     quantized = "input0", "input1"  # under a recipe, in place of the input
     assert op.saved_names == ("input", "split_sizes", "weight0", "weight1", *quantized)
@@ -280,7 +280,7 @@ def test_numbers_that_cannot_be():
 # The module
 
 
-def test_parameters_and_state():
+def test_parameters_and_checkpoints_have_te_names():
     op = ops.GroupedLinear(2, 4, 3, dtype=FP64)
     names = ["weight0", "weight1", "bias0", "bias1"]
     assert [*op.state_dict()] == names == list(op.param_names)
@@ -295,7 +295,7 @@ def test_parameters_and_state():
     assert twin.weight0 is not op.weight0 and torch.equal(twin.weight0, op.weight0)
 
 
-def test_initial_values():
+def test_initial_values_are_those_of_a_linear_layer():
     torch.manual_seed(0)
     op = ops.GroupedLinear(2, 64, 128)
     for param in op.parameters():
@@ -305,7 +305,7 @@ def test_initial_values():
     assert not torch.equal(op.weight1, before)
 
 
-def test_main_grad():
+def test_main_grad_accumulates_for_each_group():
     op = ops.GroupedLinear(2, 4, 3, accumulate_into_main_grad=True)
     plain = copy.deepcopy(op)
     plain.accumulates_grads = False
@@ -328,7 +328,7 @@ def test_main_grad():
         )
 
 
-def test_a_parametrized_weight():
+def test_a_parametrized_weight_trains_its_originals():
     op = ops.GroupedLinear(2, 4, 4)
     nn.utils.parametrizations.weight_norm(op, "weight1")
     x = torch.randn(5, 4, requires_grad=True)
@@ -356,7 +356,7 @@ def test_second_derivatives_and_transforms(near, way):
     near(got, torch.autograd.grad(by_loop(x, sizes, params).sum(), x)[0], gemm=True)
 
 
-def test_shapes_without_values():
+def test_meta_and_fake_tensors_give_the_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     op = ops.GroupedLinear(2, 4, 3, device="meta")
@@ -382,7 +382,7 @@ def test_the_custom_operators_are_as_torch_wants_them():
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_compile(way, dtype, autocast, monkeypatch):
+def test_a_compiled_chain_takes_any_split(way, dtype, autocast, monkeypatch):
     torch._dynamo.reset()
     if way == "kernel":  # torch traces it for bf16 alone
         monkeypatch.setattr(_grouped, "_takes", lambda x, features: x.dtype is BF16)
@@ -538,7 +538,7 @@ def test_reading_follows_the_module(way):
         chain(x, sizes)
 
 
-def test_reading_second_derivatives():
+def test_second_derivatives_reach_a_weight_that_is_read():
     module, sizes = Experts(FP64), torch.tensor([1, 2, 0, 3])
     chain = opfuse.Sequential(ops.GroupedLinear.reading(module, "matrices"))
     x = torch.randn(6, 8, dtype=FP64, requires_grad=True)

@@ -104,7 +104,7 @@ def test_the_products_are_quantized(recipe):
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @recipe_of_each
-def test_backward_override(recipe, override):
+def test_a_backward_override_matches_separate_layers(recipe, override):
     recipe = type(recipe)(backward_override=override)
     sizes = (1, 33, 0, 4)
     check(op_of(sizes), recipe, sizes, torch.randn(38, 128, requires_grad=True))
@@ -112,7 +112,7 @@ def test_backward_override(recipe, override):
 
 @pytest.mark.parametrize("frozen", [(0,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("needs_input", [True, False])
-def test_frozen(frozen, needs_input):
+def test_frozen_weights_match_separate_layers(frozen, needs_input):
     sizes = (1, 33, 0, 4)
     op = op_of(sizes)
     for i in frozen:
@@ -156,7 +156,7 @@ def test_biases_are_added_before_rounding_and_their_gradients_are_not_quantized(
     assert not op.bias1.grad.any()
 
 
-def test_skip_by_name():
+def test_skip_names_an_op_that_stays_unquantized():
     op, x, sizes = op_of((2, 3)), torch.randn(5, 128), torch.tensor([2, 3])
     model = opfuse.assign_names(nn.ModuleDict({"experts": opfuse.Sequential(op)}))
     with opfuse.autocast(RECIPES[0], skip=["experts"]):
@@ -168,7 +168,7 @@ def test_skip_by_name():
         same(op(x, sizes), plain)
 
 
-def test_quantizers_and_roles():
+def test_each_group_has_its_own_quantizers():
     op = ops.GroupedLinear(3, 8, 8, name="experts")
     assert (op.num_quantizers("forward"), op.num_quantizers("backward")) == (6, 3)
     roles = op.get_quantizer_roles("forward")
@@ -177,7 +177,7 @@ def test_quantizers_and_roles():
     assert {(role.module_type, role.name) for role in roles} == {("linear", "experts")}
 
 
-def test_the_report():
+def test_explain_lists_the_tensors_of_each_group():
     chain = opfuse.Sequential(op_of((2, 3)), ops.Linear(256, 8))
     x, sizes = torch.randn(5, 128, requires_grad=True), torch.tensor([2, 3])
     with opfuse.autocast(RECIPES[0]):
@@ -193,7 +193,7 @@ def test_the_report():
 # State
 
 
-def test_state_in_checkpoints():
+def test_quantizer_state_of_each_group_is_saved_and_loaded():
     sizes, x = (2, 3), torch.randn(5, 128, requires_grad=True)
     op, recipe = op_of(sizes), RECIPES[2]
     apart = check(op, recipe, sizes, x, steps=2)
@@ -214,7 +214,7 @@ def test_state_in_checkpoints():
         same(twin(x, torch.tensor(sizes)), op(x, torch.tensor(sizes)))
 
 
-def test_cached_weights():
+def test_cached_weights_are_cast_once():
 
     sizes, x = torch.tensor([2, 3]), torch.randn(5, 128)
     module = nn.Module()
@@ -232,7 +232,7 @@ def test_cached_weights():
             for weight in weights:
                 weight.mul_(2)
         with opfuse.autocast(RECIPES[0], weights="cached"):
-            torch.testing.assert_close(op(x, sizes), 2 * y)  # they changed: cast anew
+            torch.testing.assert_close(op(x, sizes), 2 * y)  # they changed: cast again
 
 
 @recipe_of_each
@@ -268,7 +268,7 @@ def test_weights_that_live_quantized(recipe, count):
 
 
 @recipe_of_each
-def test_checkpointing(recipe):
+def test_checkpointing_gives_the_same_bits(recipe):
     sizes, results = torch.tensor([2, 3]), []
     x = torch.randn(5, 128)
     for recomputes in (False, True):

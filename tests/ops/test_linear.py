@@ -53,7 +53,7 @@ def _next_of(build):
     return torch.rand(1)
 
 
-def test_reset_parameters():
+def test_reset_parameters_draws_the_initial_values():
     torch.manual_seed(3)
     linear = ops.Linear(7, 4)
     before = {name: value.clone() for name, value in linear.state_dict().items()}
@@ -83,7 +83,7 @@ def test_parameters_are_registered_once():
         linear.basic_ops[0].weight = nn.Parameter(torch.ones(5, 3))
 
 
-def test_without_bias():
+def test_without_bias_there_is_one_basic_op():
     linear = ops.Linear(3, 5, bias=False)
     assert linear.bias is None
     assert [type(op) for op in linear.basic_ops] == [ops.BasicLinear]
@@ -121,7 +121,7 @@ def test_copies_are_independent(copies):
     assert not other(x).any() and torch.equal(linear(x), y)
 
 
-def test_meta_device():
+def test_a_layer_built_on_meta_may_be_filled_later():
     chain = opfuse.Sequential(ops.LayerNorm(4, device="meta"), ops.Linear(4, 3, device="meta"))
     assert all(param.is_meta for param in chain.parameters())
     chain.to_empty(device="cpu")
@@ -139,7 +139,7 @@ def test_meta_device_by_context():
     assert linear.weight.is_meta and linear.bias.is_meta
 
 
-def test_default_dtype():
+def test_parameters_have_the_default_dtype():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -149,7 +149,7 @@ def test_default_dtype():
     assert ops.Linear(2, 2, dtype=torch.bfloat16).bias.dtype is torch.bfloat16
 
 
-def test_sizes_of_zero(compare):
+def test_sizes_of_zero_match_the_reference(compare):
     for inner, outer in [(0, 3), (3, 0)]:
         linear = ops.Linear(inner, outer, dtype=torch.float64)
         x = torch.randn(2, 2, inner, dtype=torch.float64, requires_grad=True)
@@ -157,7 +157,7 @@ def test_sizes_of_zero(compare):
 
 
 @pytest.mark.parametrize("build", [ops.BasicLinear, ops.Linear])
-def test_bad_sizes(build):
+def test_sizes_that_are_negative_or_not_whole_are_refused(build):
     with pytest.raises(ValueError, match=r"BasicLinear expected in_features of at least 0, got -1"):
         build(-1, 2)
     with pytest.raises(ValueError, match=r"out_features of at least 0, got -2"):
@@ -280,7 +280,7 @@ def test_arguments_without_effect_are_accepted():
     ops.Bias(2, tensor_parallel=False, tensor_parallel_group=None)
 
 
-def test_wrong_inputs():
+def test_inputs_of_another_width_or_dtype_are_refused():
     linear = ops.Linear(3, 2)
     with pytest.raises(ValueError, match=r"expected 3 features .* got shape \(2, 4\)"):
         linear(torch.ones(2, 4))
@@ -298,7 +298,7 @@ def test_the_gradients_of_float32_parameters_under_autocast_are_float32():
     assert {param.grad.dtype for param in chain.parameters()} == {x.grad.dtype} == {torch.float32}
 
 
-def test_repr():
+def test_repr_shows_sizes_and_bias():
     assert "BasicLinear(in_features=3, out_features=2)" in repr(ops.BasicLinear(3, 2))
     assert "in_features=3, out_features=2, bias=False" in repr(ops.Linear(3, 2, bias=False))
     assert repr(ops.Bias(2)) == "Bias(size=2)"
@@ -316,7 +316,7 @@ def rounding(register):
 
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("first", [True, False])
-def test_quantized(rounding, near, override, first):
+def test_a_recipe_rounds_each_operand_of_the_products(rounding, near, override, first):
     recipe = rounding.Rounding(step=0.25, backward_override=override)
     linear = ops.BasicLinear(5, 4, dtype=torch.float64)
     chain = opfuse.Sequential(linear) if first else opfuse.Sequential(ops.Identity(), linear)
@@ -347,7 +347,7 @@ def test_quantized_linears_follow_each_other(rounding, near):
     near(x.grad, q(q(torch.ones(2, 3, dtype=torch.float64)) @ q(second.weight)) @ q(first.weight))
 
 
-def test_quantized_frozen_weight(rounding, near):
+def test_a_frozen_quantized_weight_gets_no_gradient(rounding, near):
     linear = ops.BasicLinear(3, 2).requires_grad_(False)
     x = torch.randn(4, 3, requires_grad=True)
     with opfuse.autocast(recipe=rounding.Rounding()):
@@ -357,7 +357,7 @@ def test_quantized_frozen_weight(rounding, near):
     assert linear.weight.grad is None
 
 
-def test_quantized_under_autocast(rounding):
+def test_dtypes_under_autocast_and_a_recipe_are_those_of_autocast(rounding):
     linear = ops.Linear(3, 2)
     x = torch.randn(4, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16), opfuse.autocast(recipe=rounding.Rounding()):
@@ -367,7 +367,7 @@ def test_quantized_under_autocast(rounding):
     assert x.grad.dtype is linear.weight.grad.dtype is torch.float32
 
 
-def test_quantizer_roles():
+def test_quantizer_roles_name_input_weight_and_gradient():
     linear = ops.BasicLinear(2, 2)
     assert [role.tensor_type for role in linear.get_quantizer_roles("forward")] == [
         "input",
@@ -382,7 +382,7 @@ def test_quantizer_roles():
     assert (linear.num_quantizers("forward"), linear.num_quantizers("backward")) == (2, 1)
 
 
-def test_what_is_saved(call):
+def test_only_what_the_backward_reads_is_saved(call):
     linear = ops.BasicLinear(3, 2)
     x = torch.randn(4, 3)
     saved = call(linear, x).saved

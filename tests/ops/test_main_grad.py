@@ -262,7 +262,7 @@ def test_torch_compile_is_refused():
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_compiled_autograd(near, hooked):
+def test_compiled_autograd_accumulates_into_main_grad(near, hooked):
     torch._dynamo.reset()
     op, x = with_main_grad(linear(6, 5)), torch.randn(3, 6)
     if hooked:
@@ -284,7 +284,7 @@ def test_a_branch_that_the_loss_does_not_use_accumulates_nothing(near):
 
 
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
-def test_under_a_recipe(register, near, override):
+def test_under_a_recipe_main_grad_gets_the_same_gradient(register, near, override):
     rounding = pytest.importorskip("rounding")
     register(rounding.RoundingPlugin())
     op, x = with_main_grad(linear(6, 5)), torch.randn(3, 6)

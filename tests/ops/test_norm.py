@@ -29,7 +29,7 @@ def test_state_dict_exchanges_with_torch(ours, theirs):
 
 
 @pytest.mark.parametrize(("ours", "theirs"), NORMS)
-def test_several_dimensions(compare, ours, theirs):
+def test_norms_over_several_dimensions_match_the_reference(compare, ours, theirs):
     x = torch.randn(5, 2, 3, dtype=torch.float64, requires_grad=True)
     op = ours((2, 3), dtype=torch.float64)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_large_weights_gradient_sums_in_fp32(near):
 
 
 @pytest.mark.parametrize("op", [ops.LayerNorm, ops.RMSNorm])
-def test_zero_centered(op):
+def test_zero_centered_gamma_adds_one_in_fp32(op):
     plain, centered = op(4), op(4, zero_centered_gamma=True)
     assert not centered.weight.any() and plain.weight.eq(1).all()
     x = torch.randn(2, 4)
@@ -111,7 +111,7 @@ def test_zero_centered(op):
 
 
 @pytest.mark.parametrize("op", [ops.LayerNorm, ops.RMSNorm])
-def test_arguments(op):
+def test_bad_arguments_and_inputs_are_refused(op):
     for margin in (0, 4, {"forward": 1, "backward": 2}):
         assert op(4, sm_margin=margin).sm_margin == margin
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_arguments(op):
     assert f"{op.__name__}((4,), eps=0.5" in repr(op([4], eps=0.5))
 
 
-def test_l2_arguments():
+def test_l2_normalization_takes_the_arguments_of_te():
     op = ops.L2Normalization(eps=0.5, seq_length=3, micro_batch_size=2)
     x = torch.tensor([[3.0, 4.0]])
     torch.testing.assert_close(op(x), x / (25.5**0.5))
@@ -180,7 +180,7 @@ def test_a_backward_uses_the_scale_of_its_forward(op, alone):
 
 
 @pytest.mark.parametrize(("ours", "theirs"), NORMS)
-def test_without_parameters(ours, theirs):
+def test_norms_without_parameters_match_torch(ours, theirs):
     ours, theirs = (
         ours(6, elementwise_affine=False, eps=1e-5),
         theirs(6, elementwise_affine=False, eps=1e-5),

@@ -220,7 +220,7 @@ def rounding(name, reference, dtype):
 @pytest.mark.parametrize("rows", [(7,), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in NAMES if "Linear" not in name])
-def test_by_blocks(monkeypatch, compare, call, name, dtype, rows):
+def test_two_rows_at_a_time_match_the_reference(monkeypatch, compare, call, name, dtype, rows):
     """As large tensors are computed on a CPU: two rows at a time."""
     op, reference, width = make(name, dtype)
     monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
@@ -243,7 +243,7 @@ def test_by_blocks(monkeypatch, compare, call, name, dtype, rows):
 @pytest.mark.parametrize(
     "name", ["GELU", "QGELU", "SwiGLU", "QGEGLU", "SiTUGLU", "L2Normalization"]
 )
-def test_a_large_tensor(compare, name, dtype):
+def test_a_large_tensor_matches_the_reference(compare, name, dtype):
     op, reference, _ = make(name, dtype)
     compare(op, reference, randn(601, 1024, dtype=dtype))
 
@@ -259,7 +259,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_layouts(compare, name, dtype, layout):
+def test_inputs_and_gradients_of_any_layout_match_the_reference(compare, name, dtype, layout):
     op, reference, width = make(name, dtype)
     reference = rounding(name, reference, dtype)
     x = LAYOUTS[layout](5, width, dtype).detach().requires_grad_()
@@ -272,7 +272,7 @@ def test_layouts(compare, name, dtype, layout):
 
 
 @pytest.mark.parametrize("name", [*WITH_PARAMETERS, *WITH_SCALES])
-def test_frozen(compare, name):
+def test_every_choice_of_frozen_tensors_matches_the_reference(compare, name):
     op, reference, width = make(name)
     names = [key for key, _ in op.named_parameters()]
     for wanted in [*[{key} for key in names], set(names), set()]:
@@ -286,7 +286,7 @@ def test_frozen(compare, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_grad(near, name):
+def test_without_gradients_values_match_and_no_graph_is_recorded(near, name):
     op, reference, width = make(name, torch.float64)
     x, extras = randn(3, width), extras_of(name, (3,), torch.float64)
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_no_grad(near, name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_autocast(compare, name, dtype):
+def test_autocast_gives_the_documented_dtype_and_values(compare, name, dtype):
     """Linear and activations compute in autocast's dtype; norms give fp32, from the input as it comes."""
     op, reference, width = make(name)  # parameters in fp32
     reference = rounding(name, reference, torch.bfloat16)
@@ -332,7 +332,7 @@ def test_autocast_leaves_fp64_alone(compare, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradcheck(name):
+def test_gradients_match_finite_differences(name):
     if name.startswith("Dropout"):
         pytest.skip("nothing to differentiate")
     op, _, width = make(name, torch.float64)
@@ -346,7 +346,7 @@ def test_gradcheck(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_second_derivative(name):
+def test_second_derivatives_match_the_reference(name):
     op, reference, width = make(name, torch.float64)
     x, extras = randn(2, width), extras_of(name, (2,), torch.float64)
     params = dict(op.named_parameters())

@@ -107,7 +107,7 @@ def test_inputs_and_gradients_that_are_not_contiguous(make, compare, layout, sha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype):
+def test_autocast_matches_separate_linear_layers(dtype):
     linears = [nn.Linear(6, 4), nn.Linear(6, 2, bias=False)]
     op, x = ops.ParallelLinear(linears), torch.randn(3, 6).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -126,7 +126,7 @@ def test_autocast(dtype):
 
 
 @pytest.mark.parametrize("name", ["bias", "some"])
-def test_every_frozen_subset(make, compare, name):
+def test_every_frozen_subset_matches_the_reference(make, compare, name):
     op = make(name, torch.float64)
     leaves = [torch.randn(3, 6, dtype=torch.float64), *op.parameters()]
     for subset in range(2 ** len(leaves)):
@@ -145,7 +145,7 @@ def test_every_frozen_subset(make, compare, name):
         (False, (False, True, False), ("input",)),
     ],
 )
-def test_what_is_saved(call, wants_x, wants_params, saved):
+def test_only_what_the_backward_reads_is_saved(call, wants_x, wants_params, saved):
     op = ops.ParallelLinear({"a": nn.Linear(6, 4), "b": nn.Linear(6, 2, bias=False)})
     assert op.saved_names == ("input", "a.weight", "b.weight")
     x = torch.randn(3, 6)
@@ -253,7 +253,7 @@ def test_copies_are_independent(make, copies):
     [(nn.Linear, {}), (Conv1D, {"transposed": True}), (ops.BasicLinear, {})],
     ids=["linear", "conv1d", "basic"],
 )
-def test_reading(linear, given, near):
+def test_weights_that_are_read_stay_with_their_module(linear, given, near):
     model, x = Attention(linear, **given), torch.randn(2, 3, 6, requires_grad=True)
     assert next(iter(model.state_dict())) == "q.weight" and not model.chain.state_dict()
     twin = copy.deepcopy(model)
@@ -291,7 +291,7 @@ def test_reading_leaves_the_modules_alone():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", [*LINEARS, "reading"])
-def test_compile(make, name):
+def test_a_compiled_op_gives_the_same_gradients(make, name):
     torch._dynamo.reset()
     op = Attention() if name == "reading" else make(name)
     x = torch.randn(3, 6)
@@ -326,7 +326,7 @@ def test_what_autograd_and_functorch_do(make, name):
         torch.testing.assert_close(tangent, jacobian.sum((-1, -2)))
 
 
-def test_without_gradients(make):
+def test_without_gradients_no_graph_is_recorded(make):
     op, x = make("some"), torch.randn(3, 6)
     wanted = op(x).detach()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -337,7 +337,7 @@ def test_without_gradients(make):
     assert torch.equal(op(x), wanted) and not op(x).requires_grad
 
 
-def test_meta_device():
+def test_an_op_built_on_meta_may_be_filled_later():
     op = ops.ParallelLinear([nn.Linear(6, 4, device="meta"), nn.Linear(6, 2, device="meta")])
     assert op(torch.empty(3, 6, device="meta")).shape == (3, 6)
     op.to_empty(device="cpu").reset_parameters()
@@ -446,7 +446,7 @@ def test_shapes_that_do_not_fit_are_refused_in_reading():
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("kind", LINEARS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_under_a_recipe(register, make, kind, shape, override):
+def test_a_recipe_rounds_input_weights_and_gradient(register, make, kind, shape, override):
     """Input, each weight and the gradient are quantized; a bias and its gradient are not."""
     rounding = pytest.importorskip("rounding")
     register(rounding.RoundingPlugin())
@@ -525,7 +525,7 @@ def test_a_bias_that_comes_later_is_refused(way, grad):
         run(torch.randn(3, 6))
         linears.b.bias = nn.Parameter(torch.ones(2))
         says = "got b without a bias, and" if way == "held" else "Linear that had no bias when the"
-        with pytest.raises(ValueError, match=f"ParallelLinear .*{says}.* make the op anew"):
+        with pytest.raises(ValueError, match=f"ParallelLinear .*{says}.* make the op again"):
             run(torch.randn(3, 6))
         linears.b.bias = None
         run(torch.randn(3, 6))

@@ -7,7 +7,7 @@ import opfuse
 from opfuse import ops
 
 
-def test_constant_scale():
+def test_constant_scale_keeps_the_dtype_and_refuses_other_than_numbers():
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     assert ops.ConstantScale(2)(x).eq(2).all() and ops.ConstantScale(2)(x).dtype is torch.bfloat16
     assert repr(ops.ConstantScale(0.5)) == "ConstantScale(scale=0.5)"
@@ -40,7 +40,7 @@ def test_identity_passes_the_tensor_itself():
 
 @pytest.mark.parametrize("shape", [(6, 2), (-1,), (2, 3, 2), (1, 12), [3, -1]])
 @pytest.mark.parametrize("alone", [True, False])
-def test_reshape(shape, alone):
+def test_reshape_matches_torch_alone_and_in_a_chain(shape, alone):
     x = torch.randn(4, 3, requires_grad=True)
     chain = [ops.Reshape(shape)] if alone else [ops.GELU(), ops.Reshape(shape), ops.GELU()]
     y = opfuse.Sequential(*chain)(x)
@@ -74,7 +74,7 @@ def test_reshape_tells_the_chain_its_width():
         opfuse.Sequential(ops.Reshape((4, -1)), ops.Linear(3, 3))(torch.ones(8))
 
 
-def test_reshape_arguments():
+def test_reshape_refuses_bad_shapes():
     with pytest.raises(ValueError, match="Reshape expected sizes of at least 0 and one -1 at most"):
         ops.Reshape((-1, -1))
     with pytest.raises(ValueError, match="Reshape expected"):
@@ -110,7 +110,7 @@ def test_dropout_draws_from_torchs_generator():
     assert torch.equal(op(x), first) and not torch.equal(first, second)
 
 
-def test_dropout_ends():
+def test_dropout_of_0_keeps_all_and_of_1_zeroes_all():
     x = torch.tensor([1.0, torch.finfo(torch.float32).max], requires_grad=True)
     y = ops.Dropout(1.0)(x)
     y.sum().backward()
@@ -136,7 +136,7 @@ def test_dropout_saves_a_bool_mask(call):
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-def test_dropout_arguments(p):
+def test_dropout_refuses_a_bad_probability(p):
     with pytest.raises(ValueError, match="Dropout expected a probability p between 0 and 1"):
         ops.Dropout(p)
     with pytest.raises(TypeError, match="Dropout expected a real number as p, got '0.5'"):
@@ -144,7 +144,7 @@ def test_dropout_arguments(p):
     assert repr(ops.Dropout(0.25)) == "Dropout(p=0.25)"
 
 
-def test_quantize_declares(register):
+def test_quantize_declares_a_quantizer_for_each_pass(register):
     for forward, backward in [(True, False), (False, True), (True, True), (False, False)]:
         op = ops.Quantize(forward=forward, backward=backward)
         for mode, enabled in (("forward", forward), ("backward", backward)):
@@ -158,7 +158,7 @@ def test_quantize_declares(register):
 @pytest.mark.parametrize(
     ("forward", "backward"), [(True, False), (False, True), (True, True), (False, False)]
 )
-def test_quantize(register, forward, backward, alone):
+def test_quantize_rounds_the_passes_that_it_is_asked_to(register, forward, backward, alone):
     rounding = pytest.importorskip("rounding")
     register(rounding.RoundingPlugin())
     op = ops.Quantize(forward, backward)

@@ -119,7 +119,7 @@ def compare(got, wanted, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", READERS)
-def test_values_and_gradients(name, dtype):
+def test_values_and_gradients_match_the_module(name, dtype):
     model = Model(name).to(dtype)
     exact = copy.deepcopy(model.module).double()
     for shape in SHAPES:
@@ -148,7 +148,7 @@ def test_nothing_is_registered_twice(name):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_autocast(name):
+def test_autocast_matches_the_module(name):
     model = Model(name)
     x = torch.randn(3, 6)
     with torch.autocast("cpu", torch.bfloat16):
@@ -194,7 +194,7 @@ def test_new_parameters_are_seen(name):
 
 @pytest.mark.parametrize("name", ["linear", "conv1d"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_parametrizations(name, when):
+def test_a_parametrization_of_the_module_is_followed(name, when):
     module, x = READERS[name][0](), torch.randn(3, 6)
     if when == "before":
         parametrizations.weight_norm(module)
@@ -217,7 +217,7 @@ def test_a_parameter_that_is_gone():
         model(torch.ones(1, 6))
 
 
-def test_a_tied_weight(near):
+def test_a_tied_weight_gets_both_gradients(near):
     embedding = nn.Embedding(7, 6)
     head = opfuse.Sequential(ops.BasicLinear.reading(embedding))
     tokens = torch.tensor([1, 2, 2])
@@ -227,7 +227,7 @@ def test_a_tied_weight(near):
     near(embedding.weight.grad, weight.grad, gemm=True)
 
 
-def test_another_attribute():
+def test_a_parameter_of_any_name_may_be_read():
     module = nn.MultiheadAttention(6, 2)
     chain = opfuse.Sequential(
         ops.BasicLinear.reading(module, "in_proj_weight"), ops.Bias.reading(module, "in_proj_bias")
@@ -297,7 +297,7 @@ def test_a_chain_inside_the_module_that_it_reads():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", READERS)
-def test_compile(name):
+def test_a_compiled_chain_reads_the_current_parameters(name):
     torch._dynamo.reset()
     model, x = Model(name), torch.randn(3, 6)
     wanted = run(model, x)
@@ -343,7 +343,7 @@ def test_fusions_take_them_as_any_op(name, variant):
         assert len(fuser._forward_ops) < 3 and len(fuser._backward_ops) < 3
 
 
-def test_main_grad(near):
+def test_main_grad_of_the_module_is_accumulated(near):
     module, x = nn.Linear(6, 5, bias=False), torch.randn(3, 6)
     module.weight.main_grad = torch.ones(5, 6)
     op = ops.BasicLinear.reading(module, accumulate_into_main_grad=True)
@@ -510,7 +510,7 @@ def test_of_shares_the_parameters(name, dtype):
     compare(run(opfuse.Sequential(op), x, module), run(exact, x.double(), exact), dtype)
 
 
-def test_of_accumulates():
+def test_linear_of_a_module_accumulates_into_its_main_grad():
     module = nn.Linear(6, 5)
     module.weight.main_grad = torch.zeros(5, 6)
     ops.Linear.of(module, accumulate_into_main_grad=True)(torch.ones(3, 6)).sum().backward()

@@ -66,7 +66,7 @@ def apply(kind):
 @pytest.mark.parametrize("lead", LEADS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_values_and_gradients(near, kind, dtype, lead, given):
+def test_values_and_gradients_match_transformers(near, kind, dtype, lead, given):
     x, positions = draw(*LEADS[lead], dtype)
     wide = x.detach().double().requires_grad_()
     if given == "positions":
@@ -140,7 +140,7 @@ def test_compiled_and_under_autocast(given, autocast):
 
 
 @pytest.mark.parametrize("kind", KINDS[:4], ids=str)
-def test_derivatives(kind):
+def test_first_and_second_derivatives_match_the_reference(kind):
     x, positions = draw((2,), (2,))
     assert torch.autograd.gradcheck(lambda x: ops.RoPE(DIM, **kind)(x, positions), x)
     with opfuse.options(double_backward=True):

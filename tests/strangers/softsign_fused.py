@@ -73,7 +73,7 @@ def test_in_the_gradients_of_activation_and_bias(monkeypatch):
     assert [value_of(found) for found in seen] == [softsign.value_on_gpu]
 
 
-def test_in_an_mlp(monkeypatch):
+def test_an_mlp_kernel_takes_the_value_of_the_op(monkeypatch):
     chain = opfuse.Sequential(ops.Linear(WIDTH, 64), softsign.Softsign(), ops.Linear(64, WIDTH))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with opfuse.options(prefer="memory"):

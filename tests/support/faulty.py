@@ -31,7 +31,7 @@ from opfuse.testing import Op
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A wrong fusion, made anew by ``make``; ``says`` is a pattern that the message of ``check`` must match."""
+    """A wrong fusion, made again by ``make``; ``says`` is a pattern that the message of ``check`` must match."""
 
     check: str
     says: str
@@ -171,7 +171,7 @@ class GivesWhatItGotBesideItsBackward(Recomputing):
         return result, basic_op_ctxs[0].saved_tensors[0]
 
 
-@faulty("recompute", "where nobody behind it would do without", "forward", GELU)
+@faulty("recompute", "where no later op would do without", "forward", GELU)
 class LetsGoUnasked(Pointwise):
     recomputes = True
 

@@ -1,4 +1,4 @@
-"""A model as it is beside a converted copy of it: what both give, raise and do, compared."""
+"""A model as it is and a converted copy of it: what both give, raise and do, compared."""
 
 import contextlib
 import io

@@ -24,7 +24,7 @@ def write(name: str, into: Path) -> Path:
         The new folder.
 
     Raises:
-        ValueError: The name is no name for a plugin, or a plugin that answers to it is installed.
+        ValueError: The name is not valid for a plugin, or an installed plugin answers to it.
         FileExistsError: The folder exists already; nothing is written.
     """
     short = name.removeprefix(PREFIX)

@@ -34,7 +34,7 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
                 f"override forward, or derive from a basic op"
             )
         if isinstance(op, Cast):
-            raise TypeError("a Cast is put into a chain by the engine: Quantize is for you")
+            raise TypeError("only the engine puts a Cast into a chain: use Quantize instead")
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
     return tuple(basic)
 
@@ -106,7 +106,7 @@ class Chain:
                 chain = " + ".join(op_class(op).__name__ for op in self.ops)
                 raise ValueError(
                     f"channel {channel!r} read by {self.name(i)} has no producer in this chain, "
-                    f"{chain}; a module that is no op ends one, and no channel crosses it"
+                    f"{chain}; a module that is not an op ends a chain, and no channel crosses it"
                 )
 
     def name(self, index: int) -> str:

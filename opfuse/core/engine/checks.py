@@ -160,7 +160,7 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 
 
 def check_attributes(chain: Chain) -> None:
-    """Refuse tensor attributes of an op or its class that are no parameters but need gradients."""
+    """Refuse tensor attributes of an op or its class that need gradients but are not parameters."""
     for i, op in enumerate(chain.ops):
         held = {k: v for cls in reversed(type(op).__mro__) for k, v in vars(cls).items()} | vars(op)
         for name, value in held.items():

@@ -72,8 +72,8 @@ def _best_of(
 def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str:
     """Return why others are preferred to a joint fusion over the same ops, or ``""``.
 
-    They are if all that overlap, directly or through others, are measured, and gain more without it
-    than with it.
+    They are preferred if all that overlap, directly or through others, are measured, and gain more
+    without it than with it.
 
     Args:
         joint: The joint fusion.

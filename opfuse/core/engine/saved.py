@@ -70,10 +70,10 @@ def leave(
 
 
 def _unbound(output: Tensor, others: Sequence[Any]) -> Tensor:
-    """Return an output that is a view as a tensor of its own, unless its memory is somebody else's.
+    """Turn an output that is a view into an independent tensor, unless others own its memory.
 
-    PyTorch refuses to write in place into a view that a Function returns. A fused op often gives
-    its matrix in the shape of the input, which is such a view, where the separate ops give none.
+    PyTorch refuses to write in place into a view that a Function returns. A fused op often
+    returns its matrix in the shape of the input, which is such a view; the separate ops do not.
     """
     memory = output.untyped_storage()._cdata
     tensors = [each for each in others if isinstance(each, Tensor)]

@@ -185,7 +185,7 @@ class _Finder:
         if self.env.recipe is None and getattr(source.fusion, "needs_recipe", False):
             return
         if source.passes == "joint" and getattr(source.fusion, "names_casts", False):
-            source.warn("a joint fusion makes its casts itself, its pattern must not name Cast")
+            source.warn("a joint fusion makes its casts itself: its pattern must not name Cast")
             return
         for found in self._found(source):
             benefit = 0 if taken.overlapping(found) else self._benefit(found)
@@ -206,7 +206,7 @@ class _Finder:
         needs, behind = self.facts.needs, self.ops[step.stop : step.stop + 1]
         keeping = ["input" in (declared(op, "saved_names") or ()) for op in behind]
         if keeping != [True] or not any(needs.params[step.stop]):
-            return "no op behind it keeps its output for the gradient of a parameter"
+            return "no op after it keeps its output for the gradient of a parameter"
         before = [t for t in taken if t.stop == step.start and t.passes != "backward"]
         if any(getattr(t.source.fusion.build, "recomputes", False) for t in before):
             return "the fusion before it computes its input again, which it would have to keep"

@@ -1,7 +1,7 @@
 """Formats of quantized tensors: how values and scales are laid out, and nothing else.
 
 A format is a contract between packages: a kernel in one package writes what a GEMM in another
-reads. It holds plain tensors, and knows no recipe. The page "Formats" of the documentation has a
+reads. It holds plain tensors, and no recipe. The page "Formats" of the documentation has a
 table for each. Those with a scale for each block are in the package opfuse-quantized.
 
 Two rules hold for every format. A tensor counts as a matrix of ``rows`` by ``columns``: its last
@@ -113,7 +113,7 @@ class QuantizedTensor(ABC):
         return kept if kept.usage.covers(usage) else self
 
     def without_padding(self, name: str) -> Tensor | None:
-        """One of its tensors, without elements that stand for no value."""
+        """One of its tensors, without the elements that represent no value."""
         tensor: Tensor | None = getattr(self, name)
         return tensor
 

@@ -16,7 +16,7 @@ from .quantizer import Quantizer
 from .recipe import Recipe
 
 KEY = "quantized."
-"""The prefix of a state dict's entries about quantized parameters, behind that of the module."""
+"""The prefix of a state dict's entries about quantized parameters, after that of the module."""
 
 
 class QuantizedParameter(Tensor):

@@ -277,7 +277,7 @@ def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
     """Warn once that scales start afresh although a checkpoint has some."""
     warnings.warn(
         f"the checkpoint has quantizer state for {' and '.join(loaded)}, and none for the "
-        f"recipe in force, {text}: its scales start anew; state waits for a recipe with the same "
+        f"recipe in force, {text}: its scales start over; state waits for a recipe with the same "
         f"fields",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""The checks, in the order in which their answers help most.
+"""The checks, in the order in which their results help most.
 
 A failure of a later one may come from a fault that an earlier one found.
 """

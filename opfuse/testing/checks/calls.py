@@ -76,7 +76,7 @@ def _calls(
 def _compare_calls(
     case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[RunResult]]
 ) -> None:
-    """Hold what ``run`` gives for the calls against the separate ops.
+    """Compare the results of ``run`` for the calls with the separate ops.
 
     A failure says which call is wrong.
     """
@@ -96,7 +96,7 @@ def _compare_calls(
 
 @check(plain)
 def interleaved(case: Case) -> None:
-    """Forwards with other values and fewer rows, then their backwards: none disturbs another."""
+    """Forwards with other values and fewer rows, then their backwards: none affects another."""
 
     def run(calls: list[tuple[Case, Built]]) -> list[RunResult]:
         results = [forward(one, built=built) for one, built in calls]
@@ -108,14 +108,14 @@ def interleaved(case: Case) -> None:
 
 @check(plain)
 def growing(case: Case) -> None:
-    """Calls of one chain, later ones with many more rows: nothing is left of the first size."""
+    """Calls of one chain, later ones with many more rows: no call depends on the first size."""
 
     def run(calls: list[tuple[Case, Built]]) -> list[RunResult]:
         return [backward(one, forward(one, built=built)) for one, built in calls]
 
     with saying(
         "with 1, 43, 2 and 171 times the rows one after the other, ",
-        "; what depends on the number of rows belongs into the call",
+        "; what depends on the number of rows belongs in the call",
     ):
         _compare_calls(case, (1, 43, 2, 171), run)
 
@@ -273,7 +273,7 @@ def _drawing(chains: Chains) -> Iterator[Case]:
 
 @check(_drawing)
 def generator(case: Case) -> None:
-    """What is drawn after its forward or backward is what comes after the separate ops."""
+    """Numbers drawn after its forward or backward are those drawn after the separate ops."""
     on_gpu = case.device != "cpu"
     states: list[Tensor] = []
 
@@ -317,7 +317,7 @@ class _Turns:
         self.condition, self.turn, self.running = threading.Condition(), 0, 2
 
     def hand_over(self, me: int) -> None:
-        """Let the other thread go on, and wait for it, but not for long.
+        """Let the other thread continue, and wait for it, but not for long.
 
         It may wait for a lock that this one has.
         """
@@ -348,7 +348,7 @@ class _Turns:
 
 @check(plain, slow=True)  # Triton's interpreter serves one thread at a time
 def threads(case: Case) -> None:
-    """Two threads that call one chain, each with values of its own, get each their own results."""
+    """Two threads that call one chain, each with its own values, each get their own results."""
     if case.draws:
         raise Declined("threads share torch's generator")
     decline_state(case)

@@ -203,7 +203,7 @@ _HOST_READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_uni
 
 @check(plain)
 def host_reads(case: Case) -> None:
-    """It reads no value of a tensor on the host, so that a CUDA graph can hold it."""
+    """It reads no tensor value on the host, so a CUDA graph can hold it."""
 
     def reads() -> list[str]:
         built, found = case.build(), list[str]()
@@ -249,7 +249,7 @@ def opcheck(case: Case) -> None:
 def _compiled(chains: Chains) -> Iterator[Case]:
     """Rows enough for code that takes any number, and one row.
 
-    For one row, code is made that takes no other number.
+    For one row, the compiled code takes no other number.
     """
     plain, thorough = chains.plain, chains.thorough
     yield from (case.with_(rows=(4,)) for case in (plain if thorough else plain[:1]))
@@ -287,7 +287,7 @@ def checkpoint(case: Case) -> None:
 
 @check(plain)
 def deepcopy(case: Case) -> None:
-    """A copy of the chain is a chain of its own: used, and independent of the original."""
+    """A copy of the chain is fused too, and is independent of the original."""
 
     def step() -> RunResult:
         original = forward(case).built
@@ -333,7 +333,7 @@ def main_grad(case: Case) -> None:
         result.grads = {name: leaf.grad for name, leaf in leaves.items()}
         for name in names:
             if leaves[name].grad is not None:
-                raise Failure(f"{describe(case, name)} gets a .grad beside its main_grad")
+                raise Failure(f"{describe(case, name)} gets a .grad besides its main_grad")
             result.grads[name] = leaves[name].main_grad
         return result
 

@@ -61,7 +61,7 @@ def settings(case: Case) -> None:
             raise Declined("it does not run") from failure
         _compare(before, "first call")
         torch.set_num_threads(before["the number of threads"] + 1)
-        for name, (_, put) in _SETTINGS.items():  # it may put back what is usual, not what was
+        for name, (_, put) in _SETTINGS.items():  # it may restore the default, not what was
             if name.startswith("torch.backends."):
                 put(_OTHER[before[name]])
         with only(case.subject):

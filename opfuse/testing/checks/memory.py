@@ -86,7 +86,7 @@ def unmodified_gradients(case: Case) -> None:
 
 
 def _shared(result: RunResult) -> set[tuple[str, str]]:
-    """Pairs of tensors that share memory, of what goes in and comes out."""
+    """Pairs of tensors that share memory, among those that go in and come out."""
     parts: dict[str, Any] = {"the input": result.given[0]}
     parts |= {f"extra input {k}": t for k, t in enumerate(result.given[1:])}
     parts |= {name: p for name, p in result.built.leaves.items() if "." in name}
@@ -154,9 +154,9 @@ def grad_input(case: Case) -> None:
 def saved_bytes_of(case: Case, fused_op: bool) -> int:
     """Bytes that are kept for the backward.
 
-    Parameters do not count, and what a fused op keeps of the inputs: they are there anyway. Those
-    that the separate ops keep do: where an op gives its input as it is (Dropout of 0), a fused op
-    may give a copy.
+    Parameters do not count, nor what a fused op keeps of the inputs: they exist anyway. Inputs that
+    the separate ops keep do count: where an op returns its input as it is (Dropout of 0), a fused
+    op may return a copy.
     """
     with only(case.subject if fused_op else None):
         built = case.build()
@@ -185,7 +185,7 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # what is only written into is not made here
+        # a tensor that is only written into is not created here
         given = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and id(tensor) not in given:
@@ -206,7 +206,7 @@ class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def released(case: Case) -> None:
     """Saved-tensor hooks see what is kept; it is dropped with the results, as is the input."""
     fused(case, grads=False)
-    gc.freeze()  # what was there before need not be looked at
+    gc.freeze()  # skip what existed before
     try:
         _released(case)
     finally:

@@ -41,7 +41,7 @@ def pattern(case: Case) -> None:
 
 
 def _plan(case: Case) -> Plans:
-    """The plan of a case, whatever becomes of its run."""
+    """The plan of a case, whether or not its run succeeds."""
     with only(case.subject), Plans() as plans:
         try:
             forward(case)
@@ -64,8 +64,8 @@ def condition(case: Case) -> None:
 def refusals(case: Case) -> None:
     """Of any chain that fits its pattern, ``when`` and ``benefit`` say the same when asked again.
 
-    That a refusal shows nowhere proves nothing: the width, the option or the machine that it is for
-    may not be among what is tried.
+    A refusal that never appears proves nothing: the width, the option or the machine that it is for
+    may not be among those tried.
     """
     if not isinstance(case.subject.fusion, Fusion):
         return
@@ -101,7 +101,7 @@ def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: st
 
 
 def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
-    """Chains of every structure, class and width, and with each flag of an op the other way."""
+    """Chains of every structure, class and width, and with each flag of an op reversed."""
     assert isinstance(case.subject.fusion, Fusion)
     with torch.random.fork_rng([]):
         for elements in structures(case.subject.fusion.pattern):
@@ -157,7 +157,7 @@ def _is_here(env: Environment) -> bool:
 
 @check(plain)
 def neighbours(case: Case) -> None:
-    """With one op derived, missing or added, a chain gives what its separate ops give."""
+    """With one op derived, missing or added, a chain still gives what its separate ops give."""
     for number, op in enumerate(case.ops):
         if not is_cast(op) and not _by_protocol(case.subject.fusion, op.cls):
             what = f"its pattern with a subclass of {op.cls.__name__} that computes something else"
@@ -175,18 +175,18 @@ def subclasses(case: Case) -> None:
         if not is_cast(op) and _by_protocol(case.subject.fusion, op.cls):
             for what, cls in _overriding(op.cls):
                 what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
-                hint = "; ask opfuse.has_same_math(op, cls) before you stand for a class by name"
+                hint = "; ask opfuse.has_same_math(op, cls) before you replace a class by name"
                 with saying(hint=hint):
                     _unlike(_with_op(case, number, op.with_(cls)), what)
 
 
 def _with_op(case: Case, number: int, *others: Op) -> Case:
-    """The case with others in the place of one op."""
+    """The case with other ops in place of one op."""
     return case.with_(ops=(*case.ops[:number], *others, *case.ops[number + 1 :]))
 
 
 def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
-    """Classes derived from one of ops, each with other methods that give twice what they gave."""
+    """Classes derived from that of an op, each with some methods that give twice as much."""
 
     def twice(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ def _unlike(case: Case, what: str) -> None:
 
 
 def _derived(cls: type) -> type:
-    """A subclass that gives half of what ``cls`` gives."""
+    """A subclass whose results are half of those of ``cls``."""
 
     def fuser_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         y, extras = cls.fuser_forward(self, *args, **kwargs)  # type: ignore[attr-defined]

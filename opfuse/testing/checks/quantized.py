@@ -1,4 +1,4 @@
-"""Checks of what is cast, of what is computed again, and of a chain under a recipe."""
+"""Checks of casts, of recomputed outputs, and of a chain under a recipe."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _casting(chains: Chains) -> Iterator[Case]:
 
 @check(_casting)
 def codes(case: Case) -> None:
-    """Where it casts its result: the codes and scales of the separate ops, for the uses asked."""
+    """Where it casts its result: the codes and scales of the separate ops, for each usage."""
     given: tuple[list[Any], list[Any]] = [], []
     for one, found in zip((case, one_by_one(case)), given, strict=True):
         ends = [_at_end(found, place) for place in (-1, 0)]
@@ -62,7 +62,7 @@ def codes(case: Case) -> None:
     for (cast, made), (_, expected) in zip(*given, strict=True):
         if not isinstance(made, QuantizedTensor):
             raise Failure(
-                "it gives a plain tensor where its pattern has a Cast: who reads it casts it, or "
+                "it gives a plain tensor where its pattern has a Cast: its reader casts it, or "
                 "nobody does; give ctx.quantizer(y, ctx.usage) of the cast's context"
             )
         if not made.usage.covers(cast.usage):
@@ -86,7 +86,7 @@ def _at_end(found: list[Any], place: int) -> Any:
 
 
 class _Whole(BasicLinear):
-    """Does not wait for its input."""
+    """A linear that does not wait for its input."""
 
     splits_backward = False
 
@@ -142,8 +142,7 @@ def _lets_go_only_if_asked(case: Case) -> None:
     def look(op: Any, ctxs: Any, x: Any, result: Any) -> None:
         if ctxs[0].recomputable_output is not None:
             raise Failure(
-                "it leaves recomputable_output on the context where nobody behind it would do "
-                "without"
+                "it leaves recomputable_output on the context where no later op would do without"
             )
 
     fused(watched(case, look), grads=False)

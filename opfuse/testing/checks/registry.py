@@ -19,7 +19,7 @@ from ..tensors import LAYOUTS
 
 
 class Check(NamedTuple):
-    """One thing that every fusion is held to.
+    """One requirement that every fusion is tested for.
 
     Attributes:
         name: Its name in reports and limits.
@@ -57,7 +57,7 @@ def check(
 # Which cases
 
 MORE_THAN_MANY = ((20001, 64), (8192, 4096))
-"""Rows that are enough for sums to go astray, for inputs of no more than some features."""
+"""Enough rows to show errors of sums, for inputs with at most some number of features."""
 
 TINY = ((torch.float32, 2.0**-122), (torch.bfloat16, 2.0**-122), (torch.float16, 2.0**-8))
 """Scales whose reciprocal leaves the range of the dtype."""
@@ -157,7 +157,7 @@ def switched(chains: Chains) -> Iterator[Case]:
 
 
 def numbered(chains: Chains) -> Iterator[Case]:
-    """Chains of which an op has a number that is 0 or 1."""
+    """Chains with an op that has a number which is 0 or 1."""
     for case in chains.all:
         given = [(*op.args, *dict(op.kwargs).values()) for op in case.ops]
         if any(isinstance(value, float) and value in (0, 1) for value in sum(given, ())):
@@ -165,7 +165,7 @@ def numbered(chains: Chains) -> Iterator[Case]:
 
 
 def crossed(case: Case) -> Case:
-    """The case inside two channels, of which the first to begin is the first to end."""
+    """The case inside two channels; the channel that begins first also ends first."""
     rest = (op for op in case.before if op.cls is not MakeExtraOutput)
     before = (Op(MakeExtraOutput), Op(ConstantScale, -2.0), Op(MakeExtraOutput), *rest)
     after = (*case.after, *(Op(AddExtraInput),) * 2)
@@ -173,7 +173,7 @@ def crossed(case: Case) -> Case:
 
 
 def decline_state(case: Case) -> None:
-    """Leave out what a recipe gives other results for in every call.
+    """Decline recipes whose results change from call to call.
 
     Raises:
         Declined: The scales of its recipe follow from earlier calls.
@@ -211,5 +211,5 @@ def keeping_weights(case: Case) -> Iterator[Case]:
 
 
 def joined(case: Case) -> Case:
-    """The case before an op that gives its gradient to two."""
+    """The case before an op that passes its gradient to two ops."""
     return case.with_(after=(*case.after, Op(AddExtraInput)))

@@ -121,9 +121,9 @@ class Kept:
             mine = {any(op is one for one in own) for op in basic if not isinstance(op, Cast)}
             found += left if False not in mine else []
             if mine == {True, False}:
-                raise Declined("it takes what stands around its chain, too")
+                raise Declined("it takes ops around its chain, too")
         if len(found) != count:
-            raise Declined("it does not stand for the whole chain")
+            raise Declined("it does not replace the whole chain")
         return found
 
     def __call__(self, op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
@@ -255,7 +255,7 @@ def _plain_and_numbered(chains: Chains) -> Iterator[Case]:
 
 @check(_plain_and_numbered)
 def nan_and_inf(case: Case) -> None:
-    """NaN and inf come out where they come out of the separate ops."""
+    """NaN and infinity appear where the separate ops give them."""
     case = case.with_(rows=(4,))
 
     def step() -> RunResult:
@@ -289,7 +289,7 @@ def magnitude(case: Case) -> None:
 def _where_finite(case: Case, *results: RunResult) -> Iterator[RunResult]:
     """The results, 0 where the separate ops' leave the dtype's range, or nearly do.
 
-    There nobody is right.
+    There no result is right.
     """
     _, expected, truth = results
     largest = 0.9 * torch.finfo(case.compute_dtype).max

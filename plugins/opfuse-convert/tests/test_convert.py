@@ -167,7 +167,7 @@ def test_it_is_recognised_and_computes_the_same(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["bf16", "fp64", "autocast"])
-def test_other_dtypes(name, how):
+def test_a_converted_model_computes_the_same_in_other_dtypes(name, how):
     model = a_model(name)
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(how, torch.float32)
     model.to(dtype)
@@ -263,7 +263,7 @@ def test_a_block_of_two_inputs():
 
 @pytest.mark.parametrize("first", [True, False], ids=["norm first", "norm last"])
 @pytest.mark.parametrize("act", ["relu", "gelu", NewGELU()], ids=["relu", "gelu", "unknown"])
-def test_an_encoder_layer(first, act):
+def test_an_encoder_layer_converts_as_a_whole(first, act):
     layer = nn.TransformerEncoderLayer(
         WIDTH, 4, 40, 0.0, activation=act, batch_first=True, norm_first=first
     )
@@ -510,7 +510,7 @@ def test_export_and_fx_see_the_modules_themselves():
     assert "up" in torch.fx.symbolic_trace(model).code
 
 
-def test_checkpointing_and_functorch():
+def test_a_converted_model_works_under_checkpointing_and_functorch():
     model, twin = a_converted("gated"), a_model("gated")
     x = an_input()
 
@@ -570,7 +570,7 @@ def test_state_dict_after_torch_save():
 # What is asked for
 
 
-def test_only_and_skip():
+def test_only_and_skip_select_modules_by_name():
     def make():
         return nn.ModuleDict({"a": Gated(), "b": nn.ModuleDict({"c": Straight(), "d": Gated()})})
 
@@ -922,7 +922,7 @@ def test_the_chain_is_for_the_way_in_which_the_module_is_called():
     assert opfuse.converted(model)[""] == "encoded is None, and the chain is for another value"
 
 
-def test_inputs_by_name():
+def test_sample_inputs_may_be_given_by_name():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

@@ -436,7 +436,7 @@ def test_a_decorated_function_is_the_one_that_the_decorator_gave():
     assert tree_of(f).name == "around"
     with pytest.raises(Unreadable, match="no source"):
         tree_of(lambda x: x)
-    with pytest.raises(Unreadable, match="no function"):
+    with pytest.raises(Unreadable, match="not a function"):
         tree_of(torch.add)
 
 

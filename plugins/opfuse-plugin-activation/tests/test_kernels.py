@@ -139,7 +139,7 @@ def of_separate(kernel_result, separate_result, truth):
         assert_close(kernel_result, truth)
 
 
-# The values. 201 features are beside a tile, and no multiple of 16 bytes
+# The values. 201 features do not fill a tile, and are no multiple of 16 bytes
 
 
 @computes
@@ -149,7 +149,7 @@ def of_separate(kernel_result, separate_result, truth):
     + [(name, dtype) for name in ("GELU", "SwiGLU", "SiTUGLU") for dtype in DTYPES[::2]],
     ids=str,
 )
-def test_forward_and_backward(name, dtype):
+def test_forward_and_backward_match_the_separate_ops(name, dtype):
     op = OPS[name]()
     width = 192 if op.gated else 201
     x, bias, dy = drawn((35, width), (width,), (35, width // op.feature_ratio), dtype=dtype)
@@ -189,7 +189,7 @@ SHAPES = [(1,), (7,), (1, 1), (3, 127), (2, 3, 129), (2, 1, 3, 40), (257, 8), (5
 
 @computes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_shapes(shape):
+def test_inputs_of_any_shape_give_the_right_values(shape):
     op = ops.QGELU()
     x, bias, dy = drawn(shape, shape[-1:], shape)
     y, hidden = forward(op, x, bias, None, torch.float32, True)
@@ -294,7 +294,7 @@ def test_a_strip_has_whole_tiles(rows, features):
 @computes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["SReLU", "SwiGLU", "SiTUGLU", "SwiGLU by 1", "another package's"])
-def test_scaled(name, dtype):
+def test_scaled_activations_give_the_right_values_and_gradients(name, dtype):
     op = OPS[name]()
     x, dy = drawn((5, 192), (5, 192 // op.feature_ratio), dtype=dtype)
     (scales,) = drawn((5,))
@@ -420,7 +420,7 @@ def local_functions():
     ],
     ids=str,
 )
-def test_compiled(name, dtype):
+def test_a_compiled_chain_gives_the_same_bits(name, dtype):
     torch._dynamo.reset()
     chain, (x,) = chain_of(OPS[name]()).to(dtype), drawn((5, 16), dtype=dtype)
     params, results = list(chain.parameters()), []

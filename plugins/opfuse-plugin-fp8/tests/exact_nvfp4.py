@@ -126,7 +126,7 @@ def unpacked(data):
 
 
 def values(codes):
-    """What codes stand for, without scales."""
+    """The values of codes, without scales."""
     return np.where(codes > 7, -1, 1) * MAGNITUDES[codes & 7]
 
 

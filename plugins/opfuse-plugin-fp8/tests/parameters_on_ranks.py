@@ -106,7 +106,7 @@ def ddp(recipe):
 fsdp(BLOCK, 256, [[CODES], [CODES]], True)
 fsdp(fp8.Float8BlockScaling(w_block_scaling_dim=1), 256, [[CODES], [CODES]], True)
 fsdp(MX, 64, [[CODES], [CODES]], True)
-fsdp(MX, 96, [[VALUES + "float32", "96 rows over 2 ranks are no whole blocks of 32"], [CODES]])
+fsdp(MX, 96, [[VALUES + "float32", "96 rows over 2 ranks are not whole blocks of 32"], [CODES]])
 fsdp(BLOCK, 67, [[VALUES + "float32", "67 rows"], [CODES]])
 fsdp(BLOCK, 1, [[VALUES + "float32", "1 rows"], [CODES]])
 bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -49,7 +49,7 @@ def tensors(dtype, rows=64, columns=96):
         "all NaN": torch.full((rows, columns), torch.nan),
         "all inf": torch.full((rows, columns), torch.inf),
     }
-    if wide:  # beyond fp32, and finite; beside what fp32 holds
+    if wide:  # beyond fp32, and finite; next to what fp32 holds
         found["too large"] = x.double() * 10.0 ** torch.randint(
             30, 42, x.shape, generator=generator
         )
@@ -129,7 +129,7 @@ def test_rounding_of_values_between_codes(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("power_of_2", [False, True])
 @pytest.mark.parametrize("role", ROLES)
-def test_current_scaling(role, power_of_2, dtype):
+def test_current_scaling_gives_the_exact_codes_and_scale(role, power_of_2, dtype):
     recipe = fp8.Float8CurrentScaling(use_power_2_scales=power_of_2)
     name = exact.E5M2 if role == "grad_output" else exact.E4M3
     for kind, x in tensors(dtype).items():
@@ -145,7 +145,7 @@ def test_current_scaling(role, power_of_2, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("f32_scales", [False, True])
 @pytest.mark.parametrize("role", ["input", "weight"])  # gradients have an input's blocks
-def test_block_scaling(role, f32_scales, dtype):
+def test_block_scaling_gives_the_exact_codes_and_scales(role, f32_scales, dtype):
     recipe = fp8.Float8BlockScaling(use_f32_scales=f32_scales)
     block = (128, 128) if role == "weight" else (1, 128)
     for rows, columns in ((37, 256), (131, 130), (3, 40)):
@@ -167,7 +167,7 @@ def test_block_scaling(role, f32_scales, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("square", [False, True])
-def test_mx_scaling(square, role, dtype):
+def test_mx_scaling_gives_the_exact_codes_and_scales(square, role, dtype):
     hybrid = role == "grad_output"
     fmt = fp8.Format.HYBRID if hybrid else fp8.Format.E4M3
     recipe = fp8.MXFP8BlockScaling(fp8_format=fmt, enable_2d_quantization=square)
@@ -181,7 +181,7 @@ def test_mx_scaling(square, role, dtype):
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-block", "mxfp8"])
-def test_shapes(recipe):
+def test_codes_do_not_depend_on_shape_or_layout(recipe):
     """Other than matrices, not contiguous, empty; the codes are those of the matrix."""
     made = opfuse_recipe(recipe)
     x = torch.randn(2, 32, 64)

@@ -110,7 +110,7 @@ def rows_of(form):
 
 @compiles
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
-def test_forward(form, dtype):
+def test_the_compiled_activation_and_cast_match_the_twin(form, dtype):
     """Of a GELU or, gated, a SwiGLU; more rows come later, and what is not finite."""
     op = ops.SwiGLU() if form in ("current", "MX") else ops.GELU()
     for rows in rows_of(form):
@@ -130,7 +130,7 @@ def test_forward(form, dtype):
 
 @compiles
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
-def test_backward(form, dtype):
+def test_the_compiled_gradient_and_cast_match_the_twin(form, dtype):
     """Of a SwiGLU, whose factors are rounded one by one in bf16, or of a GELU; with its sums."""
     dtype = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
     op = ops.SwiGLU() if form == "current" else ops.GELU()
@@ -150,7 +150,7 @@ def test_backward(form, dtype):
 
 @compiles
 @pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
-def test_norm(kind):
+def test_the_compiled_norm_and_cast_match_the_separate_ops(kind):
     op = kind(192, zero_centered_gamma=True)
     x, extra, weight, bias = drawn(torch.bfloat16, (67, 192), (67, 192), (192,), (192,))
     bias = bias if kind is ops.LayerNorm else None
@@ -171,7 +171,7 @@ def test_norm(kind):
 
 
 @pytest.mark.parametrize("form", ["delayed", "current"])
-def test_a_cast_again(form, traced):
+def test_a_repeated_cast_uses_the_first_scale(form, traced):
     """It has the scale of then, and records nothing."""
     (x,) = drawn(torch.bfloat16, (64, 128))
     quantizer, op = quantizer_of(form), ops.GELU()
@@ -219,7 +219,7 @@ def test_equal_ops_share_what_is_compiled(traced):
     ],
     ids=["no_grad", "inference_mode", "autocast", "grad mode"],
 )
-def test_modes(mode):
+def test_compiled_casts_work_in_each_grad_mode_and_thread(mode):
     """Also of tensors that come from there, and in another thread."""
     one, other, made = quantizer_of("delayed"), quantizer_of("delayed"), []
     (x,) = drawn(torch.bfloat16, (64, 128))

@@ -201,7 +201,7 @@ SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40),
 
 @computes
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 8), (8, 0), ()], ids=str)
-def test_shapes(shape):
+def test_casts_of_any_shape_match_the_quantizer(shape):
     x = drawn(shape, dtype=torch.bfloat16)[0]
     for form in ("delayed", "current", "1 x 128", "128 x 128"):
         made = library.cast(x, Into(quantizer_of(form), BOTH))
@@ -215,7 +215,7 @@ def test_shapes(shape):
 
 
 @computes
-def test_layouts():
+def test_noncontiguous_tensors_cast_to_the_same_codes():
     """What is not contiguous is copied first, as the separate ops do."""
     x = drawn((64, 96), dtype=torch.bfloat16)[0]
     for tensor in (x.t(), x[:, ::2], x[:1].expand(64, 96)):
@@ -263,7 +263,7 @@ def forms_for(name, dtype):
     + [(name, dtype) for name in ("GELU", "SwiGLU") for dtype in DTYPES[::2]],
     ids=str,
 )
-def test_forward(name, dtype):
+def test_activation_kernels_cast_the_values_that_they_write(name, dtype):
     """The codes are those of the values that the same kernel writes, and the values are right."""
     op = ACTS[name]()
     x, bias = drawn((96, 128 * op.feature_ratio), (128 * op.feature_ratio,), dtype=dtype)
@@ -299,7 +299,7 @@ def test_forward(name, dtype):
     + [(name, dtype) for name in ("GELU", "SwiGLU") for dtype in DTYPES[::2]],
     ids=str,
 )
-def test_backward(name, dtype):
+def test_gradient_kernels_cast_the_values_that_they_write(name, dtype):
     op = ACTS[name]()
     x, dy = drawn((96, 128 * op.feature_ratio), (96, 128), dtype=dtype)
     formula, numbers = formulas.formula_of(op), op.numbers_of()
@@ -360,7 +360,7 @@ NORMS = {
     [*((name, "") for name in NORMS), ("RMSNorm", "added"), ("LayerNorm", "of another dtype")],
     ids=str,
 )
-def test_norm(name, added):
+def test_norm_kernels_cast_the_values_that_they_write(name, added):
     dtype = torch.bfloat16
     op = NORMS[name](192, device=DEVICE)
     x, extra, weight, bias = drawn((2, 32, 192), (2, 32, 192), (192,), (192,), dtype=dtype)

@@ -112,7 +112,7 @@ def test_an_mlp_in_bf16_keeps_codes_too():
         assert (mine.float() - truth.float()).norm() <= 0.06 * truth.float().norm()
 
 
-def test_real_widths():
+def test_an_mlp_of_real_width_keeps_less_than_in_bf16():
     width, inner = 1024, 2816
     with opfuse.plugins.using("fp8"), opfuse.options(prefer="memory"):
         of_rows, _ = kept(mlp(width=width, inner=inner), "fp8-current", 16, width)
@@ -212,7 +212,7 @@ def test_where_the_plugin_is_off_the_input_is_kept_as_it_is():
         assert saved_bytes(lambda: op(x)) == 4 * 4 * 8
 
 
-def test_under_compile():
+def test_a_compiled_model_gives_the_same_loss_and_close_gradients():
     torch._dynamo.reset()
     model, x = mlp(cache_quantized_input=True), batch(32)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

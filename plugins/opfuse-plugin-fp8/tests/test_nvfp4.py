@@ -70,7 +70,7 @@ def compare(made, copies):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("role", ROLES)
-def test_codes_and_scales(role, dtype):
+def test_codes_and_scales_are_exact_for_each_option(role, dtype):
     """Of every kind of tensor, for the options that its role knows."""
     off = [(False, False), (True, True)]
     for options, (kind, x) in itertools.product(off, tensors(dtype, 32, 48).items()):
@@ -85,7 +85,7 @@ def test_codes_and_scales(role, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stochastic_codes(dtype):
+def test_stochastic_rounding_gives_exact_codes_for_a_seed(dtype):
     """To the bit as well: seed, step and shape decide what is drawn."""
     torch.manual_seed(2**40 + 7)
     made = quantizer(fp8.NVFP4BlockScaling(), "grad_output")
@@ -167,7 +167,7 @@ def test_every_draw_is_its_own():
         assert ((counts - 256).abs() < 80).all()
 
 
-def test_the_transform():
+def test_the_hadamard_transform_is_orthogonal_and_undone_exactly():
     """It is the matrix of the definition, orthogonal, and undone exactly."""
     h = nv.hadamard()
     assert (h @ h.T == 16 * np.eye(16)).all()
@@ -253,7 +253,7 @@ def test_a_weight_has_the_same_values_in_both_copies():
     assert made.columnwise_signs is None
 
 
-def test_shapes():
+def test_codes_do_not_depend_on_shape_or_layout():
     """One to four dimensions, not contiguous, empty; the codes are those of the matrix."""
     x = torch.randn(2, 32, 64)
     for role in ROLES:
@@ -412,14 +412,14 @@ def test_torchs_generator_is_left_alone():
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_backward_override(override):
+def test_a_backward_override_makes_steps_repeatable(override):
     """Nothing is drawn, since no gradient is quantized."""
     model, recipe = chain(), fp8.NVFP4BlockScaling(backward_override=override)
     assert same(step(model, batch(0), recipe), step(model, batch(0), recipe))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_torchs_autocast(dtype):
+def test_outputs_have_the_dtype_of_torch_autocast(dtype):
     model = chain()
     with torch.autocast("cpu", dtype):
         found = step(model, batch(0))
@@ -457,7 +457,7 @@ def drawn_for_all(role):
 
 
 def test_in_a_recipe_of_ones_own():
-    """It counts steps there too, beside delayed scales."""
+    """It counts steps there too, next to delayed scales."""
     recipe = fp8.CustomRecipe(drawn_for_all, name="all drawn")
     made = [fp8.StochasticNVFP4Quantizer(), fp8.DelayedQuantizer(torch.float8_e4m3fn)]
     made[0].quantize(torch.randn(16, 16), BOTH)
@@ -468,7 +468,7 @@ def test_in_a_recipe_of_ones_own():
     step(chain(), batch(0), recipe)
 
 
-def test_fused_and_separate():
+def test_fused_and_separate_steps_agree():
     """With every plugin that is installed, over three steps: rounded alike, up to single codes."""
     runs = []
     for selection in (None, "fp8"):
@@ -498,7 +498,7 @@ def test_an_overflow_reaches_the_grad_scaler():
     assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
 
 
-def test_it_trains():
+def test_a_regression_trains_nearly_as_far_as_unquantized():
     """A small regression gets nearly as far as without quantization."""
     losses = {}
     for recipe in (None, "nvfp4"):

@@ -304,7 +304,7 @@ def test_another_recipe_is_refused_by_name():
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
-def test_fsdp2_and_ddp(tmp_path):
+def test_quantized_parameters_train_under_fsdp2_and_ddp(tmp_path):
     script = pathlib.Path(__file__).with_name("parameters_on_ranks.py")
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "group")]
     started = [
@@ -327,7 +327,7 @@ def test_copies_of_a_model_have_quantizers_of_their_own():
     assert same(codes(model), before)
 
 
-def test_the_page_holds(capsys):
+def test_the_blocks_of_the_page_run_as_written(capsys):
     """Its blocks need this plugin, so they run here."""
     page = pathlib.Path(__file__).parents[3] / "docs" / "quantized-parameters.md"
     text, namespace = page.read_text(encoding="utf-8"), {}

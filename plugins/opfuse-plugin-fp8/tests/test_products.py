@@ -211,7 +211,7 @@ def test_products_of_a_gpu(gpu, recipe, kind):
 
 @pytest.mark.parametrize("kind", ["linear", "parallel"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_on_a_gpu(recipe, kind):
+def test_native_products_on_a_gpu_match_the_expected_values(recipe, kind):
     """What the hardware gives, with as many bits as its sums have."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
@@ -262,7 +262,7 @@ def test_only_what_is_needed_is_multiplied(gpu, kind, frozen):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_real_widths(recipe, request):
+def test_products_of_real_width_match_the_expected_values(recipe, request):
     if not on_cpu(recipe):
         request.getfixturevalue("gpu")
     model = linears("linear", 1024, 1056, False, torch.bfloat16)
@@ -434,7 +434,7 @@ def test_with_autocast_and_a_reused_weight(recipe):
     close(runs[0], runs[1].double(), 2**-7)
 
 
-def test_under_compile():
+def test_a_compiled_linear_gives_the_same_bits():
     torch._dynamo.reset()
     model = linears("linear", 32, 16, True)
     x, dy = data((4, 32), 16, torch.float32)

@@ -45,7 +45,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_linear_computes(name):
-    """Products of what the codes stand for, summed in fp32; gradients of the casts, straight through."""
+    """Products of the values of the codes, summed in fp32; gradients of the casts, straight through."""
     model, x = opfuse.Sequential(ops.Linear(WIDTH, 96, bias=False)), batch()
     made = fp8.opfuse_recipes()[name]()
     dy = torch.randn(ROWS, 96)
@@ -166,7 +166,7 @@ def test_an_unquantized_checkpoint_loads_and_back():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_and_separate(name):
+def test_fused_and_separate_steps_agree(name):
     """With every plugin that is installed, over three steps."""
     runs = []
     for selection in (None, "fp8"):
@@ -248,7 +248,7 @@ def test_recipes_share_plans_and_keep_their_state_apart():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_under_compile(name):
+def test_compile_gives_the_same_bits_or_refuses_advancing_state(name):
     """The same bits, forward and backward; state that advances is refused."""
     torch._dynamo.reset()
     recipe = fp8.opfuse_recipes()[name]()
@@ -292,7 +292,7 @@ def test_a_recipe_of_ones_own():
     expected = quantizer.quantize(x, ROWWISE).dequantize() @ model[0].weight.detach().T
     torch.testing.assert_close(y.detach(), expected)
     assert fp8.CustomRecipe(factory, name="input only") == recipe
-    with pytest.raises(ValueError, match=r"'input only' stands for another function already"):
+    with pytest.raises(ValueError, match=r"'input only' means another function already"):
         fp8.CustomRecipe(functools.partial(factory), name="input only")
     with pytest.raises(TypeError, match=r"expected name='...', by which checkpoints know it"):
         fp8.CustomRecipe(factory)

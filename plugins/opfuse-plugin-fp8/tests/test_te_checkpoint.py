@@ -102,7 +102,7 @@ def quantizers_of(found, place):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_with_the_same_scales(layout):
-    """To the bit, over more steps, beside a run in numpy of the formula."""
+    """To the bit, over more steps, compared with a run of the formula in numpy."""
     layers = [trained(seed=seed) for seed in range(2)]
     state = checkpoint(layout, layers)
     before = [*state]
@@ -129,7 +129,7 @@ def test_training_goes_on_with_the_same_scales(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_entry(layout):
+def test_every_entry_of_a_te_checkpoint_is_converted(layout):
     made = trained()
     state = fp8.from_te_extra_state(checkpoint(layout, [made, trained(seed=1)]))
     assert not any(key.endswith("_extra_state") for key in state)
@@ -149,7 +149,7 @@ def test_every_entry(layout):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_protocol(protocol):
+def test_every_pickle_protocol_is_read_or_refused_by_name(protocol):
     """Python has changed its default, and may again."""
     recipe = te_layout.DelayedScaling(2, te_layout.Format.E4M3, STEPS, "most_recent", None, False)
     history = torch.arange(12.0).view(STEPS, 3)
@@ -157,7 +157,7 @@ def test_every_protocol(protocol):
               "scale_bwd": torch.ones(2), "amax_history_bwd": torch.zeros(STEPS, 2),
               "extra_fp8_variables": {"a": (1, 2, 3, 4), "b": [1, 1.5, None, True, -(2**40)], "c": "x" * 300}}  # fmt: skip
     if protocol == 2:
-        with pytest.raises(ValueError, match=r"_codecs.encode, which is no part"):
+        with pytest.raises(ValueError, match=r"_codecs.encode, which is not part"):
             fp8.from_te_extra_state({"fc._extra_state": te_layout.pickled(fields, protocol)})
         return
     state = fp8.from_te_extra_state({"fc._extra_state": te_layout.pickled(fields, protocol)})
@@ -246,7 +246,7 @@ def test_beside_what_is_there():
     assert new["input.scale"].item() == trained()["input"].scale
 
 
-def test_another_recipe():
+def test_a_given_recipe_replaces_that_of_the_checkpoint():
     state = {"fc._extra_state": LAYOUTS["module 1"](trained())}
     mine = fp8.DelayedScaling(margin=1, amax_history_len=STEPS)
     made = fp8.from_te_extra_state(state, recipe=mine)
@@ -276,10 +276,10 @@ class Runs:
 
 
 @pytest.mark.parametrize("make, says", [
-    (te_layout.pickled, r"fc._extra_state: it calls (posix|nt).mkdir, which is no part of the state.*by hand from scale"),
+    (te_layout.pickled, r"fc._extra_state: it calls (posix|nt).mkdir, which is not part of the state.*by hand from scale"),
     (te_layout.saved, r"fc._extra_state: torch.load\(weights_only=True\) refuses it: .*(posix|nt).mkdir.*by hand from scale"),
 ])  # fmt: skip
-def test_nothing_runs(make, says, tmp_path):
+def test_reading_a_checkpoint_runs_no_code_in_it(make, says, tmp_path):
     path = tmp_path / "made"
     state = {"recipe": Runs(path), "scale_fwd": torch.ones(3)}
     with pytest.raises(ValueError, match=says):
@@ -358,7 +358,7 @@ def overridden():
     (lambda: broken(recipe=te_layout.DelayedScaling(amax_history_len=5)), ValueError, "history of 5 steps, .*got 4"),
     (lambda: te_layout.op_2(of_op(trained())[0][:1], of_op(trained())[1], TE_RECIPE), ValueError, "2 forward scales.*got 1 and 1"),
 ], ids=lambda value: None)  # fmt: skip
-def test_what_is_refused(value, error, says):
+def test_malformed_entries_are_refused_with_a_reason(value, error, says):
     value = value() if callable(value) and not isinstance(value, torch.Tensor) else value
     with pytest.raises(error, match=rf"fc._extra_state: .*{says}"):
         fp8.from_te_extra_state({"fc._extra_state": value})

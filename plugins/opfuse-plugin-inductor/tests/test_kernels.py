@@ -102,7 +102,7 @@ CHECKS = (
 @pytest.mark.parametrize(
     ("name", "dtype"), [(n, d) for n, (_, dtypes) in CHAINS.items() for d in dtypes], ids=str
 )
-def test_compiled(name, dtype):
+def test_compiled_chains_pass_the_conformance_checks(name, dtype):
     case = testing.Case(testing.find(*FIND), CHAINS[name][0], rows=(5,), dtype=dtype)
     with opfuse.options(**SMALL):
         for check in (
@@ -237,7 +237,7 @@ def test_the_cache_is_bounded(monkeypatch):
     assert len(kernels._cache) == 4
 
 
-def test_threads():
+def test_threads_share_one_compiled_chain():
     chain = opfuse.Sequential(ops.RMSNorm(20), ops.SwiGLU(), ops.RMSNorm(10))
     x = torch.randn(9, 20)
     with using(""):
@@ -388,7 +388,7 @@ def refusal(*chain, **changes):
     return conditions.pays(chain, env._replace(**changes))
 
 
-def test_refusals(monkeypatch):
+def test_each_refusal_gives_its_reason(monkeypatch):
     norm, cuda = ops.RMSNorm(8), {"device": torch.device("cuda"), "capability": (9, 0)}
     assert refusal(norm) is True
     assert "torch.compile is tracing" in refusal(norm, compiling=True)
@@ -406,7 +406,7 @@ def test_refusals(monkeypatch):
     assert "has tensors of its own" in refusal(norm, Table())
     untidy = Untraceable()
     untidy.table = nn.Identity
-    assert "Untraceable.table is no plain number" in refusal(norm, untidy)
+    assert "Untraceable.table is not a plain number" in refusal(norm, untidy)
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert "'no-such-compiler' is not found" in refusal(norm)
     monkeypatch.setattr(conditions.importlib.util, "find_spec", lambda name: None)
@@ -491,7 +491,7 @@ def test_a_linear_behind_a_compiled_run():
         text = " ".join(
             opfuse.explain(chain, torch.randn(7, 16, requires_grad=True)).details.split()
         )
-    assert text.count("an op behind it does not keep its input") == 2
+    assert text.count("an op after it does not keep its input") == 2
 
 
 @pytest.mark.parametrize(
@@ -568,9 +568,9 @@ class Shared(ops.Activation):
 
 def test_objects_of_an_activation_are_refused():
     act = Slope(lambda: 3.0)
-    assert "Slope._slope is no plain number" in refusal(act)
-    assert "Slope._slope is no plain number" in refusal(ops.ScaledActivation(act))
-    assert "Shared.factors is no plain number" in refusal(Shared())
+    assert "Slope._slope is not a plain number" in refusal(act)
+    assert "Slope._slope is not a plain number" in refusal(ops.ScaledActivation(act))
+    assert "Shared.factors is not a plain number" in refusal(Shared())
 
 
 def test_an_output_is_computed_again_with_the_scale_of_its_forward():
@@ -591,7 +591,7 @@ def test_no_width_and_no_compiler_named(monkeypatch):
     assert conditions.cpp_compiler() in ("g++", "clang++", None)
 
 
-def test_others_choose_first():
+def test_other_fusions_take_precedence():
     class Theirs(opfuse.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
             return input_, [()]
@@ -652,7 +652,7 @@ UNDER_AUTOCAST = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", UNDER_AUTOCAST)
-def test_norms_under_autocast(name, dtype):
+def test_norms_under_autocast_match_the_unfused_chain(name, dtype):
     make, given = UNDER_AUTOCAST[name]
     chain, x = opfuse.Sequential(*make()), torch.randn(6, 16).to(dtype)
     results = []

@@ -75,7 +75,7 @@ def test_values_and_gradients(name, dtype):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("plain", torch.bfloat16), ("capped", torch.float32)], ids=str
 )
-def test_compiled(name, dtype):
+def test_the_loss_compiled_for_many_classes_matches_torch(name, dtype):
     targets = torch.randint(0, 1000, (130,))
     targets[5] = -100
     compare(name, torch.randn(130, 1000).to(dtype) * 3, targets, SMALL)

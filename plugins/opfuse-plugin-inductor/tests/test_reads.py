@@ -1,4 +1,4 @@
-"""What ops of other packages read beside tensors: it is read at every call, or the op is left alone, with a sentence."""
+"""What ops of other packages read besides tensors: it is read at every call, or the op is left alone, with a sentence."""
 
 import functools
 import math
@@ -205,7 +205,7 @@ def test_a_function_that_is_replaced(monkeypatch):
         inner_slope.__code__ = code
     monkeypatch.setattr(OfHelper, "slope", of_list)
     check(chain, x)
-    assert "it indexes what it does not know the parts of" in state(chain)
+    assert "it indexes a value whose parts are unknown" in state(chain)
 
 
 def tripled(x, k):
@@ -532,10 +532,10 @@ def of_environment_variable(self):
     return float(os.environ.get("SLOPE", 2))
 
 
-UNKNOWN = "it calls what is no known function"
+UNKNOWN = "it calls an unknown function"
 NOT_FOLLOWED = {
-    "list": (lambda: of(of_list), "it indexes what it does not know the parts of"),
-    "environment": (lambda: of(of_environment), "it calls len() of what is no number"),
+    "list": (lambda: of(of_list), "it indexes a value whose parts are unknown"),
+    "environment": (lambda: of(of_environment), "it calls len() of what is not a number"),
     "variable": (lambda: of(of_environment_variable), "it calls os.environ.get()"),
     "random": (lambda: of(of_random), UNKNOWN),
     "numpy": (lambda: of(of_numpy), UNKNOWN),
@@ -544,15 +544,15 @@ NOT_FOLLOWED = {
     "module": (lambda: of(of_vars), UNKNOWN),
     "whole module": (lambda: of(of_module), UNKNOWN),
     "inner module": (lambda: of(of_inner_module), "config.inner.x is not found"),
-    "object in a module": (lambda: of(of_object), "it calls len() of what is no number"),
+    "object in a module": (lambda: of(of_object), "it calls len() of what is not a number"),
     "missing": (lambda: of(of_nothing), "there is no nowhere"),
     "empty": (with_empty_cell, "later has no value yet"),
     "nonlocal": (writing, "it has a statement beyond the grammar (Nonlocal)"),
-    "attribute": (lambda: of(storing), "it sets what is no local name"),
+    "attribute": (lambda: of(storing), "it sets something other than a local name"),
     "global": (lambda: of(declaring), "it has a statement beyond the grammar (Global)"),
     "import": (lambda: of(importing), "it has a statement beyond the grammar (Import)"),
-    "default": (lambda: of(with_default), "the default of factors is no plain value"),
-    "partial": (lambda: of(of_partial), "called has arguments that are no plain values"),
+    "default": (lambda: of(with_default), "the default of factors is not a plain value"),
+    "partial": (lambda: of(of_partial), "called has arguments that are not plain values"),
     "cache": (lambda: of(of_cache), UNKNOWN),
     "comprehension": (lambda: of(of_comprehension), "beyond the grammar (ListComp)"),
     "property": (
@@ -565,9 +565,9 @@ NOT_FOLLOWED = {
         lambda: of(inner_slope, __getattr__=lambda self, n: 1.0),
         "Mine computes its attributes",
     ),
-    "module inside": (with_module, "has a SiLU in it, which is no op of opfuse"),
+    "module inside": (with_module, "has a SiLU in it, which is not an op of opfuse"),
     "buffer": (with_buffer, "has tensors of its own"),
-    "inside another": (lambda: ops.ScaledActivation(of(of_list)), "it indexes what"),
+    "inside another": (lambda: ops.ScaledActivation(of(of_list)), "it indexes a value"),
 }
 
 
@@ -699,7 +699,7 @@ def test_gelu_by_erf_compiles(make, dtype):
 @pytest.mark.parametrize(
     "make", [lambda: [ops.RMSNorm(8), ops.SiLU()], lambda: [ops.GELU(), ops.ConstantScale(2.0)]]
 )
-def test_tangents_pass(make, dtype):
+def test_forward_mode_tangents_match_the_unfused_chain(make, dtype):
     chain = opfuse.Sequential(*make()).to(dtype).requires_grad_(False)
     x, t = torch.randn(3, 8, dtype=dtype), torch.randn(3, 8, dtype=dtype)
     found = []

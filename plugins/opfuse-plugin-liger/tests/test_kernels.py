@@ -34,7 +34,7 @@ def truth(function, *given):
 @runs
 @pytest.mark.parametrize("shape", [(3, 127), (2, 2, 1024)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_norms(dtype, shape):
+def test_norms_and_their_gradients_match_fp64(dtype, shape):
     x, extra, weight, bias = tensors(shape, shape, shape[-1:], shape[-1:], dtype=dtype)
     before = [tensor.clone() for tensor in (x, extra, weight, bias)]
     ones = torch.ones_like(x)
@@ -64,7 +64,7 @@ def test_norms(dtype, shape):
 @runs
 @pytest.mark.parametrize("name", ["swiglu", "geglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gated(dtype, name):
+def test_gated_activations_and_their_gradients_match_fp64(dtype, name):
     (x,) = tensors((3, 2 * 129), dtype=dtype)
     before = x.clone()
     gate = F.silu if name == "swiglu" else lambda a: F.gelu(a, approximate="tanh")
@@ -89,7 +89,7 @@ def test_gated(dtype, name):
     ],
     ids=["fp64", "two dimensions", "centered", "interleaved"],
 )
-def test_what_it_declines(op, x, sentence):
+def test_unsupported_ops_and_inputs_are_declined_with_a_reason(op, x, sentence):
     with opfuse.plugins.using("liger"):
         plan = opfuse.explain(opfuse.Sequential(op), x).calls[0].plan
     assert not any(step.fusion for step in plan.forward)

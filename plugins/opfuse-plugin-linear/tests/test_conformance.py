@@ -16,7 +16,7 @@ TRITON = (
     "linear+bias+add",
     "linear+scale+add",
 )
-"""The forward fusions that a Triton product can stand for."""
+"""The forward fusions that a Triton product can replace."""
 
 
 def as_large_as_the_matrices(rows, target, facts):

@@ -236,7 +236,7 @@ def test_a_tensor_subclass_stays_with_its_own_operations():
 
 @pytest.mark.parametrize("scale", [0.5, -3.0, 0.0])
 @pytest.mark.parametrize("lead", [(), (0,), (5,), (2, 3), (ROWS,)], ids=str)
-def test_scaled_gradients(lead, scale):
+def test_scaled_gradients_match_fp64(lead, scale):
     for dtype in DTYPES:
         dy, x, w = arguments((OUT, IN, (OUT, IN)), lead, dtype)
         wide = [t.double() for t in (dy, x, w)]
@@ -320,7 +320,7 @@ def test_onednn_is_not_asked_while_compiling():
         ("aarch64", True, "vendor_id : AuthenticAMD", "", False),
     ],
 )
-def test_which_machines_profit(monkeypatch, machine, available, cpuinfo, processor, expected):
+def test_onednn_is_faster_on_amd(monkeypatch, machine, available, cpuinfo, processor, expected):
     monkeypatch.undo()
 
     def read_text(self, **kwargs):

@@ -172,7 +172,7 @@ def test_which_fusions_are_used(case, dtype):
 
 
 @pytest.mark.parametrize("name", ["owned", "bias+add", "scale+add", "fork"])
-def test_both_passes_together(name):
+def test_fused_forward_and_backward_match_the_unfused_chain(name):
     case = CASES[name]
     chain, inputs = case.chain(), case.inputs((5, IN))
     params = list(chain.parameters())
@@ -181,7 +181,7 @@ def test_both_passes_together(name):
 
 @pytest.mark.parametrize("size", [(0, 4), (4, 0)], ids=str)
 @pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=str)
-def test_sizes_of_zero(size, shape):
+def test_sizes_of_zero_match_the_unfused_chain(size, shape):
     chain = opfuse.Sequential(ops.Linear(*size), ops.GELU())
     x = torch.randn(*shape, size[0])
     params = list(chain.parameters())
@@ -308,7 +308,7 @@ def test_the_backward_uses_the_scale_of_the_forward(monkeypatch, name, backward)
 
 @pytest.mark.parametrize("middle", [[], [ops.ConstantScale(2.0)]], ids=["plain", "scaled"])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_adding_in_place(middle, compute):
+def test_adding_in_place_writes_into_the_extra_input(middle, compute):
     chain = opfuse.Sequential(linear(bias=not middle), *middle, ops.AddExtraInput(in_place=True))
     x, extra = torch.randn(3, IN), torch.randn(3, OUT, dtype=compute)
     results = []
@@ -344,7 +344,7 @@ def test_an_extra_input_out_of_a_channel(in_place):
     assert torch.equal(x, kept)
 
 
-# What stands for an op
+# What may replace an op
 
 
 class Doubled(ops.SiLU):
@@ -472,7 +472,7 @@ def test_a_subclass_with_its_own_formulas_computes_them(rows, dtype, monkeypatch
 
 
 class Noisy(ops.Activation):
-    """Draws anew at each call."""
+    """Draws again at each call."""
 
     def value(self, x):
         return x * torch.rand_like(x)
@@ -514,7 +514,7 @@ def test_both_forms_of_gelu(rows, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [3, 4096])
 @pytest.mark.parametrize("name", ["bias", "act", "add", "scale"])
-def test_tangents_pass(name, rows, dtype, monkeypatch):
+def test_forward_mode_tangents_match_the_unfused_chain(name, rows, dtype, monkeypatch):
     monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
     chain, inputs = (
         CASES[name].chain(dtype).requires_grad_(False),
@@ -551,7 +551,7 @@ def test_compile_over_row_counts_makes_few_graphs():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-def test_export(case):
+def test_an_exported_chain_gives_the_same_values(case):
     chain, inputs = case.chain(), case.inputs()
     program = torch.export.export(chain.eval(), tuple(inputs))
     outputs = [
@@ -561,7 +561,7 @@ def test_export(case):
 
 
 @pytest.mark.parametrize("name", ["owned", "scale+add"])
-def test_reentrant_checkpoint(name):
+def test_reentrant_checkpointing_gives_the_same_gradients(name):
     chain, inputs = CASES[name].chain(), CASES[name].inputs()
     results = []
     for fn in (lambda *xs: checkpoint(chain, *xs, use_reentrant=True), chain):

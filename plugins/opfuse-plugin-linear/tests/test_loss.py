@@ -130,7 +130,7 @@ def test_outside_of_training_no_gradient_is_computed_before_it_is_asked_for():
         assert fusions(chain, *batch()) == ["linear+loss"]
 
 
-def test_few_rows():
+def test_few_rows_are_fused_only_if_the_weight_is_frozen():
     chain, few = head(), batch(rows=(WIDTH,))
     assert f"for at most {WIDTH} rows the gradient of the weight" in why(chain, *few)
     half = head(dtype=torch.bfloat16)
@@ -215,7 +215,7 @@ def test_the_peak_is_far_below_that_of_the_separate_ops(reduction):
     assert peaks[0] < 0.1 * peaks[1]
 
 
-def test_what_is_kept():
+def test_the_fused_loss_keeps_no_logits():
     x, targets = batch()
     chain = head(bias=True)
     params = sum(param.nbytes for param in chain.parameters())
@@ -243,7 +243,7 @@ def test_what_is_kept():
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)  # fmt: skip
-def test_gradients_against_fp64(dtype, options, prefer):
+def test_gradients_match_fp64(dtype, options, prefer):
     x, targets = batch(dtype, (4, 8))
     targets[2, 3] = options.get("ignore_index", -100)
     targets[targets == -100] = options.get("ignore_index", -100)
@@ -303,7 +303,7 @@ def test_under_autocast_the_gradient_of_the_weight_stays_in_fp32(dtype, prefer):
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
 
 
-def test_all_rows_ignored():
+def test_ignoring_all_rows_gives_nan_and_zero_gradients():
     x, targets = batch()
     targets[:] = -100
     y = head()(x, targets)
@@ -311,7 +311,7 @@ def test_all_rows_ignored():
     assert torch.autograd.grad(y, x)[0].eq(0).all()
 
 
-def test_between_other_ops():
+def test_the_fused_loss_works_between_other_ops():
     x, targets = batch(rows=(4, 8))
     chain = head(ops.RMSNorm(WIDTH))
     chain.append(ops.ConstantScale(0.5))

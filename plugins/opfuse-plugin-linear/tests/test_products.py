@@ -59,7 +59,7 @@ def launched(call):
 @interpreted
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_values(dtype, sizes):
+def test_products_match_fp64_with_and_without_tf32(dtype, sizes):
     for allowed in (True, False) if dtype is torch.float32 else (False,):
         with tf32(allowed):
             check_values(dtype, *sizes)
@@ -170,7 +170,7 @@ ACTIVATIONS = [
 
 @interpreted
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=lambda act: type(act).__name__)
-def test_activations_that_fuse(act):
+def test_a_linear_and_each_activation_fuse_into_one_step(act):
     chain = opfuse.Sequential(ops.Linear(24, 32), act)
     x, dy = draw(torch.float32, (5, 24), (5, 16 if act.gated else 32))
     results = []
@@ -421,7 +421,7 @@ def test_a_product_is_used_only_where_it_was_measured():
         ("a gate and what", (ops.ParallelLinear([LINEAR, ops.Linear(16, 8)]), SWIGLU), {}),
     ],
 )
-def test_why_not(said, chain, changes):
+def test_each_refusal_gives_its_reason(said, chain, changes):
     assert said in choice.refusal(chain, environment(measured=math.inf, **changes))
 
 
@@ -431,7 +431,7 @@ def test_on_a_cpu_it_needs_the_interpreter():
     assert said == "a Triton product needs a GPU"
 
 
-def test_what_tune_measures():
+def test_tune_measures_at_most_eight_configurations():
     env = environment(measured=math.inf)
     with target(90):
         for chain in ((LINEAR, GELU), (LINEAR, SWIGLU), (LINEAR, ops.AddExtraInput())):

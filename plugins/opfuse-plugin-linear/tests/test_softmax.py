@@ -45,7 +45,7 @@ def arguments(dtype, rows, classes, ignored=-100, scale=3.0):
 @runs
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_values(dtype, numbers):
+def test_losses_and_gradients_match_fp64(dtype, numbers):
     for rows, classes in ((1, 3), (3, 129), (5, 5000)):
         logits, targets, weights = arguments(dtype, rows, classes, numbers.ignore_index)
         expected = logits.double()
@@ -116,7 +116,7 @@ def test_a_chain_launches_it(monkeypatch, dtype):
 
 @compiles
 @pytest.mark.parametrize("arch", TARGETS)
-def test_it_compiles(arch):
+def test_the_kernels_compile_for_the_architecture(arch):
     numbers = range(len(cases.CASES) - 2, len(cases.CASES))
     rows = [
         row for n in numbers for row in check_case("linear", "opfuse_linear.cases:CASES", n, arch)

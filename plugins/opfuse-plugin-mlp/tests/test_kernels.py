@@ -50,7 +50,7 @@ def gradients(op, config=None):
 @runs
 @pytest.mark.parametrize("op", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_values(dtype, op):
+def test_gradients_and_recomputed_values_match_fp64(dtype, op):
     for shape in SHAPES:
         dy, z = arguments(op, shape, dtype)
         truth = formulas.gradients(op, dy.double(), z.double(), True)
@@ -129,7 +129,7 @@ def test_two_functions_of_one_name_are_told_apart():
 
 
 @compiles
-def test_it_compiles():
+def test_the_kernels_compile_for_every_target():
     rows = check("opfuse_mlp.cases:CASES")
     assert not [sentence for row in rows for sentence in row.refusals]
     assert {row.target for row in rows} == {str(target) for target in TARGETS.values()}

@@ -234,7 +234,7 @@ def test_where_a_norm_is_not_computed_again():
             assert not fusions(chain, x, **settings)
             return " ".join(opfuse.explain(chain, x).details.split())
 
-    assert 'takes time for memory, which prefer="memory" asks for' in said(prefer="speed")
+    assert 'trades time for memory, which prefer="memory" asks for' in said(prefer="speed")
     assert "the option mlp.keep_norm keeps it" in said(**{"mlp.keep_norm": True})
     with torch.no_grad():
         assert "no backward follows" in said()
@@ -264,7 +264,7 @@ def test_a_norm_whose_output_nobody_spares_is_left_to_others():
         with opfuse.options(prefer="memory"):
             return " ".join(opfuse.explain(chain.float(), batch()).details.split())
 
-    sentence = "no op behind it keeps its output for the gradient of a parameter"
+    sentence = "no op after it keeps its output for the gradient of a parameter"
     for behind in ((), (ops.Dropout(0.0), linear()), (ops.ReLU(),)):
         assert sentence in why(ops.LayerNorm(WIDTH), *behind)
     handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU,), Spared, name="spared"))
@@ -387,7 +387,7 @@ def test_under_a_recipe_the_linears_quantize():
         (plain(), WIDTH + INNER),
     ],
 )
-def test_compiled(chain, numbers):
+def test_a_compiled_mlp_keeps_as_little_and_gives_the_same_gradients(chain, numbers):
     x = batch()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     assert kept(compiled, x) == numbers

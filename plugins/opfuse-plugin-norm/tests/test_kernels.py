@@ -80,7 +80,7 @@ def compare(got, expected):
 @pytest.mark.parametrize("shapes", [SHAPES, WIDE], ids=["whole", "wide"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_forward(dtype, kind, shapes):
+def test_forward_matches_fp64_with_and_without_an_addition(dtype, kind, shapes):
     norm = kernels.Norm(kind, 1, kind == kernels.RMS)
     for shape in shapes:
         x, extra = drawn(shape, shape, dtype=dtype)
@@ -99,7 +99,7 @@ def test_forward(dtype, kind, shapes):
 @pytest.mark.parametrize("shapes", [SHAPES, WIDE], ids=["whole", "wide"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backward(dtype, kind, shapes):
+def test_backward_matches_fp64_for_each_set_of_needed_gradients(dtype, kind, shapes):
     norm = kernels.Norm(kind, 1, kind == kernels.RMS)
     for number, shape in enumerate(shapes):
         dy, x, extra = drawn(shape, shape, shape, dtype=dtype)
@@ -116,7 +116,7 @@ def test_backward(dtype, kind, shapes):
 
 
 @needs_kernels
-def test_dtypes_that_differ():
+def test_input_addition_weight_and_output_may_differ_in_dtype():
     """The input, what is added, the weight and the output may each have a dtype of their own."""
     norm = kernels.Norm(kernels.RMS, 1, False)
     (x,), (extra,) = drawn((5, 96), dtype=torch.bfloat16), drawn((5, 96))

@@ -14,7 +14,7 @@ def attention(twin):
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa", "flex_attention"])
-def test_other_implementations(models, kind):
+def test_other_attention_implementations_give_the_same_step(models, kind):
     model, twin, _ = models.pair("llama")
     if kind == "flex_attention":
         pytest.skip("it compiles, which takes a minute")
@@ -48,7 +48,7 @@ def test_what_an_attention_function_sees(models):
 
 
 @pytest.mark.parametrize("change", ["hook", "replace", "dtype"])
-def test_fallbacks(models, change):
+def test_a_changed_attention_layer_falls_back_and_stays_right(models, change):
     model, twin, _ = models.pair("llama")
     for each in (model, twin):
         part = attention(each)

@@ -45,7 +45,7 @@ MODES = {"fp32": 1e-5, "bf16": 0.05, "autocast": 0.05}
 
 @pytest.mark.parametrize("family", CONVERTED)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_training_step(models, family, mode):
+def test_a_training_step_matches_the_original_model(models, family, mode):
     dtype = torch.bfloat16 if mode == "bf16" else torch.float32
     model, twin, report = models.pair(family, dtype, **NO_DROPOUT.get(family, {}))
     expected, got = [models.step(each, mode == "autocast") for each in (model, twin)]
@@ -61,7 +61,7 @@ def test_a_training_step(models, family, mode):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-def test_dropout_draws_anew(models, family):
+def test_dropout_draws_other_numbers_at_each_call(models, family):
     """In training a layer with dropout is converted too, and draws other numbers at each call."""
     where = {"llama": {"attention_dropout": 0.5}, "gpt2": {"resid_pdrop": 0.5}}
     _, twin, report = models.pair(family, **where.get(family, {}))

@@ -15,7 +15,7 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.parametrize("options", [(), ("--lora",), ("--bf16",)], ids=" ".join)
-def test_finetune_llama(options):
+def test_finetune_llama_lowers_the_loss(options):
     pytest.importorskip("accelerate")
     if options == ("--lora",):
         pytest.importorskip("peft")
@@ -38,7 +38,7 @@ def test_finetune_llama(options):
     assert ("LlamaRMSNorm x 5" if norms_alone else "LlamaDecoderLayer x 2") in result.stdout
 
 
-def test_readme():
+def test_the_readme_example_prints_what_it_shows():
     blocks = README.read_text(encoding="utf-8").split("```")[1::2]
     (code,) = [block.partition("\n")[2] for block in blocks if block.startswith("python")]
     (expected,) = [block.partition("\n")[2] for block in blocks if block.startswith("text")]

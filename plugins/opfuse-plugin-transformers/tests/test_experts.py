@@ -16,7 +16,7 @@ def experts(model):
 
 @pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
-def test_each_implementation(models, how, act):
+def test_each_experts_implementation_gives_the_same_step(models, how, act):
     model, twin, report = models.pair("mixtral", hidden_act=act)
     assert [row.cls for row in report.converted].count("MixtralExperts") == 2
     for each in (model, twin):
@@ -97,7 +97,7 @@ def test_experts_under_a_recipe(models, name, most):
     ],
     ids=["parallel", "activation", "implementation"],
 )
-def test_fallbacks(models, monkeypatch, change, why):
+def test_changed_experts_fall_back_with_a_reason(models, monkeypatch, change, why):
     _, twin, _ = models.pair("mixtral")
     part = experts(twin)
     for name, value in change.items():

@@ -59,7 +59,7 @@ FAMILIES = {  # class, configuration, what it has, how near: a norm in fp32 is c
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_three_steps(family):
+def test_three_training_steps_match_the_original_in_fp64(family):
     """The dropouts of each draw the same."""
     import transformers
 

@@ -34,7 +34,7 @@ def of(model):
     ],
 )
 @pytest.mark.parametrize("family", CAUSAL)
-def test_a_training_step(models, family, how):
+def test_the_fused_head_gives_the_same_training_step(models, family, how):
     model, twin, report = models.pair(family)
     assert report.converted[0].ops == ("BasicLinear", "CrossEntropy")
     ids = models.inputs(model)["input_ids"]
@@ -78,7 +78,7 @@ def test_a_training_step(models, family, how):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(models, dtype):
+def test_the_loss_in_half_precision_is_as_near_fp64_as_the_original(models, dtype):
     """The loss is in fp32, as the library's, and near that in fp64."""
     model, twin, _ = models.pair("llama", dtype)
     exact = copy.deepcopy(model).double()
@@ -126,7 +126,7 @@ def test_logits_are_given_wherever_the_loss_is_not_trained(models):
     assert of(twin) == "outside of training it gives logits"
 
 
-def test_logits_to_keep(models):
+def test_labels_match_the_logits_that_are_kept(models):
     """Labels for what is kept, which are shifted already, are honoured; others are refused as ever."""
     model, twin, _ = models.pair("llama")
     given = models.inputs(model)
@@ -231,7 +231,7 @@ def test_models_that_compute_with_their_logits(family):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("rows", [2, 20])
-def test_no_label_counts(models, rows, frozen):
+def test_ignoring_every_label_gives_nan_and_zero_gradients(models, rows, frozen):
     """The loss is NaN and all gradients are zero, as in eager."""
     model, twin, _ = models.pair("llama", vocab_size=512)
     ids = torch.randint(3, 512, (rows, 24))
@@ -291,7 +291,7 @@ def test_what_hooks_write_to_the_model_stays(models):
         assert each.steps == 2 and not hasattr(each, "once") and not each.training
 
 
-def test_verified(models):
+def test_verify_accepts_the_fused_head(models):
     model = models.make("llama")
     assert opfuse.convert(model, verify=True).converted[0].ops == ("BasicLinear", "CrossEntropy")
 
@@ -299,7 +299,7 @@ def test_verified(models):
 @pytest.mark.parametrize(
     "change", ["hook", "loss", "loss_type", "mapping", "replaced", "resized", "frozen", "code"]
 )
-def test_changes(models, change, monkeypatch):
+def test_a_changed_head_or_loss_falls_back(models, change, monkeypatch):
     from transformers.loss import loss_utils
 
     model, twin, _ = models.pair("llama")
@@ -330,9 +330,9 @@ def test_changes(models, change, monkeypatch):
     assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
     expected = {
         "hook": "lm_head has forward hooks",
-        "loss": "its loss is test_changes.<locals>.<lambda>",
+        "loss": "its loss is test_a_changed_head_or_loss_falls_back.<locals>.<lambda>",
         "loss_type": "its loss is ForMaskedLMLoss",
-        "mapping": "its loss is test_changes.<locals>.<lambda>",
+        "mapping": "its loss is test_a_changed_head_or_loss_falls_back.<locals>.<lambda>",
         "replaced": "lm_head was replaced by Sequential",
         "resized": "lm_head was replaced by Linear",
         "code": "the code of ForCausalLMLoss was replaced by code",
@@ -369,7 +369,7 @@ def test_soft_targets_are_refused_as_by_the_library(models, name):
         twin(**{**models.inputs(model), name: torch.rand(2, 24)})
 
 
-def test_it_keeps_less(models):
+def test_the_fused_head_keeps_fewer_bytes(models):
     """Eager keeps what the softmax gives; the fused head keeps the gradients of its input and weight."""
     model, twin, _ = models.pair("llama", vocab_size=4096)
     ids = torch.randint(3, 4096, (4, 128))

@@ -55,7 +55,7 @@ def test_a_layer_takes_what_it_only_passes_on(models, family):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("first", ["convert", "enable"])
 @pytest.mark.parametrize("family", LAYERS)
-def test_gradient_checkpointing(models, family, first, reentrant):
+def test_checkpointing_may_be_enabled_before_or_after_converting(models, family, first, reentrant):
     model = models.make(family)
     twin, plain = copy.deepcopy(model), copy.deepcopy(model)
     opfuse.convert(plain)
@@ -84,7 +84,7 @@ def test_gradient_checkpointing(models, family, first, reentrant):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])
-def test_generate(models, family):
+def test_generate_gives_the_same_tokens(models, family):
     model, twin, _ = models.pair(family)
     model.eval(), twin.eval()
     ids = models.inputs(model)["input_ids"][:, :8]

@@ -157,7 +157,7 @@ def test_what_stands_for_them_is_used_as_they_are(pair):
 
 @pytest.mark.parametrize("items", [False, True])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(models, precision, items):
+def test_accelerate_trains_a_converted_model_alike(models, precision, items):
     """It accumulates gradients, and casts the outputs."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState

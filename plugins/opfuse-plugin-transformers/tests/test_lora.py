@@ -26,7 +26,7 @@ def adapted(models, family="llama", dtype=torch.float32, **config):
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_training_step(models, mode, dropout):
+def test_a_training_step_with_lora_matches_the_original(models, mode, dropout):
     dtype = torch.bfloat16 if mode == "bf16" else torch.float32
     model, twin, report = adapted(models, dtype=dtype, lora_dropout=dropout)
     found = [row.ops for row in report.converted if row.converter == "linear layer with LoRA"]
@@ -58,7 +58,7 @@ def first(model):
     ],
     ids=["disabled", "merged", "scale", "hook"],
 )
-def test_changes(models, change, why):
+def test_a_changed_lora_layer_falls_back_with_a_reason(models, change, why):
     model, twin, _ = adapted(models)
     for each in (model, twin):
         change(each)
@@ -82,7 +82,7 @@ def test_the_code_of_the_forward(models, monkeypatch):
     torch.testing.assert_close(twin(**given).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_another_adapter(models):
+def test_another_active_adapter_falls_back_until_the_default_returns(models):
     usual = {"target_modules": ["q_proj", "down_proj"]}
     model, twin, _ = adapted(models, **usual)
     for each in (model, twin):

@@ -51,7 +51,7 @@ def cut(matrix, height, width, largest):
     return scales
 
 
-# Each lays a matrix out, with its blocks along the rows, and gives its fields and what they stand for
+# Each lays a matrix out, with its blocks along the rows, and gives its fields and the values that they represent
 
 
 def blocks(matrix, height, dtype=E4M3):
@@ -191,7 +191,7 @@ def test_any_size_works_with_the_last_block_shorter(name, shape):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0,), (64, 0)])
-def test_empty(name, shape):
+def test_empty_tensors_keep_their_shape(name, shape):
     check(name, shape, ROWWISE if shape == (0,) and name not in RAGGED else BOTH)
 
 
@@ -216,7 +216,7 @@ def test_whole_blocks_are_needed_along_the_block_only(name):
 
 @pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE])
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_copy(name, usage):
+def test_one_copy_dequantizes_and_names_the_missing_copy(name, usage):
     made, expected = quantized(name, torch.randn(64, 96), usage)
     equal(made.dequantize(usage), expected[usage])
     other = COLUMNWISE if usage == ROWWISE else ROWWISE
@@ -268,7 +268,7 @@ def test_float64_data_are_computed_in_float64():
     equal(made.dequantize(), data * scale.double())
 
 
-def test_every_e2m1_value():
+def test_every_e2m1_code_dequantizes_in_both_nibbles():
     """All 16 codes, in the low and in the high nibble."""
     codes = torch.arange(16).repeat_interleave(2)  # each twice, so in both nibbles
     data = (codes[0::2] | codes[1::2] << 4).byte().view(E2M1X2).view(1, 16)
@@ -310,7 +310,7 @@ def test_a_transformed_copy_comes_back(signs, dtype):
         assert kept.columnwise_signs == signs
 
 
-def test_every_e8m0_scale():
+def test_every_e8m0_scale_dequantizes_exactly():
     exponents = torch.arange(255)
     scale = exponents.byte().view(torch.float8_e8m0fnu).view(255, 1)
     made = MXTensor((255, 32), torch.float64, None, torch.ones(255, 32).to(E4M3), scale)
@@ -329,7 +329,7 @@ def test_every_e8m0_scale():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_rebuild(name):
+def test_rebuild_accepts_only_its_own_component_tensors(name):
     made, expected = quantized(name, torch.randn(2, 16, 64))
     tensors = made.tensors()
     assert len(tensors) == len(made.tensor_names)
@@ -348,7 +348,7 @@ def test_rebuild(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_data(name):
+def test_without_data_leaves_a_shell_that_can_be_rebuilt(name):
     made, expected = quantized(name, torch.randn(32, 32))
     shell = made.without_data()
     assert {n for n in made.tensor_names if getattr(shell, n) is None} == set(made.data_names)
@@ -365,7 +365,7 @@ def test_without_data(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_deepcopy(name):
+def test_a_deepcopy_shares_no_component_tensor(name):
     made, expected = quantized(name, torch.randn(32, 32))
     other = copy.deepcopy(made)
     for tensor in made.tensors():
@@ -374,7 +374,7 @@ def test_deepcopy(name):
         equal(other.dequantize(which), values)
 
 
-def test_names_and_repr():
+def test_names_and_repr_list_the_component_tensors():
     made, _ = quantized("nvfp4", torch.randn(32, 48), ROWWISE)
     assert repr(made) == (
         "<NVFP4Tensor: (32, 48) of torch.float32; rowwise_data float4_e2m1fn_x2 (32, 24), "
@@ -393,7 +393,7 @@ def test_names_and_repr():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["e4m3", "1x128", "128x128", "mx", "nvfp4"])
-def test_compiled_whole(name, dynamic):
+def test_building_and_dequantizing_compile_in_one_graph(name, dynamic):
     def build(x, tensors):
         options = {"block": block} if block else {}
         made = cls(x.shape, x.dtype, None, *tensors, **options)

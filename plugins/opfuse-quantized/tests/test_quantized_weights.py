@@ -124,7 +124,7 @@ def test_values_are_those_of_the_quantizer(recipe, dtype):
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 127), (127, 3), (0, 5), (5, 0), (129, 257)], ids=str)
 @recipe_of_each
-def test_shapes(recipe, shape):
+def test_weights_of_any_shape_match_quantizing_at_each_call(recipe, shape):
     outputs, inputs = shape
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns where it draws nothing
@@ -169,7 +169,7 @@ def test_a_step_is_that_of_an_unquantized_model(recipe, dtype, frozen):
 
 @recipe_of_each
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_backward_overrides(recipe, override):
+def test_a_backward_override_dequantizes_the_stored_weight(recipe, override):
     recipe = type(recipe)(backward_override=override)
     model, x = linear(recipe), batch()
     y, dx, dw, _ = step(model, x, recipe)
@@ -181,7 +181,7 @@ def test_backward_overrides(recipe, override):
 
 
 @recipe_of_each
-def test_under_torch_autocast(recipe):
+def test_torch_autocast_gives_the_same_bits_as_an_unquantized_weight(recipe):
     model, x = linear(recipe), batch()
     twin = unquantized(model)
     _share_scale(model, twin, recipe)
@@ -371,7 +371,7 @@ def test_writes_and_checkpoints_in_inference_mode(recipe):
 
 
 @recipe_of_each
-def test_copies(recipe):
+def test_copies_have_their_own_weight_and_quantizer(recipe):
     model = linear(recipe)
     step(model, batch(), recipe)
     param, before = model.weight, codes(model.weight)
@@ -516,7 +516,7 @@ def test_gradients_are_plain(recipe):
     assert not model.weight.requires_grad
 
 
-def test_main_grad():
+def test_main_grad_accumulates_as_for_an_unquantized_weight():
     model, x = linear(PER_BLOCK, accumulate_into_main_grad=True), batch()
     model.weight.main_grad = torch.zeros(40, 48)
     for _ in range(2):
@@ -886,7 +886,7 @@ def test_a_recipe_sees_the_name_of_the_op_around(monkeypatch):
     ]
 
 
-def test_names_and_reports():
+def test_explain_names_the_weights_that_live_quantized():
     torch.manual_seed(0)
     with opfuse.quantized_model_init(DELAYED):
         model = opfuse.Sequential(ops.BasicLinear(8, 8, name="first"), ops.Linear(8, 8))

@@ -30,7 +30,7 @@ def model():
     return opfuse.assign_names(made), x.requires_grad_()
 
 
-def test_what_is_recorded():
+def test_casts_range_and_underflow_of_each_tensor_are_recorded():
     made, x = model()
     with opfuse.watch_quantization() as seen:
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_what_is_recorded():
     assert 0 < seen.tensors["0.2 weight"].error < 0.05
 
 
-def test_the_report():
+def test_the_report_has_a_line_for_each_tensor():
     made, x = model()
     x.data[1, 0], x.data[1, 1] = torch.inf, torch.nan
     with opfuse.watch_quantization() as seen, opfuse.autocast(testing.PerBlock()):
@@ -70,7 +70,7 @@ def test_the_report():
 
 @pytest.mark.parametrize("name", ["PerTensor", "PerBlock", "Delayed"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_nothing_changes(name, inside):
+def test_watching_changes_no_value_or_state(name, inside):
     """Values, gradients and state are those without the block, in either nesting."""
     (one, x), (other, z) = model(), model()
     recipe = getattr(testing, name)()

@@ -120,7 +120,7 @@ def test_every_candidate_is_compiled_when_asked():
         ("gfx950", 64, 40 * 1024, 4, 16 / 32),
     ],
 )
-def test_occupancy(arch, registers, shared, warps, share):
+def test_occupancy_is_limited_by_registers_memory_and_warps(arch, registers, shared, warps, share):
     taken = Resources(registers, 0, shared, warps, {}, 0)
     assert occupancy(TARGETS[arch], taken) == share
 
@@ -222,7 +222,7 @@ def command(*arguments, cwd, **variables):
     )  # fmt: skip
 
 
-def test_the_command(installed):
+def test_the_check_command_reports_and_verifies(installed):
     done = command("check", "toys", "--all", "--report", "r.json", cwd=installed)
     assert (done.returncode, done.stderr) == (0, "")
     assert "toys: scale\n  rows=8192 features=4096\n" in done.stdout
@@ -239,7 +239,7 @@ def test_the_command(installed):
     )
 
 
-def test_the_command_refuses(installed):
+def test_the_check_command_refuses_bad_kernels_and_arguments(installed):
     done = command("check", "triton_toys:NO_GEMM", cwd=installed)
     assert done.returncode == 1
     words = " ".join(done.stdout.split("refused: ")[1].split())

@@ -36,7 +36,7 @@ OPS = {
     "third party gate": support.LeakyGate,
 }  # fmt: skip
 every = pytest.mark.parametrize("name", OPS)
-ROWS, COLUMNS = 5, 131  # beside a tile
+ROWS, COLUMNS = 5, 131  # not whole tiles
 LARGE = [
     0.0,
     -0.0,
@@ -78,7 +78,7 @@ def inputs(op, dtype=torch.float32):
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_value_and_derivative(name, dtype, exact):
+def test_value_and_derivative_match_fp64(name, dtype, exact):
     op = OPS[name]()
     dy, x = inputs(op, dtype)
     tolerance = {"rtol": 1e-5, "atol": 2e-6}
@@ -137,7 +137,7 @@ def test_numbers_are_those_of_the_call(exact):
 @compiled
 @every
 @pytest.mark.parametrize("arch", TARGETS)
-def test_compiles_for(name, arch):
+def test_the_functions_compile_for_the_architecture(name, arch):
     op = OPS[name]()
     with recording(arch) as launches:
         x = torch.empty(4096, 1024 * op.feature_ratio, dtype=torch.bfloat16, device="meta")
@@ -218,11 +218,11 @@ class Plain(ops.GatedActivation):
         ops.Identity,
     ],
 )
-def test_has_no_functions(cls):
+def test_an_op_whose_math_may_differ_has_no_functions(cls):
     assert functions_of(cls()) is None
 
 
-def test_has_functions():
+def test_an_op_with_known_math_has_functions():
     class Tagged(ops.GELU):
         slope, tag = 2.0, "x"  # GELU's functions do not take them
 
@@ -247,7 +247,7 @@ def test_a_wrong_number_of_functions_is_an_error():
 
 
 @compiled
-def test_with_the_interpreter(tmp_path):
+def test_this_file_passes_in_the_interpreter(tmp_path):
     path = os.pathsep.join([str(ROOT / "tests" / "support"), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider"]

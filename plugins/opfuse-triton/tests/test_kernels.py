@@ -106,7 +106,7 @@ def test_a_parameter_with_a_taken_name_is_refused():
         Kernel(kernel, [Config()])
 
 
-def test_targets():
+def test_target_chooses_what_to_compile_for():
     with target("gfx942") as chosen, target(90):
         assert current_target(torch.device("cpu")) is TARGETS[90]
         assert (chosen.backend, str(chosen), chosen.for_triton().warp_size) == ("hip", "gfx942", 64)
@@ -173,7 +173,7 @@ def test_a_launch_compiles_as_triton_would(arch):
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
-def test_interpreted():
+def test_a_kernel_runs_in_the_interpreter_and_refuses_to_compile():
     x, out = torch.arange(300.0), torch.zeros(300)
     kernel = Kernel(scale, by_size)
     kernel.launch(lambda c: (-(-300 // c["BLOCK"]),), x, out, 300, 1.5, (2.0,), x, KEEP=True)

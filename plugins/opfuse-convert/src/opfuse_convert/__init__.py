@@ -1,7 +1,7 @@
 """Real models: chains in place of the forwards of a model's modules.
 
-Users call ``opfuse.convert``. Authors of converters find here what the ordinary converter is made
-of, and the declarations of the hook ``opfuse_converters``.
+Users call ``opfuse.convert``. For authors of converters, this package has the parts of the
+ordinary converter, and the declarations of the hook ``opfuse_converters``.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _parameters(function: types.FunctionType, facts: Mapping[str, Any]) -> dict[
         is_known = table.is_plain(given) or given is NOT_NONE
         names[p.name] = given if is_known and p.default is not p.empty else UNKNOWN
     if not names:
-        raise Unreadable("it is no method")
+        raise Unreadable("it is not a method")
     return names
 
 

@@ -51,7 +51,7 @@ def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
     dtype = dtypes[0] if dtypes else None
     given = x, *extras
     if not _PLAIN.issuperset(map(type, given)) or not x.ndim:
-        return "its input is no plain tensor"
+        return "its input is not a plain tensor"
     if any([t.layout is not torch.strided or t.is_nested for t in given]):
         return "its input is sparse or nested"
     if x.is_meta or not x.is_floating_point():
@@ -218,7 +218,7 @@ class MeasuredChoice:
 
 
 def _is_ordinary(x: Any) -> bool:
-    """Whether a key of :class:`MeasuredChoice` says all that matters of an argument."""
+    """Whether a key of :class:`MeasuredChoice` has all that matters about an argument."""
     plain = type(x) in _PLAIN and not x.is_nested
     return plain and x.layout is torch.strided and not x.is_meta
 
@@ -245,7 +245,7 @@ def pays_in_graph(found: Measurement) -> bool:
     return not found.wrong and found.speed - found.noise / 2 > 1
 
 
-# These are constant in a trace. The generation guards them; a new table changes it, too.
+# These are constant in a trace. The generation guards them; a new table changes it.
 
 
 def is_known_in_graphs(title: str, generation: int) -> bool:

@@ -208,7 +208,7 @@ class ConvertedForward(ReplacedForward):
         """See :meth:`opfuse_convert.choosing.MeasuredChoice.subject`."""
         return self.choice.subject(module, self.chain, Kind.of(x, compiled))
 
-    def gives_way(self, found: Measurement, compiled: bool) -> bool:
+    def declines(self, found: Measurement, compiled: bool) -> bool:
         """Whether the module's own operations run, by what was measured."""
         if compiled:
             return not pays_in_graph(found)

@@ -66,7 +66,7 @@ class Converter:
         target: The modules: a class (exactly that; classes that torch derives for parametrization
             or FSDP count as the original), its dotted name, such as
             ``"transformers.models.llama.modeling_llama.LlamaMLP"``, so that nothing is imported for
-            it, or a function of a module that tells.
+            it, or a function that says so for a module.
         build: ``build(module, env)`` gives a :class:`Conversion`, or a sentence that says why not.
             ``env`` (:class:`opfuse.Environment`) has the device and dtype of the module's
             parameters.

@@ -44,8 +44,8 @@ def convert(
     ``torch.fx``, and under ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the
     chain to be faster.
 
-    The computation of a module is read from the source of its ``forward``; its class need not be
-    known. Only the statements that a chain covers are replaced; the rest is the author's own code.
+    The computation of a module is read from the source of its ``forward``; its class may be
+    unknown. A chain replaces only the statements that it covers; the rest is the author's own code.
     Activations and norms of unknown classes are recognised by their results for numbers of all
     magnitudes. Plugins add converters for code that cannot be read (hook ``opfuse_converters``).
 

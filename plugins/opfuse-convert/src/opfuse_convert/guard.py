@@ -100,7 +100,7 @@ class Guard:
             if key in attributes:
                 return f"{name or 'it'} has another {key} in front of its parameter"
             if param is None and there is not None and parametrize.is_parametrized(of, key):
-                continue  # to look at it is to compute it
+                continue  # looking at it computes it
             shape, what = getattr(param, "shape", None), f"{name}.{key}".lstrip(".")
             if shape is None or there is None:
                 if shape is not there:
@@ -156,7 +156,7 @@ def calm(module: nn.Module) -> Iterator[None]:
     """A block that builds a chain as outside of any call: with grad mode, without autocast.
 
     Parametrizations are in evaluation mode. In training, some of them, such as spectral norm,
-    change their state whenever somebody reads the parameter.
+    change their state whenever the parameter is read.
     """
     training = [
         part

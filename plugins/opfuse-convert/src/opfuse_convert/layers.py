@@ -106,7 +106,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
             rest[0] = dict(rest[0])
     below = without_layer(type(self))
     plain = made is copyreg.__newobj__ and args == (type(self),)  # type: ignore[attr-defined]
-    if plain:  # pickle insists on the very class
+    if plain:  # pickle insists on the class itself
         return (copyreg._reconstructor, (below, object, None), *rest)  # type: ignore[attr-defined]
     return (made, tuple(below if arg is type(self) else arg for arg in args), *rest)
 

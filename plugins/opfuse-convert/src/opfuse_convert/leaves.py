@@ -50,7 +50,7 @@ def leaf_of(module: nn.Module) -> Leaf | str:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a ``torch.nn.Linear`` that computes what it says."""
+    """Whether a module is a ``torch.nn.Linear`` with the forward of its class."""
     return op_class(module) is nn.Linear and not is_patched(nn.Linear)
 
 
@@ -72,7 +72,7 @@ def _behind(forward: Any) -> Sequence[Place]:
 
 def _linear(module: Any) -> Leaf | str:
     if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():
-        return "its weight is no floating-point tensor"
+        return "its weight is not a floating-point tensor"
     return Leaf(linear_ops(module))
 
 

@@ -102,7 +102,7 @@ def _text_of(error: Exception) -> str:
 
 
 def alike(module: nn.Module, made: Conversion) -> Any:
-    """A key of a conversion; of those with the same key, one has to be compared."""
+    """A key of a conversion; only one of those with the same key has to be compared."""
     everyone = [module, *[module.get_submodule(name) for name in made.reads if name]]
     plain = [[(k, v) for k, v in vars(each).items() if table.is_plain(v)] for each in everyone]
     shapes = tuple((name, p.shape, p.dtype, p.device) for name, p in module.named_parameters())

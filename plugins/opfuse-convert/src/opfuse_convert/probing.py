@@ -253,7 +253,7 @@ def _close(y: Tensor, expected: Tensor, x: Tensor) -> bool:
         return False
     finite = a.isfinite()
     a, b, near = a[finite], b[finite], x.double()[finite].abs()
-    # a gate that is all but closed is a difference of numbers near 1, relative to the input
+    # a gate that is nearly closed is a difference of numbers near 1, relative to the input
     most = 8 * eps * b.abs() + 8 * eps * near.clamp(max=16.0) + torch.finfo(x.dtype).tiny
     return bool(((a - b).abs() <= most).all())
 

@@ -186,7 +186,7 @@ class Parser:
     def _of_dropout(self, node: fx.Node) -> _Step | None:
         given = dropout_arguments(node)
         p = given.get("p", 0.5)
-        # one that drops in either mode does not follow it
+        # a dropout that drops in both modes does not follow the mode
         if node not in self._stretch.modes or not isinstance(p, float):
             return None
         drop = ops.Dropout(p)
@@ -287,11 +287,11 @@ class Found(NamedTuple):
 
 
 class StretchReader(Reader):
-    """Notes which modules are no ops, and the places that the others look up.
+    """Records which modules are not ops, and the places that the others look up.
 
     Args:
         leaf_of: The ops of a module.
-        reasons: Gets the reasons why modules without children are no ops, by dotted name.
+        reasons: Gets the reasons why modules without children are not ops, by dotted name.
         known: See :class:`opfuse_convert.grammar.Reader`.
         graph: Gets the nodes.
     """

@@ -174,5 +174,5 @@ def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
-        shard_again(model)  # a forward without a backward leaves them whole
+        shard_again(model)  # without a backward, a forward leaves them whole
     return Measured(saved, dict(recorder.counts), dict((graphs if off else recorder).in_graphs))

@@ -46,7 +46,7 @@ def _given(made: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 
 
 def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> KernelCase:
-    """A forward, or if there is a ``dy`` a backward, by the kernels and by PyTorch's operations."""
+    """A forward, or a backward if there is a ``dy``, by the kernels and by PyTorch's operations."""
     scaled = "scales" in inputs
     formula: Any = formulas.formula_of(op, scaled)
     values = formula.functions.numbers(op.numbers_of())

@@ -49,7 +49,7 @@ def runs(ops: Any, env: Environment) -> bool | str:
 
 
 def runs_alone(ops: Any, env: Environment) -> bool | str:
-    """The same, for what takes several passes over memory in PyTorch."""
+    """The same, for ops that take several passes over memory in PyTorch."""
     if is_one_kernel(ops[-1]):
         return f"PyTorch has a kernel for {type(ops[-1]).__name__}"
     return runs(ops, env)

@@ -22,7 +22,7 @@ class Formula(NamedTuple):
         size: How many features of each half alternate; 0: the halves are contiguous.
         rounds: Whether bfloat16 is rounded after each factor, as it is where the op multiplies
             what PyTorch's kernel for the gate gives.
-        forward: The constants of the forward kernel that say so.
+        forward: The constants of the forward kernel for this.
         backward: Those of the backward kernels.
     """
 
@@ -81,7 +81,7 @@ def _formula(functions: DeviceFunctions, names: list[str], size: int, rounds: bo
 
 @functools.cache
 def _find(name: str) -> Any:
-    """The device function of a name; None: it is not where its name says."""
+    """The device function of a name; None: there is none under that name."""
     module, _, path = name.partition(":")
     try:
         return functools.reduce(getattr, path.split("."), importlib.import_module(module))

@@ -18,7 +18,7 @@ Extras = Sequence[Sequence[Tensor | None]]
 
 
 class _Fused(FusedOperation):
-    """The base of all: it knows the activation, and who computes it."""
+    """The base of all: it has the activation, and the functions that compute it."""
 
     _call = ""  # of the functions in twins, and the methods of library.LibraryActivation
     _run: Any
@@ -75,7 +75,7 @@ class ForwardActivation(_Fused):
         saves = ctx.requires_grad and ctx.input_requires_grad
         keep = saves and (bias is not None or dtype is not input_.dtype)
         y, kept = self._run(input_, bias, None, dtype, keep)
-        if ctx.requires_grad:  # what it is given is kept only if it saves
+        if ctx.requires_grad:  # it keeps its argument only if the op saves
             op.operand(ctx, kept if keep else input_ if saves else y)
         return y, self._nothing
 
@@ -95,7 +95,7 @@ class BackwardActivation(_Fused):
         if x is None:
             return None, self._nothing, self._nothing
         needs_sums = self._has_bias and first.param_requires_grad[0]
-        # a forward of its own may have left none
+        # a custom forward may have left none
         numbers = getattr(ctx, "numbers", None) or op.numbers_of()
         needs = first.input_requires_grad, needs_sums
         dx, sums = self._run(numbers, grad_output, x, *needs, ctx.owns_grad_output)

@@ -53,7 +53,7 @@ def _gate_at(column, SIZE: tl.constexpr):
 
 @triton.jit
 def _hidden(x_ptr, bias_ptr, y_ptr, kept_ptr, start, column, in_rows, in_columns):
-    """What the activation is applied to, in fp32: rounded where the separate ops round."""
+    """The input of the activation, in fp32: rounded where the separate ops round."""
     inside = in_rows & in_columns
     x = tl.load(x_ptr + start + column, inside, 0)
     if bias_ptr is not None:
@@ -231,7 +231,7 @@ def scaled_backward_kernel(
     """``dx = act'(x) dy scales`` and ``dscales``, the sum of ``act(x) dy`` over the features.
 
     A program has whole rows. ``dx_ptr`` and ``scales_ptr``, or ``dscales_ptr``, are None where
-    nobody needs them.
+    they are not needed.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     in_rows = row < rows
@@ -282,7 +282,7 @@ LARGEST, TALLEST = 4096, 256
 
 
 def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """The tiles of the table, first as wide as leaves the fewest threads beside the features."""
+    """The tiles of the table, first those that leave the fewest threads without a feature."""
     found: dict[Config, None] = {}
     for columns in _columns(facts["features"]):
         for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:

@@ -19,7 +19,7 @@ from .conditions import DTYPES
 from .formulas import Formula
 
 Two = tuple[Tensor | None, Tensor | None]
-_PLAIN = Tensor, torch.nn.Parameter  # subclasses have their ways
+_PLAIN = Tensor, torch.nn.Parameter  # a subclass may do something else
 
 
 class LibraryActivation:
@@ -78,7 +78,7 @@ class LibraryActivation:
         return kernels.scaled_backward(self._formula, values, *given, self._config)
 
     def _in_graph(self, numbers: tuple[float, ...]) -> tuple[Any, ...]:
-        """How an operation in a graph names what is computed."""
+        """The arguments by which an operation in a graph names the computation."""
         return self._formula.names, list(numbers), self._formula.size, self._formula.rounds
 
     def _takes(self, x: Tensor, *others: Tensor | None) -> bool:

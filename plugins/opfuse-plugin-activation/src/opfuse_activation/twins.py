@@ -1,4 +1,4 @@
-"""The kernels' arithmetic in PyTorch's operations, for where no kernel runs and for tests."""
+"""The kernels' arithmetic in PyTorch's operations, for machines without kernels and for tests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def forward(
         x: The input ``(..., features)``; twice the features of the output if the op is gated.
         bias: ``(features,)`` as ``x``, or None. The sum is rounded to the dtype of ``x``.
         scales: ``x.shape[:-1]``, or None.
-        dtype: What to compute in: that of the output, half precision in fp32.
-        keep: Whether to give what the activation is applied to.
+        dtype: The dtype of the output; half precision is computed in fp32.
+        keep: Whether to return the input of the activation.
 
     Returns:
-        The output; what the activation is applied to in ``dtype``, or None.
+        The output; the input of the activation in ``dtype``, or None.
     """
     hidden = (x if bias is None else (x + bias).to(x.dtype)).to(dtype)
     if scales is None:
@@ -44,8 +44,8 @@ def backward(
         numbers: The op's numbers in the forward.
         dy: The gradient of the output.
         x: What the activation was applied to.
-        needs_x: Whether to give the gradient.
-        needs_sums: Whether to give the sums.
+        needs_x: Whether to return the gradient.
+        needs_sums: Whether to return the sums.
         owns: Whether the gradient may overwrite ``dy``.
 
     Returns:

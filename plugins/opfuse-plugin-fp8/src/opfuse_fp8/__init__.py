@@ -31,7 +31,7 @@ def opfuse_quantizer(
 
 @hookimpl
 def opfuse_forward_fusions() -> list[Fusion]:
-    """Products in FP8, casts with what comes before them, activations that are computed again."""
+    """Products in FP8, casts with the ops before them, activations that are computed again."""
     from . import fused, fused_norms, memory, products
 
     return [*products.FORWARD, *fused.FORWARD, *fused_norms.FORWARD, *memory.FORWARD]

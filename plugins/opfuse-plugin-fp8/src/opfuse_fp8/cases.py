@@ -1,4 +1,4 @@
-"""What ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
+"""The kernels that ``python -m opfuse_triton`` compiles and counts; never imported otherwise."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _into(form: str, dtype: torch.dtype, x: Any = None, usage: Usage = BOTH) -> 
 
 
 def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: int) -> Any:
-    """The operands that a cast gives: codes are full, scales are vectors."""
+    """The operands that a cast returns: codes are full, scales are vectors."""
     found = {}
     for name, used, outer, inner in (
         ("row", usage.rowwise, rows, columns),
@@ -70,7 +70,7 @@ def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: in
 
 
 def _outputs(made: QuantizedTensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors of a cast, in the order of :func:`_results`, and what else there is."""
+    """The tensors of a cast, in the order of :func:`_results`, and all others."""
     return tuple([tensor for tensor in (*made.tensors(), *others) if tensor is not None])
 
 

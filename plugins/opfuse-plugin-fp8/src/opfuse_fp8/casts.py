@@ -1,4 +1,4 @@
-"""Scales and casts in plain PyTorch, exact to the bit: what kernels are compared with.
+"""Scales and casts in plain PyTorch, exact to the bit: the reference for the kernels.
 
 Numbers that are not finite stay so: infinity is infinity in E5M2 and NaN in E4M3, which has no
 infinity. So an overflow of fp16 reaches a GradScaler. A finite number saturates, and one of fp64
@@ -16,7 +16,7 @@ _EXPONENT = 0x7F800000
 
 
 def wide(values: Tensor) -> Tensor:
-    """The values in fp32; finite ones of fp64 saturate, and do not become infinite."""
+    """The values in fp32; finite fp64 values saturate instead of becoming infinite."""
     if values.dtype == torch.float64:
         values = torch.where(values.isinf(), values, values.clamp(-FP32_MAX, FP32_MAX))
     return values.float()
@@ -39,13 +39,13 @@ def largest(tensor: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
 
 
 def scale_of(amax: Tensor, most: float, *, power_of_2: bool, if_infinite: float) -> Tensor:
-    """What values are multiplied by: ``most / amax``; 1 where the amax is 0 or not finite.
+    """The factor of the values: ``most / amax``; 1 where the amax is 0 or not finite.
 
     Args:
         amax: The largest magnitudes, fp32.
         most: The largest number of the dtype that values are cast to.
         power_of_2: Whether to round down to a power of two.
-        if_infinite: What stands for a scale that fp32 cannot hold.
+        if_infinite: What replaces a scale that fp32 cannot hold.
     """
     # a number divided by a tensor would be the tensor's reciprocal, times the number: rounded twice
     scale = torch.full_like(amax, most) / amax
@@ -67,7 +67,7 @@ def cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
     exact = wide(values)
     scaled = (exact * scale).clamp(-most, most)
-    # versions of torch differ in what they make of infinity in E4M3
+    # versions of torch convert infinity to E4M3 in different ways
     infinite = exact if dtype is torch.float8_e5m2 else torch.full_like(exact, torch.nan)
     return torch.where(exact.abs() == torch.inf, infinite, scaled).to(dtype)
 
@@ -94,6 +94,6 @@ def e8m0_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def e8m0_scale(exponent: Tensor) -> Tensor:
-    """What values are multiplied by under MX scales: ``2^(127 - exponent)`` in fp32."""
+    """The factor of the values under MX scales: ``2^(127 - exponent)`` in fp32."""
     bits = (254 - exponent.int()) << 23
     return torch.where(exponent == 254, torch.full_like(bits, 0x400000), bits).view(torch.float32)

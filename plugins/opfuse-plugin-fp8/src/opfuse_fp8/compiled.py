@@ -1,10 +1,10 @@
 """The twins compiled by ``torch.compile``: on a CPU, where ``opfuse tune`` found them faster.
 
-What is compiled takes plain tensors and gives plain tensors. A quantizer's state is read before and
-written after, so a call whose compilation fails leaves nothing behind, and the twin makes it again.
+Compiled code takes plain tensors and returns plain tensors. A quantizer's state is read before and
+written after, so a call whose compilation fails changes nothing, and the twin computes it instead.
 
-Equal ops share what was compiled. Each function has code of its own, since Dynamo gives up on code
-that it compiled eight times; the number of rows is a symbol, and all else that a caller may change
+Equal ops share compiled code. Each function has its own code, since Dynamo gives up on code that it
+compiled eight times; the number of rows is a symbol, and everything else that a caller may change
 is in the key.
 """
 
@@ -38,21 +38,21 @@ PATIENCE = 1.0
 """Seconds after which a compilation is announced."""
 
 MOST = 256
-"""How many functions are compiled in a process; what comes after runs as the twins do."""
+"""How many functions are compiled in a process; later ones run as the twins do."""
 
 _functions: dict[Any, _Function] = {}
 _lock = threading.Lock()
 
 
 class CompiledCasting:
-    """The cast at the end of a call: what it reads before, and what it makes of the tensors.
+    """The cast at the end of a call: the state that it reads before, and the tensors that it makes.
 
     Args:
         into: What the values are cast into, by a quantizer that the kernels know.
 
     Attributes:
         key: What the compiled code depends on.
-        scale: What values are multiplied by, where that is state; or None.
+        scale: The factor of the values, where that is state; or None.
     """
 
     def __init__(self, into: Into) -> None:
@@ -61,11 +61,11 @@ class CompiledCasting:
         block, power_of_2 = (getattr(quantizer, name, None) for name in ("block", "power_of_2"))
         self.key = type(quantizer), quantizer.dtype, block, power_of_2, usage
         self.scale: Any = None
-        if isinstance(quantizer, DelayedQuantizer):  # what is made is not to follow the state
+        if isinstance(quantizer, DelayedQuantizer):  # the result must not follow the state
             self.scale = quantizer.scale.clone() if again is None else again.scale
 
     def takes(self, shape: torch.Size) -> bool:
-        """Whether blocks are whole where they have to be; if not, the quantizer sees to it."""
+        """Whether blocks are whole where they have to be; if not, the quantizer handles them."""
         # of others, in both ways, Inductor fuses loops wrongly
         if isinstance(self._quantizer, BlockQuantizer):
             return shape[-1] % 128 == 0
@@ -80,11 +80,11 @@ class CompiledCasting:
                 stateless.with_scale(values, usage, scale),
                 casts.largest(values),
             )
-        quantizer = copy.copy(self._quantizer)  # none of a model is held
+        quantizer = copy.copy(self._quantizer)  # it must hold no quantizer of a model
         return lambda values, scale: (quantizer.tensors_of(values, usage), None)
 
     def made(self, shape: Any, dtype: torch.dtype, tensors: Any, amax: Any) -> QuantizedTensor:
-        """The quantized tensor; records what was seen."""
+        """The quantized tensor; records the largest magnitude."""
         if amax is not None and self._into.again is None:
             self._quantizer.record(amax)
         if self.scale is not None:
@@ -94,7 +94,7 @@ class CompiledCasting:
 
 def compile_exactly(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, compiled at its first call."""
-    # codes are those of the values in their dtype, and not of what they were rounded from
+    # codes are those of the values in their dtype, not before they were rounded to it
     exact = {"emulate_precision_casts": True}
     return torch.compile(function, fullgraph=True, dynamic=False, options=exact)
 
@@ -115,7 +115,7 @@ class _Function:
         self._compiled: Any = compile_exactly(own)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> Any:
-        """What the function gives, or None if it cannot be compiled."""
+        """The result of the function, or None if it cannot be compiled."""
         for tensor in tensors:
             if tensor is not None and tensor.ndim == 2:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -150,14 +150,14 @@ class _Function:
 def _called(
     title: str, key: Any, casting: CompiledCasting, tensors: Sequence[Any], make: Callable[[], Any]
 ) -> Any:
-    """What a compiled function makes of tensors; None: it failed, or there are too many.
+    """The result of a compiled function; None: it failed, or there are too many.
 
     Args:
         title: What messages call it.
-        key: What the code depends on beside the cast and the tensors.
+        key: What the code depends on besides the cast and the tensors.
         casting: The cast at its end.
-        tensors: What it gets, before the scale of the cast.
-        make: Gives the function.
+        tensors: Its arguments, before the scale of the cast.
+        make: Returns the function.
     """
     facts = tuple([None if t is None else (t.dtype, t.shape[-1]) for t in tensors])
     key = title, *key, *casting.key, facts, torch.get_num_threads()
@@ -177,12 +177,12 @@ def _takes(*tensors: Any) -> bool:
     x = tensors[0]
     if not are_plain(*tensors) or not x.is_cpu or x.shape[:-1].numel() < 2 or not x.numel():
         return False
-    # a mode is to see the operations, and a caller's trace too
+    # a mode must see the operations, and so must a caller's trace
     return not is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _plain(tensor: Tensor | None) -> Any:
-    """A vector, or else a dense matrix: a new object, on which a mark disturbs nobody."""
+    """A vector, or else a dense matrix: a new object, so a mark on it has no side effect."""
     if tensor is None or tensor.ndim == 1:
         return None if tensor is None else tensor.detach()
     return tensor.detach().contiguous().view(-1, tensor.shape[-1])
@@ -221,7 +221,7 @@ def activation(
 
 
 def _activation(op: Any, dtype: torch.dtype, keep: bool, casting: CompiledCasting) -> Any:
-    own, caster = copy.deepcopy(op), casting.caster()  # no op of a model is held
+    own, caster = copy.deepcopy(op), casting.caster()  # it must hold no op of a model
 
     def function(x: Tensor, bias: Any, scale: Any) -> Any:
         hidden = (x if bias is None else (x + bias).to(x.dtype)).to(dtype)

@@ -21,7 +21,7 @@ from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQu
 from .twins import Into
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read and cast. They compute in fp32."""
+"""The dtypes that the kernels read and cast. They compute in fp32."""
 
 PLAIN = Tensor, torch.nn.Parameter
 """A subclass of them has its own operations."""
@@ -31,7 +31,7 @@ _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 _COMMON = frozenset(
     {*vars(Identity()), "_caches", "_captured", "_numbers", "_numbers_as_of", "_path"}
 )
-"""What every op has, and what says nothing of an activation's formulas."""
+"""Attributes that every op has, and those that do not affect an activation's formulas."""
 
 
 def of_quantizer(quantizer: Any) -> str:
@@ -51,8 +51,8 @@ def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
     """Why a kernel cannot run, as a sentence; empty: it can.
 
     Args:
-        env: Where it is to run.
-        quantizer: What it is to cast with.
+        env: Where it would run.
+        quantizer: The quantizer that it would cast with.
         activation: The activation in it, or None.
     """
     if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer):
@@ -70,8 +70,8 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
     """Why the twins are not compiled there, as a sentence; empty: they can be.
 
     Args:
-        env: Where they are to run.
-        quantizer: What they are to cast with.
+        env: Where they would run.
+        quantizer: The quantizer that they would cast with.
         activation: The activation in it, or None.
     """
     if env.device.type != "cpu" or not why_no_kernel(env.device):
@@ -96,8 +96,8 @@ def chosen(env: Environment, quantizer: Any, activation: Any = None) -> tuple[st
     """Which module computes a fused cast, and if that is the twins, why it is not the kernels.
 
     Args:
-        env: Where it is to run.
-        quantizer: What it is to cast with.
+        env: Where it would run.
+        quantizer: The quantizer that it would cast with.
         activation: The activation in it, or None.
     """
     given = env, quantizer, activation
@@ -118,7 +118,7 @@ def no_compiler() -> str:
 
 
 def described(op: Any) -> tuple[Any, ...] | None:
-    """What the formulas of an activation follow from, hashable; None: not from numbers alone.
+    """The numbers that decide an activation's formulas, hashable; None: numbers are not enough.
 
     Args:
         op: The activation; None: the identity.

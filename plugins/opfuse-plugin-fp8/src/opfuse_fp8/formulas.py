@@ -40,7 +40,7 @@ class ActivationFormula(NamedTuple):
 
 
 def formula_of(op: Any) -> ActivationFormula | None:
-    """What the kernels take for an activation, or None; ask while planning.
+    """The form in which the kernels take an activation, or None; ask while planning.
 
     Args:
         op: The activation; None: the identity.

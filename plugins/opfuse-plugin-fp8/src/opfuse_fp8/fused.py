@@ -1,4 +1,4 @@
-"""The fused ops that end with a cast, and where they may stand."""
+"""The fused ops that end with a cast, and their conditions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quantizer_of(ops: Sequence[Any]) -> Any:
 
 
 class _Fused(FusedOperation):
-    """What all share: who computes it."""
+    """The base of all: it has the functions that compute it."""
 
     _call = ""  # of the functions in twins, library and compiled
     _run: Any
@@ -103,7 +103,7 @@ class ForwardActivationCast(_Fused):
         keep = saves and (bias is not None or dtype is not input_.dtype)
         into = Into(cast.quantizer, cast.usage)
         y, kept = self._run(op, input_, bias, dtype, keep, into)
-        if ctx.requires_grad:  # what it is given is kept only if it saves
+        if ctx.requires_grad:  # it keeps its argument only if the op saves
             op.operand(ctx, kept if keep else input_ if saves else input_.new_empty(0, dtype=dtype))
         if self.recomputes and basic_op_ctxs[0].may_recompute and saves:
             basic_op_ctxs[0].recomputable_output = y
@@ -133,7 +133,7 @@ class BackwardCast(_Fused):
         (op,), x, numbers = self._act, None, None
         if op is not None:
             x = op.saved_input(ctx)
-            # a forward of its own may have left none
+            # a custom forward may have left none
             numbers = getattr(ctx, "numbers", None) or op.numbers_of()
             if x is None:
                 return None, self._nothing, self._nothing

@@ -1,4 +1,4 @@
-"""Norms that end with a cast: the fused op, and where it may stand."""
+"""Norms that end with a cast: the fused op, and its conditions."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
 
 _NORM = OneOf(RMSNorm, LayerNorm)
 _CAST, _FORWARD = 8.0, 4.0
-"""What a cast, and a norm, in PyTorch's operations read and write more often."""
+"""How much more often a cast, and a norm, in PyTorch's operations read and write."""
 
 FORWARD = [
     Fusion((_NORM, Cast), ForwardNormCast, _runs, benefit=_CAST + _FORWARD + 2, name="norm+cast"),

@@ -14,7 +14,7 @@ from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.core.quantization.formats import ScaledTensor
 
 DEPTH = 16
-"""What the size that a product sums over has to be a multiple of on a GPU; zeros fill it up."""
+"""On a GPU, the size that a product sums over must be a multiple of this; zeros fill it up."""
 
 MX_ROWS, MX_SCALES = 128, 4
 """A tile of MX scales, as tensor cores read them."""
@@ -38,7 +38,7 @@ class GemmOperand(NamedTuple):
         """The copy that ``usage`` names; per-tensor codes that lack it are transposed here.
 
         Raises:
-            TypeError: The format is none that PyTorch multiplies.
+            TypeError: PyTorch does not multiply this format.
             ValueError: The copy is missing.
         """
         way = "rowwise" if usage.rowwise else "columnwise"
@@ -74,7 +74,7 @@ class GemmOperand(NamedTuple):
         return self._replace(data=self.data[start:stop], scale=scale)
 
     def inner(self, start: int, stop: int) -> GemmOperand:
-        """Some of what is summed over; blocks are to be whole, but for the last of all."""
+        """A part of the summed dimension; all blocks except the last one must be whole."""
         if (start, stop) == (0, self.data.shape[1]):
             return self
         scale = self.scale

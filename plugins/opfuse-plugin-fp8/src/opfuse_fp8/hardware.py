@@ -15,7 +15,7 @@ OCP_FP8 = ("gfx950", "gfx1200", "gfx1201")
 
 
 class Hardware(NamedTuple):
-    """What decides whether there is a product.
+    """The facts that decide whether there is a product.
 
     Attributes:
         device: The kind of device: ``"cpu"``, ``"cuda"`` (ROCm too), ...
@@ -50,8 +50,8 @@ class Support(NamedTuple):
     """How a recipe runs.
 
     Attributes:
-        how: ``"native"``: its products run in FP8 hardware. ``"emulated"``: they multiply what the
-            codes stand for, in fp32. ``"cannot run"``: not even that.
+        how: ``"native"``: its products run in FP8 hardware. ``"emulated"``: they multiply the
+            values of the codes, in fp32. ``"cannot run"``: not even that.
         why: A sentence.
     """
 
@@ -67,7 +67,7 @@ def how(cls: type[Recipe], here: Hardware) -> Support:
     unknown = f"this plugin has no GEMM for what {cls.__name__} quantizes to"
     why = why_no_gemm(kind, here) if kind else unknown
     if why:
-        return Support(EMULATED, f"{why}: what the codes stand for is multiplied in fp32")
+        return Support(EMULATED, f"{why}: the values of the codes are multiplied in fp32")
     return Support(NATIVE, f"PyTorch's scaled_mm on {here.architecture}")
 
 

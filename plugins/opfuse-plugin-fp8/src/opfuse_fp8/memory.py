@@ -11,7 +11,7 @@ from opfuse.ops import Activation
 
 
 class RecomputedActivation(FusedOperation):
-    """An activation whose output, behind a cast, is computed and cast again in the backward.
+    """An activation whose output, after a cast, is computed and cast again in the backward.
 
     From its input as it was saved: to the same bits, unless ``cache_quantized_input`` saved codes.
     """

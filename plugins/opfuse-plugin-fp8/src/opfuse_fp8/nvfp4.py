@@ -119,14 +119,14 @@ class NVFP4Quantizer(BaseQuantizer):
 class StochasticNVFP4Quantizer(NVFP4Quantizer):
     """Rounds up or down at random, so that the mean over steps is the value.
 
-    What is drawn follows from a seed, the number of steps, the shape of the tensor and the place of
-    a value, and not from the values: what differs in its last bit, since it was computed by a
-    fusion, is rounded alike. The seed is torch's (:func:`torch.initial_seed`) when the quantizer is
-    made, mixed with the name of the layer: layers draw numbers of their own where
-    :func:`opfuse.assign_names` has given them names, and otherwise all the same. Seed and steps are
-    state, so a checkpoint resumes to the bit; torch's own generator is left alone. A cast that is
-    made again in a step draws the same, and so do two gradients that one layer casts in one step,
-    as where it runs twice: their errors are not independent.
+    The random numbers follow from a seed, the number of steps, the shape of the tensor and the
+    place of a value, not from the values: a value that differs in its last bit, because a fusion
+    computed it, is rounded alike. The seed is torch's (:func:`torch.initial_seed`) when the
+    quantizer is made, mixed with the name of the layer: layers with names from
+    :func:`opfuse.assign_names` draw different numbers, and all others the same. Seed and steps are
+    state, so a checkpoint resumes to the bit; torch's own generator is left alone. A repeated cast
+    in a step draws the same, and so do two gradients that one layer casts in one step, if it runs
+    twice: their errors are not independent.
 
     Args:
         square: As there, and all but the last.
@@ -195,7 +195,7 @@ def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
         group: The process group over which the largest magnitudes are taken, or None.
 
     Raises:
-        TypeError: One is of another kind, whose state nobody advances.
+        TypeError: One is of another kind, whose state would never advance.
     """
     others = []
     for quantizer in quantizers:
@@ -210,7 +210,7 @@ def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
 
 
 def tensor_scale(most: Tensor) -> Tensor:
-    """What all values are multiplied by: ``448 * 6 / amax``, 1 where that is of no use.
+    """The factor of all values: ``448 * 6 / amax``, 1 where that cannot be used.
 
     Args:
         most: The largest magnitude, fp32, (1,).
@@ -230,7 +230,7 @@ def block_scale(most: Tensor, encode: Tensor) -> Tensor:
 
 
 def _encoding(scale: Tensor, decode: Tensor) -> Tensor:
-    """What the values of a block are multiplied by: the inverse of both of its scales."""
+    """The factor of the values of a block: the inverse of both of its scales."""
     return (scale.float() * decode).reciprocal().clamp(max=casts.FP32_MAX)
 
 

@@ -1,4 +1,4 @@
-"""Linears whose products run in FP8: the fused ops, and where they may stand."""
+"""Linears whose products run in FP8: the fused ops, and their conditions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Product(FusedOperation):
-    """Knows whether the hardware may sum the forward's products with fewer bits."""
+    """The base of both: says whether the hardware may sum the forward's products in fewer bits."""
 
     grad_input = "fresh"
     _fast = _adds_bias = False
@@ -197,7 +197,7 @@ def _saved(ops: Any, env: Environment) -> float:
     return float(len(ops))
 
 
-# what a recipe is for goes before what saves a pass over memory
+# the purpose of a recipe comes before saving a pass over memory
 _EACH: Any = {"priority": 50, "needs_row_alignment": True, "needs_recipe": True}
 
 FORWARD = [

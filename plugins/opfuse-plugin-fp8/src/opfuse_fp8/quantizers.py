@@ -30,7 +30,7 @@ Tensors = Sequence[Tensor | None]
 
 
 def named(role: QuantizerRole) -> str:
-    """What errors call a tensor."""
+    """The name of a tensor in errors."""
     op = f"{role.module_type} {role.name!r}" if role.name else f"a {role.module_type or 'tensor'}"
     return f"the {role.tensor_type or 'value'} of {op}"
 
@@ -57,7 +57,7 @@ class BaseQuantizer(Quantizer):
     """Computes plain tensors, and makes a quantized one of them; writes into ``out`` if asked.
 
     Attributes:
-        format: The class of what it makes.
+        format: The class of its results.
     """
 
     format: ClassVar[type[QuantizedTensor]]
@@ -112,7 +112,7 @@ def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTen
 
 
 def _layout(made: QuantizedTensor) -> list[Any]:
-    """Shape, dtype, and what else a format says beside its tensors."""
+    """Shape, dtype, and what else a format says besides its tensors."""
     apart = (*made.tensor_names, "quantizer")
     return [getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in apart]
 
@@ -230,7 +230,7 @@ class DelayedQuantizer(_TensorQuantizer):
         return *self.with_scale(tensor, usage, scale), scale
 
     def record(self, amax: Tensor) -> None:
-        """Take note of the largest magnitude of a tensor, which a kernel may have found.
+        """Record the largest magnitude of a tensor, which a kernel may have found.
 
         Args:
             amax: fp32, (1,); NaN is left out of it.
@@ -238,7 +238,7 @@ class DelayedQuantizer(_TensorQuantizer):
         torch.maximum(self.amax, amax, out=self.amax)
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
-        """Cast again with the scale of then; see :meth:`opfuse.Quantizer.requantize`."""
+        """Cast again with the earlier scale; see :meth:`opfuse.Quantizer.requantize`."""
         assert isinstance(scales, RescaledTensor) and scales.scale is not None
         with torch.no_grad():
             made = *self.with_scale(tensor, usage, scales.scale), scales.scale
@@ -273,7 +273,7 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         group: The process group over which the largest magnitudes are taken, or None.
 
     Raises:
-        TypeError: One is of another kind, whose state nobody advances.
+        TypeError: One is of another kind, whose state would never advance.
     """
     if not quantizers:
         return

@@ -66,7 +66,7 @@ class Format(str, Enum):
 
 @dataclasses.dataclass(frozen=True)
 class _FP8Recipe(opfuse.Recipe):
-    """What the FP8 recipes have in common.
+    """The base of the FP8 recipes.
 
     Attributes:
         fp8_dpa: Attention in FP8: only False, since opfuse has no attention op.
@@ -81,7 +81,7 @@ class _FP8Recipe(opfuse.Recipe):
     fp8_mha: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         super().__post_init__()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -158,7 +158,7 @@ class DelayedScaling(_FP8Recipe):
     _choices: ClassVar = {"amax_compute_algo": ("max", "most_recent")}
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         for name in ("amax_compute_algo", "scaling_factor_compute_algo"):
             if callable(getattr(self, name)):
                 raise TypeError(
@@ -241,7 +241,7 @@ class Float8BlockScaling(_FP8Recipe):
     _choices: ClassVar = {f"{name}_block_scaling_dim": (1, 2) for name in ("x", "w", "grad")}
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         super().__post_init__()
         if self.w_block_scaling_dim == 2 and 2 in (
             self.x_block_scaling_dim,
@@ -271,7 +271,7 @@ class MXFP8BlockScaling(_FP8Recipe):
         margin: Only 0, as in the OCP format.
         fp8_format: The dtypes.
         enable_2d_quantization: Whether a weight has one scale for 32 x 32 values, so that both of
-            its copies stand for the same values.
+            its copies have the same values.
     """
 
     margin: int = 0
@@ -291,7 +291,7 @@ class NVFP4BlockScaling(_FP8Recipe):
     """FP4 with two levels of scales: an E4M3 number for each 16 values, and one for the tensor.
 
     Three techniques make it good enough to train with. A weight has one scale for 16 x 16 values,
-    so that both of its copies stand for the same values. Gradients are rounded up or down at
+    so both of its copies have the same values. Gradients are rounded up or down at
     random, so that their mean is right. And what the gradient of a weight is computed from is
     mixed first: a Hadamard transform of each 16 rows spreads outliers.
 
@@ -319,7 +319,7 @@ class NVFP4BlockScaling(_FP8Recipe):
     fp8_format: Format = Format.E4M3
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         super().__post_init__()
         only = {
             "row_scaled_activation": "the format has one scale for a tensor, none for a row",
@@ -356,14 +356,14 @@ class CustomRecipe(opfuse.Recipe):
 
     Attributes:
         qfactory: ``qfactory(role)`` gives a new :class:`opfuse.Quantizer` for a tensor of a role.
-        name: What checkpoints know the recipe by. One name stands for one function in a process.
+        name: The recipe's name in checkpoints. In a process, one name means one function.
     """
 
     qfactory: Callable[[QuantizerRole], Quantizer]
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no recipe is."""
+        """Refuse invalid fields."""
         if not callable(self.qfactory):
             raise TypeError(f"CustomRecipe.qfactory: expected a function, got {self.qfactory!r}")
         if not isinstance(self.name, str) or not self.name:
@@ -372,18 +372,18 @@ class CustomRecipe(opfuse.Recipe):
             )
         if not is_compiling() and _FACTORIES.setdefault(self.name, self.qfactory) != self.qfactory:
             raise ValueError(
-                f"CustomRecipe: the name {self.name!r} stands for another function already, "
+                f"CustomRecipe: the name {self.name!r} means another function already, "
                 f"{_FACTORIES[self.name]!r}; give this one another name"
             )
         super().__post_init__()
 
     def to_json(self, name: str = "") -> str:
-        """The recipe as JSON text: its name stands for its function."""
+        """The recipe as JSON text: its name identifies its function."""
         fields = {"recipe": name or "CustomRecipe", "name": self.name}
         return json.dumps(fields | {"backward_override": self.backward_override}, sort_keys=True)
 
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
-        """What the function gives; its mistake is the caller's to see, not the plugin's."""
+        """The quantizer that the function returns; errors in it are the caller's to see."""
         try:
             made = self.qfactory(role)
         except Exception as error:
@@ -414,7 +414,7 @@ BY_NAME: dict[str, type[opfuse.Recipe]] = {
 
 
 def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
-    """A new quantizer for a tensor of a role; None: the recipe is somebody else's."""
+    """A new quantizer for a tensor of a role; None: the recipe is another plugin's."""
     if isinstance(recipe, (_FP8Recipe, CustomRecipe)):
         return recipe.new_quantizer(role, device)
     return None

@@ -79,7 +79,7 @@ def from_te_extra_state(
         TypeError: An ``_extra_state`` is neither bytes nor a tensor of them, or ``recipe`` is
             another recipe.
         ValueError: It cannot be read so, belongs to another recipe or op, or ``names`` has a
-            module that the checkpoint has not.
+            module that the checkpoint does not have.
     """
     recipe = DelayedScaling() if recipe == _NAME else recipe
     if not isinstance(recipe, DelayedScaling | None):
@@ -110,7 +110,7 @@ def _read(
     names: str | Sequence[str] | None,
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What goes into the checkpoint for one extra state; every error says which."""
+    """The entries of the checkpoint for one extra state; every error says which."""
     if not isinstance(value, io.BytesIO | bytes | bytearray | None) and not (
         isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel())
     ):
@@ -137,7 +137,7 @@ def _is_extra(key: str) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """What an extra state holds; None where that is nothing. Nothing in it is run."""
+    """The content of an extra state; None if it is empty. No code in it runs."""
     if isinstance(value, io.BytesIO):
         try:
             return torch.load(io.BytesIO(value.getvalue()), map_location="cpu", weights_only=True)
@@ -167,7 +167,7 @@ def _merged(content: Any) -> dict[str, Any]:
         if part and not _KNOWN & part.keys():
             raise Refused(
                 f"expected one of {', '.join(sorted(_KNOWN))}, got {short([*part])}; leave "
-                f"the key out if it is no state of a recipe"
+                f"the key out if it is not the state of a recipe"
             )
         for name, value in part.items():
             both = isinstance(value, Tensor) and isinstance(found.get(name), Tensor)
@@ -212,7 +212,7 @@ def _entries(
         raise Refused(
             f"it has the scales of {len(products)} products, and the number of ops for "
             f"them is {len(targets)}: pass names={{{module!r}: [the op of each]}}, or leave the "
-            f"key out if it is no linear layer"
+            f"key out if it is not a linear layer"
         )
     made: dict[str, Any] = {}
     for target, tensors in zip(targets, products, strict=True):
@@ -301,7 +301,7 @@ def _recipe(saved: Any, rows: int) -> DelayedScaling:
     functions = [str(value) for value in fields.values() if isinstance(value, te_pickle.Name)]
     if functions:
         raise Refused(
-            f"its recipe has the function {functions[0]}, which is no part of a recipe of "
+            f"its recipe has the function {functions[0]}, which is not part of a recipe of "
             f"opfuse; pass recipe=..."
         )
     overridden = fields.pop("override_linear_precision", None)

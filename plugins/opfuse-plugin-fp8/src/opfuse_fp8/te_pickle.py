@@ -35,13 +35,13 @@ def short(value: Any) -> str:
 
 
 def why(error: BaseException) -> str:
-    """What torch says is wrong with a file, without its advice to load it all the same."""
+    """What torch finds wrong with a file, without its advice to load it anyway."""
     text = str(error.__context__ or error).removeprefix("Weights only load failed. ")
     return _ADVICE.split(text)[0].strip()[:300] or type(error).__name__
 
 
 class Refused(ValueError):
-    """An extra state holds what the state of a recipe does not consist of."""
+    """An extra state holds something that is not the state of a recipe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Name:
 
 @dataclasses.dataclass(repr=False, eq=False)
 class Value:
-    """What a pickle makes of a class of ``transformer_engine.common.recipe``.
+    """The value that a pickle builds of a class of ``transformer_engine.common.recipe``.
 
     Attributes:
         name: The class.
@@ -74,7 +74,7 @@ class Value:
 
 
 def read(pickled: bytes) -> Any:
-    """What a pickle of Transformer Engine holds: plain values, tensors, and :class:`Value`.
+    """The content of a Transformer Engine pickle: plain values, tensors, and :class:`Value`.
 
     Args:
         pickled: What ``pickle.dumps`` gave.
@@ -92,9 +92,9 @@ def read(pickled: bytes) -> Any:
     except Refused:
         raise
     except Exception as error:  # cut off, or out of order
-        raise Refused(f"it is no whole pickle: {str(error)[:300]}") from error
+        raise Refused(f"it is not a whole pickle: {str(error)[:300]}") from error
     if len(reader.stack) != 1:
-        raise Refused("it is no whole pickle: it ends early")
+        raise Refused("it is not a whole pickle: it ends early")
     return reader.stack[0]
 
 
@@ -112,7 +112,7 @@ class _Reader:
 
     def _pop(self, count: int) -> list[Any]:
         if len(self.stack) < count:
-            raise Refused("it is no whole pickle: a value is missing")
+            raise Refused("it is not a whole pickle: a value is missing")
         found = self.stack[len(self.stack) - count :]
         del self.stack[len(self.stack) - count :]
         return found
@@ -121,7 +121,7 @@ class _Reader:
         places = reversed(range(len(self.stack)))
         at = next((i for i in places if self.stack[i] is _MARK), None)
         if at is None:
-            raise Refused("it is no whole pickle: a mark is missing")
+            raise Refused("it is not a whole pickle: a mark is missing")
         found = self.stack[at + 1 :]
         del self.stack[at:]
         return found
@@ -214,7 +214,7 @@ def _called(function: Any, given: Any) -> Any:
         return Value(function, given, {})
     known = _KNOWN.get(str(function))
     if known is None:
-        raise Refused(f"it calls {function}, which is no part of the state of a recipe")
+        raise Refused(f"it calls {function}, which is not part of the state of a recipe")
     return known(*given)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels compute, in PyTorch's operations: where no kernel can run, and to compare.
+"""The kernels' arithmetic in PyTorch's operations: where no kernel can run, and to compare.
 
 The cast is the quantizer's own, so codes and scales are those of the separate ops, bit for bit.
 """
@@ -16,7 +16,7 @@ class Into(NamedTuple):
     """What a result is cast into.
 
     Attributes:
-        quantizer: What it is quantized with; it records what it saw.
+        quantizer: The quantizer; it records what it saw.
         usage: Which copies are needed.
         again: What ``quantizer`` made of the same values before, with or without the data: they are
             cast again with these scales, and nothing is recorded.

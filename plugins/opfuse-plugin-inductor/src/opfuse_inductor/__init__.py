@@ -11,7 +11,7 @@ from opfuse import Fusion, hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
     """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs; a loss.
 
-    They take what no other fusion takes.
+    They take the ops that no other fusion takes.
     """
     from . import fused, loss
 
@@ -20,7 +20,7 @@ def opfuse_joint_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """From which size on it compiles, how much the separate ops must do, and what compiles."""
+    """The smallest size to compile, the least work of the separate ops, and the backend."""
     from .conditions import DEFAULTS
 
     return DEFAULTS

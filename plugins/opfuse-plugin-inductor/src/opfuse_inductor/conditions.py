@@ -1,4 +1,4 @@
-"""Where a compiled run may stand, and where it pays."""
+"""Where a run may be compiled, and where that pays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "inductor.min_passes": 2,
     "inductor.backend": ("inductor", "eager"),
 }
-"""From which size on it compiles, how much the separate ops must do, and what compiles."""
+"""The smallest size to compile, the least work of the separate ops, and the backend."""
 
 
 def option(env: Environment, name: str) -> Any:
@@ -32,7 +32,7 @@ def option(env: Environment, name: str) -> Any:
 
 
 def unavailable(env: Environment) -> str | None:
-    """Why nothing can be compiled here, whatever the ops do, or None."""
+    """Why nothing can be compiled here, whatever the ops are, or None."""
     kind = env.device.type
     if env.compiling:
         return "torch.compile is tracing, and compiles the ops itself"
@@ -83,7 +83,7 @@ _ONE_PASS = {
 def passes(op: Any, device: str = "cpu") -> int:
     """How many passes over a tensor the op makes by itself, in each direction.
 
-    What takes as long as some passes counts as that many.
+    Work that takes as long as some passes counts as that many.
     """
     if isinstance(op, (built_in.Identity, built_in.MakeExtraOutput)):
         return 0
@@ -109,14 +109,14 @@ def _too_little(ops: Sequence[Any], env: Environment) -> str | None:
 
 
 def too_small(ops: Sequence[Any], env: Environment) -> str | None:
-    """Why the separate ops are as fast, by the size of the input; None: they are not, as it seems.
+    """Why the separate ops are as fast, by the size of the input; None: they seem to be slower.
 
-    What was measured tells, and a size that is not known is seen when it runs.
+    A measurement decides, and an unknown size is checked when the run is called.
     """
     if env.measured is not None or env.rows is None or env.features is None:
         return None
     least = option(env, "inductor.min_elements")
-    good = built_in.GatedActivation, built_in.Identity  # what PyTorch has for these
+    good = built_in.GatedActivation, built_in.Identity  # PyTorch's own kernels for these
     if env.dtype is torch.float32 and all(isinstance(op, good) for op in ops):
         least *= 4
     if env.rows * env.features >= least and (env.rows > 1 or not least):

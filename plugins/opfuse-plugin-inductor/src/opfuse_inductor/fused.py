@@ -1,4 +1,4 @@
-"""The fused op, and where it may stand."""
+"""The fused op, and its conditions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CompiledRun(FusedOperation):
         self._min_elements = option(env, "inductor.min_elements")
 
     def _look(self) -> None:
-        """Find out what the ops read, and what makes kernels equal."""
+        """Find out what the ops read, and on what the key of their kernels depends."""
         self._reads = Reads(self._ops)
         # of the ops and of what is in them: a ScaledActivation computes as its activation does
         parts = [op.named_modules() for op in self._ops]
@@ -97,7 +97,7 @@ class CompiledRun(FusedOperation):
         ):
             return self.run_separately(basic_op_ctxs, input_, **extra_inputs)
         numbers_read = self._reads.current()
-        if numbers_read is None:  # there are other things to read than there were
+        if numbers_read is None:  # the ops read other things than before
             self._look()
             numbers_read = self._reads.current()
         key = (
@@ -126,7 +126,7 @@ class CompiledRun(FusedOperation):
         y, *others = results = plan.forward(items, rows)
         if plan.needs_grad:
             first = basic_op_ctxs[0]
-            # no copy of an input
+            # not a copy of an input
             first.to_save = [given[i] if is_input else results[i] for is_input, i in plan.keeps]
             first.compiled = plan, shape, numbers
         result: Any = [()] * len(self._ops)
@@ -178,7 +178,7 @@ class CompiledRun(FusedOperation):
                 run = kernels.Run(self._ops, self._sources, self._flags, wanted)
                 options = run, title, key, kernels.Spec(dtype, width), given, device, self._backend
                 return kernels.Plan(*options)
-            except Unreadable as error:  # it does what it should, and cannot be done once for all
+            except Unreadable as error:  # this is legal, but cannot be compiled once for all calls
                 return str(error)
             except Exception as error:
                 # an op that cannot be traced, or that refuses this input: then it does so again
@@ -236,7 +236,7 @@ class CompiledRun(FusedOperation):
         grad_extra_outputs: Sequence[Sequence[Any]],
         with_output: bool = False,
     ) -> tuple[Any, Any]:
-        """What the backward gives, and the output again, if that is wanted."""
+        """The result of the backward, and the output again, if that is wanted."""
         plan, shape, numbers = ctxs[0].compiled
         rows = shape.numel()
         saved = self._saved(ctxs, plan, rows)
@@ -279,12 +279,12 @@ class CompiledRun(FusedOperation):
 
     @property
     def notes(self) -> str:  # type: ignore[override]
-        """What ``opfuse.explain`` adds: the time that was spent compiling, and what is not kept."""
+        """Text that ``opfuse.explain`` adds: the time spent compiling, and what is not kept."""
         plan = self._latest[1]
         if plan is None:
             why = f": {self._apart}" if self._apart else ""
             return f"nothing was compiled, the ops ran one by one{why}"
-        again = "; an op behind it does not keep its input, which is computed again"
+        again = "; an op after it does not keep its input, which is computed again"
         return notes_of(plan.kernels) + (again if self._lets_go else "")
 
 
@@ -307,7 +307,7 @@ def matrix(tensor: Tensor, rows: int) -> Tensor:
     """The tensor with one row dimension, contiguous; the tensor itself if it is that."""
     if tensor.ndim != 2:
         tensor = tensor.reshape(rows, tensor.shape[-1])
-    tensor = tensor.resolve_neg()  # a view of the negative of others is to be computed
+    tensor = tensor.resolve_neg()  # a view that negates another tensor has to be computed
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 

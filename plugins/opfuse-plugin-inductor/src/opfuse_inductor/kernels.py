@@ -6,8 +6,8 @@ operations, and Inductor compiles the graph: C++ on a CPU, Triton on a GPU. A ke
 decides something by the number of rows, it leaves a guard, and the rows that it excludes get a
 kernel of their own.
 
-What a kernel is made of holds no tensor and no op of the model that it was made for, so that models
-of equal structure share it; Inductor's cache on disk serves other processes.
+A kernel holds no tensor and no op of the model that it was made for, so models of equal structure
+share it; Inductor's cache on disk serves other processes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PATIENCE = 1.0
 """Seconds after which a compilation is announced."""
 
 Variant = tuple[Callable[[int], bool], Callable[..., Any]]
-"""For which numbers of rows, and what runs."""
+"""The numbers of rows that it is for, and the function that runs."""
 
 _lock = threading.RLock()  # Inductor compiles one thing at a time
 _cache: OrderedDict[Any, Any] = OrderedDict()
 
 
 def cached(key: Any, make: Callable[[], Any]) -> Any:
-    """What ``make`` gave for this key, in this process."""
+    """The result of ``make`` for this key, in this process."""
     with _lock:
         if key not in _cache:
             _cache[key] = make()
@@ -74,8 +74,8 @@ class CompiledKernel:
     """A function of tensors, traced once, whose graph is compiled when it is first called.
 
     Args:
-        title: What messages call it.
-        function: Takes a tensor for each of ``specs``, gives tensors by name.
+        title: Its name in messages.
+        function: Takes a tensor for each of ``specs``, returns tensors by name.
         specs: Its inputs.
         device: Where it runs.
         backend: ``"inductor"``, or ``"eager"``: run the graph as it was traced.
@@ -83,10 +83,10 @@ class CompiledKernel:
     Attributes:
         seconds: Time spent tracing and compiling so far.
         used: Which inputs the graph reads.
-        names: What the function calls the tensors it gives.
+        names: The names of the tensors that the function returns.
         in_place: Whether it overwrites one of them.
         failed: Whether Inductor could not compile it, so that it runs as it was traced.
-        of: What it was made for.
+        of: The object that it was made for.
         slots: For each of them whether it is one of the inputs, and which input, or which output of
             the graph.
     """
@@ -127,7 +127,7 @@ class CompiledKernel:
         return bool(self._variants)
 
     def __call__(self, tensors: Sequence[Tensor | None], rows: int) -> list[Any]:
-        """What the function gives.
+        """The results of the function.
 
         Args:
             tensors: A contiguous tensor for each spec; those that are not ``used`` may be None.
@@ -163,9 +163,9 @@ class CompiledKernel:
             return run
 
     def _as_traced(self, error: Exception | None = None) -> Variant:
-        """The graph as it was traced, with a warning if it is so because of an error."""
+        """The graph as it was traced, with a warning if an error is the reason."""
         if error is not None:
-            if self.in_place:  # who calls it has another way
+            if self.in_place:  # the caller has another way
                 raise NotCompiled(self.title) from error
             outcome = f"Inductor does not compile {self.title}, which runs as it was traced"
             switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
@@ -179,7 +179,7 @@ class CompiledKernel:
             return self._as_traced()
         specs = [self._specs[i] for i in self.used]
         graph, inputs, env = trace(self._graph, specs, self._device, hint, decompose=True)
-        used, slots = prune(graph)  # which was done before
+        used, slots = prune(graph)  # which has already been done
         assert [*used] == [*range(len(specs))]
         assert [*slots] == [(False, i) for i in range(len(slots))]
         with warnings.catch_warnings():
@@ -208,7 +208,7 @@ class CompiledKernel:
 
 @contextlib.contextmanager
 def announced(title: str, kernel: CompiledKernel) -> Iterator[None]:
-    """Count the time on ``kernel``, and say what is going on when it takes long."""
+    """Count the time on ``kernel``, and log a line when it takes long."""
     started = time.perf_counter()
     hint = "the log level ERROR of %r silences this"
     message = f"opfuse-plugin-inductor is compiling %s, or loading it; {hint}"
@@ -226,7 +226,7 @@ def announced(title: str, kernel: CompiledKernel) -> Iterator[None]:
 
 
 class Flags(NamedTuple):
-    """What the fuser writes on a context, and the ops look at."""
+    """The attributes that the fuser writes on a context, and that the ops read."""
 
     requires_grad: bool
     input_requires_grad: bool
@@ -235,12 +235,12 @@ class Flags(NamedTuple):
 
     @classmethod
     def of(cls, ctx: OperationContext) -> Flags:
-        """Those on a context."""
+        """The attributes of a context."""
         return cls(ctx.requires_grad, ctx.input_requires_grad, ctx.param_requires_grad, ctx.dtype)
 
 
 class Given(NamedTuple):
-    """The tensors that the ops of a run read, beside what passes from op to op: a list per op.
+    """The tensors that the ops of a run read besides what passes from op to op: a list per op.
 
     Attributes:
         params: Parameters.
@@ -255,11 +255,11 @@ class Given(NamedTuple):
     scales: list[list[Any]]
 
     def flat(self) -> list[Any]:
-        """All that are there."""
+        """All tensors that are present."""
         return [item for kind in self for group in kind for item in group if item is not None]
 
     def rebuilt(self, items: Sequence[Any]) -> Given:
-        """The same with other items."""
+        """The same structure with other items."""
         left = iter(items)
 
         def fill(group: list[Any]) -> list[Any]:
@@ -269,7 +269,7 @@ class Given(NamedTuple):
 
 
 class Run:
-    """A run of ops as functions of tensors: what one kernel per pass is made of.
+    """A run of ops as functions of tensors: the source of one kernel per pass.
 
     Args:
         ops: The basic ops; they are copied, without their parameters.
@@ -399,7 +399,7 @@ def joined_gradient(
 
 
 class Passed:
-    """What a forward pass left: inputs and contexts of the ops, extra outputs, output."""
+    """The state after a forward pass: inputs and contexts of the ops, extra outputs, output."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, Any] = {}
@@ -420,13 +420,13 @@ class Plan:
     """The kernels of a run of ops, for tensors of certain dtypes and widths.
 
     The forward keeps as little as the backward needs to compute the rest again: the input of the
-    first op that saves something, tensors that enter the run behind it, and the norms' number per
+    first op that saves something, tensors that enter the run after it, and the norms' number per
     row.
 
     Args:
         run: The ops.
-        title: What messages call them.
-        key: What makes kernels of equal runs equal.
+        title: Their name in messages.
+        key: The key of their kernels, equal for equal runs.
         x: The input.
         given: A spec, or None, for each tensor that enters.
         device: Where they are.
@@ -437,7 +437,7 @@ class Plan:
         outputs: The extra outputs, as ``(op, number)``.
         needs_grad: Whether there is a backward.
         saves: What the backward reads of what is kept and what enters, counted through.
-        specs_saved: What these are like.
+        specs_saved: The specs of these.
         keeps: Where the forward finds them: whether it is one of its inputs, and which, or which of
             its results.
         recomputes: Whether the output can be computed again from what the backward reads and
@@ -475,7 +475,7 @@ class Plan:
         if self.needs_grad:
             kernel = self._backward(self._y, dict(zip(self.outputs, self._extras, strict=True)))
             entering = [*self._kept_specs, *self._flat]
-            numbers = sum(map(len, given.scales))  # read anew in the backward
+            numbers = sum(map(len, given.scales))  # read again in the backward
             self.saves = tuple(i for i in kernel.used if i < len(entering) - numbers)
             kept = [slot if slot[0] else (False, n) for n, slot in enumerate(self._forward.slots)]
             kept = kept[1 + len(self.outputs) :]
@@ -677,7 +677,7 @@ class Plan:
         owns_dy: bool = False,
         with_output: bool = False,
     ) -> dict[Any, Any]:
-        """The gradients that are there.
+        """The gradients that exist.
 
         Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``. With
         ``with_output`` there is ``"y"`` too.

@@ -110,7 +110,7 @@ class CompiledLoss(FusedOperation):
 
     def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> CompiledKernel:
         """The function of a pass, for logits like these."""
-        numbers = numbers._replace(reduction="none")  # which is none of its business
+        numbers = numbers._replace(reduction="none")  # which must not affect it
         key = numbers, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
         function, rows = _PASSES[name]
         specs = Spec(x.dtype, x.shape[-1]), _OF_ROW, *[Spec(wide(x.dtype))] * rows
@@ -126,12 +126,12 @@ class CompiledLoss(FusedOperation):
 
     @property
     def notes(self) -> str:  # type: ignore[override]
-        """What ``opfuse.explain`` adds: the time that was spent compiling, or that none was."""
+        """Text that ``opfuse.explain`` adds: the time spent compiling, or that none was."""
         return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
 
 
 def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: LossNumbers) -> None:
-    """Let PyTorch raise what it raises, of logits that take no memory."""
+    """Let PyTorch raise its own error, for logits that take no memory."""
     nothing = torch.zeros((), device=targets.device).expand(len(targets), classes)
     F.nll_loss(nothing, targets, ignore_index=numbers.ignore_index, reduction="none")
 

@@ -1,9 +1,9 @@
-"""What the arithmetic of an op depends on beside tensors.
+"""What the arithmetic of an op depends on besides tensors.
 
-A kernel is made once of what an op computes, so all that its methods read must be known. Numbers
+A kernel is compiled once from an op's code, so all that its methods read must be known. Numbers
 are part of the kernel's key. Those of an op of opfuse are its attributes. The methods of any other
-op are read by :mod:`opfuse_convert.grammar`: what they look up must be as it was, or they are read
-again. What the grammar does not know is refused, in a sentence.
+op are read by :mod:`opfuse_convert.grammar`: what they look up must be unchanged, or they are read
+again. Code that the grammar does not know is refused, with a sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ gate_gradient split join operand numbers_of with_numbers""".split()
 """The methods of an activation that are called."""
 
 _COMMON = frozenset({**vars(ops.Identity()), **vars(ops.SiLU())}) - {"training"}
-"""The attributes that every op has, and every activation beside its own numbers."""
+"""The attributes that every op has, and those that every activation has besides its own numbers."""
 
 _HOMES = "torch", "opfuse"
 """Packages whose functions of tensors are not looked into: a trace shows what they do."""
@@ -56,7 +56,7 @@ class Reads:
         refusal: Why it cannot all be followed, or None.
         numbers: Where the numbers are.
         names: What they are called.
-        functions: What runs, beside what is built in.
+        functions: What runs, besides what is built in.
     """
 
     def __init__(self, run: Sequence[Any]) -> None:
@@ -73,7 +73,7 @@ class Reads:
         self.functions = tuple([p.value for p in self._fixed if isinstance(p.value, kinds)])
 
     def current(self) -> tuple[Any, ...] | None:
-        """The numbers now; None: what was read is not as it was, and is to be read again."""
+        """The numbers now; None: something has changed, so the ops must be read again."""
         numbers = tuple([place.where.get(place.name, None) for place in self.numbers])
         if not self._fixed:
             return numbers
@@ -89,7 +89,7 @@ class Reads:
             found = [n for n in own if n not in without and table.is_plain(vars(op)[n])]
             self.numbers += [Place(vars(op), n, vars(op)[n], f"{name}.{n}") for n in found]
         elif not isinstance(op, BasicOperation):
-            raise Unreadable(f"it has a {name} in it, which is no op of opfuse")
+            raise Unreadable(f"it has a {name} in it, which is not an op of opfuse")
         elif any(True for _ in (*op.parameters(False), *op.buffers(False))):
             what = f"{name} has tensors of its own"
             raise Unreadable(f"{what}, which a compiled function would take for constants")
@@ -116,14 +116,14 @@ class Reads:
             for name in _ROOTS:
                 if any(name in vars(cls) for cls in written):
                     _run(reader, op, name)
-        finally:  # what is refused may be another one later
+        finally:  # a refused value may be replaced later
             for place in reader.places:
                 (self.numbers if table.is_plain(place.value) else self._fixed).append(place)
 
     def _numbers(self, where: Mapping[str, Any], names: Sequence[str], owner: str) -> None:
         for name in names:
             if not table.is_plain(where[name]):
-                what = f"{owner}.{name} is no plain number"
+                what = f"{owner}.{name} is not a plain number"
                 raise Unreadable(f"{what}, which a compiled function would take for a constant")
             self.numbers.append(Place(where, name, where[name], f"{owner}.{name}"))
 
@@ -132,7 +132,7 @@ class _Reader(EveryWay):
     """Lets a trace find out what functions of tensors do."""
 
     def value(self, found: Any, what: str, own: Any = MISSING) -> Any:
-        """What stands for an object that was looked up."""
+        """What represents an object that was looked up."""
         builtin = isinstance(found, types.BuiltinFunctionType) and _home(found) in _HOMES
         return Callee(found) if builtin else super().value(found, what, own)
 
@@ -145,7 +145,7 @@ class _Reader(EveryWay):
         return super().attribute(value, name)
 
     def call(self, callee: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives."""
+        """The result of a call."""
         function = callee.function if isinstance(callee, Callee) else None
         known = function is not None and callee.own is MISSING and function not in _READ
         if known and any(isinstance(each, fx.Node) for each in (*args, *kwargs.values())):
@@ -174,12 +174,12 @@ def _home(value: Any) -> str:
 
 
 def _is_ours(cls: type) -> bool:
-    """Whether a class is one of opfuse, torch or Python itself, and is found where it says."""
+    """Whether a class belongs to opfuse, torch or Python, and is found under its own name."""
     there = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     return there and _home(cls) in (*_HOMES, "builtins", "abc")
 
 
 def is_stock(op: Any) -> bool:
-    """Whether an op is one of opfuse's own, as it was written."""
+    """Whether an op is one of opfuse's own, unchanged."""
     cls = op_class(op)
     return getattr(ops, cls.__name__, None) is cls and has_same_math(op, cls)

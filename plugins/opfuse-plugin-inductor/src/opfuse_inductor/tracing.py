@@ -18,7 +18,7 @@ from torch import Tensor
 from opfuse.core.authoring import wide
 
 HINT = 4096
-"""The number of rows that Inductor optimizes for first, whatever comes: the same code in every
+"""The number of rows that Inductor optimizes for first, in every call: the same code in every
 process.
 """
 
@@ -44,10 +44,10 @@ def trace(
 ) -> tuple[torch.fx.GraphModule, list[Any], Any]:
     """The graph of ``function``, the fake tensors it was traced with, and its guards.
 
-    The guards are what the sizes of these tensors had to obey.
+    The guards are the conditions that the sizes of these tensors had to meet.
 
     Args:
-        function: Gives a list of tensors.
+        function: Returns a list of tensors.
         specs: Its inputs.
         device: Theirs.
         hint: A number of rows, for decisions that depend on it.
@@ -75,7 +75,7 @@ def trace(
 
 
 def _first(ours: Callable[..., Any], known: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A decomposition that leaves to another one what it does not do.
+    """A decomposition that leaves other cases to another one.
 
     Inductor refuses to meet what it would decompose.
     """
@@ -151,7 +151,7 @@ def faked(hint: int) -> Iterator[tuple[Any, Any]]:
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    # the cache is there for models of many layers alike, and takes as long as the rest
+    # the cache is for models of many equal layers, and takes as long as the rest
     mode.cache_enabled = False
     dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():

@@ -1,7 +1,7 @@
-"""The fused ops, and where they may stand.
+"""The fused ops, and their conditions.
 
-Each leaves and reads what the ops declare. Where a call is not what a kernel takes, the ops run one
-after the other.
+Each leaves and reads what the ops declare. If a kernel does not take a call, the ops run one after
+the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LigerForwardNorm(FusedOperation):
             kept = (x, weight if ctx.input_requires_grad else None, *statistics)
             needed = ctx.input_requires_grad or with_weight
             ctx.save_for_backward(*(kept if needed else (None,) * len(kept)))
-        # another tensor than the one that is saved, as the op gives it
+        # not the tensor that is saved, as with the op
         return y, [(x.view_as(x),) * op.num_extra_outputs for op in self.basic_ops]
 
 

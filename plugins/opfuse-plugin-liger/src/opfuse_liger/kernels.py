@@ -1,6 +1,6 @@
-"""Calls of Liger's kernels, in the forms that write into no tensor but new ones.
+"""Calls of Liger's kernels, in the forms that write only into new tensors.
 
-Casting as Liger's Gemma does it, which computes in fp32 to the end, as the ops do. Only this file
+They cast as Liger's Gemma does, which computes in fp32 to the end, as the ops do. Only this file
 imports Liger and Triton, when a kernel is looked for.
 """
 

@@ -17,7 +17,7 @@ def opfuse_forward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_backward_fusions() -> list[Fusion]:
-    """The backward of a linear with what is around it, and of bias + activation.
+    """The backward of a linear with the ops around it, and of bias + activation.
 
     The runs with a linear are linear [+ bias] [+ activation], linear + scale, and extra output +
     linear.
@@ -37,5 +37,5 @@ def opfuse_joint_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Whether an activation's output is computed again, not kept for the linear behind it."""
+    """Whether an activation's output is computed again, not kept for the linear after it."""
     return {"linear.recompute": False}

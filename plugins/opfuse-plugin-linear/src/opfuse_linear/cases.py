@@ -1,4 +1,4 @@
-"""What ``python -m opfuse_triton`` checks: the Triton products at the sizes of real models."""
+"""The Triton products at the sizes of real models, for ``python -m opfuse_triton`` to check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a Triton product stands for a library's. Triton is imported only where it can run."""
+"""Where a Triton product replaces a library's. Triton is imported only where it can run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MANY_ROWS = 8192
 
 
 def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:
-    """Why no Triton product stands for these ops, as a sentence; empty: one does.
+    """Why no Triton product replaces these ops, as a sentence; empty: one does.
 
     Args:
-        ops: Linear or linears side by side, then a bias or not, then what is in the epilogue.
+        ops: Linear or linears side by side, then a bias or not, then the op in the epilogue.
         env: The environment.
         measured: Whether it also has to be the fastest that was measured on this GPU.
     """
@@ -89,7 +89,7 @@ def product(ops: Sequence[Any], env: Environment) -> Any:
 
 
 def configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:
-    """The configurations of the Triton product on a GPU; the library is what there is without."""
+    """The configurations of the Triton product on a GPU; without one the library is used."""
     if env.device.type == "cpu" or refusal(ops, env, measured=False):
         return ()
     from . import products

@@ -18,10 +18,10 @@ from opfuse.ops.cross_entropy import LossNumbers
 from . import kernels
 
 LEAST_ROWS, MOST_ROWS = 128, 512
-"""Of a chunk: as many as features, so that its logits take no more memory than the weight does.
+"""Rows of a chunk: as many as features, so its logits take no more memory than the weight does.
 
-The weight, and its gradient, pass through memory once per chunk; from the larger number on that
-takes no time beside the products.
+The weight, and its gradient, pass through memory once per chunk; from the larger number on, that
+takes no time compared with the products.
 """
 
 LOGITS = 1 << 22
@@ -34,7 +34,7 @@ CLASSES = 1 << 11
 """How many classes are multiplied at once where products of half precision are added up in fp32."""
 
 LIFT = 1024.0
-"""What gradients of logits are multiplied by in fp16, whose range ends far above a probability."""
+"""The factor of gradients of logits in fp16, whose range ends far above a probability."""
 
 
 def rows_of_chunk(classes: int, features: int) -> int:
@@ -58,8 +58,8 @@ def softmax_in_place(
     Args:
         logits: ``(rows, classes)``, contiguous; overwritten.
         targets: ``(rows,)``.
-        weights: What the gradient of each row's loss is multiplied by: 0 where it is ignored; in
-            fp32 for half precision.
+        weights: The factor of the gradient of each row's loss: 0 where it is ignored; in fp32 for
+            half precision.
         numbers: Of the loss.
 
     Returns:
@@ -132,7 +132,7 @@ class Sums:
         ]
 
     def add(self, rows: slice, x: Tensor, d: Tensor) -> None:
-        """Add what a chunk gives.
+        """Add the gradients of a chunk.
 
         Args:
             rows: Which rows of the input it is.
@@ -183,7 +183,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``tensor * scale`` in a dtype, with little memory beside it; with a scale a new tensor."""
+    """``tensor * scale`` in a dtype, with little extra memory; with a scale a new tensor."""
     if tensor is None or scale is None:
         return None if tensor is None else tensor.to(dtype)
     if tensor.dtype is dtype:
@@ -196,7 +196,7 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
 
 
 Softmax = Callable[[Tensor, Tensor, Tensor, LossNumbers], Tensor]
-"""What :func:`softmax_in_place` is, and a kernel for it."""
+"""The type of :func:`softmax_in_place`, and of a kernel for it."""
 
 
 def gradients(
@@ -218,11 +218,11 @@ def gradients(
         weight: The weight, of the same dtype.
         bias: The bias, or None.
         targets: ``(rows,)``, int64.
-        weights: What the gradient of each row's loss is multiplied by, ``(rows,)``.
+        weights: The factor of the gradient of each row's loss, ``(rows,)``.
         numbers: Of the loss.
         needs: Which gradients are needed: of the input, of the weight, of the bias.
         onednn: See :func:`opfuse_linear.kernels.linear`.
-        softmax: What turns logits into their gradient.
+        softmax: The function that turns logits into their gradient.
     """
     sums, losses = Sums(x, weight, needs, onednn), torch.empty_like(weights)
     d: Any = None

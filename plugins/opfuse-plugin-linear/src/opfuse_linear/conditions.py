@@ -1,4 +1,4 @@
-"""Where the fused ops may stand: conditions, asked while planning."""
+"""The conditions of the fused ops, asked while planning."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Python, no time of the arithmetic, and a compiler of activations saves more.
 """
 
 MIN_SPEED = 1.02
-"""Of a linear's backward as measured, below which it is left to the fusions that come after it."""
+"""Measured speed of a linear's backward below which it is left to the fusions after it."""
 
 
 def epilogue(act: Activation) -> tuple[str, str] | None:
-    """How oneDNN calls the activation at the end of a matrix product, if it can be there."""
+    """The name in oneDNN of an activation at the end of a matrix product, if it has one."""
     if has_same_math(act, GELU):
         return "gelu", act.approximate
     return ("swish", "") if has_same_math(act, SiLU) else None
 
 
 def plain_linear(ops: Any, env: Environment) -> bool | str:
-    """Whether what is asked for multiplies plain tensors, as these fusions do."""
+    """Whether the product multiplies plain tensors, as these fusions do."""
     if env.recipe is None:
         return True
     return (
@@ -40,7 +40,7 @@ def plain_linear(ops: Any, env: Environment) -> bool | str:
 
 
 def exact(ops: Any, env: Environment) -> bool | str:
-    """Under a recipe the operands of a product are in fp32; what they stand for is not rounded."""
+    """Under a recipe the operands of a product are in fp32; their values are not rounded."""
     if env.recipe is None or env.dtype in (torch.float32, torch.float64):
         return True
     return plain_linear(ops, env)
@@ -64,7 +64,7 @@ def _with_activation(ops: Any, env: Environment) -> bool | str:
 
 
 def activation_fits(ops: Any, env: Environment) -> bool | str:
-    """Of a forward: whether a Triton product takes the activation, or a library's does."""
+    """Whether a Triton product, or a library's, takes the activation of a forward."""
     if (refusal := exact(ops, env)) is not True:
         return refusal
     refused = choice.refusal(ops, env)
@@ -83,20 +83,20 @@ def _plain_and_pays(ops: Any, env: Environment) -> bool | str:
 
 
 def activation_pays(ops: Any, env: Environment) -> bool | str:
-    """Of the backward of a linear with an activation or without: whether fusing it is faster."""
+    """Whether fusing the backward of a linear, with an activation or without, is faster."""
     apart = _with_activation(ops, env) if isinstance(ops[-1], Activation) else True
     return _plain_and_pays(ops, env) if apart is True else apart
 
 
 def alone_pays(ops: Any, env: Environment) -> bool | str:
-    """Of a forward with nothing but a product: whether there is a faster library for it."""
+    """Whether there is a faster library for a forward that is only a product."""
     if env.device.type != "cpu":
         return "a product with nothing around it has one library here"
     return _plain_and_pays(ops, env)
 
 
 def scale_pays(ops: Any, env: Environment) -> bool | str:
-    """Of the backward of linear + scale: whether fusing it is faster."""
+    """Whether fusing the backward of linear + scale is faster."""
     return _plain_and_pays(ops, env) if env.device.type == "cpu" else plain_linear(ops, env)
 
 

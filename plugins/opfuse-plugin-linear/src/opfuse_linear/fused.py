@@ -29,7 +29,7 @@ Extras = Sequence[Sequence[Tensor | None]]
 
 
 class Products(FusedOperation):
-    """Matrix products, in the library that is the faster one here, if that was measured."""
+    """Matrix products, in the library that was measured to be faster here, if any was."""
 
     _onednn: bool | None = None
 

@@ -1,6 +1,6 @@
 """Matrix products with an epilogue, in Triton.
 
-``y = act(x @ w.T + bias)``, of one product or of a gate and what it multiplies, or
+``y = act(x @ w.T + bias)``, of one product or of a gate and its factor, or
 ``y = addend + scale * (x @ w.T + bias)``. The activation is a device function, see
 :func:`opfuse_triton.functions_of`. Products are added up in fp32, and rounded before the activation
 as the linear layer rounds them: the activation gets what its backward reads.

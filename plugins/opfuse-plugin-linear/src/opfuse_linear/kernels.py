@@ -41,10 +41,10 @@ ONEDNN_MIN_ADDEND = 1 << 14
 
 HALF = torch.bfloat16, torch.float16
 DTYPES = torch.float32, *HALF
-"""What the Triton products compute in."""
+"""The dtypes that the Triton products compute in."""
 
 PLAIN = Tensor, Parameter
-"""A subclass of them brings its own operations."""
+"""Their subclasses bring their own operations."""
 
 MIN_FEATURES = 32
 """Features below which no fusion of the backward pays on a CPU, whatever the number of rows: it is
@@ -193,8 +193,8 @@ def _adds_afterwards(x: Tensor) -> bool:
 def has_gelu_epilogue(env: Environment) -> bool:
     """Whether cuBLASLt, or hipBLASLt, can apply a GELU to the product before it is stored.
 
-    No where a backward follows: it needs what was before the GELU, which PyTorch cannot ask the
-    library for.
+    False if a backward follows: it needs the input of the GELU, which PyTorch cannot get from the
+    library.
     """
     takes = env.device.type == "cuda" and env.dtype in HALF
     return takes and not env.requires_grad and not env.compiling
@@ -228,7 +228,7 @@ def linear_activation(
     if _use_onednn(x, weight, bias, onednn):
         return _onednn(x, weight, bias, name, form)
     gelu = bias is not None and form == "tanh" and x.is_cuda and x.dtype in HALF
-    # of an empty product PyTorch gives the bias, without its GELU
+    # for an empty product PyTorch returns the bias, without its GELU
     if not gelu or not x.numel() or is_compiling():
         return None
     plain = type(x) is Tensor and type(weight) in PLAIN and type(bias) in PLAIN
@@ -337,7 +337,7 @@ def linear_add(
         bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
     added_inside = bias is None and addend.ndim == 2 and not _adds_afterwards(x)
-    if not direct and added_inside and scale:  # 0 times NaN is NaN, but not to a library
+    if not direct and added_inside and scale:  # 0 times NaN is NaN, but not in a library
         return torch.addmm(addend, x, weight.t(), alpha=scale)
     product = linear(x, weight, bias, onednn)
     if scale == 1.0:

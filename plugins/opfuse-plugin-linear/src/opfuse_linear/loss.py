@@ -1,4 +1,4 @@
-"""A linear layer and the loss behind it, as one op that never holds all logits."""
+"""A linear layer and the loss after it, as one op that never holds all logits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LinearLoss(Products):
     def _differentiated(
         self, ctxs: Any, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any
     ) -> Tensor:
-        """The loss of each row; leaves the gradients, and what they are still to be scaled by."""
+        """The loss of each row; leaves the gradients, and the scale that they still need."""
         linear, *middle, last = ctxs
         lift = chunks.LIFT if x.dtype is torch.float16 else 1.0
         counted = targets != numbers.ignore_index
@@ -108,7 +108,7 @@ class LinearLoss(Products):
         return chunks.gradients(*given, needs, onednn=self._onednn, softmax=self._softmax)
 
     def _result(self, ctxs: Any, grads: Any, scale: Any) -> tuple[Tensor | None, Any, Any]:
-        """What the backward gives: the gradients of input and parameters, scaled."""
+        """The result of the backward: the gradients of input and parameters, scaled."""
         last = ctxs[-1]
         dx, *of_params = [
             chunks.scaled(grad, scale, dtype)
@@ -122,7 +122,7 @@ class LinearLoss(Products):
 class LinearLossAgain(LinearLoss):
     """The same, with the logits computed again in the backward, chunk by chunk.
 
-    For what the gradient of the loss must be known for: a loss per row. The input is kept.
+    For a loss per row, whose gradient must be known first. The input is kept.
     """
 
     def _differentiated(
@@ -182,7 +182,7 @@ def _in_forward(ops: Any, env: Environment) -> bool | str:
 
 
 def _by_kernels(env: Environment) -> bool:
-    """Whether the softmax is a kernel's, and not PyTorch's operations."""
+    """Whether a kernel computes the softmax, and not PyTorch's operations."""
     return env.device.type != "cpu" or is_interpreting()
 
 

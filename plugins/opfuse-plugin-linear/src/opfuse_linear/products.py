@@ -43,7 +43,7 @@ class Product:
         """The activation of the product, or None for tensors that the kernels do not take.
 
         Args:
-            ctx: The activation's context, on which its backward finds what the op would leave.
+            ctx: The activation's context, on which its backward finds the saved values of the op.
             x: The input.
             weights: One; or gate and up.
             biases: One for each weight.
@@ -118,7 +118,7 @@ def multiply(
         biases: One for each weight: ``(features,)``, or None.
         functions: The activation's; None: there is an addend.
         numbers: Those of the activation.
-        keep: Whether to give what the activation got, too.
+        keep: Whether to return the input of the activation, too.
         addend: ``(..., features)``.
         scale: With an addend.
         config: One of :func:`configurations`; None, or one of the kernel that does not take the
@@ -170,7 +170,7 @@ def multiply(
 def configurations(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], *, gated: bool
 ) -> list[dict[str, Any]]:
-    """What may be handed to :func:`multiply` as ``config``, for JSON, the best guess first.
+    """The possible values of ``config`` of :func:`multiply`, for JSON, the best guess first.
 
     Args:
         device: The device.
@@ -217,7 +217,7 @@ def _precision(dtype: torch.dtype, target: Target) -> str:
 
 
 def _lend_memory(x: Tensor) -> None:
-    """Say where descriptors of tiles go, unless somebody has said so in this thread."""
+    """Say where descriptors of tiles go, unless that was said before in this thread."""
     if x.is_cuda and isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
         triton.set_allocator(_allocate)
 

@@ -122,7 +122,7 @@ def softmax_in_place(
 
 
 def _check(targets: Tensor, classes: int, ignored: int) -> None:
-    """Refuse a target that is no class; on a GPU when its queue comes to it, as torch does."""
+    """Refuse a target that is not a class; on a GPU when its queue gets there, as torch does."""
     if targets.is_meta:
         return
     fits = ((targets >= 0) & (targets < classes)) | (targets == ignored)

@@ -106,7 +106,7 @@ def _is_gated(facts: Mapping[str, Any]) -> bool:
 
 
 def _fitting(rows: Sequence[Row], target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
-    """Those that the GPU has room for; first those whose tiles keep it busy."""
+    """The configurations that fit the GPU; first those whose tiles keep it busy."""
     fit = [row for row in rows if _fits(row, target, facts)] or rows[-1:]
     busy = [row for row in fit if _tiles(row, facts) >= target.multiprocessors]
     ordered = [*busy, *reversed([row for row in fit if row not in busy])]
@@ -114,7 +114,7 @@ def _fitting(rows: Sequence[Row], target: Target, facts: Mapping[str, Any]) -> S
 
 
 def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
-    """Whether what a program needs of shared memory and registers is there."""
+    """Whether the GPU has the shared memory and registers that a program needs."""
     height, width, depth, _, warps, stages, specialize, parts = row
     gated = _is_gated(facts)
     operands = 2 if gated else 1

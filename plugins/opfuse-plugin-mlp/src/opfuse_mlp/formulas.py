@@ -56,7 +56,7 @@ def gradients(
 
     Args:
         activation: The activation, with the numbers of the forward.
-        dy: Gradient of the output, ``(rows, n)``, which is overwritten if it may be.
+        dy: Gradient of the output, ``(rows, n)``, which is overwritten if that is allowed.
         z: The input, ``(rows, n)``; of a gated activation ``(rows, 2 n)``.
         with_output: Return the output, too.
 

@@ -90,7 +90,7 @@ class MLP(FusedOperation):
         return formulas.product(x, weight, bias[0].params[0] if bias else None)
 
     def _keep_less(self, ctxs: Sequence[Any]) -> None:
-        """Drop what can be computed again, of what the ops left on the contexts.
+        """Drop from the contexts of the ops what can be computed again.
 
         What is saved instead is on the context of the activation: its input, and then weight and
         bias of the norm whose output is computed again.
@@ -139,7 +139,7 @@ class MLP(FusedOperation):
     def _gradients(self, ctx: Any, dy: Tensor, with_output: bool) -> tuple[Tensor, Tensor | None]:
         """The gradient of the activation's input, and its output again, as matrices."""
         op = self._ops[self._act]
-        saved, *_ = ctx.saved_tensors  # what the norm needs comes after it
+        saved, *_ = ctx.saved_tensors  # the norm's tensors come after it
         z = formulas.rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
         if self._kernel is not None and _takes(dy, z):
@@ -276,11 +276,11 @@ def _keeps_less(ops: Any, env: Environment) -> bool | str:
 
 
 def _recomputes(ops: Any, env: Environment) -> bool | str:
-    """Asked while planning of a norm alone; infinity is said to find out what to measure."""
+    """Asked while planning for a norm alone; infinity lists what could be measured."""
     if env.options.get("mlp.keep_norm", False):
         return "the option mlp.keep_norm keeps it"
     if env.options.get("prefer") != "memory" and env.measured != math.inf:
-        return 'computing the norm again takes time for memory, which prefer="memory" asks for'
+        return 'computing the norm again trades time for memory, which prefer="memory" asks for'
     if env.recipe is not None:
         return f"{type(env.recipe).__name__} quantizes what a linear keeps"
     if not env.requires_grad:

@@ -21,7 +21,7 @@ _PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
 
 
 class _Fused(FusedOperation):
-    """The base of forward and backward: it knows the norm, and who computes it."""
+    """The base of forward and backward: it has the norm, and the functions that compute it."""
 
     _pass = ""
 
@@ -107,7 +107,7 @@ class ForwardNorm(_Fused):
         return y, outputs
 
     def _takes(self, ctx: Any, x: Tensor, extra: Tensor | None) -> bool:
-        """Return whether parameters are as a row, and the sum overwrites no other row."""
+        """Return whether parameters have a row's shape, and the sum overwrites no other row."""
         if any([param.shape != self._shape for param in ctx.params]):
             return False
         if extra is None or not getattr(self._ops[0], "in_place", False):
@@ -156,7 +156,7 @@ def _features(ops: Sequence[Any], env: Environment) -> int | None:
 
 
 def _why_not(ops: Sequence[Any], env: Environment) -> str:
-    """Why the fused op is not for this, as a sentence; empty: it is."""
+    """Why the fused op does not take this, as a sentence; empty: it does."""
     if env.dtype not in kernels.DTYPES:
         return (
             f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
@@ -180,7 +180,7 @@ def _runs_with_residual(ops: Sequence[Any], env: Environment) -> bool | str:
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)
 _FORWARD, _BACKWARD = 4, 6
-"""Passes over memory that a norm in PyTorch's operations makes more, in half precision."""
+"""Additional passes over memory of a norm in PyTorch's operations, in half precision."""
 
 FORWARD = [
     Fusion((_NORM,), ForwardNorm, _runs, benefit=_FORWARD, name="norm"),

@@ -1,11 +1,11 @@
 """Self-attention of the library: query, key and value as one ``ParallelLinear``.
 
-Such a forward cannot be traced, since it takes shapes apart. It need not be: it runs as it is, on a
-stand-in for the module whose three projections give their parts of what one chain computed. The
-stand-in shares all else with the module.
+Such a forward cannot be traced, since it takes shapes apart. It does not have to be: it runs as it
+is, on a stand-in for the module whose three projections return their parts of one chain's result.
+The stand-in shares everything else with the module.
 
 Unless it is quantized, one product has been no faster than three on a CPU: the gradients of its
-parts are joined. So it runs under a recipe alone, or where an option says so.
+parts are joined. So it runs only under a recipe, or where an option says so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CROSS = {"current_states", "encoder_hidden_states", "key_value_states"}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is self-attention with three projections, as newly written."""
+    """Return whether a module is self-attention with three projections, in the newer form."""
     if not any(all(name in module._modules for name in names) for names in _NAMES):
         return False
     code = getattr(_own(module), "__code__", None)
@@ -41,14 +41,14 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def build(module: Any, env: Environment) -> Conversion | str:
-    """The chain of the projections, and a forward that has their parts of it."""
+    """The chain of the projections, and a forward that uses their parts of its result."""
     names = next(names for names in _NAMES if all(name in module._modules for name in names))
     if "forward" in vars(module):
         return "its forward was replaced"
     projections = {name: module._modules[name] for name in names}
     for name, linear in projections.items():
         if op_class(linear) is not nn.Linear or "forward" in vars(linear):
-            return f"{name} is no plain torch.nn.Linear"
+            return f"{name} is not a plain torch.nn.Linear"
     chain = Sequential(ParallelLinear.reading(projections))
     always = env.options.get("transformers.projections") == "joined"
     return Conversion(chain, names, _AttentionCall(names, always), _AttentionSeparate(names))

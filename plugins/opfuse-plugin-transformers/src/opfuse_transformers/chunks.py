@@ -15,7 +15,7 @@ _HOME, _CHUNKS = "transformers.pytorch_utils", "apply_chunking_to_forward"
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Return whether transformers brings the class of a module."""
+    """Return whether the class of a module is from transformers."""
     return op_class(module).__module__.startswith("transformers.")
 
 

@@ -1,7 +1,7 @@
 """Experts of a mixture, whose matrices are one parameter: grouped products around a scaled gate.
 
-The rows are sorted by expert before, and summed up by token behind, as the library's ``grouped_mm``
-does it.
+The rows are sorted by expert before, and summed by token after, as the library's ``grouped_mm``
+does.
 """
 
 from __future__ import annotations

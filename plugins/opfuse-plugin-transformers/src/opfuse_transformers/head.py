@@ -1,9 +1,9 @@
 """The head of a causal language model and its loss, which needs no logits for it.
 
-In a training step with labels the model runs its own forward, on a stand-in for it whose head gives
-no logits but what they are computed from. The loss computes both in one chain, and the output
-computes the logits if somebody reads them. That is done for forwards of the library alone, and only
-for those that do nothing else with the logits: their source is read for it.
+In a training step with labels the model runs its own forward, on a stand-in for it whose head does
+not compute the logits but returns their inputs. The loss computes both in one chain, and the output
+computes the logits if they are read. That is done only for forwards of the library, and only for
+those that do nothing else with the logits: their source is read for this.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IGNORED = -100
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Return whether a module has a head, and a loss of its logits."""
+    """Return whether a module has a head, and a loss of the head's logits."""
     code = getattr(inspect.unwrap(op_class(module).forward), "__code__", None)
     return "lm_head" in module._modules and {"lm_head", "loss_function"} <= set(
         code.co_names if code is not None else ()
@@ -47,7 +47,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     if "forward" in vars(module):
         return "its forward was replaced"
     if op_class(linear) is not nn.Linear or "forward" in vars(linear):
-        return "lm_head is no plain torch.nn.Linear"
+        return "lm_head is not a plain torch.nn.Linear"
     forward = inspect.unwrap(op_class(module).forward)
     if not forward.__module__.startswith("transformers."):
         return "its forward is not that of a model of transformers"
@@ -55,7 +55,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
         return "its loss_function is not that of transformers"
     if not _only_loses(forward):
         return "its forward does more with the logits than to compute the loss of them"
-    # None is the library's default, of which it logs that it takes it
+    # None is the library's default; the library logs that it takes it
     if getattr(module, "loss_type", None) is not None and (why := _other_loss(module)):
         return why
     bias = [Bias.reading(linear)] if linear.bias is not None else []
@@ -178,7 +178,7 @@ class _HeadCall:
         return _settled(standin.run(module, head, {"_loss_function": loss}, args, kwargs))
 
     def _refusal(self, module: Any, args: Any, kwargs: Any) -> str:
-        """Why the module's own forward is to run, or ``""``."""
+        """Why the module's own forward must run, or ``""``."""
         if torch.compiler.is_compiling():
             return "under torch.compile it gives logits"
         if not (module.training and torch.is_grad_enabled()):

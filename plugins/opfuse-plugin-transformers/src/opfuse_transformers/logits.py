@@ -20,9 +20,9 @@ _steps = 0
 class Apart(Tensor):
     """Logits that the loss was not computed from.
 
-    What is computed from them has right gradients, such as a further loss. But their own gradient,
+    Results computed from them, such as another loss, have right gradients. But their own gradient,
     which a hook sees, lacks the part of the loss: whatever asks for it raises. So does autograd
-    itself where it is asked for that of the loss alone, but for its ``allow_unused``.
+    itself if it is asked only for that of the loss, except with ``allow_unused``.
 
     Raises:
         RuntimeError: In ``register_hook``, ``retain_grad`` and ``torch.autograd.grad``.
@@ -32,7 +32,7 @@ class Apart(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         of = args[1] if func is torch.autograd.grad else ()
         asks = func is Tensor.retain_grad or any(isinstance(each, cls) for each in of)
-        # FSDP2 wants to hear when a gradient comes, whatever it is
+        # FSDP2 wants to know when a gradient arrives, whatever it is
         if func is Tensor.register_hook:
             asks = getattr(args[1], "__module__", "").partition(".")[0] != "torch"
         if asks:
@@ -80,14 +80,14 @@ class Logits:
         return [_steps if self._trains else 0, *[(id(t), t._version) for t in tensors]]
 
     def watch(self, loss: Tensor) -> None:
-        """Note when a loss has had its backward, behind which the head may learn in any way."""
+        """Note when a loss has had its backward, after which the head may change in any way."""
         learned = self._learned
         if self._trains and loss.requires_grad:
             loss.register_hook(lambda grad: learned.__setitem__(0, True))
 
     @functools.cached_property
     def apart(self) -> Tensor:
-        """The logits for those who read them: the loss was computed without."""
+        """The logits for a reader: the loss was computed without them."""
         with torch.inference_mode(False), torch.enable_grad():
             return self.value.as_subclass(Apart)
 

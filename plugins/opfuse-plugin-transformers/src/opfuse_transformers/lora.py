@@ -1,7 +1,7 @@
 """PEFT's linear layer with a low-rank adapter: ``W x + s B A dropout(x)``.
 
-The base layer is called as it is, whatever its class; the chain adds the adapter to what it gives,
-so that a fusion may write ``s B`` times the small product into that sum.
+The base layer is called as it is, whatever its class; the chain adds the adapter to its result, so
+a fusion may write ``s B`` times the small product into that sum.
 """
 
 from __future__ import annotations

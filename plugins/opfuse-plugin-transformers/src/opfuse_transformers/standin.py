@@ -10,7 +10,7 @@ from opfuse.core.authoring import op_class
 def run(
     module: Any, parts: dict[str, Any], attributes: dict[str, Any], args: Any, kwargs: Any
 ) -> Any:
-    """The forward of a module's class, on an object of its class that shares all else with it.
+    """The forward of a module's class, on an object of the class that shares the rest with it.
 
     Attributes that the forward, or a function that it calls, writes to the stand-in are copied to
     the module.

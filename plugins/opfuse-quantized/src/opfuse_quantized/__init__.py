@@ -1,7 +1,7 @@
-"""What recipes share: formats with a scale for each block, stored weights, a look at each cast.
+"""Shared by recipes: formats with a scale for each block, stored weights, a look at each cast.
 
-Users call ``opfuse.quantized_model_init`` and ``opfuse.watch_quantization``. Who writes a recipe,
-or a kernel that reads its tensors, finds the formats in :mod:`opfuse_quantized.formats`.
+Users call ``opfuse.quantized_model_init`` and ``opfuse.watch_quantization``. Authors of a recipe,
+or of a kernel that reads its tensors, find the formats in :mod:`opfuse_quantized.formats`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WHERE = {
     "quantized_model_init": "model_init",
     "watch_quantization": "watching",
 }
-"""Who imports the formats alone does not import the rest."""
+"""Importing only the formats does not import the rest."""
 __all__ = sorted(_WHERE)
 
 

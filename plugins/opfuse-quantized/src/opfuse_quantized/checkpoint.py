@@ -96,7 +96,7 @@ def _check(name: str, given: Any, expected: dict[str, Tensor | None]) -> None:
     if want is not None and (given.shape, given.dtype) != (want.shape, want.dtype):
         raise RuntimeError(
             f"{name}: expected {want.dtype} of shape {tuple(want.shape)}, got {given.dtype} of "
-            f"shape {tuple(given.shape)}; without the entries beside it the values are quantized"
+            f"shape {tuple(given.shape)}; without the other entries the values are quantized"
         )
 
 

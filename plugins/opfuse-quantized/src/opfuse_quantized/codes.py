@@ -1,4 +1,4 @@
-"""What is done to codes and scales as a whole: cast, compared, written over."""
+"""Operations on codes and scales as a whole: casting, comparing, overwriting."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class NVFP4Tensor(_TwoCopies):
     The columnwise copy may hold transformed values: each 16 neighbours times ``diag(signs) @ H /
     4``, where ``H`` is Sylvester's Hadamard matrix. :meth:`dequantize` undoes that. A GEMM may read
     two such copies as they are if both have the same signs, since the transform is orthogonal; it
-    refuses a pair of which the signs differ, or of which only one is transformed.
+    refuses a pair whose signs differ, or a pair with only one transformed copy.
 
     Args:
         shape: The logical shape.

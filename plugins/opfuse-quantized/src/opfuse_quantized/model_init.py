@@ -17,7 +17,7 @@ from .weight import QuantizedWeight
 
 
 class _Request(NamedTuple):
-    """What a block asks for; called with each new op.
+    """The settings of a block; called with each new op.
 
     Attributes:
         recipe: The recipe.

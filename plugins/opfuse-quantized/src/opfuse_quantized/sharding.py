@@ -137,7 +137,7 @@ def _why_values(there: QuantizedTensor, ranks: int, outer: torch.Size, wanted: A
     else:
         high = 32 if wanted.columnwise else 1
     if rows % high or rows * ranks != outer[0] or not there.copies.covers(wanted):
-        return f"{outer[0]} rows over {ranks} ranks are no whole blocks of {high}"
+        return f"{outer[0]} rows over {ranks} ranks are not whole blocks of {high}"
     return ""
 
 

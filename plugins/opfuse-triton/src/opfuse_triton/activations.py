@@ -1,4 +1,4 @@
-"""The inputs of a kernel for an activation: device functions, and the op's numbers."""
+"""What a kernel needs for an activation: device functions, and the op's numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _QGELU = of.qgelu, of.qgelu_derivative
 _RELU = of.relu, of.relu_derivative
 _SRELU = of.srelu, of.srelu_derivative
 _IDENTITY = of.identity, of.one
-_MOST_NUMBERS = 8  # that these take beside the value, and ignore
+_MOST_NUMBERS = 8  # that these take besides the value, and ignore
 _SITU = of.situ_gate, of.situ_gate_derivative, of.situ_linear, of.situ_linear_derivative
 _CLAMPED = (
     of.clamped_gate, of.clamped_gate_derivative, of.clamped_linear, of.clamped_linear_derivative,
@@ -76,12 +76,12 @@ _RUN = "op_forward", "op_backward", "operand"
 def functions_of(op: Any) -> DeviceFunctions | None:
     """The device functions that compute an activation; None: there are none.
 
-    Ask while planning, since it looks at every method. An op of a class of yours has functions if
-    its ``device_functions`` gives them. They then get all its numbers, in the order of
+    Ask while planning, since it looks at every method. An op of your own class has functions if
+    its ``device_functions`` returns them. They then get all its numbers, in the order of
     ``op.numbers_of()``, as fp32.
 
-    None is the answer for what is no activation; for an op that overrides a formula and brings no
-    functions; for one with passes, or a split of its features, of its own; and for one of your
+    The answer is None for an op that is not an activation, that overrides a formula and brings no
+    functions, or that has its own passes or its own split of the features; and for one of your
     classes with a plain value that is not a real number, such as a string.
 
     Args:

@@ -45,17 +45,17 @@ class KernelCase:
         name: Unique in the plugin.
         run: Called as ``run(**inputs)``, where it launches what the fusion launches. It gives the
             outputs in the order of ``tensors``: a tensor, or a tuple of them. A tensor that is
-            neither taken nor given, such as a workspace, counts as partial.
+            neither an input nor an output, such as a workspace, counts as partial.
         tensors: Called as ``tensors(**shape)``: the operands by name, first the inputs.
         shapes: Shapes of real models.
-        small: Shapes that the interpreter can run, with rows and columns beside those of tiles.
+        small: Shapes that the interpreter can run, with rows and columns that do not fill a tile.
         floor: Called as ``floor(**shape)``: the bytes that the fusion has to move. None: the sum
             of its full operands.
         gemms: Names of the kernels that are matrix products: they have to use the GPU's matrix
             instructions.
         separate: The same with PyTorch's operations, one after the other, called like ``run``. Each
-            counts as reading its operands and writing its result. Or it gives their bytes, as a
-            number, where PyTorch's operations on a GPU are others than on the meta device.
+            counts as reading its operands and writing its result. Or it returns their bytes, as a
+            number, if PyTorch's operations on a GPU differ from those on the meta device.
         peers: The same by other packages' kernels, by the name of the package, called like
             ``run``. One that raises ImportError is reported as not installed.
     """

@@ -126,7 +126,7 @@ def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
     )  # fmt: skip
     try:
         compiled = launch.compile()
-    except Exception as error:  # whatever Triton, LLVM or ptxas says
+    except Exception as error:  # any error of Triton, LLVM or ptxas
         said = (str(error).strip() or type(error).__name__).splitlines()
         where = f"{said[0]} " if len(said) > 1 else ""  # the source is between
         return replace(row, refusals=(f"does not compile: {where}{said[-1]}",))
@@ -252,7 +252,7 @@ def verify_report(path: pathlib.Path, plugin: str | None) -> list[str]:
         plugin: As for :func:`check`.
 
     Returns:
-        A sentence for each plugin whose sources it is not of, and for what it refuses.
+        A sentence for each plugin whose sources have changed since, and for each refusal.
     """
     report = json.loads(path.read_text(encoding="utf-8"))
     lists = case_lists(plugin)

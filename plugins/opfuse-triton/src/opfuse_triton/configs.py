@@ -17,7 +17,7 @@ class Config:
         constants: Tile sizes, and whatever other ``tl.constexpr`` arguments it decides, by name.
         num_warps: Warps per program.
         num_stages: Depth of the software pipeline; None: Triton's default for the GPU.
-        options: What else Triton's compiler takes: ``num_ctas``, ``maxnreg``, ``waves_per_eu``, ...
+        options: Other compiler options of Triton: ``num_ctas``, ``maxnreg``, ``waves_per_eu``, ...
     """
 
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -37,12 +37,12 @@ class Config:
         return self.constants[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as what JSON can hold, if its constants are."""
+        """The configuration as JSON-able data, if its constants are JSON-able."""
         return asdict(self)
 
     def compiler_options(self) -> dict[str, Any]:
         """The keyword arguments for Triton that are not arguments of the kernel."""
         stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
-        # Triton 3.9 warns where nobody says whether a product and a sum may become one operation
+        # Triton 3.9 warns unless told whether a product and a sum may become one operation
         fusing = {"enable_fp_fusion": True}
         return {**fusing, "num_warps": self.num_warps, **stages, **self.options}

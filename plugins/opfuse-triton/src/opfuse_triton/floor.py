@@ -1,4 +1,4 @@
-"""The floor of a fusion: bytes that it has to move, against those that its kernels move.
+"""The floor of a fusion: bytes that it has to move, compared with those that its kernels move.
 
 Triton's interpreter runs kernels on numpy arrays, so that each access is seen with its addresses
 and its mask. Its builder is private to Triton: what is wrapped here exists in Triton 3.6 to 3.9,
@@ -122,10 +122,10 @@ def count_bytes(
     Args:
         case: The case.
         shape: One of ``case.small``.
-        run: Something else than ``case.run`` that takes and gives the same.
+        run: A replacement of ``case.run`` with the same arguments and results.
 
     Returns:
-        The bytes by the role of their operand. A tensor that is neither taken nor given is partial.
+        The bytes by the role of their operand; partial for one that is neither input nor output.
 
     Raises:
         RuntimeError: Triton does not interpret in this process.

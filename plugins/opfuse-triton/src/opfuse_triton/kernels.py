@@ -30,7 +30,7 @@ class Kernel:
             ``tl.constexpr`` parameters last.
         configs: At most 8 configurations, the first of which is used; or a function of the target
             and of the facts (:attr:`Launch.facts`) that gives them, the best first. Such a
-            function looks into a small table, and knows a rule for what is not in it.
+            function looks in a small table, and has a rule for everything else.
 
     Raises:
         ValueError: ``fn`` has a parameter named ``grid`` or ``config``.
@@ -111,7 +111,7 @@ class Kernel:
     def _launch(
         self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
     ) -> None:
-        """Launch what was not launched before, or what is recorded or interpreted."""
+        """Launch a kernel for the first time, or while launches are recorded or interpreted."""
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         target = current_target(first.device)
         picked = config or self.pick(target, facts_of(self.fn.arg_names, args, constants))

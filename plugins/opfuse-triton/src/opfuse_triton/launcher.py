@@ -40,9 +40,9 @@ class Ready(NamedTuple):
         config: The configuration.
         run: Triton's launcher.
         function: The handle of the loaded kernel.
-        metadata: What the launcher wants to know of it.
-        constants: The values of the parameters behind the arguments.
-        compiled: The compiled kernel, which is unloaded when nobody has it.
+        metadata: What the launcher needs to know about it.
+        constants: The values of the parameters after the arguments.
+        compiled: The compiled kernel, which is unloaded when nothing refers to it.
     """
 
     config: Config
@@ -89,8 +89,8 @@ class _Form:
 class Launcher:
     """The tables of one kernel.
 
-    What a key does not have is not looked at: a global of the kernel that changes after the first
-    launch changes nothing, where the JIT would raise an error.
+    Anything that is not in a key is ignored: if a global of the kernel changes after the first
+    launch, that has no effect, where the JIT would raise an error.
 
     Args:
         fn: The function under ``@triton.jit``.
@@ -118,7 +118,7 @@ class Launcher:
             picked: The configuration if it is known: integers that are new are then looked up by
                 what they are to Triton.
         """
-        # under a target that is pretended, and so while launches are recorded, nothing is known
+        # under a simulated target, and so while launches are recorded, nothing is known
         if pretended.get() is not None or _disturbed(self._fn):
             return False
         values = *args, *constants.values()

@@ -74,7 +74,7 @@ class Launch:
         return facts_of(self.kernel.fn.arg_names, self.args, self.constants)
 
     def compile(self, other: Target | None = None) -> Any:
-        """Compile what the launch would, with no GPU.
+        """Compile what the launch would compile, with no GPU.
 
         The signature, the constants and what is assumed of addresses and numbers are those that
         Triton finds at a launch. The configuration stays.

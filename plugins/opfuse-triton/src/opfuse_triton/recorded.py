@@ -44,7 +44,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of a kernel, those behind descriptors too."""
+    """The tensors among the arguments of a kernel, including those of descriptors."""
     for value in values:
         base = getattr(value, "base", value)
         if isinstance(base, torch.Tensor):
@@ -162,7 +162,7 @@ def load_cases(where: str) -> Sequence[KernelCase]:
 
 
 def hash_sources(where: str) -> str:
-    """A hash of the Python files that the compiled kernels of some cases follow from.
+    """A hash of the Python files that the compiled kernels of some cases depend on.
 
     These are the files of the package that the cases are in, and those of the device functions that
     their kernels take. Triton's version is not in it.
@@ -183,7 +183,7 @@ def hash_sources(where: str) -> str:
 
 
 def _functions(values: Iterable[Any]) -> Iterator[Any]:
-    """The jitted functions among constants, those in tuples too."""
+    """The jitted functions among constants, including those in tuples."""
     for value in values:
         if isinstance(value, tuple):
             yield from _functions(value)

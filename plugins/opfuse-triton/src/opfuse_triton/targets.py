@@ -106,7 +106,7 @@ def current_target(device: torch.device | int) -> Target:
 
 @functools.cache
 def _of_gpu(index: int) -> Target:
-    """The target of a GPU of this machine; what its driver does not tell is that of its kind."""
+    """The target of a GPU of this machine; numbers that its driver lacks are those of its kind."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         arch: int | str = properties.gcnArchName.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What every fusion must hold, checked by opfuse on cases that it makes from the patterns."""
+"""opfuse's own checks of every fusion, on cases that it makes from the patterns."""
 
 from opfuse.testing import FusionSuite
 

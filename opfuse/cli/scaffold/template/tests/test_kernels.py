@@ -1,4 +1,4 @@
-"""The kernel against fp64, compiled for GPUs that need not be there, and its bytes counted.
+"""Compares the kernel with fp64, compiles it for GPUs that it does not need, counts its bytes.
 
 ``python -m pytest`` compiles it, and runs it where there is a GPU. With ``TRITON_INTERPRET=1`` it
 runs on a CPU, and what it moves is counted.
@@ -39,7 +39,7 @@ ACTIVATIONS = [ops.ReLU(), ops.SiLU(), ops.GELU(), ops.GELU(approximate="none")]
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 129), (33, 512), (5, 700)], ids=str)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_the_values(dtype, shape, activation, keep):
+def test_values_match_fp64(dtype, shape, activation, keep):
     generator = torch.Generator().manual_seed(0)
     x, bias = (
         torch.randn(s, generator=generator).mul(2).to(DEVICE, dtype) for s in (shape, shape[-1:])
@@ -64,7 +64,7 @@ def test_the_kernel_takes_what_it_can():
 
 
 @compiles
-def test_it_compiles():
+def test_the_kernel_compiles_for_every_gpu():
     rows = check("opfuse_NAME.cases:CASES")
     assert rows and not [sentence for row in rows for sentence in row.refusals]
 

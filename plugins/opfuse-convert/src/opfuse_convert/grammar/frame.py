@@ -25,7 +25,7 @@ def bound(function: types.FunctionType, args: Sequence[Any], kwargs: Any) -> dic
     """The local names of a call.
 
     Raises:
-        Unreadable: The call does not fit, or has a default that is no plain value.
+        Unreadable: The call does not fit, or has a default that is not a plain value.
     """
     signature = inspect.signature(function, follow_wrapped=False)
     try:
@@ -37,7 +37,7 @@ def bound(function: types.FunctionType, args: Sequence[Any], kwargs: Any) -> dic
     for name, value in found.arguments.items():
         default = signature.parameters[name].default
         if name not in given and value is default and not table.is_plain(default):
-            raise Unreadable(f"the default of {name} is no plain value")
+            raise Unreadable(f"the default of {name} is not a plain value")
     return found.arguments
 
 
@@ -89,7 +89,7 @@ class Frame:
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 if not isinstance(target, ast.Name) or target.id not in self.names:
-                    raise Unreadable("it deletes what is no local name that has a value")
+                    raise Unreadable("it deletes something other than a local name with a value")
                 del self.names[target.id]
         elif not isinstance(node, ast.Pass):
             raise Unreadable(f"it has a statement beyond the grammar ({_kind(node)})")
@@ -103,7 +103,7 @@ class Frame:
             for each, part in zip(target.elts, parts, strict=True):
                 self._assign(each, part)
         else:
-            raise Unreadable("it sets what is no local name")
+            raise Unreadable("it sets something other than a local name")
 
     def _parts(self, value: Any, count: int) -> Sequence[Any]:
         """Unpack a value into a number of parts."""
@@ -113,11 +113,11 @@ class Frame:
             chunks = value.args[1] if len(value.args) > 1 else None
             if type(chunks) is int and chunks == count:
                 return [self.reader.computed(operator.getitem, value, i) for i in range(count)]
-        raise Unreadable("it takes a value apart whose size is not known")
+        raise Unreadable("it unpacks a value of unknown size")
 
     def _augment(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
-            raise Unreadable("it sets what is no local name")
+            raise Unreadable("it sets something other than a local name")
         before = self.expression(ast.Name(node.target.id, ast.Load()))
         value = self.expression(node.value)
         if isinstance(before, fx.Node) or not table.is_plain(before):
@@ -141,7 +141,7 @@ class Frame:
         """The items of a loop."""
         found: Any = self.reader.members(value) if isinstance(value, Held) else value
         if not isinstance(found, (tuple, list)):
-            raise Unreadable("it goes through what is no list of modules")
+            raise Unreadable("it loops over something other than a list of modules")
         return found
 
     # Expressions
@@ -155,7 +155,7 @@ class Frame:
 
     def _of_constant(self, node: ast.Constant) -> Any:
         if not table.is_plain(node.value):
-            raise Unreadable("it has a constant that is no plain value")
+            raise Unreadable("it has a constant that is not a plain value")
         return node.value
 
     def _of_name(self, node: ast.Name) -> Any:
@@ -236,7 +236,7 @@ class Frame:
         is_number = type(parts) in (tuple, list) and type(key) is int
         if is_number and -len(parts) <= key < len(parts):
             return parts[key]
-        raise Unreadable("it indexes what it does not know the parts of")
+        raise Unreadable("it indexes a value whose parts are unknown")
 
     def _of_slice(self, node: ast.Slice) -> Any:
         parts = node.lower, node.upper, node.step
@@ -253,7 +253,7 @@ class Frame:
             value = self.expression(keyword.value)
             more = {keyword.arg: value} if keyword.arg is not None else value
             if not isinstance(more, dict) or more.keys() & kwargs.keys():
-                raise Unreadable("it passes on keywords that are not known")
+                raise Unreadable("it passes on unknown keywords")
             kwargs |= more
         if isinstance(callee, Callee) and callee.function in (range, enumerate, zip, reversed):
             return self._listed(callee.function, args, kwargs)
@@ -273,7 +273,7 @@ class Frame:
     def _listed(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         numbers = [*(args if function is range else ()), *kwargs.values()]
         if not all(map(table.is_plain, numbers)):
-            raise Unreadable(f"it calls {function.__name__}() with what is no plain value")
+            raise Unreadable(f"it calls {function.__name__}() with a value that is not plain")
         items = args if function is range else [self.items(each) for each in args]
         listed: list[Any] = result_of_call(
             f"{function.__name__}()",

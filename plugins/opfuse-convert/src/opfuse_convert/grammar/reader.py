@@ -1,19 +1,19 @@
 """Reads what a function computes, as long as all it does is in the grammar.
 
-The grammar is small. A graph can replace what is in it, as long as everything that was looked up
-on the way stays as it was:
+The grammar is small. A graph can replace these, as long as everything that was looked up on the way
+stays as it was:
 
-- local names, also those that are deleted, tuples, and taking tuples apart;
-- calls of a module's children, those in a list of modules by number or in a loop;
+- local names, even those that are deleted, tuples, and unpacking of tuples;
+- calls of a module's children, and of those in a list of modules, by number or in a loop;
 - the functions, methods and properties of :mod:`opfuse_convert.grammar.table`, with plain
   arguments, and arithmetic;
 - attributes of modules and objects that are plain values, parameters, buffers or functions, found
   where attributes are kept: no property, no ``__getattr__``;
-- globals, variables of functions around, and names in modules that are plain values or functions;
-- conditions on such values, on whether they are in a tuple or a list that is written there, and
-  on whether an argument is None;
-- functions and methods that are in the grammar, bound ones and ``functools.partial`` too, and
-  ``**kwargs`` that are passed on.
+- plain values and functions in globals, in enclosing functions and in modules;
+- conditions on such values, on whether they are in a literal tuple or list, and on whether an
+  argument is None;
+- functions, methods and ``functools.partial`` whose code is in the grammar, and ``**kwargs`` that
+  are passed on.
 
 Branches that are not taken are not read.
 """
@@ -43,15 +43,15 @@ class Reader:
 
     Args:
         graph: Gets the nodes.
-        is_leaf: Whether a call of a module stays one; what is none is read.
-        known: Functions that somebody else reads: each gets the reader and the values given.
+        is_leaf: Whether a call of a module stays a call; the code of other modules is read.
+        known: Functions that have their own readers: each gets the reader and the values given.
         class_of: The class of a module as its author wrote it.
 
     Attributes:
         places: Where everything was looked up.
         called: Dotted names of the modules that are called.
         modes: Nodes whose argument ``training`` is the mode of a module.
-        is_rough: Whether a value may stand for its parts in a tuple and among arguments.
+        is_rough: Whether a value may replace its parts in a tuple and among arguments.
     """
 
     is_rough = False
@@ -82,7 +82,7 @@ class Reader:
         if isinstance(callee, Bound):
             return self.call(callee.function, [*callee.args, *args], {**callee.kwargs, **kwargs})
         if not isinstance(callee, Callee):
-            raise Unreadable("it calls what is no known function")
+            raise Unreadable("it calls an unknown function")
         function, own = callee
         if isinstance(own, fx.Node):
             return self.node("call_method", function, [own, *args], kwargs)
@@ -147,14 +147,14 @@ class Reader:
         if function is len and len(args) == 1 and isinstance(args[0], Held):
             return len(self.members(args[0]))
         if kwargs or not all(map(table.is_plain, args)):
-            raise Unreadable(f"it calls {function.__name__}() of what is no number")
+            raise Unreadable(f"it calls {function.__name__}() of what is not a number")
         return result_of_call(f"{function.__name__}()", function, *args)
 
     def members(self, held: Held) -> list[Held]:
         """The children of a list of modules, in order.
 
         Raises:
-            Unreadable: It is no list of modules, or has its own way to iterate over them.
+            Unreadable: It is not a list of modules, or has its own way to iterate over them.
         """
         module, cls = held.module, self.class_of(type(held.module))
         kind = next((kind for kind in _LISTS if isinstance(module, kind)), None)
@@ -162,7 +162,7 @@ class Reader:
             getattr(cls, name) is not getattr(kind, name)
             for name in ("__iter__", "__len__", "__getitem__")
         ):
-            raise Unreadable(f"{held.path or 'it'} is no list of modules")
+            raise Unreadable(f"{held.path or 'it'} is not a list of modules")
         found, what = module._modules, f"the order of what is in {held.path or 'it'}"
         self.places += [Place(vars(module), "_modules", found, what), key_place(found, what)]
         children = [held.child(name) for name in found]
@@ -193,7 +193,7 @@ class Reader:
         """A function with some of its arguments; those by name may be set later."""
         values = [*found.args, *found.keywords.values()]
         if not all(map(table.is_plain, values)):
-            raise Unreadable(f"{what} has arguments that are no plain values")
+            raise Unreadable(f"{what} has arguments that are not plain values")
         keywords = found.keywords
         self.places.append(key_place(keywords, f"arguments of {what}"))
         self.places += [Place(keywords, n, v, f"{n} of {what}") for n, v in keywords.items()]
@@ -209,7 +209,7 @@ class Reader:
         """An attribute of a value.
 
         Raises:
-            Unreadable: Nobody knows what reading it does.
+            Unreadable: It is unknown what reading it does.
         """
         if isinstance(value, fx.Node):
             if name in table.PROPERTIES:
@@ -220,7 +220,7 @@ class Reader:
         if isinstance(value, Held):
             return self._of_module(value, name)
         if not isinstance(value, (types.ModuleType, Thing)):
-            raise Unreadable(f"it asks for .{name} of what has none that is known")
+            raise Unreadable(f"it asks for an unknown attribute .{name}")
         owner, of = value if isinstance(value, Thing) else (value, value.__name__)
         what = f"{of}.{name}"
         found = self._found(owner, name, what)
@@ -281,7 +281,7 @@ class Reader:
         if any(isinstance(value, fx.Node) for value in values):
             return self.node("call_function", function, values, {})
         if not all(map(table.is_plain, values)):
-            raise Unreadable("it computes with what is no number")
+            raise Unreadable("it computes with something other than numbers")
         return result_of_call("its arithmetic", function, *values)
 
 
@@ -341,4 +341,4 @@ def _argument(value: Any) -> Any:
         return type(value)(map(_argument, value))
     if isinstance(value, slice):
         return slice(*map(_argument, (value.start, value.stop, value.step)))
-    raise Unreadable("it gives a function what is no plain value")
+    raise Unreadable("it passes a function something other than a plain value")

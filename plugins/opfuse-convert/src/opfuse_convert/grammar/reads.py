@@ -127,7 +127,7 @@ def name_places(function: types.FunctionType, name: str) -> tuple[Any, list[Plac
     """The value of a name that is not local to a function, and where it was found.
 
     Returns:
-        The value is :data:`MISSING` for a variable of a function around that is not set yet.
+        The value is :data:`MISSING` for a variable of an enclosing function that is not set yet.
 
     Raises:
         Unreadable: There is no such name.
@@ -176,7 +176,7 @@ def is_property(value: Any) -> bool:
 def attribute_places(
     owner: Any, name: str, what: str, cls: type | None = None
 ) -> tuple[Any, list[Place]]:
-    """The attribute of an object, found without running anybody's code, and where.
+    """The attribute of an object, found without running any code, and its place.
 
     What a module has as parameter, buffer or child is found like an attribute.
 

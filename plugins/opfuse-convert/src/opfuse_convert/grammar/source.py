@@ -46,7 +46,7 @@ def tree_of(function: Any) -> ast.FunctionDef:
     """
     if not isinstance(function, types.FunctionType):
         name = getattr(function, "__qualname__", type(function).__name__)
-        raise Unreadable(f"{name} is no function whose code can be read")
+        raise Unreadable(f"{name} is not a function whose code can be read")
     found = _read(function.__code__)
     if isinstance(found, str):
         raise Unreadable(found)
@@ -84,7 +84,7 @@ def compiled_like(function: types.FunctionType, tree: ast.FunctionDef, **cells: 
     Args:
         function: The function.
         tree: The tree; its signature is that of the function.
-        **cells: Further variables that it reads as those of a function around it.
+        **cells: Further variables that it reads as those of an enclosing function.
     """
     code = _compiled(tree, function.__code__, tuple(cells))
     assert code is not None
@@ -94,7 +94,7 @@ def compiled_like(function: types.FunctionType, tree: ast.FunctionDef, **cells: 
 
 
 def like(function: types.FunctionType, code: types.CodeType, closure: Sequence[Any]) -> Any:
-    """A function with other code and another closure; all else is that of a function."""
+    """A function with other code and another closure; everything else is that of a function."""
     given = function.__globals__, function.__name__, function.__defaults__, tuple(closure)
     made = types.FunctionType(code, *given)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -162,7 +162,7 @@ def _imported(path: str) -> tuple[str, ...]:
 
 
 def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
-    """Whether two codes do the same, on whatever lines they are."""
+    """Whether two codes do the same, whatever their lines are."""
     if any(getattr(a, name, None) != getattr(b, name, None) for name in _SAME):
         return False
     same_length = len(a.co_consts) == len(b.co_consts)

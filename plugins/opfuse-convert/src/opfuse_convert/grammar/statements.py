@@ -178,7 +178,7 @@ class Flattener:
         return ast.copy_location(ast.Name(name, ast.Load()), node)
 
     def _inert(self, node: ast.expr) -> ast.expr:
-        """An expression that computes nothing; what the original computes becomes a step before."""
+        """An expression that computes nothing; the original's computation becomes a step before."""
         if _is_inert(node):
             return node
         if isinstance(node, (ast.Attribute, ast.Tuple, ast.List)):
@@ -186,7 +186,7 @@ class Flattener:
         return self._temp(node)
 
     def _in_order(self, nodes: Sequence[ast.expr]) -> list[ast.expr]:
-        """Expressions that compute nothing; what the originals compute becomes steps, in order."""
+        """Expressions that compute nothing; the originals' computations become steps, in order."""
         last = max((i for i, node in enumerate(nodes) if not _is_inert(node)), default=-1)
         found = []
         for number, node in enumerate(nodes):

@@ -249,7 +249,7 @@ class Stretch:
     def _results(
         self, span: Any, end: Any, known: Any, after: Any, live: Any, entering: list[str]
     ) -> dict[str, Any] | None:
-        """The names that are read later, and how to get their values; None: one cannot be had."""
+        """The names that are read later, and how to get their values; None: one is unavailable."""
         results: dict[str, Any] = {}
         for name in sorted({n for read in span for n in statements.stores(read.node)}):
             if name in live:

@@ -54,7 +54,7 @@ def writing_places(function: Any) -> tuple[int, ...]:
 
 
 def _named(home: Any, names: str) -> dict[Any, str]:
-    """Those functions of a module that this PyTorch has, and what they are called."""
+    """The functions of a module that this PyTorch has, and their names."""
     found = {name: getattr(home, name) for name in names.split() if hasattr(home, name)}
     return {function: f"{home.__name__}.{name}" for name, function in found.items()}
 

@@ -37,7 +37,7 @@ def _together(gate, linear, SIZE: tl.constexpr):
 
 @triton.jit
 def _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE: tl.constexpr):
-    """What the activation is applied to, in fp32: rounded where the separate ops round."""
+    """The input of the activation, in fp32: rounded where the separate ops round."""
     inside = in_rows & in_columns
     x = tl.load(x_ptr + start + column, inside, 0)
     if bias_ptr is not None:
@@ -164,7 +164,7 @@ def cast_backward(
 ):  # fmt: skip
     """``act'(x) dy`` rounded to ``DTYPE``, cast, and its sums over the rows of each tile.
 
-    Without ``DERIVATIVE`` it is ``dy`` itself. ``sums_ptr`` is None where nobody needs the sums.
+    Without ``DERIVATIVE`` it is ``dy`` itself. ``sums_ptr`` is None if the sums are not needed.
     """
     tiles = tl.cdiv(features, BLOCK_COLUMNS)
     first, tile = tl.program_id(0) % tiles * BLOCK_COLUMNS, tl.program_id(0) // tiles

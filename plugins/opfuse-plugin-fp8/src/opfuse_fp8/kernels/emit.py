@@ -1,4 +1,4 @@
-"""How a tile of values becomes codes: what every kernel that casts ends with.
+"""How a tile of values becomes codes: the last part of every kernel that casts.
 
 A tile is a matrix of fp32 values, already rounded to the dtype that the separate ops give, and 0
 outside. It starts at a multiple of its sides, or of a block's.
@@ -123,7 +123,7 @@ def emit(
         first_column: Its first column.
         rows: How many there are.
         columns: Likewise.
-        stop: The first column that is no longer the tile's.
+        stop: The first column after the tile.
         wide_ptr: Where the values themselves go, or None.
         row_ptr: Where the rowwise codes go, or None.
         row_scale_ptr: Where their scales go, for blocks.
@@ -135,7 +135,7 @@ def emit(
         MANTISSA: 3 or 2 bits.
         NATIVE: See :func:`opfuse_fp8.kernels.device.codes_of`.
         POWER_OF_2: Whether scales of blocks are powers of two.
-        IF_INFINITE: What stands for a scale of a block that is infinite.
+        IF_INFINITE: What replaces a scale of a block that is infinite.
 
     Returns:
         The largest magnitude in the tile, or 0.

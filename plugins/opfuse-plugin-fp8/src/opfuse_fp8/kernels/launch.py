@@ -1,4 +1,4 @@
-"""What launches the kernels, and makes quantized tensors of what they write."""
+"""Launches the kernels, and makes quantized tensors of their results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS
 
 
 def format_of(quantizer: Any) -> str:
-    """What the kernels call the format of a quantizer; ``"none"``: its scale is not known yet."""
+    """The kernels' name for the format of a quantizer; ``"none"``: its scale is not known yet."""
     if isinstance(quantizer, BlockQuantizer):
         return "block" if quantizer.block[0] == 1 else "square"
     if isinstance(quantizer, MXQuantizer):
@@ -43,7 +43,7 @@ class Casting:
     their largest magnitude is known. With the others it writes the codes.
 
     Args:
-        into: What the values are cast into, by a quantizer that the kernels know.
+        into: The target of the cast, with a quantizer that the kernels know.
         shape: That of the values.
         dtype: What the values are rounded to.
         device: Where they are.
@@ -52,8 +52,8 @@ class Casting:
     Attributes:
         rows: How many rows there are.
         columns: How many columns.
-        values: The values, where a kernel reads or writes them beside their codes.
-        constants: What the kernel is compiled with for this cast.
+        values: The values, where a kernel reads or writes them in addition to their codes.
+        constants: The constants of the kernel for this cast.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Casting:
         }
 
     def facts(self) -> dict[str, Any]:
-        """What tiles depend on."""
+        """The facts that tiles depend on."""
         column = self._usage.columnwise and self.constants["FORMAT"] != "none"
         return {**self.constants, "column_ptr": torch.uint8 if column else None, "rows": self.rows}
 

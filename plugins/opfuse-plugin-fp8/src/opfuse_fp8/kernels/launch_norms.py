@@ -1,4 +1,4 @@
-"""What launches the kernels of norms that end with a cast."""
+"""Launches the kernels of norms that end with a cast."""
 
 from __future__ import annotations
 

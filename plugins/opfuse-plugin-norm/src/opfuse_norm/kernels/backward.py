@@ -128,7 +128,7 @@ def norm_backward_rows(
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What of a wide row the gradient of each of its elements needs: ``mean(g n)``, ``mean(g)``."""
+    """The means of a wide row that its gradient needs: ``mean(g n)``, ``mean(g)``."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * features
     rstd = tl.load(rstd_ptr + row)
@@ -369,7 +369,7 @@ def _launch_wide(
 def _sum_partial(
     partial: Tensor, shape: tuple[int, ...], weight: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias; autograd casts what is not in the parameter's dtype."""
+    """The gradients of weight and bias; autograd casts them to the parameter's dtype."""
     sums, programs, features = partial.shape
     dw = db = None
     if needs[1]:

@@ -126,7 +126,7 @@ def norm_forward_wide(
     source_ptr = x_ptr
     if extra_ptr is not None:
         source_ptr = sum_ptr
-        tl.debug_barrier()  # what one thread has stored, another may load
+        tl.debug_barrier()  # one thread may load what another has stored
     for first in range(0, features, BLOCK):
         column = first + columns
         inside = column < features

@@ -19,7 +19,7 @@ from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .twins import Backward, Forward
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # subclasses have their ways
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may do something else
 
 
 def forward(*given: Any, into: Tensor | None = None, config: Config | None = None) -> Forward:

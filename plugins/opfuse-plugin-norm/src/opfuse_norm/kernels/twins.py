@@ -1,6 +1,6 @@
 """The kernels' arithmetic, in PyTorch's operations.
 
-They run where a kernel does not take a call, and are what the tests hold the kernels against. They
+They run where a kernel does not take a call, and the tests compare the kernels with them. They
 take any device, any layout, subclasses of Tensor, and fp64.
 """
 
@@ -46,7 +46,7 @@ def forward(
     Returns:
         The output; the sum; the mean of each row, for ``LAYER``; and ``rstd``, what a row is
         multiplied by. Both are in fp32 (fp64 for fp64), of shape ``(*rows, 1, ...)``. None for what
-        is not there or not wanted.
+        is missing or not wanted.
     """
     total = None
     if extra is not None:

@@ -1,4 +1,4 @@
-"""What this plugin gives to opfuse.
+"""The fusions that this plugin gives to opfuse.
 
 Nothing heavy is imported here: opfuse asks while it makes its first plan.
 """

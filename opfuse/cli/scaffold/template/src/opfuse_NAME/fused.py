@@ -1,4 +1,4 @@
-"""The fused op, its twin in PyTorch, and where it may stand."""
+"""The fused op, its twin in PyTorch, and the condition for using it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def takes(x: Tensor, bias: Tensor, dtype: torch.dtype) -> bool:
         x.device.type == ("cpu" if is_interpreting() else "cuda")
         and x.dtype is dtype
         and {x.dtype, bias.dtype} <= {torch.float32, torch.bfloat16, torch.float16}
-        and {type(x), type(bias)} <= {Tensor, Parameter}  # subclasses have their ways
+        and {type(x), type(bias)} <= {Tensor, Parameter}  # a subclass may do something else
         and x.is_contiguous()
         and bias.is_contiguous()
         and x.numel() > 0
