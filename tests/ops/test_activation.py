@@ -5,25 +5,12 @@ import math
 
 import pytest
 import torch
+from activations import ELEMENTWISE, GATED, SCALED
 from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
 from opfuse.core import plugins
-
-ELEMENTWISE = [ops.GELU, ops.QGELU, ops.ReLU, ops.SReLU, ops.SiLU]
-GATED = [
-    ops.GLU,
-    ops.GEGLU,
-    ops.QGEGLU,
-    ops.ReGLU,
-    ops.SReGLU,
-    ops.SwiGLU,
-    ops.SiTUGLU,
-    ops.ClampedSwiGLU,
-]
-SCALED = [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU]
-
 
 class Mish(ops.Activation):
     """What a third party writes: value and derivative."""

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from activations import ELEMENTWISE, GATED, SCALED
 
 import opfuse
 from opfuse import ops
@@ -32,14 +33,8 @@ CHAINS = {
         ops.SwiGLU(),
         ops.ConstantScale(2.0),
     ],
-    "activations": lambda: [
-        ops.SiLU(),
-        ops.ReLU(),
-        ops.QGELU(),
-        ops.SReLU(),
-        ops.L2Normalization(),
-        ops.GELU(),
-    ],
+    "activations": lambda: [*[cls() for cls in ELEMENTWISE[1:]], ops.L2Normalization(), ops.GELU()],
+    **{cls.__name__: functools.partial(lambda cls: [cls()], cls) for cls in GATED},
     "gated": lambda: [
         ops.SiTUGLU(glu_interleave_size=2),
         ops.ClampedSwiGLU(),
@@ -69,9 +64,7 @@ def test_compiled_chains_match_eager(compiler, name, autocast):
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "op", [ops.ScaledSwiGLU, ops.ScaledSiTUGLU, ops.ScaledClampedQGeGLU, ops.ScaledSReLU]
-)
+@pytest.mark.parametrize("op", SCALED)
 def test_compiled_scaled_activations_match_eager(compiler, op):
     chain = opfuse.Sequential(ops.Identity(), op())
     compiled = compiler(chain)
