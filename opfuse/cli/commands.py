@@ -114,7 +114,9 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         passes = {name: ", ".join(dict.fromkeys(of)) for name, of in row["fusions"].items()}
         given = {name: f", priority {n}" for name, n in row["priorities"].items()}
         fusions = [f"{name} ({of}{given.get(name, '')})" for name, of in passes.items()]
-        lines += wrap(", ".join(fusions) or "-", f"{start:{width}}", " " * width)
+        others = [hook.removeprefix("opfuse_") for hook in row["hooks"]]
+        gives = ", ".join(fusions) or f"none, but {', '.join(others)}" if others else "-"
+        lines += wrap(gives, f"{start:{width}}", " " * width)
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
 

@@ -124,7 +124,11 @@ def opfuse_converters() -> list[Any]:
     The package opfuse-convert calls the hook, and has the classes ``Converter`` and ``Conversion``.
 
     A converter is needed only where ``opfuse.convert`` cannot read a module's ``forward``. Its
-    ``build`` makes the ops by ``reading`` the parameters of the module's children, which keep them.
+    ``build`` makes each op with ``Op.reading(child)``: the op uses the child's parameters, and the
+    child keeps them. For parameters of the module itself, write ``reading(module, "name")`` and
+    ``reads=[""]``. ``reads`` names every child whose parameters or results the chain uses.
+    ``opfuse.convert(model, verify=True)`` compares the chain with the module. Without it the
+    chain is used as the plugin gives it, so test yours.
 
     Example:
         from opfuse import ops
@@ -134,8 +138,11 @@ def opfuse_converters() -> list[Any]:
         def build(module, env):
             first = ops.BasicLinear.reading(module.inner)
             chain = opfuse.Sequential(first, ops.GELU(approximate="none"))
-            call = lambda module, chain, x: chain(x)  # as the module's own forward
             return Conversion(chain, reads=["inner"], call=call)
+
+
+        def call(module, chain, x):  # takes what the module's own forward takes
+            return chain(x)
 
 
         @opfuse.hookimpl

@@ -12,6 +12,7 @@ import opfuse
 from opfuse import ops
 from opfuse.core import plugins
 
+
 class Mish(ops.Activation):
     """What a third party writes: value and derivative."""
 

@@ -1,5 +1,6 @@
 """Every op that computes, alone in a chain, against plain torch in fp64: values and all gradients."""
 
+import activations
 import pytest
 import torch
 from torch.nn import functional as F
@@ -192,6 +193,10 @@ def extras_of(name, rows, dtype, requires_grad=True):
 
 HALF = (torch.bfloat16, torch.float16)
 NAMES = [*POINTWISE, *WITH_PARAMETERS, *WITH_SCALES]
+
+
+def test_every_activation_has_a_reference():
+    activations.check_table(POINTWISE, "POINTWISE of tests/ops/test_numerics.py")
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)

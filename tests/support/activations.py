@@ -7,6 +7,7 @@ from opfuse import ops
 
 def _of(*kinds):
     made = [getattr(ops, name) for name in ops.__all__]
+    made.remove(ops.ScaledActivation)  # it wraps one that is given
     return [cls for cls in made if issubclass(cls, kinds) and not inspect.isabstract(cls)]
 
 

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import activations
 import pytest
 import torch
 
@@ -36,6 +37,13 @@ OPS = {
     "third party gate": support.LeakyGate,
 }  # fmt: skip
 every = pytest.mark.parametrize("name", OPS)
+
+
+def test_every_activation_has_device_functions():
+    names = {type(make()).__name__ for make in OPS.values()}
+    activations.check_table(names, "OPS of plugins/opfuse-triton/tests/test_functions.py")
+
+
 ROWS, COLUMNS = 5, 131  # not whole tiles
 LARGE = [
     0.0,

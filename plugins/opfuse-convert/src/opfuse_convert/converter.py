@@ -71,7 +71,8 @@ class Converter:
             ``env`` (:class:`opfuse.Environment`) has the device and dtype of the module's
             parameters.
         name: The name in reports; default: the name of ``build``.
-        priority: Converters of higher priority are asked first; default 0, those of the core -100.
+        priority: Converters of higher priority are asked first; default 0. The readers of
+            opfuse-convert have -100.
 
     Raises:
         TypeError: An argument of the wrong type.
