@@ -19,6 +19,7 @@ import pathlib
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -248,6 +249,15 @@ def lint(session: nox.Session) -> None:
     session.install("--quiet", "-c", str(CONSTRAINTS), *group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
+    with tempfile.TemporaryDirectory() as folder:  # what `opfuse new` writes, for ruff as it comes
+        written = pathlib.Path(folder, "new")
+        shutil.copytree(ROOT / "opfuse/cli/scaffold/template", written)
+        (written / "src/opfuse_NAME").rename(written / "src/opfuse_hasty")
+        for path in written.rglob("*.py"):
+            path.write_text(path.read_text().replace("opfuse_NAME", "opfuse_hasty"))
+        session.chdir(written)
+        session.run("ruff", "check", "--isolated", "--no-cache")
+        session.chdir(ROOT)
 
 
 @timed(venv_params=ALONE, reuse_venv=True)

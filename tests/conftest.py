@@ -2,9 +2,17 @@
 
 import os
 
+import pytest
+import torch
 from fixtures import fused, no_plugins, register  # noqa: F401
 
 os.environ["OPFUSE_TUNING"] = ""  # what was measured on this machine decides nothing in tests
+
+
+@pytest.fixture(autouse=True)
+def compiles_afresh():
+    """No test sees what another one compiled, nor where it broke a graph."""
+    torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items):

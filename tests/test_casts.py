@@ -551,7 +551,6 @@ def test_torch_compile_with_a_fused_cast(register):
     register("backward", opfuse.Fusion((ops.Cast, ops.Bias, ops.GELU), Separately))
     chain, x = mlp()
     expected = run(chain, x)
-    torch._dynamo.reset()
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     with opfuse.autocast(Rounding()):
         y = compiled(x)

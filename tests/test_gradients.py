@@ -91,7 +91,6 @@ def reading(op):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_an_extra_input_out_of_a_channel_says_that_it_needs_a_gradient(before, make, compiled):
     chain = opfuse.Sequential(*[op() for op in before], make(), ops.SiLU(), reading(Times()))
-    torch._dynamo.reset()
     model = torch.compile(chain, backend="eager") if compiled else chain
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     (got,) = torch.autograd.grad(model(x).sum(), x)
@@ -347,7 +346,6 @@ def test_saving_what_was_not_declared_is_refused(compiled):
             return input_ * 1
 
     chain = opfuse.Sequential(ops.GELU(), Saving())
-    torch._dynamo.reset()
     model = torch.compile(chain, backend="eager") if compiled else chain
     with pytest.raises(
         Exception, match=r"Saving\)? declares saved_names = \(\), and its forward gave tensors"

@@ -320,7 +320,6 @@ def test_fsdp2_frees_and_gathers_the_saved_weight(tmp_path):
 def test_a_compiled_chain_saves_what_prefer_says():
     """A backend that saves what the graph says; Inductor's partitioner makes its own choice of what to save."""
     chain, x = make_chain(), make_input()
-    torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=nop, bw_compiler=nop)
     compiled = torch.compile(chain, fullgraph=True, backend=backend)
     for prefer, kept in (("memory", torch.float32), ("speed", torch.bfloat16)):

@@ -484,7 +484,6 @@ def test_compile_with_a_recipe(inside):
         with opfuse.autocast(recipe=recipe):
             return chain(x)
 
-    torch._dynamo.reset()
     region(x).square().sum().backward()
     expected, x.grad = x.grad, None
     if inside:
@@ -508,7 +507,6 @@ def test_checkpoint_with_a_recipe_inside_a_compiled_region():
         with opfuse.autocast(recipe=recipe):
             return checkpoint(chain, x, use_reentrant=False)
 
-    torch._dynamo.reset()
     with opfuse.autocast(recipe=recipe):
         chain(x).square().sum().backward()
     expected, x.grad = x.grad, None

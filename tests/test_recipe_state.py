@@ -237,7 +237,6 @@ def test_state_that_nobody_records_does_not_advance(monkeypatch):
     monkeypatch.setattr(RoundingQuantizer, "pending_names", ())
     monkeypatch.setattr(Rounding, "update", opfuse.Recipe.update)
     chain, x = mlp()
-    torch._dynamo.reset()
     compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(step(compiled, x), step(chain, x))
 
@@ -541,7 +540,6 @@ def test_checkpoint_without_one_is_refused(inside, reentrant):
 
 def test_torch_compile_of_a_state_that_advances_is_refused():
     chain, x = mlp()
-    torch._dynamo.reset()
     compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="has state that advances once per step"):
         step(compiled, x)

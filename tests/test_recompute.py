@@ -118,7 +118,6 @@ def test_with_what_torch_does_to_a_forward(fused, run):
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
     expected = separate(lambda: gradients(chain, x))
     if run == "compile":
-        torch._dynamo.reset()
         wrapped = torch.compile(chain, fullgraph=True, backend="aot_eager")
     else:
         wrapped = lambda x: checkpoint(chain, x, use_reentrant=run == "reentrant")  # noqa: E731

@@ -696,7 +696,6 @@ def test_a_nested_chain_is_still_one_of_its_own():
 
 
 def test_a_nested_chain_under_compile():
-    torch._dynamo.reset()
     chain = nested()
     compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 4, requires_grad=True)

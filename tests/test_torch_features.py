@@ -22,7 +22,6 @@ ROWS, WIDTH = 6, 16
 
 @pytest.fixture(params=list(fusing.VARIANTS), autouse=True)
 def variant(request):
-    torch._dynamo.reset()
     with fusing.fusions(request.param):
         yield request.param
 

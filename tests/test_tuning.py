@@ -833,7 +833,6 @@ def test_an_entry_of_eager_calls_does_not_count_for_compiled_ones(register):
     with Prescribed(Pair=1.5):
         opfuse.tune(model, x)
     model(x)
-    torch._dynamo.reset()
     torch.compile(model, backend="eager", fullgraph=True)(x)
     assert pairs[-2:] == [(False, 1.5), (True, None)]
     with Prescribed(Pair=1.25):
@@ -854,7 +853,6 @@ def test_compiled_candidates_are_measured_and_checked(register, quick, monkeypat
         backward_fusions=[Fusion(linear_gelu, Traceable, name="Back")],
     )
     model = opfuse.Sequential(ops.Linear(8, 8), GELU(), SiLU())
-    torch._dynamo.reset()
     with torch.set_grad_enabled(grad):
         report = opfuse.tune(model, torch.randn(16, 8), compiled=True)
     names = ["Back", "Traceable", "WrongTraced"]

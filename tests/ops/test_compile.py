@@ -14,8 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's
 
 @pytest.fixture
 def compiler():
-    """``torch.compile`` with nothing left from other tests."""
-    torch._dynamo.reset()
+    """``torch.compile``, which refuses to break a graph."""
     return functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
@@ -98,7 +97,6 @@ def test_compiled_extra_outputs_and_inputs_match_eager(compiler):
 
 
 def test_second_derivatives_in_a_graph():
-    torch._dynamo.reset()
     chain = opfuse.Sequential(ops.Linear(8, 8), ops.GELU(), ops.RMSNorm(8))
     x = torch.randn(3, 8, requires_grad=True)
     found = []

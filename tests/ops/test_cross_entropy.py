@@ -164,7 +164,6 @@ def test_autocast_gives_fp32_from_the_logits_as_they_come(dtype):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_compiled_loss_matches_eager(name, autocast):
-    torch._dynamo.reset()
     options = OPTIONS[name]
     x, targets = draw((2, 3), 8, torch.float32, options.get("ignore_index", -100))
     chain = opfuse.Sequential(ops.Linear(8, 11), ops.CrossEntropy(**options))

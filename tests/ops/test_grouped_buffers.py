@@ -79,7 +79,6 @@ def test_scaled_biases_under_autocast_and_second_derivatives_and_compile():
     expected = by_loop(x, (2, 3), scales, dict(op.named_parameters()))
     (first,) = torch.autograd.grad(expected.square().sum(), x, create_graph=True)
     torch.testing.assert_close(second, torch.autograd.grad(first.sum(), scales)[0])
-    torch._dynamo.reset()
     chain = opfuse.Sequential(op)
     compiled = torch.compile(chain, backend="aot_eager", fullgraph=True)
     grads = [
@@ -249,14 +248,8 @@ def test_a_compiled_call_with_buffers():
     def run(x):
         return op(x, sizes, output=buffer)
 
-    try:
-        torch._dynamo.reset()
-        y = torch.compile(run, backend="aot_eager")(x)
-        assert torch.equal(y, op(x, sizes)) and torch.equal(buffer, y)
-        torch._dynamo.reset()
-        with pytest.raises(
-            Exception, match="writes into no tensor of the caller|Unsupported|break"
-        ):
-            torch.compile(run, backend="aot_eager", fullgraph=True)(x)
-    finally:
-        torch._dynamo.reset()  # what was broken here is not to be known to others
+    y = torch.compile(run, backend="aot_eager")(x)
+    assert torch.equal(y, op(x, sizes)) and torch.equal(buffer, y)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="writes into no tensor of the caller|Unsupported|break"):
+        torch.compile(run, backend="aot_eager", fullgraph=True)(x)

@@ -324,7 +324,6 @@ def test_calibrating_and_without_a_backward():
 
 
 def test_compile_breaks_the_graph():
-    torch._dynamo.reset()
     op, x, sizes = op_of((2, 3)), torch.randn(5, 128), torch.tensor([2, 3])
     chain = opfuse.Sequential(ops.SiLU(), op)
 

@@ -249,7 +249,6 @@ def test_what_does_not_go_through_the_chains_backward_is_refused():
 
 
 def test_torch_compile_is_refused():
-    torch._dynamo.reset()
     op, x = with_main_grad(linear(6, 5)), torch.randn(3, 6)
     with torch.no_grad():
         torch.compile(op, fullgraph=True, backend="eager")(x)
@@ -258,12 +257,10 @@ def test_torch_compile_is_refused():
         match=r"\(BasicLinear\) puts gradients away itself .* torch.compile does not see",
     ):
         torch.compile(op, fullgraph=True, backend="eager")(x)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_compiled_autograd_accumulates_into_main_grad(near, hooked):
-    torch._dynamo.reset()
     op, x = with_main_grad(linear(6, 5)), torch.randn(3, 6)
     if hooked:
         op.weight.grad_added_to_main_grad = False
@@ -273,7 +270,6 @@ def test_compiled_autograd_accumulates_into_main_grad(near, hooked):
     near(op.weight.main_grad, 2 * torch.ones(5, 3) @ x, gemm=True)
     assert (op.weight.grad is None) != hooked and not (hooked and op.weight.grad.any())
     assert getattr(op.weight, "grad_added_to_main_grad", hooked) is hooked
-    torch._dynamo.reset()
 
 
 def test_a_branch_that_the_loss_does_not_use_accumulates_nothing(near):

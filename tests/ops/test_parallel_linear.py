@@ -292,7 +292,6 @@ def test_reading_leaves_the_modules_alone():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", [*LINEARS, "reading"])
 def test_a_compiled_op_gives_the_same_gradients(make, name):
-    torch._dynamo.reset()
     op = Attention() if name == "reading" else make(name)
     x = torch.randn(3, 6)
 
@@ -307,7 +306,6 @@ def test_a_compiled_op_gives_the_same_gradients(make, name):
         run(torch.compile(op, fullgraph=True, backend="aot_eager")), wanted, strict=True
     ):
         torch.testing.assert_close(got, expected)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", LINEARS)
@@ -529,7 +527,6 @@ def test_a_bias_that_comes_later_is_refused(way, grad):
             run(torch.randn(3, 6))
         linears.b.bias = None
         run(torch.randn(3, 6))
-    torch._dynamo.reset()
 
 
 def test_a_copy_watches_its_own_modules():

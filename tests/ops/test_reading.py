@@ -298,7 +298,6 @@ def test_a_chain_inside_the_module_that_it_reads():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", READERS)
 def test_a_compiled_chain_reads_the_current_parameters(name):
-    torch._dynamo.reset()
     model, x = Model(name), torch.randn(3, 6)
     wanted = run(model, x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -311,7 +310,6 @@ def test_a_compiled_chain_reads_the_current_parameters(name):
         assign=True,
     )
     compare(run(compiled, x, model.module), run(model, x))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -607,7 +605,6 @@ def test_they_take_a_name_as_constructors_do(way):
 @pytest.mark.parametrize("autocast", ["", "speed", "memory"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_compile_takes_a_parameter_twice(backend, autocast, frozen):
-    torch._dynamo.reset()
     module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     read = ops.BasicLinear.reading
     chain = opfuse.Sequential(
@@ -634,12 +631,10 @@ def test_compile_takes_a_parameter_twice(backend, autocast, frozen):
             assert (got is None) == (expected is None)
             if got is not None:
                 torch.testing.assert_close(got, expected, **close)
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compile_sees_when_a_parameter_is_shared_no_more():
-    torch._dynamo.reset()
     one, other, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4)
     other.weight = one.weight
     chain = opfuse.Sequential(ops.BasicLinear.reading(one), ops.BasicLinear.reading(other))
@@ -655,4 +650,3 @@ def test_compile_sees_when_a_parameter_is_shared_no_more():
     torch.testing.assert_close(got, [one.weight.grad, other.weight.grad])
     other.weight = one.weight
     torch.testing.assert_close(compiled(x), chain(x))
-    torch._dynamo.reset()

@@ -125,7 +125,6 @@ def test_the_backward_keeps_no_input_and_rotates_as_its_forward_did(call):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("given", ["positions", "cos and sin"])
 def test_compiled_and_under_autocast(given, autocast):
-    torch._dynamo.reset()
     x, positions = draw((2, 5), (5,), torch.float32)
     op = ops.RoPE(DIM, rotary_dim=4) if given == "positions" else ops.ApplyRoPE(DIM, rotary_dim=4)
     extras = [positions] if given == "positions" else of_transformers(positions, {"rotary_dim": 4}, torch.float32)  # fmt: skip

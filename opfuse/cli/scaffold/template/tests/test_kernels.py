@@ -6,17 +6,17 @@ runs on a CPU, and what it moves is counted.
 
 import pytest
 import torch
-
 from opfuse import ops
 from opfuse.testing import interpreter
 
 pytest.importorskip("triton", reason="Triton is not installed: there is only the twin")
 
-from opfuse_NAME import kernels
-from opfuse_NAME.cases import CASES
 from opfuse_triton import is_interpreting
 from opfuse_triton.checking import check
 from opfuse_triton.floor import assert_floor
+
+from opfuse_NAME import kernels
+from opfuse_NAME.cases import CASES
 
 DEVICE = "cuda" if torch.cuda.is_available() and not is_interpreting() else "cpu"
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opfuse import ops
 from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
-
-from opfuse import ops
 
 from . import kernels
 

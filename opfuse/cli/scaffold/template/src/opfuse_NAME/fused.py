@@ -7,10 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
 from opfuse.ops import Activation, Bias
+from torch import Tensor
 
 
 class BiasActivation(FusedOperation):

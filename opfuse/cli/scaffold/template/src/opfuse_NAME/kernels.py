@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, DeviceFunctions, Kernel, Target, functions_of, is_interpreting
+from opfuse_triton import Config, DeviceFunctions, Kernel, Target, functions_of
+from opfuse_triton.machine import is_interpreting
 from torch import Tensor
 from torch.nn import Parameter
 
