@@ -169,7 +169,9 @@ class CompiledKernel:
                 raise NotCompiled(self.title) from error
             outcome = f"Inductor does not compile {self.title}, which runs as it was traced"
             switch = "OPFUSE_PLUGINS=-inductor runs without this plugin"
-            text = f"{outcome}; {switch}: {type(error).__name__}: {str(error)[:500]}"
+            lines = str(error).splitlines()
+            told = [line for line in lines if "error:" in line] or lines  # the C++ compiler's own
+            text = f"{outcome}; {switch}: {type(error).__name__}: {' '.join(told)[:500]}"
             warnings.warn(PluginWarning(text), stacklevel=3)
             self.failed = True
         return lambda rows: True, lambda args: self._graph(*args[1:])
