@@ -43,7 +43,7 @@ class Sequential(nn.Sequential):
     def _grouped(self) -> tuple[list[Any], Any]:
         """The groups; and the callable that runs the group, if there is only one."""
         key = list(_contents(self))
-        if is_dynamo_compiling() or not same(self._cache.key, key):
+        if is_dynamo_compiling() or not _same(self._cache.key, key):
             _regroup(self, *key)
         return self._cache.value  # type: ignore[no-any-return]
 
@@ -69,8 +69,10 @@ class Sequential(nn.Sequential):
                 op here.
             TypeError: A keyword argument that an op does not take.
         """
-        cache = self._cache
-        current = not is_dynamo_compiling() and same(cache.key, [*self._modules.values()])
+        cache, modules = self._cache, self._modules.values()
+        # modules are compared by identity, since one may define ==
+        known = not is_dynamo_compiling() and len(cache.key) == len(modules)
+        current = known and all(map(operator.is_, cache.key, modules))
         groups, run = cache.value if current else self._grouped()
         if run is not None and not op_kwargs:
             return run(input, *extra_inputs)
@@ -174,9 +176,9 @@ class Sequential(nn.Sequential):
     __rmul__ = __mul__
 
 
-def same(known: Any, items: list[Any]) -> bool:
-    """Return whether two lists hold the same objects: a module may define ``==``."""
-    return known is not None and len(known) == len(items) and all(map(operator.is_, known, items))
+def _same(known: Sequence[Any], items: Sequence[Any]) -> bool:
+    """Return whether two lists hold the same objects."""
+    return len(known) == len(items) and all(map(operator.is_, known, items))
 
 
 def _extras(group: Any) -> tuple[int, int]:
@@ -267,7 +269,7 @@ def _names(modules: Iterable[nn.Module]) -> dict[tuple[str, str], None]:
 
 def _regroup(chain: Sequential, *key: Any) -> None:
     """Group the parts; ``torch.compile`` sees a constant, guarded by ``key``."""
-    if not same(chain._cache.key, list(key)):
+    if not _same(chain._cache.key, key):
         groups: list[Any] = []
         modules, _ = parts(chain)
         for fusible, group in groupby(modules, lambda part: isinstance(part, FusibleOperation)):

@@ -213,8 +213,10 @@ class OperationFuser:
             # an empty comprehension takes longer than this check
             others = [t.requires_grad for t in tensors] if tensors else ()
             grads = (input.requires_grad, *others)
-        how = autocast, tuple(training), _deterministic(), False
-        key = _key(grads, input.dtype, device, *how, kwargs, extra_inputs, settings)
+        key = _key(
+            grads, input.dtype, device, autocast, training, _deterministic(), False, kwargs,
+            extra_inputs, settings,
+        )  # fmt: skip
         last, program = self._last
         if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
             program = self._program(key, input, tensors[: len(self._params)])
@@ -289,7 +291,7 @@ class OperationFuser:
         if torch.is_grad_enabled():
             grads = (input.requires_grad, *[t.requires_grad for t in tensors])
         autocast = _autocast_dtype(input, input.device)
-        how = autocast, tuple(training), torch.are_deterministic_algorithms_enabled(), True
+        how = autocast, training, torch.are_deterministic_algorithms_enabled(), True
         *key, _ = _key(grads, input.dtype, input.device, *how, kwargs, extra_inputs, None)
         program = getattr(self, _plan_untraced(self, *settings, *key))
         return self._run_special(program, input, tensors, extra_inputs, kwargs)
@@ -327,7 +329,7 @@ def _key(
     dtype: torch.dtype,
     device: torch.device,
     autocast: torch.dtype | None,
-    training: tuple[bool, ...],
+    training: Sequence[bool],
     deterministic: bool,
     compiling: bool,
     kwargs: Kwargs | None,
@@ -335,11 +337,12 @@ def _key(
     settings: Settings | None,
 ) -> tuple[Any, ...]:
     """The fields of :class:`Key`; a lookup needs only a plain tuple, which is faster."""
-    changes = manager.generation, FusibleOperation.changes
     names = tuple([tuple(given) for given in kwargs]) if kwargs else None
     extras = tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None
-    first = grads, dtype, device, autocast, training
-    return *first, *changes, deterministic, compiling, names, extras, settings
+    return (
+        grads, dtype, device, autocast, tuple(training), manager.generation,
+        FusibleOperation.changes, deterministic, compiling, names, extras, settings,
+    )  # fmt: skip
 
 
 def _has_other_rows(program: Program, input: Tensor) -> bool:
