@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
+from .errors import TE_STATE_READER
 from .fusible import FusibleOperation, ParamSource
 from .op_context import (
     AllGrads,
@@ -78,6 +79,7 @@ class BasicOperation(FusibleOperation):
     """
 
     is_fused_op = False
+    _is_base = True
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     extra_input_dtypes: tuple[str, ...] = ()
@@ -437,8 +439,8 @@ class BasicOperation(FusibleOperation):
             if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
                 args[-1].append(
                     f"{key} is pickled FP8 state of Transformer Engine, which opfuse does not "
-                    f"read: convert the checkpoint with opfuse_fp8.from_te_extra_state of "
-                    f"opfuse-plugin-fp8, or drop the key to load the parameters without it"
+                    f"read: convert the checkpoint with {TE_STATE_READER}, or drop the key to "
+                    f"load the parameters without it"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -499,6 +501,7 @@ class FusedOperation(FusibleOperation):
     """
 
     is_fused_op = True
+    _is_base = True
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
     param_names: tuple[str, ...] | None = ()
     notes: str = ""

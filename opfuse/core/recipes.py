@@ -8,6 +8,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from .environment import Environment
+from .errors import FP8_PLUGIN, FP8_RECIPES
 from .plugins import manager
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .records import PluginFilter, PluginRecord, normalize
@@ -18,8 +19,6 @@ DEFAULT_RECIPE = "fp8-delayed"
 
 CACHE_RECIPE = "fp8-current"
 """The format of inputs kept with ``cache_quantized_input``, as in Transformer Engine."""
-
-_FP8 = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 
 
 def _offering() -> dict[str, type[Recipe]]:
@@ -37,7 +36,7 @@ def recipe_of(name: str) -> Recipe:
     """
     known = _offering()
     if name not in known:
-        install = "install opfuse-plugin-fp8, which does; " if name in _FP8 else ""
+        install = f"install {FP8_PLUGIN}, which does; " if name in FP8_RECIPES else ""
         raise ValueError(f"no plugin offers a recipe {name!r}; {install}{_offered()}")
     try:
         return known[name]()

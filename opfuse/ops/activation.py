@@ -85,17 +85,19 @@ class Activation(RowwiseOperation):
     casts_input = True
     _fixed: ClassVar[tuple[str, ...]] = ()  # attributes that cannot be set again
     _caches: bool = False
+    _built_in: ClassVar[bool] = True  # whether opfuse.ops defines the class, not a class below it
     _in_parts: ClassVar[bool] = True  # whether the formulas are known to take any rows of an input
     _numbers: tuple[tuple[str, Any], ...] = ()
     _numbers_as_of: int | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        type.__setattr__(cls, "_built_in", built_in)
         computing = _newest(cls, _COMPUTING)
         if computing < _newest(cls, {"deterministic"}):
-            type.__setattr__(cls, "deterministic", _is_of_ops(cls.__mro__[computing]))
+            type.__setattr__(cls, "deterministic", _is_built_in(cls.__mro__[computing]))
         formulas = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)]
-        type.__setattr__(cls, "_in_parts", _is_of_ops(formulas))
+        type.__setattr__(cls, "_in_parts", _is_built_in(formulas))
         for name, replaced in _SHORTCUTS.items():
             newest = _newest(cls, set(replaced))
             for index, base in enumerate(cls.__mro__):
@@ -128,7 +130,7 @@ class Activation(RowwiseOperation):
     def _find_numbers(self) -> None:
         """Find the op's own plain values: attributes that no class of the library has."""
         mro = type(self).__mro__
-        library = [base for base in mro if base.__module__.startswith(("opfuse.", "torch."))]
+        library = [base for base in mro if _is_built_in(base) or base.__module__[:6] == "torch."]
         foreign = [base for base in mro if base not in library]
         members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
         skipped = _COMMON.union(self._fixed, *map(vars, library))
@@ -136,7 +138,7 @@ class Activation(RowwiseOperation):
         if any("training" in code.co_names for code in codes):
             skipped -= {"training"}
         own = {name: value for name, value in (members | vars(self)).items() if name[:2] != "__"}
-        if type(self).__module__.startswith("opfuse.") and self._numbers_as_of is not None:
+        if self._built_in and self._numbers_as_of is not None:
             # no others matter to its formulas
             own = {name: getattr(self, name) for name, _ in self._numbers}
         found = tuple(pair for pair in own.items() if pair[0] not in skipped and _is_plain(pair[1]))
@@ -150,8 +152,8 @@ class Activation(RowwiseOperation):
             raise RuntimeError(f"{cls.__name__}.{name} is fixed: write a subclass")
         if name not in _FORMULAS:
             return
-        library = [base for base in cls.__mro__ if base.__module__.startswith("opfuse.")]
-        if not all(inspect.isabstract(base) for base in library if issubclass(base, Activation)):
+        library = [base for base in cls.__mro__ if "_built_in" in vars(base) and _is_built_in(base)]
+        if not all(map(inspect.isabstract, library)):
             why = "cannot be replaced, kernels would not follow: write a subclass"
             raise RuntimeError(f"{cls.__name__}.{name} {why}")
 
@@ -164,7 +166,7 @@ class Activation(RowwiseOperation):
             remedy = f"make another {type(self).__name__}"
             raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: {remedy}")
         super().__setattr__(name, value)
-        own = _is_plain(value) and not type(self).__module__.startswith("opfuse.")
+        own = _is_plain(value) and not self._built_in
         if self._numbers_as_of is not None and (own or name in dict(self._numbers)):
             self._find_numbers()
 
@@ -310,9 +312,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (numbers.Number, str))
 
 
-def _is_of_ops(cls: type) -> bool:
-    """Return whether a class is defined here: its formulas take any rows, and do not draw."""
-    return cls.__module__.startswith("opfuse.ops.")
+def _is_built_in(cls: type) -> bool:
+    """Return whether a class comes with opfuse: its formulas take any rows, and do not draw."""
+    return vars(cls).get("_built_in", cls in Activation.__mro__)  # type: ignore[no-any-return]
 
 
 def _newest(cls: type, names: set[str]) -> int:
@@ -354,7 +356,7 @@ def _backward_kernel(
     return backward_value
 
 
-class GELU(Activation):
+class GELU(Activation, built_in=True):
     """GELU: ``x Phi(x)`` with the normal distribution, or its tanh form.
 
     It is ``torch.nn.functional.gelu(x, approximate=approximate)`` (Hendrycks and Gimpel 2016).
@@ -399,7 +401,7 @@ class GELU(Activation):
     backward_value = _backward_kernel(torch.ops.aten.gelu_backward, option=("approximate", "tanh"))
 
 
-class QGELU(Activation):
+class QGELU(Activation, built_in=True):
     """GELU by a sigmoid: ``x sigmoid(1.702 x)``.
 
     It is the approximation of equation 2 in Hendrycks and Gimpel 2016.
@@ -425,7 +427,7 @@ class QGELU(Activation):
         return cast(dx, x.dtype) if out is None else out.copy_(dx)
 
 
-class ReLU(Activation):
+class ReLU(Activation, built_in=True):
     """``max(x, 0)``."""
 
     def value(self, x: Tensor) -> Tensor:
@@ -440,7 +442,7 @@ class ReLU(Activation):
     backward_value = _backward_kernel(torch.ops.aten.threshold_backward, 0)
 
 
-class SReLU(Activation):
+class SReLU(Activation, built_in=True):
     """Squared ReLU: ``max(x, 0)^2`` (So et al. 2021)."""
 
     def value(self, x: Tensor) -> Tensor:
@@ -460,7 +462,7 @@ class SReLU(Activation):
         return torch.mul(grad_output, SReLU.derivative(self, x), out=out)
 
 
-class SiLU(Activation):
+class SiLU(Activation, built_in=True):
     """``x sigmoid(x)`` (Elfwing et al. 2017), also called Swish."""
 
     def value(self, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ._common import check_size, expected, shows
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 
 
-class GatedActivation(Activation):
+class GatedActivation(Activation, built_in=True):
     """``value(a) * linear_value(b)`` over the two halves ``a, b`` of the features (Shazeer 2020).
 
     Maps ``(..., 2 n)`` to ``(..., n)``. The **first** half is the gate, which is activated; in
@@ -192,14 +192,14 @@ class GatedActivation(Activation):
         return y if size is None else y.view(*y.shape[:-1], y.shape[-1] // size, size)
 
 
-class _InHalves(GatedActivation):
+class _InHalves(GatedActivation, built_in=True):
     """A gated activation whose halves are contiguous."""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
 
 
-class GLU(_InHalves):
+class GLU(_InHalves, built_in=True):
     """``sigmoid(a) b`` (Dauphin et al. 2016)."""
 
     def value(self, x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class GLU(_InHalves):
         da.copy_(torch.ops.aten.sigmoid_backward.default(dy * b, s))
 
 
-class GEGLU(_InHalves):
+class GEGLU(_InHalves, built_in=True):
     """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
 
     approximate = "tanh"  # read by GELU's methods
@@ -232,7 +232,7 @@ class GEGLU(_InHalves):
     gate_gradient = GELU.backward_value
 
 
-class QGEGLU(_InHalves):
+class QGEGLU(_InHalves, built_in=True):
     """``a sigmoid(1.702 a) b``."""
 
     value = QGELU.value
@@ -240,7 +240,7 @@ class QGEGLU(_InHalves):
     value_and_derivative = QGELU.value_and_derivative
 
 
-class ReGLU(_InHalves):
+class ReGLU(_InHalves, built_in=True):
     """``max(a, 0) b`` (Shazeer 2020)."""
 
     value = ReLU.value
@@ -249,7 +249,7 @@ class ReGLU(_InHalves):
     gate_gradient = ReLU.backward_value
 
 
-class SReGLU(_InHalves):
+class SReGLU(_InHalves, built_in=True):
     """``max(a, 0)^2 b``."""
 
     value = SReLU.value
@@ -258,7 +258,7 @@ class SReGLU(_InHalves):
     gate_gradient = SReLU.backward_value
 
 
-class SwiGLU(GatedActivation):
+class SwiGLU(GatedActivation, built_in=True):
     """``silu(a) b`` (Shazeer 2020)."""
 
     value = SiLU.value
@@ -267,7 +267,7 @@ class SwiGLU(GatedActivation):
     gate_gradient = SiLU.backward_value
 
 
-class SiTUGLU(GatedActivation):
+class SiTUGLU(GatedActivation, built_in=True):
     """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``.
 
     It is SwiGLU with both factors bounded smoothly.
@@ -332,7 +332,7 @@ class SiTUGLU(GatedActivation):
     extra_repr = shows("beta1", "beta2", "glu_interleave_size")
 
 
-class ClampedSwiGLU(GatedActivation):
+class ClampedSwiGLU(GatedActivation, built_in=True):
     """``a' sigmoid(alpha a') (b' + offset)``, with both halves clamped.
 
     Here ``a' = min(a, limit)`` and ``b' = clamp(b, -limit, limit)``. It is the activation of

@@ -52,6 +52,9 @@ class CubicGLU(built_in.GatedActivation):
     derivative = CubicActivation.derivative
 
 
+_WITHOUT_MODES = CubicActivation, CubicGLU, *[getattr(built_in, n) for n in built_in.__all__]
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Op:
     """Makes one basic op from its class and arguments; an argument may be another :class:`Op`.
@@ -328,8 +331,7 @@ class Case:
 
         That is a dropout, or an op that is not built in.
         """
-        known = [op.cls for op in self.ops if op.cls.__module__.startswith("opfuse.")]
-        return len(known) < len(self.ops) or built_in.Dropout in known
+        return any(op.cls is built_in.Dropout or op.cls not in _WITHOUT_MODES for op in self.ops)
 
     @property
     def exact(self) -> torch.dtype | None:

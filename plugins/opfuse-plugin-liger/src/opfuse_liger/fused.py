@@ -17,7 +17,7 @@ from opfuse.ops import GEGLU, AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
 from . import kernels
 
 
-class LigerForwardNorm(FusedOperation):
+class LigerNorm(FusedOperation):
     """RMSNorm or LayerNorm, and before it a residual add, with or without an extra output."""
 
     def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **given: Any) -> tuple[Tensor, Any]:
@@ -52,7 +52,7 @@ class LigerForwardNorm(FusedOperation):
         return y, [(x.view_as(x),) * op.num_extra_outputs for op in self.basic_ops]
 
 
-class LigerBackwardNorm(FusedOperation):
+class LigerGrad(FusedOperation):
     """The backward of RMSNorm or LayerNorm, and of an extra output before it."""
 
     grad_input = "fresh"
@@ -142,16 +142,14 @@ def _swiglu_can(ops: Any, env: Environment) -> bool | str:
 
 
 _ALONE = (
-    (RMSNorm, "rmsnorm", _rms_norm_can, LigerForwardNorm, LigerBackwardNorm),
-    (LayerNorm, "layernorm", _layer_norm_can, LigerForwardNorm, LigerBackwardNorm),
+    (RMSNorm, "rmsnorm", _rms_norm_can, LigerNorm, LigerGrad),
+    (LayerNorm, "layernorm", _layer_norm_can, LigerNorm, LigerGrad),
     (SwiGLU, "swiglu", _swiglu_can, ForwardGLU, BackwardGLU),
     (GEGLU, "geglu", _can, ForwardGLU, BackwardGLU),
 )
 _ADD = AddExtraInput, Optional(MakeExtraOutput), RMSNorm
 
 FORWARD = [Fusion((cls,), to, can, 1, name=name) for cls, name, can, to, _ in _ALONE]
-FORWARD.append(Fusion(_ADD, LigerForwardNorm, _rms_norm_can, name="add+rmsnorm"))
+FORWARD.append(Fusion(_ADD, LigerNorm, _rms_norm_can, name="add+rmsnorm"))
 BACKWARD = [Fusion((cls,), to, can, 1, name=name) for cls, name, can, _, to in _ALONE]
-BACKWARD.append(
-    Fusion((MakeExtraOutput, RMSNorm), LigerBackwardNorm, _rms_norm_can, name="add+rmsnorm")
-)
+BACKWARD.append(Fusion((MakeExtraOutput, RMSNorm), LigerGrad, _rms_norm_can, name="add+rmsnorm"))
