@@ -102,7 +102,7 @@ def test_the_python_of_a_chain_is_bounded(count, no_plugins):
     chain, grad = opfuse.Sequential(*[ops.Identity() for _ in range(count)]), torch.ones(4, 16)
     x, leaf = torch.randn(4, 16), torch.randn(4, 16, requires_grad=True)
     python, c = calls_of(lambda: chain(x))
-    assert python <= 13 + count and c <= 14 + count
+    assert python <= 13 + count and c <= 17 + count  # 3 to compare modules by identity
     python, c = calls_of(lambda: chain(leaf).backward(grad))
     assert python <= 42 + 2 * count and c <= 54 + count
 

@@ -183,6 +183,7 @@ def test_it_is_found_and_fuses(installed):
             "state": "loaded",
             "hooks": ["opfuse_forward_fusions"],
             "fusions": {"bias+activation": ["forward"]},
+            "priorities": {},
             "error": None,
         },
     }
