@@ -198,12 +198,32 @@ def test_the_basic_ops_of_a_fused_op_are_fixed():
         lambda: linear.basic_ops.__setitem__(0, ops.BasicLinear(4, 4)),
         lambda: setattr(linear.basic_ops, "0", None),
         lambda: linear.basic_ops.__delitem__(1),
+        lambda: linear.basic_ops.append(ops.Bias(4)),
     ):
         with pytest.raises(RuntimeError, match="the basic ops of a fused op are fixed: make anoth"):
             change()
-    chain = opfuse.Sequential(linear)
-    chain[0] = ops.Linear(4, 5)
-    assert chain(torch.ones(2, 4)).shape == (2, 5)
+    linear.basic_ops[0] = linear.basic_ops[0]  # as wrappers of torch do
+    linear.basic_ops = linear.basic_ops
+    copied = copy.deepcopy(linear)
+    chain = opfuse.Sequential(linear, copied)
+    chain[0] = ops.Linear(4, 4, bias=False)
+    assert chain(torch.ones(2, 4)).shape == (2, 4) and len(copied.basic_ops) == 2
+
+
+def test_a_chain_of_an_empty_place_is_the_identity():
+    chain = opfuse.Sequential()
+    chain.add_module("0", None)
+    assert chain(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_checkpoint_wrappers_leave_the_basic_ops_alone():
+    wrapper = pytest.importorskip(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        reason="needs torch.distributed",
+    )
+    model = nn.Sequential(opfuse.Sequential(ops.Linear(4, 4), ops.GELU()), nn.Linear(4, 4))
+    wrapper.apply_activation_checkpointing(model, check_fn=lambda m: type(m) is nn.Linear)
+    assert model(torch.ones(2, 4)).shape == (2, 4)
 
 
 def test_a_module_used_twice():

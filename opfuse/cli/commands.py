@@ -112,10 +112,15 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{starts[0]:{width}}FUSIONS"]
     for start, row in zip(starts[1:], rows, strict=True):
         passes = {name: ", ".join(dict.fromkeys(of)) for name, of in row["fusions"].items()}
-        given = {name: f", priority {n}" for name, n in row["priorities"].items()}
+        given = {
+            name: f", priority {', '.join(map(str, dict.fromkeys(of.values())))}"
+            for name, of in row["priorities"].items()
+        }
         fusions = [f"{name} ({of}{given.get(name, '')})" for name, of in passes.items()]
-        others = [hook.removeprefix("opfuse_") for hook in row["hooks"]]
-        gives = ", ".join(fusions) or f"none, but {', '.join(others)}" if others else "-"
+        hooks = [hook for hook in row["hooks"] if not hook.endswith("_fusions")]
+        others = [hook.removeprefix("opfuse_") for hook in hooks]
+        none = f"none, but {', '.join(others)}" if others else "-"
+        gives = ", ".join(fusions) or none
         lines += wrap(gives, f"{start:{width}}", " " * width)
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines

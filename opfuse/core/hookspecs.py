@@ -127,8 +127,8 @@ def opfuse_converters() -> list[Any]:
     ``build`` makes each op with ``Op.reading(child)``: the op uses the child's parameters, and the
     child keeps them. For parameters of the module itself, write ``reading(module, "name")`` and
     ``reads=[""]``. ``reads`` names every child whose parameters or results the chain uses.
-    ``opfuse.convert(model, verify=True)`` compares the chain with the module. Without it the
-    chain is used as the plugin gives it, so test yours.
+    ``opfuse.convert(model, verify=True)`` compares the chain with the module, as does
+    ``probed=True`` of a conversion. Otherwise the chain is used as it is, so test yours.
 
     Example:
         from opfuse import ops

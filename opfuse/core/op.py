@@ -456,13 +456,24 @@ def is_direct(op: Any, pass_name: str) -> bool:
 class _BasicOps(nn.ModuleList):
     """The basic ops of a fused op, which are fixed: a fuser would go on with the old ones."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_modules", ()):
+    def __init__(self, ops: Iterable[nn.Module]) -> None:
+        super().__init__(ops)
+        self._is_closed = True
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        if vars(self).get("_is_closed") and self._modules.get(name) is not module:
             raise RuntimeError(_FIXED)
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.isdecimal() and self._modules.get(name) is not value:
+            raise RuntimeError(_FIXED)  # torch's wrappers set the one that is there
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        raise RuntimeError(_FIXED)
+        if name in self._modules:
+            raise RuntimeError(_FIXED)
+        super().__delattr__(name)
 
 
 _FIXED = "the basic ops of a fused op are fixed: make another op"
@@ -523,7 +534,7 @@ class FusedOperation(FusibleOperation):
         self.basic_ops = _BasicOps(ops)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "basic_ops" and hasattr(self, name):
+        if name == "basic_ops" and getattr(self, name, value) is not value:
             raise RuntimeError(_FIXED)
         super().__setattr__(name, value)
 

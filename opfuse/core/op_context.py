@@ -131,7 +131,7 @@ class ModuleCache:
     """Values derived from a module: dropped, never copied, when the module is copied or pickled."""
 
     def __init__(self) -> None:
-        self.key: Any = (None,)  # of nothing
+        self.key: Any = (ModuleCache,)  # of nothing
         self.value: Any = None
         self.separate: tuple[int, list[Any]] = (-1, [])  # see FusedOperation.run_separately
 

@@ -344,8 +344,8 @@ class PluginManager:
     def listing(self) -> list[dict[str, Any]]:
         """Every plugin with its state, after the selected ones are loaded, as JSON-able data.
 
-        ``fusions`` maps the names of a plugin's fusions to their passes, ``priorities`` to their
-        priority if that is not 0.
+        ``fusions`` maps the names of a plugin's fusions to their passes, ``priorities`` to
+        those that are not 0, by pass.
         """
         self.active(current.selection)
         selection = PluginFilter.parse(current.selection)
@@ -353,11 +353,11 @@ class PluginManager:
         for record in self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
             fusions: dict[str, list[str]] = {}
-            priorities: dict[str, int] = {}
+            priorities: dict[str, dict[str, int]] = {}
             for passes, fusion in record.fusions:
                 fusions.setdefault(fusion_name(fusion), []).append(passes)
                 if isinstance(fusion, Fusion) and fusion.priority:
-                    priorities[fusion.name] = fusion.priority
+                    priorities.setdefault(fusion.name, {})[passes] = fusion.priority
             row = {key: getattr(record, key) for key in ("name", "distribution", "version")}
             row |= {"state": "blocked" if blocked else record.state, "hooks": list(record.hooks)}
             of = {"fusions": fusions, "priorities": priorities}

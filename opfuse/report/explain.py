@@ -73,8 +73,9 @@ class Explanation:
             quantizer), note, fallback; those of the forward with saved_bytes, None without a
             backward.
             ``refused``: the candidates not taken, each with path, fusion, pass, basic_ops, reason,
-            distribution, lost_to (the distribution of what was taken in its place, empty if it was
-            registered in code, None if nothing was); once for equal calls.
+            distribution, lost_to (the distribution of the first fusion that was taken in its place,
+            empty if that was registered in code, None if the reason is the candidate's own); once
+            for equal calls.
             ``own_forward``: converted modules that ran their own forward, each with path, class,
             reason.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear

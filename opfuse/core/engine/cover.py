@@ -150,8 +150,9 @@ def _why_first(first: Step, loser: Step, winners: Sequence[Step], prefer: str) -
     if own[:2] == other[:2] and own != other:
         return f"whose priority is {-own[2]} against {-other[2]}"
     if own != other:
-        earlier = "registered with prepend=True", "the first of these in the selection of plugins"
-        return f"which is {earlier[own[0] == 0]}"
+        if not own[0]:
+            return "which is the first of these in the selection of plugins"
+        return f"which is registered {'later ' * (other[0] == 1)}with prepend=True"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
         return "and joint fusions choose first"
     if (measured := _gains(loser, winners, prefer)) is not None:

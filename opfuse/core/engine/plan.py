@@ -48,8 +48,8 @@ class PlanStep:
 class Refusal:
     """A candidate that was not taken, and the reason as a sentence.
 
-    ``lost_to`` is the distribution of the candidate that was taken in its place, ``""`` if that was
-    registered in code, or if several were; None if nothing was.
+    ``lost_to`` is the distribution of the first candidate that was taken in its place, or ``""`` if
+    that was registered in code; None if the reason is the candidate's own.
     """
 
     fusion: str

@@ -616,6 +616,14 @@ def test_verify_finds_a_wrong_chain():
         assert report.converted[0].converter == "build"
 
 
+def test_a_child_may_hold_its_parent():
+    model = Gated()
+    next(model.children()).owner = model
+    expected = model(x := torch.randn(3, WIDTH))
+    assert opfuse.convert(model).converted
+    torch.testing.assert_close(model(x), expected)
+
+
 class Leafless(nn.Module):
     """Its weight is its own, and nothing reads its forward."""
 

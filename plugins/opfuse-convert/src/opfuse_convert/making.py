@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from typing import Any
@@ -35,10 +36,10 @@ def built(converter: Converter, module: nn.Module) -> Conversion | str:
     try:
         with calm(module):
             made = converter.build(module, env)
+        if isinstance(made, Conversion):
+            return _unusable(module, converter, made) or made
     except Exception as error:
         return f"{converter.name} raised {_text_of(error)}"
-    if isinstance(made, Conversion):
-        return _unusable(module, converter, made) or made
     if isinstance(made, str) and made:
         return made
     return f"{converter.name} gave {made!r}: expected a Conversion, or a sentence"
@@ -47,7 +48,10 @@ def built(converter: Converter, module: nn.Module) -> Conversion | str:
 def _unusable(module: nn.Module, converter: Converter, made: Conversion) -> str:
     """Return what is wrong with a conversion as it is declared, or ``""``."""
     of, cls = f"the conversion of {converter.name}", op_class(module).__name__
-    children = dict(module.named_modules(remove_duplicate=False))
+    children = {}
+    for name in dict.fromkeys((*made.reads, *[name for name, _ in made.constants])):
+        with contextlib.suppress(AttributeError):  # not named_modules: a module may be in a cycle
+            children[name] = module.get_submodule(name)
     for name in made.reads:
         if name not in children:
             return f"{of} reads {name!r}, and {cls} has no such child"
@@ -58,7 +62,7 @@ def _unusable(module: nn.Module, converter: Converter, made: Conversion) -> str:
             return f"{of} has the constant {(name, path)}, and {cls} has no such attribute"
     for name, _ in made.chain.named_parameters():
         return f"{of} has a parameter of its own, {name}: make its ops by reading the module's"
-    guarded = {id(module), *[id(children[name]) for name in made.reads]}
+    guarded = {id(children[name]) for name in made.reads}
     for op in [op for op in made.chain.modules() if isinstance(op, BasicOperation)]:
         for name in op.param_names or ():
             if id(op.param_source(name)[0]) not in guarded:

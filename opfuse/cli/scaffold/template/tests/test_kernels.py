@@ -1,4 +1,4 @@
-"""Compares the kernel with fp64, compiles it for GPUs that it does not need, counts its bytes.
+"""Compares the kernel with fp64, compiles it for GPUs that need not be there, counts its bytes.
 
 ``python -m pytest`` compiles it, and runs it where there is a GPU. With ``TRITON_INTERPRET=1`` it
 runs on a CPU, and what it moves is counted.
