@@ -54,24 +54,29 @@ def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Kernel
     names: tuple[str, ...]
     rest: tuple[Any, ...]
     if "dy" not in inputs:
-        which, names, rest = "forward", ("x", "bias", "scales"), (_BF16, "kept" in outputs)
+        which, names, rest = "forward", ("x", "bias", "scales"), ("kept" in outputs,)
     elif scaled:
         which, names, rest = "scaled_backward", ("dy", "x", "scales"), (True,)
     else:
         which, names, rest = "backward", ("dy", "x"), ("dx" in outputs, "dbias" in outputs, False)
 
+    def arguments(given: Mapping[str, Tensor]) -> list[Any]:
+        dtype = (given["x"].dtype,) if which == "forward" else ()
+        return [*[given.get(name) for name in names], *dtype, *rest]
+
     def run(**given: Tensor) -> tuple[Tensor, ...]:
-        tensors = [given.get(name) for name in names]
-        return _given(getattr(kernels, which)(formula, values, *tensors, *rest))
+        return _given(getattr(kernels, which)(formula, values, *arguments(given)))
 
     def separate(**given: Tensor) -> tuple[Tensor, ...]:
-        tensors = [given.get(name) for name in names]
-        return _given(getattr(twins, which)(op, *numbers, *tensors, *rest))
+        return _given(getattr(twins, which)(op, *numbers, *arguments(given)))
 
     peer = _LIGER.get((inputs, outputs)) if op is _SWIGLU else None
     peers = {} if peer is None else {"liger-kernel": peer}
     tensors = _tensors(op, inputs, outputs)
-    return KernelCase(name, run, tensors, shapes, _SMALL, separate=separate, peers=peers)
+    both = _BF16, _FP32
+    return KernelCase(
+        name, run, tensors, shapes, _SMALL, separate=separate, peers=peers, dtypes=both, turn=30
+    )
 
 
 def _liger_swiglu(x: Tensor) -> Tensor:

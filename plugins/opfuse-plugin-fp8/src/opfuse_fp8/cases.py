@@ -84,7 +84,7 @@ def _case(
         full = [operand for operand in found.values() if operand.role == "full"]
         return sum(operand.nbytes for operand in (*full, *(found[name] for name in again)))
 
-    return KernelCase(name, run, tensors, shapes, _SMALL, floor, separate=separate)
+    return KernelCase(name, run, tensors, shapes, _SMALL, floor, separate=separate, turn=40)
 
 
 def _forward(

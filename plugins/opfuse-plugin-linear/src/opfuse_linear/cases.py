@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from opfuse.ops import GELU, SwiGLU
 from opfuse.ops.cross_entropy import LossNumbers
 
+from . import chunks
 from .products import BY_POINTERS, BY_TILES, multiply
 from .softmax import softmax_in_place
 
@@ -64,11 +65,37 @@ def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
     return F.silu(F.linear(x, weight, bias)) * F.linear(x, up, bias)
 
 
+def _gated_kept_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Any:
+    gate, linear = F.linear(x, weight, bias), F.linear(x, up, bias)
+    return F.silu(gate) * linear, torch.cat([gate, linear], -1)
+
+
 def _softmax(
     logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
 ) -> tuple[Tensor, Tensor]:
     losses = softmax_in_place(logits, targets, weights, numbers)
     return logits, losses
+
+
+def _softmax_twin(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    losses = chunks.softmax_in_place(logits, targets, weights, numbers)
+    return logits, losses
+
+
+def _draw_targets(rows: int, classes: int) -> dict[str, Tensor]:
+    targets, weights = torch.randint(classes, (rows,)), torch.rand(rows)
+    targets[::7], weights[::7] = LossNumbers().ignore_index, 0.0
+    return {"targets": targets, "weights": weights}
+
+
+def _operations(rows: int, depth: int, features: int) -> int:
+    return 2 * rows * depth * features
+
+
+def _both_operations(**shape: int) -> int:
+    return 2 * _operations(**shape)
 
 
 def _softmax_operands(rows: int, classes: int) -> Mapping[str, Operand]:
@@ -101,34 +128,37 @@ _SMALL = [{"rows": 127, "depth": 64, "features": 264}, {"rows": 3, "depth": 65, 
 
 CASES = [
     KernelCase(
-        "linear + GELU", _product(_GELU), _operands(), _MLP + _ODD, _SMALL, gemms=_GEMMS,
+        "linear + GELU", _product(_GELU), _operands(), _MLP + _ODD, _SMALL,
+        gemms=_GEMMS, flops=_operations,
         separate=lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
     ),
     KernelCase(
         "linear + GELU, kept", _product(_GELU, keep=True), _operands("hidden"), _MLP + _ODD,
-        _SMALL, gemms=_GEMMS, separate=_training_apart,
+        _SMALL, gemms=_GEMMS, flops=_operations, separate=_training_apart,
     ),
     KernelCase(
-        "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL, gemms=_GEMMS,
+        "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL,
+        gemms=_GEMMS, flops=_operations,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) + addend,
     ),
     KernelCase(
         "linear + scale + add", _product(scale=0.5), _operands("addend"), _DOWN, _SMALL[:1],
-        gemms=_GEMMS,
+        gemms=_GEMMS, flops=_operations,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) * 0.5 + addend,
     ),
     KernelCase(
         "gate and up + SwiGLU", _product(_SWIGLU), _operands("up"), _GATED + _ODD, _SMALL,
-        gemms=_GEMMS, separate=_gated_apart,
+        gemms=_GEMMS, flops=_both_operations, separate=_gated_apart,
     ),
     KernelCase(
         "gate and up + SwiGLU, kept", _product(_SWIGLU, keep=True), _operands("up", "hidden"),
-        _GATED + _ODD, _SMALL, gemms=_GEMMS,
+        _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, twin=_gated_kept_apart,
     ),
     *[
         KernelCase(
             name, functools.partial(_softmax, numbers=numbers), _softmax_operands, _VOCABULARIES,
-            _FEW, floor=_twice_and_once,
+            _FEW, floor=_twice_and_once, twin=functools.partial(_softmax_twin, numbers=numbers),
+            draw=_draw_targets, turn=20,
         )
         for name, numbers in (("softmax of a loss", LossNumbers()), ("with all options", _ALL))
     ],

@@ -21,6 +21,10 @@ def _run(op: Any, dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     return kernels.launch(dy, z, y, functions, functions.numbers(op.numbers_of()), size), y
 
 
+def _twin(op: Any, dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    return op.backward_value(dy, z), op.forward_value(z)
+
+
 def _tensors(ratio: int, rows: int, features: int) -> dict[str, Operand]:
     narrow, wide = (rows, features), (rows, ratio * features)
     return {
@@ -41,6 +45,8 @@ CASES = [
         functools.partial(_tensors, op.feature_ratio),
         _MODELS,
         _SMALL,
+        separate=functools.partial(_twin, op),
+        turn=60,
     )
     for name, op in (
         ("SwiGLU", ops.SwiGLU()),

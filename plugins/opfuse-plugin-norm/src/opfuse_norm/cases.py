@@ -147,7 +147,11 @@ def _case(
     run = getattr(launching, twin.__name__)
     tensors = _tensors(inputs, outputs)
     peers = _peers(kind, inputs)
-    return KernelCase(name, of(run, kind), tensors, shapes, small, None, (), of(twin, kind), peers)
+    both = torch.bfloat16, torch.float32
+    run, twin = of(run, kind), of(twin, kind)
+    return KernelCase(
+        name, run, tensors, shapes, small, separate=twin, peers=peers, dtypes=both, turn=10
+    )
 
 
 CASES = [

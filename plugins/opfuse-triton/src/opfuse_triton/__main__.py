@@ -1,12 +1,14 @@
-"""``python -m opfuse_triton check``: compile and check the kernels of plugins, with no GPU."""
+"""``python -m opfuse_triton``: ``check`` kernels with no GPU, measure them on one with ``gpu``."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import pathlib
 import sys
 import textwrap
 from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -17,7 +19,7 @@ _PATH = click.Path(path_type=pathlib.Path)
 
 @click.group()
 def main() -> None:
-    """Check the kernels of plugins, with no GPU."""
+    """Check the kernels of plugins with no GPU, and measure them on one."""
 
 
 @main.command("check")
@@ -61,6 +63,42 @@ def check_command(
     if refusals:
         sys.exit(1)
     click.echo(passed)
+
+
+@main.command("gpu")
+@click.argument("plugin", required=False)
+@click.option("--budget", default=300.0, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--report", type=_PATH, default="gpu.json", show_default=True, help="Written after each part."
+)
+def gpu_command(plugin: str | None, budget: float, report: pathlib.Path) -> None:
+    """Compare and time every kernel case of PLUGIN, or of all plugins, on this GPU.
+
+    Results are compared with PyTorch's, at real and odd shapes. Times are beside those of the
+    separate operations, of torch.compile and of other packages. The exit status is 1 if a result is
+    wrong, or a process had to be ended. With TRITON_INTERPRET=1 it runs on the CPU, to test it.
+    """
+    import torch
+
+    if importlib.util.find_spec("triton") is None or not (
+        torch.cuda.is_available() or is_interpreting()
+    ):
+        raise click.ClickException("opfuse_triton gpu needs Triton and a GPU that torch can use")
+    from .gpu.session import session
+    from .gpu.table import lines
+
+    def keep(found: dict[str, Any]) -> None:
+        report.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+    try:
+        found = session(plugin, budget, keep)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    for line in lines(found):
+        click.echo(line)
+    click.echo(f"everything is in {report}")
+    if found["ended"] or any(row["wrong"] for row in found["rows"]):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,14 @@ class Operand:
     output: bool = False
 
     @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
     def nbytes(self) -> int:
         """Its size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,14 @@ class KernelCase:
             number, if PyTorch's operations on a GPU differ from those on the meta device.
         peers: The same by other packages' kernels, by the name of the package, called like
             ``run``. One that raises ImportError is reported as not installed.
+        twin: The same with PyTorch's operations, called like ``run``, which its results are
+            compared with on a GPU. With floating-point inputs in fp64 it is the reference. Default:
+            ``separate``.
+        draw: Called as ``draw(**shape)``: the inputs that a normal distribution does not suit,
+            such as class indices or group sizes, by name, on the CPU.
+        dtypes: What may take the place of bfloat16 in its operands.
+        flops: Called as ``flops(**shape)``: floating-point operations of its matrix products.
+        turn: When ``python -m opfuse_triton gpu`` runs it; the smallest come first.
     """
 
     name: str
@@ -69,25 +82,42 @@ class KernelCase:
     gemms: Sequence[str] = ()
     separate: Callable[..., Any] | None = None
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    twin: Callable[..., Any] | None = None
+    draw: Callable[..., Mapping[str, Tensor]] | None = None
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+    flops: Callable[..., int] | None = None
+    turn: int = 50
 
     def inputs(
-        self, shape: Mapping[str, int], device: torch.device | str = "meta"
+        self,
+        shape: Mapping[str, int],
+        device: torch.device | str = "meta",
+        dtype: torch.dtype = torch.bfloat16,
+        offset: int = 0,
     ) -> dict[str, Tensor]:
         """The arguments of ``run`` at a shape.
 
         Args:
             shape: One of ``shapes`` or ``small``.
             device: ``"meta"``: tensors without memory. On others, floating-point tensors are
-                drawn from a normal distribution by torch's generator, and others are 0.
+                drawn from a normal distribution by torch's generator, those of ``draw`` are its
+                own, and others are 0.
+            dtype: The dtype in place of bfloat16.
+            offset: Elements by which each tensor begins behind the start of its memory.
         """
+        meta = torch.device(device).type == "meta"
+        drawn = {} if meta or self.draw is None else self.draw(**shape)
         found = {}
         for name, operand in self.tensors(**shape).items():
             if operand.output:
                 continue
-            if operand.dtype.is_floating_point and torch.device(device).type != "meta":
-                found[name] = torch.randn(operand.shape, device=device).to(operand.dtype)
-            else:
-                found[name] = torch.zeros(operand.shape, dtype=operand.dtype, device=device)
+            own = dtype if operand.dtype is torch.bfloat16 else operand.dtype
+            memory = torch.zeros(operand.numel + offset, dtype=own, device=device)
+            found[name] = memory[offset:].view(operand.shape)
+            if name in drawn:
+                found[name].copy_(drawn[name])
+            elif own.is_floating_point and not meta:
+                found[name].copy_(torch.randn(operand.shape, device=device))
         return found
 
     def floor_bytes(self, shape: Mapping[str, int]) -> int:

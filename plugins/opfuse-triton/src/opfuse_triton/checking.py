@@ -112,13 +112,14 @@ def check_case(
                 possible = launch.kernel.candidates(launch.target, launch.facts)
                 configs = [Config(**candidate) for candidate in possible]
             for config in configs:
-                row = _check_launch(plugin, run, replace(launch, config=config))
+                row = check_launch(plugin, run, replace(launch, config=config))
                 if row not in rows:  # a kernel that is launched twice
                     rows.append(row)
     return rows
 
 
-def _check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
+def check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
+    """Compile one launch of a case, and look for faults."""
     row = CheckedLaunch(
         plugin, run.case.name, describe(run.shape), launch.kernel.name, str(launch.target),
         {name: _as_text(value) for name, value in launch.constants.items()},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,21 @@ class Kernel:
                 f"possible: {target}, {dict(facts)}"
             )
         return found
+
+    @contextlib.contextmanager
+    def pinned(self, config: Config | Mapping[str, Any]) -> Iterator[None]:
+        """Within the context, every launch of this kernel has that configuration."""
+        launch = self.launch
+
+        def launch_pinned(grid: Grid, *args: Any, config: Any = None, **constants: Any) -> None:
+            launch(grid, *args, config=chosen, **constants)
+
+        chosen = config
+        self.launch = launch_pinned  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.launch
 
     def launch(
         self,

@@ -1,0 +1,94 @@
+"""Whether a case gives on this GPU what its twin gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opfuse.tuning.tolerance import difference
+
+from ..cases import KernelCase
+
+RUNS = 3
+"""How often a case runs; its results are equal to the bit."""
+
+
+class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within this context, memory that is not written yet holds NaN, or the largest integer."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__.startswith(("empty", "new_empty")) and made.numel():
+            if made.dtype.is_floating_point and made.dtype.itemsize > 1:
+                made.fill_(torch.nan)
+            else:
+                made.view(torch.uint8).fill_(0x7F)
+        return made
+
+
+def several(given: Any) -> tuple[Tensor, ...]:
+    """The results of a case, as a tuple."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
+def judge(case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, Tensor]) -> str:
+    """Return what is wrong with the results of a case, as a sentence; ``""``: nothing.
+
+    A result in FP8, or in integers, has the twin's bits. Others are compared with the twin in
+    fp64, by the tolerance of their dtype or twice the twin's own error.
+
+    Args:
+        case: The case.
+        shape: The shape of the inputs.
+        inputs: Its inputs; they are not written into.
+    """
+    names = [name for name, operand in case.tensors(**shape).items() if operand.output]
+    with Poisoned():  # type: ignore[no-untyped-call]
+        runs = [several(case.run(**_copies(inputs))) for _ in range(RUNS)]
+    for name, *each in zip(names, *runs, strict=True):
+        if not all(torch.equal(_bits(each[0]), _bits(other)) for other in each[1:]):
+            return f"{name} differs between {RUNS} runs of the same"
+    twin = case.twin or case.separate
+    if not callable(twin):
+        return "it has no twin to be compared with"
+    rounded = several(twin(**_copies(inputs)))
+    truth = _in_fp64(twin, inputs) or rounded
+    gemm = bool(case.gemms)
+    for name, got, own, true in zip(names, runs[0], rounded, truth, strict=True):
+        if got.dtype.itemsize == 1 or not got.dtype.is_floating_point:
+            differing = int((_bits(got) != _bits(own)).sum())
+            if differing:
+                return f"{name} has {differing} bytes of {got.nbytes} other than its twin"
+        elif wrong := difference(got, true, rounded=own, dtype=got.dtype, gemm=gemm):
+            return f"{name} {wrong}"
+    return ""
+
+
+def _copies(inputs: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Copies of tensors, laid out in memory as they are; ``dtype``: of floating-point ones."""
+    found = {}
+    for name, tensor in inputs.items():
+        own = dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype
+        start = tensor.storage_offset()
+        memory = torch.empty(start + tensor.numel(), dtype=own, device=tensor.device)
+        found[name] = memory[start:].view(tensor.shape).copy_(tensor)
+    return found
+
+
+def _in_fp64(twin: Callable[..., Any], inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:
+    """The results of a twin in fp64; None: it cannot compute in that dtype."""
+    try:
+        return several(twin(**_copies(inputs, torch.float64)))
+    except (RuntimeError, TypeError, ValueError, KeyError, AssertionError):
+        return None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,139 @@
+"""Divides a budget among processes, one for each plugin, and outlives those that hang or crash."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from ..machine import is_interpreting
+from ..recorded import case_lists, load_cases
+
+SILENCE = 90.0
+"""Seconds without a line after which a process is taken to hang: a kernel compiles in less."""
+
+START = 30.0
+"""Seconds that are too few to begin another process."""
+
+Row = dict[str, Any]
+Spawn = Callable[[Sequence[str], pathlib.Path], "subprocess.Popen[bytes]"]
+
+
+def spawn(arguments: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]:
+    """Start a worker; what it prints goes into a file."""
+    command = [sys.executable, "-m", "opfuse_triton.gpu.worker", *arguments]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def session(
+    plugin: str | None,
+    budget: float,
+    keep: Callable[[Row], None],
+    *,
+    begin: Spawn = spawn,
+    now: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+    works: Callable[[], bool] | None = None,
+    silence: float = SILENCE,
+) -> Row:
+    """Measure the cases of one plugin or of all.
+
+    Args:
+        plugin: As for :func:`opfuse_triton.checking.check`.
+        budget: Seconds for everything.
+        keep: Called with the report so far after each part.
+        begin: Starts a worker.
+        now: The clock.
+        wait: Sleeps.
+        works: Whether the device still computes, asked after a process died.
+        silence: Seconds without a line after which a process is ended.
+
+    Returns:
+        The report: ``host``, ``rows`` (see :mod:`opfuse_triton.gpu.measuring`), ``ended`` (parts
+        that ended their process, each with how), ``plugins`` (seconds for each), ``seconds``.
+
+    Raises:
+        ValueError: There is no such plugin.
+    """
+    began = now()
+    lists = case_lists(plugin)
+    turns = {name: min(case.turn for case in load_cases(where)) for name, where in lists.items()}
+    report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "plugins": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sorted(lists, key=lambda name: (turns[name], name)):
+            started = now()
+            ended: list[str] = []
+            while (left := budget - (now() - began)) > START:
+                out = pathlib.Path(folder, f"{name.replace(':', '-')}-{len(ended)}.jsonl")
+                out.touch()
+                done = [row["part"] for row in report["rows"] if row["plugin"] == name]
+                arguments = [name, lists[name], str(out), str(left), *ended, *done]
+                process = begin(arguments, out.with_suffix(".log"))
+                part, how = _followed(process, out, report, keep, left, silence, now, wait)
+                if not how:
+                    break
+                log = out.with_suffix(".log").read_text(errors="replace").strip().splitlines()
+                report["ended"].append({"part": part, "how": how, "said": log[-3:]})
+                if not part or not (works or device_works)():
+                    break
+                ended.append(part)
+            report["plugins"][name] = now() - started
+            report["seconds"] = now() - began
+            keep(report)
+    return report
+
+
+def _followed(
+    process: Any, out: pathlib.Path, report: Row, keep: Any, left: float, silence: float,
+    now: Callable[[], float], wait: Callable[[float], None],
+) -> tuple[str, str]:  # fmt: skip
+    """Read the lines of a process until it ends; return the part that ended it, and how."""
+    part, read, started = "", 0, now()
+    last = started
+    while True:
+        ended = process.poll() is not None
+        lines = out.read_text(encoding="utf-8").split("\n")[:-1]
+        for line in lines[read:]:
+            row = json.loads(line)
+            part, last = row.get("begins", ""), now()
+            if "limits" in row:
+                report["limits"] = row["limits"]
+            elif not part:
+                report["rows"].append(row)
+                keep(report)
+        read = len(lines)
+        if ended:
+            code = process.returncode
+            return (part, f"exit status {code}") if code else ("", "")
+        if now() - last > silence or now() - started > left + silence:
+            process.kill()
+            process.wait()
+            return part, f"nothing for {silence:.0f} s"
+        wait(0.2)
+
+
+def device_works() -> bool:
+    """Return whether the device computes, asked in a process of its own."""
+    if is_interpreting():
+        return True
+    code = "import torch; assert torch.ones(8, device='cuda').sum().item() == 8"
+    try:
+        return not subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def host() -> Row:
+    """The device, and the versions that numbers depend on."""
+    device = "interpreter" if is_interpreting() else torch.cuda.get_device_name()
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {"device": device, "cuda": torch.version.cuda, "hip": torch.version.hip, **versions}

@@ -1,0 +1,100 @@
+"""Timing on a GPU: a CUDA graph over sets of inputs, together larger than the L2 cache."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+CALLS = 40
+"""Calls in a graph, at least."""
+
+SAMPLES = 5
+MOST_SETS = 16
+
+
+class Clock:
+    """Times calls on a device.
+
+    Args:
+        device: A GPU; or a CPU, where kernels are interpreted and each call is timed once.
+        now: Seconds, for a CPU and for budgets.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
+        self.device, self.now = device, now
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the L2 cache."""
+        if self.device.type != "cuda":
+            return 0
+        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    def sets(self, nbytes: int) -> int:
+        """The number of sets of inputs of this size that do not fit into the cache together."""
+        return max(1, min(MOST_SETS, math.ceil(2 * self.cache / max(nbytes, 1))))
+
+    def seconds(self, calls: Sequence[Call]) -> float:
+        """Seconds of a call: the median of replays of a graph of all, again and again."""
+        if self.device.type != "cuda":
+            began = self.now()
+            calls[0]()
+            return self.now() - began
+        times = math.ceil(CALLS / len(calls))
+        run = self._captured(calls, times)
+        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        taken: list[float] = []
+        for _ in range(SAMPLES + 1):  # the first one warms up
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) / 1e3 / (times * len(calls)))
+        return statistics.median(taken[1:])
+
+    def _captured(self, calls: Sequence[Call], times: int) -> Call:
+        """All calls again and again, as a graph if they can be captured."""
+
+        def eager() -> None:
+            for _ in range(times):
+                for call in calls:
+                    call()
+
+        for call in calls:  # compiles, and allocates
+            call()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(graph):
+                eager()
+        except RuntimeError:  # something waits for the device
+            torch.cuda.synchronize(self.device)
+            return eager
+        return graph.replay
+
+    def limits(self, size: int = 1 << 28, width: int = 8192) -> tuple[float, float]:
+        """What this device reaches: bytes per second of a copy, operations of a bf16 product.
+
+        Args:
+            size: Number of elements copied.
+            width: Rows, columns and depth of the product.
+        """
+        source = torch.zeros(size, dtype=torch.bfloat16, device=self.device)
+        target = torch.empty_like(source)
+        copied = 2 * source.nbytes / self.seconds([lambda: target.copy_(source)])
+        left = torch.randn(width, width, device=self.device).bfloat16()
+        product = 2 * width**3 / self.seconds([lambda: left @ left])
+        return copied, product
+
+
+def bound(run: Callable[..., Any], sets: Sequence[dict[str, Tensor]]) -> list[Call]:
+    """A call for each set of inputs."""
+    return [lambda given=given: run(**given) for given in sets]  # type: ignore[misc]

@@ -1,0 +1,145 @@
+"""``python -m opfuse_triton gpu``, end to end with the interpreter as the device, and with a fake clock."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from opfuse.testing.machine import is_interpreting
+
+pytestmark = pytest.mark.alone
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import gpu_toys as toys  # noqa: E402
+from opfuse_triton.gpu import session, table, worker  # noqa: E402
+from opfuse_triton.gpu.timing import Clock  # noqa: E402
+
+HERE = pathlib.Path(__file__)
+SUPPORT = HERE.parents[3] / "tests" / "support"
+interpreted = pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+
+
+def command(*arguments, cwd):
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    start = [sys.executable, "-m", "opfuse_triton", "gpu"]
+    return subprocess.run(
+        [*start, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_sound_case_passes_and_is_timed(tmp_path):
+    done = command("gpu_toys:SOUND", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["part"] for row in report["rows"]] == [
+        "scale", "scale: rows=3 features=40", "later", "later: rows=3 features=40",
+    ]  # fmt: skip
+    assert report["rows"][0]["judged"] == 4 and report["rows"][2]["judged"] == 2
+    row = report["rows"][1]
+    assert row["seconds"] > 0 and row["floor"] == 2 * 3 * 40 * 2 and row["wrong"] == ""
+    assert set(row["others"]) == {"separate", "twice"} and "scale_kernel" in row["best"]
+    lines = done.stdout.splitlines()
+    assert "interpreter, torch" in lines[0] and any(
+        line.startswith("scale: rows=3") for line in lines
+    )
+    assert max(map(len, lines)) <= 100
+
+
+def test_each_fault_is_told_and_the_command_fails(tmp_path):
+    done = command("gpu_toys:WRONG", cwd=tmp_path)
+    assert done.returncode == 1
+    for text in (
+        "WRONG twice: rows=3 features=40, bfloat16: y is wrong by",
+        "WRONG unwritten: rows=3 features=40, bfloat16: y is NaN in 100 places instead of 0",
+        "WRONG differing: rows=3 features=40, bfloat16: y differs between 3 runs of the same",
+        "WRONG raising: rows=3 features=40, bfloat16: ValueError: no such kernel",
+        "WRONG without twin: rows=3 features=40, bfloat16: it has no twin to be compared with",
+    ):
+        assert text in done.stdout, (text, done.stdout)
+
+
+def test_a_plugin_that_is_not_installed_is_an_error_in_one_line(tmp_path):
+    done = command("nothing", cwd=tmp_path)
+    assert done.returncode == 1 and "no installed plugin 'nothing' has kernel cases" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_process_that_dies_or_hangs_costs_its_part_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.syspath_prepend(str(SUPPORT))
+    kept = []
+    found = session.session(
+        "gpu_toys:DEADLY", 200, lambda report: kept.append(len(report["rows"])), silence=12,
+        works=lambda: True,
+    )  # fmt: skip
+    ended = {row["part"]: row["how"] for row in found["ended"]}
+    assert ended["aborts"].startswith("exit status -6") and ended["hangs"] == "nothing for 12 s"
+    assert [row["part"] for row in found["rows"]] == ["goes on", "goes on: rows=3 features=40"]
+    assert kept[:2] == [1, 2]
+    text = "\n".join(table.lines(found))
+    assert "ENDED its process: aborts: exit status -6" in text
+
+
+class FakeClock(Clock):
+    """Each look at it takes a second."""
+
+    def __init__(self):
+        self.time = 0.0
+        super().__init__(torch.device("cpu"), self.tick)
+
+    def tick(self):
+        self.time += 1
+        return self.time
+
+
+@interpreted
+def test_no_part_begins_after_the_deadline():
+    rows, clock = [], FakeClock()
+    worker.run("toys", "gpu_toys:SOUND", rows.append, clock, 12.0)
+    assert [row["part"] for row in rows if "part" in row] == ["scale", "scale: rows=3 features=40"]
+    assert rows[1]["judged"] == 4 and rows[-1]["seconds"] == 1.0 and clock.time < 20
+    rows.clear()
+    worker.run("toys", "gpu_toys:SOUND", rows.append, FakeClock(), 3.0)
+    (row,) = [row for row in rows if "judged" in row]
+    assert row["judged"] + row["left"] == 4 and row["left"] > 0
+
+
+def test_sets_of_inputs_are_larger_than_the_cache():
+    clock = FakeClock()
+    assert clock.sets(10) == 1
+    type(clock).cache = property(lambda self: 1000)
+    try:
+        assert (clock.sets(100), clock.sets(3000), clock.sets(0)) == (16, 1, 16)
+    finally:
+        del type(clock).cache
+
+
+def test_draw_gives_the_inputs_that_it_names():
+    x = toys.COUNTS[0].inputs({"rows": 2, "features": 3}, "cpu", torch.float32, 1)["x"]
+    assert torch.equal(x, torch.ones(2, 3)) and x.storage_offset() == 1
+
+
+def test_in_a_process_that_interprets():
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    given = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(HERE),
+        "-k",
+        "deadline",
+    ]
+    config = ["-c", str(HERE.parents[3] / "pyproject.toml"), "--rootdir", str(HERE.parents[3])]
+    done = subprocess.run(
+        [*given, *config], env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
