@@ -116,36 +116,13 @@ def cuda_timer(passes: Sequence[Step]) -> Step:
 
 def capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
     """A replay of at least ``calls`` calls in one CUDA graph; None if they cannot be captured."""
-    graph, times = torch.cuda.CUDAGraph(), math.ceil(calls / len(passes))
+    from opfuse_triton.gpu import timing
+
     try:
-        # a capture that fails spoils random numbers, so see before that nothing waits
-        for mode in ("default", "error"):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode(mode)
-            for step in passes:
-                step()
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(times):
-                for step in passes:
-                    step()
+        replay = timing.capture(passes, math.ceil(calls / len(passes)))
     except RuntimeError:
         return None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay() -> float:
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / (times * len(passes))
-
-    return replay
+    return lambda: replay() * 1e6
 
 
 def timer(device: torch.device) -> Callable[[Sequence[Step]], Step]:

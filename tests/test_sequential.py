@@ -191,17 +191,25 @@ def test_a_child_that_equals_the_one_before_is_another_child(base):
     assert torch.equal(chain(x), other(ops.GELU()(x)))
 
 
-def test_the_basic_ops_of_a_fused_op_are_fixed():
-    linear = ops.Linear(4, 4)
+@pytest.mark.parametrize(
+    "make", [lambda op: op, copy.copy, copy.deepcopy], ids=["op", "copy", "deep"]
+)
+def test_the_basic_ops_of_a_fused_op_are_fixed(make):
+    linear = make(ops.Linear(4, 4))
     for change in (
         lambda: setattr(linear, "basic_ops", nn.ModuleList()),
         lambda: linear.basic_ops.__setitem__(0, ops.BasicLinear(4, 4)),
         lambda: setattr(linear.basic_ops, "0", None),
         lambda: linear.basic_ops.__delitem__(1),
         lambda: linear.basic_ops.append(ops.Bias(4)),
+        lambda: linear.basic_ops.insert(0, linear.basic_ops[0]),
+        lambda: linear.basic_ops.pop(0),
+        lambda: linear.add_module("basic_ops", nn.ModuleList()),
+        lambda: delattr(linear, "basic_ops"),
     ):
         with pytest.raises(RuntimeError, match="the basic ops of a fused op are fixed: make anoth"):
             change()
+    assert [type(op) for op in linear.basic_ops] == [ops.BasicLinear, ops.Bias]
     linear.basic_ops[0] = linear.basic_ops[0]  # as wrappers of torch do
     linear.basic_ops = linear.basic_ops
     copied = copy.deepcopy(linear)

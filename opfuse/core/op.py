@@ -453,33 +453,45 @@ def is_direct(op: Any, pass_name: str) -> bool:
     return getattr(type(op), method) is getattr(BasicOperation, method)
 
 
-class _BasicOps(nn.ModuleList):
-    """The basic ops of a fused op, which are fixed: a fuser would go on with the old ones."""
+class _Fixed(nn.Module):
+    """A module with children that are fixed: a fuser that captured them would run the old ones."""
+
+    def _is_fixed(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _refuse(self, name: str, value: Any) -> None:
+        # torch's wrappers set the one that is there
+        if self._is_fixed(name) and self._modules.get(name) is not value:
+            raise RuntimeError("the basic ops of a fused op are fixed: make another op")
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._refuse(name, module)
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._refuse(name, value)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(name, None)
+        super().__delattr__(name)
+
+
+class _BasicOps(_Fixed, nn.ModuleList):
+    """The basic ops of a fused op."""
 
     def __init__(self, ops: Iterable[nn.Module]) -> None:
         super().__init__(ops)
         self._is_closed = True
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        if vars(self).get("_is_closed") and self._modules.get(name) is not module:
-            raise RuntimeError(_FIXED)
-        super().add_module(name, module)
+    def _is_fixed(self, name: str) -> bool:
+        return name.isdecimal() and "_is_closed" in vars(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.isdecimal() and self._modules.get(name) is not value:
-            raise RuntimeError(_FIXED)  # torch's wrappers set the one that is there
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._modules:
-            raise RuntimeError(_FIXED)
-        super().__delattr__(name)
+    def insert(self, index: int, module: nn.Module) -> None:
+        self._refuse("0", None)
 
 
-_FIXED = "the basic ops of a fused op are fixed: make another op"
-
-
-class FusedOperation(FusibleOperation):
+class FusedOperation(_Fixed, FusibleOperation):
     """An op that replaces a run of basic ops and keeps no state of its own.
 
     A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the
@@ -533,10 +545,8 @@ class FusedOperation(FusibleOperation):
                 )
         self.basic_ops = _BasicOps(ops)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "basic_ops" and getattr(self, name, value) is not value:
-            raise RuntimeError(_FIXED)
-        super().__setattr__(name, value)
+    def _is_fixed(self, name: str) -> bool:
+        return name == "basic_ops" and name in vars(self).get("_modules", ())
 
     def _take_name(self, name: str) -> None:
         for op in [op for op in self.basic_ops if op._name in ("", self._name)]:

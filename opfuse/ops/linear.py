@@ -191,7 +191,7 @@ class Linear(FusedOperation):
     def __copy__(self) -> Linear:
         """A shallow copy, whose basic ops read the copy's parameters."""
         twin: Linear = object.__new__(type(self))
-        ops = nn.ModuleList([copy.copy(op) for op in self.basic_ops])
+        ops = type(self.basic_ops)([copy.copy(op) for op in self.basic_ops])
         for op in ops:
             vars(op)["_sources"] = {name: ParamSource(twin, name) for name in vars(op)["_sources"]}
         modules = {**self._modules, "basic_ops": ops}

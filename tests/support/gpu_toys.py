@@ -35,6 +35,10 @@ def another_each_time(x, s):
     return scaled(x, s) + next(_count)
 
 
+def narrow(x, s):
+    return scaled(x, s)[:, 1:].contiguous()
+
+
 def raising(x, s):
     raise ValueError("no such kernel")
 
@@ -60,6 +64,7 @@ WRONG = [
     case("twice", twice),
     case("unwritten", unwritten),
     case("differing", another_each_time),
+    case("narrow", narrow),
     case("raising", raising),
     case("without twin", scaled, separate=None),
 ]

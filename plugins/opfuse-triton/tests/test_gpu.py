@@ -1,5 +1,6 @@
 """``python -m opfuse_triton gpu``, end to end with the interpreter as the device, and with a fake clock."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.alone
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import gpu_toys as toys  # noqa: E402
+from opfuse_triton import KernelCase, Operand  # noqa: E402
 from opfuse_triton.gpu import session, table, worker  # noqa: E402
+from opfuse_triton.gpu.judging import judge  # noqa: E402
 from opfuse_triton.gpu.timing import Clock  # noqa: E402
 
 HERE = pathlib.Path(__file__)
@@ -47,7 +50,7 @@ def test_a_sound_case_passes_and_is_timed(tmp_path):
     assert "interpreter, torch" in lines[0] and any(
         line.startswith("scale: rows=3") for line in lines
     )
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 100 and report["left"] == {"gpu_toys:SOUND": []}
 
 
 def test_each_fault_is_told_and_the_command_fails(tmp_path):
@@ -59,6 +62,8 @@ def test_each_fault_is_told_and_the_command_fails(tmp_path):
         "WRONG differing: rows=3 features=40, bfloat16: y differs between 3 runs of the same",
         "WRONG raising: rows=3 features=40, bfloat16: ValueError: no such kernel",
         "WRONG without twin: rows=3 features=40, bfloat16: it has no twin to be compared with",
+        "WRONG narrow: rows=3 features=40, bfloat16: y is (3, 39) torch.bfloat16, and its twin's",
+        "not timed, raising: rows=3 features=40, the case: ValueError: no such kernel",
     ):
         assert text in done.stdout, (text, done.stdout)
 
@@ -86,6 +91,36 @@ def test_a_process_that_dies_or_hangs_costs_its_part_alone(tmp_path, monkeypatch
     assert "ENDED its process: aborts: exit status -6" in text
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("moved", "by", "exact", "fault"),
+    [
+        (0, 0, True, ""),
+        (1, 1, True, "codes differs from its twin in 1 of 400 codes, by up to 1 steps"),
+        (4, 1, False, ""),
+        (5, 1, False, "codes differs from its twin in 5 of 400 codes, by up to 1 steps"),
+        (1, 2, False, "codes differs from its twin in 1 of 400 codes, by up to 2 steps"),
+    ],
+)
+def test_how_far_fp8_codes_may_be_from_the_twins(moved, by, exact, fault):
+    def cast(x):
+        return x.clamp(1, 8).to(FP8)
+
+    def run(x):
+        codes = cast(x).view(torch.uint8)
+        codes.view(-1)[:moved] += by
+        return codes.view(FP8)
+
+    def tensors(rows):
+        shape = (rows, 100)
+        return {"x": Operand(shape, torch.bfloat16), "codes": Operand(shape, FP8, output=True)}
+
+    case = KernelCase("cast", run, tensors, [], [], twin=cast, exact=exact)
+    assert judge(case, {"rows": 4}, case.inputs({"rows": 4}, "cpu")) == fault
+
+
 class FakeClock(Clock):
     """Each look at it takes a second."""
 
@@ -98,12 +133,61 @@ class FakeClock(Clock):
         return self.time
 
 
+class Process:
+    """It wrote its lines, and runs on."""
+
+    returncode, killed = None, False
+
+    def __init__(self, arguments, log):
+        rows = [
+            {"begins": "scale"},
+            dict(part="scale", plugin=arguments[0], judged=4, left=0, wrong=[]),
+        ]
+        pathlib.Path(arguments[2]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        self.killed = True
+
+    wait = poll
+
+
+@interpreted
+def test_the_budget_holds_and_what_it_leaves_out_is_named():
+    clock, began = FakeClock(), []
+
+    def begin(*given):
+        began.append(Process(*given))
+        return began[-1]
+
+    def wait(seconds):
+        clock.time += 5
+
+    found = session.session(
+        "gpu_toys:SOUND", 100, lambda report: None, begin=begin, now=clock.now, wait=wait
+    )
+    assert [process.killed for process in began] == [True] and 100 < found["seconds"] < 120
+    assert found["ended"] == []
+    left = ["later", "later: rows=3 features=40", "scale: rows=3 features=40"]
+    assert found["left"]["gpu_toys:SOUND"] == left
+    text = "\n".join(table.lines(found))
+    assert "not measured, gpu_toys:SOUND: later and 2 more; --budget gives more time" in text
+
+
+def test_a_budget_that_is_too_small_is_refused(tmp_path):
+    done = command("gpu_toys:SOUND", "--budget", "20", cwd=tmp_path)
+    assert done.returncode == 2 and "20.0 is not in the range x>=60" in done.stderr
+
+
 @interpreted
 def test_no_part_begins_after_the_deadline():
     rows, clock = [], FakeClock()
     worker.run("toys", "gpu_toys:SOUND", rows.append, clock, 12.0)
     assert [row["part"] for row in rows if "part" in row] == ["scale", "scale: rows=3 features=40"]
-    assert rows[1]["judged"] == 4 and rows[-1]["seconds"] == 1.0 and clock.time < 20
+    (odd,) = [row for row in rows if "judged" in row]
+    assert odd["judged"] == 4 and rows[-1]["seconds"] == 1.0 and clock.time < 20
     rows.clear()
     worker.run("toys", "gpu_toys:SOUND", rows.append, FakeClock(), 3.0)
     (row,) = [row for row in rows if "judged" in row]
@@ -118,6 +202,20 @@ def test_sets_of_inputs_are_larger_than_the_cache():
         assert (clock.sets(100), clock.sets(3000), clock.sets(0)) == (16, 1, 16)
     finally:
         del type(clock).cache
+
+
+def test_a_kernel_is_pinned_once():
+    config = toys.SCALE.candidates(None, {})[0]
+    with toys.SCALE.pinned(config):
+        with pytest.raises(RuntimeError, match="scale_kernel is pinned already"):
+            toys.SCALE.pinned(config).__enter__()
+    assert "launch" not in vars(toys.SCALE)
+
+
+def test_draw_of_something_that_is_no_operand_is_refused():
+    case = dataclasses.replace(toys.COUNTS[0], draw=lambda **shape: {"targets": torch.ones(1)})
+    with pytest.raises(ValueError, match="counts: draw gives targets, which is no operand"):
+        case.inputs({"rows": 2, "features": 3}, "cpu")
 
 
 def test_draw_gives_the_inputs_that_it_names():
@@ -136,10 +234,10 @@ def test_in_a_process_that_interprets():
         "no:cacheprovider",
         str(HERE),
         "-k",
-        "deadline",
+        "deadline or budget_holds",
     ]
     config = ["-c", str(HERE.parents[3] / "pyproject.toml"), "--rootdir", str(HERE.parents[3])]
     done = subprocess.run(
         [*given, *config], env=environ, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr

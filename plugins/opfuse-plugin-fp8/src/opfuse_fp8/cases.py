@@ -75,16 +75,30 @@ def _outputs(made: QuantizedTensor, *others: Tensor | None) -> tuple[Tensor, ...
 
 
 def _case(
-    name: str, run: Call, separate: Call, tensors: Call, shapes: Any, again: Sequence[str]
+    name: str,
+    run: Call,
+    separate: Call,
+    tensors: Call,
+    shapes: Any,
+    again: Sequence[str],
+    values: Call | None,
+    exact: bool = False,
 ) -> KernelCase:
-    """A case that has to move its full operands, and once more those in ``again``."""
+    """A case that has to move its full operands, and once more those in ``again``.
+
+    ``values`` computes what is cast, if the kernel writes that too.
+    """
 
     def floor(**shape: int) -> int:
         found = tensors(**shape)
         full = [operand for operand in found.values() if operand.role == "full"]
         return sum(operand.nbytes for operand in (*full, *(found[name] for name in again)))
 
-    return KernelCase(name, run, tensors, shapes, _SMALL, floor, separate=separate, turn=40)
+    def twin(**given: Tensor) -> tuple[Tensor, ...]:
+        return (*separate(**given), *([values(**given)] if values else []))
+
+    more: Any = {"separate": separate, "twin": twin, "exact": exact, "turn": 40}
+    return KernelCase(name, run, tensors, shapes, _SMALL, floor, **more)
 
 
 def _forward(
@@ -120,8 +134,12 @@ def _forward(
             return _outputs(twins.cast(x, into))
         return _outputs(*twins.activation(op, x, bias, x.dtype, bias is not None, into))
 
+    def activated(x: Tensor, bias: Any = None) -> Tensor:
+        return op.forward_value(x if bias is None else (x + bias).to(x.dtype))  # type: ignore[no-any-return]
+
     again = () if form != "current" else ("values",) if values else ("x",)
-    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
+    what = activated if values else None
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again, what, exact=op is None)
 
 
 def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -> KernelCase:
@@ -154,7 +172,12 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
     if form == "1 x 128" and launch.takes_two_passes(formula, _into(form, _E5M2)):
         again = "dy", "x"
-    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        return op.with_numbers(numbers).backward_value(dy, x)  # type: ignore[no-any-return]
+
+    what = gradient if values else None
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again, what, exact=op is None)
 
 
 def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> KernelCase:
@@ -175,22 +198,26 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
         made: Any = launch_norms.norm(op, tensors, None, adds, True, into)
         return _outputs(*made)
 
-    def separate(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
+    def normalized(x: Tensor, weight: Tensor, extra: Any = None, bias: Any = None) -> Any:
         total = x if extra is None else x + extra
         wide = total.float()
         mean = wide.mean(-1, keepdim=True) if layer else None
         centered = wide if mean is None else wide - mean
         rstd = torch.rsqrt(centered.square().mean(-1, keepdim=True) + op.eps)
         y = (centered * rstd * weight.float() + (0.0 if bias is None else bias.float())).to(x.dtype)
-        made = twins.cast(y, _into(form, _E4M3, x, usage))
-        return _outputs(made, total if adds else None, mean, rstd)
+        return y, total if adds else None, mean, rstd
+
+    def separate(**given: Tensor) -> tuple[Tensor, ...]:
+        y, *others = normalized(**given)
+        return _outputs(twins.cast(y, _into(form, _E4M3, given["x"], usage)), *others)
 
     again = ["values"] if values else []
     if form == "delayed" and usage.columnwise:
         again = ["row codes"]
     if launch_norms.takes_two_reads(_into(form, _E4M3, usage=usage)):
         again = ["sum" if adds else "x"]
-    return _case(f"{name}, {form}", run, separate, tensors, shapes, again)
+    what = (lambda **given: normalized(**given)[0]) if values else None
+    return _case(f"{name}, {form}", run, separate, tensors, shapes, again, what)
 
 
 def _each(

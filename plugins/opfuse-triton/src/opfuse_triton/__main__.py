@@ -67,16 +67,23 @@ def check_command(
 
 @main.command("gpu")
 @click.argument("plugin", required=False)
-@click.option("--budget", default=300.0, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=60),
+    default=300,
+    show_default=True,
+    help="Seconds, at most.",
+)
 @click.option(
     "--report", type=_PATH, default="gpu.json", show_default=True, help="Written after each part."
 )
 def gpu_command(plugin: str | None, budget: float, report: pathlib.Path) -> None:
     """Compare and time every kernel case of PLUGIN, or of all plugins, on this GPU.
 
-    Results are compared with PyTorch's, at real and odd shapes. Times are beside those of the
-    separate operations, of torch.compile and of other packages. The exit status is 1 if a result is
-    wrong, or a process had to be ended. With TRITON_INTERPRET=1 it runs on the CPU, to test it.
+    Results are compared with PyTorch's, at real and odd shapes. The table has the time of each
+    case, and how many times as long the separate operations, torch.compile and other packages take.
+    The exit status is 1 if a result is wrong, if a case cannot be timed, or if a process had to be
+    ended. With TRITON_INTERPRET=1 it runs on the CPU, to test it.
     """
     import torch
 
@@ -92,12 +99,13 @@ def gpu_command(plugin: str | None, budget: float, report: pathlib.Path) -> None
 
     try:
         found = session(plugin, budget, keep)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
+    except (ValueError, ImportError, AttributeError, OSError) as error:
+        raise click.ClickException(" ".join(str(error).split())) from error
     for line in lines(found):
         click.echo(line)
     click.echo(f"everything is in {report}")
-    if found["ended"] or any(row["wrong"] for row in found["rows"]):
+    failed = [row for row in found["rows"] if row["wrong"] or isinstance(row.get("seconds"), str)]
+    if found["ended"] or failed or not found["rows"]:
         sys.exit(1)
 
 

@@ -66,11 +66,12 @@ class KernelCase:
         twin: The same with PyTorch's operations, called like ``run``, which its results are
             compared with on a GPU. With floating-point inputs in fp64 it is the reference. Default:
             ``separate``.
+        exact: Whether results in FP8 must have the twin's bits: nothing is rounded before the cast.
         draw: Called as ``draw(**shape)``: the inputs that a normal distribution does not suit,
             such as class indices or group sizes, by name, on the CPU.
-        dtypes: What may take the place of bfloat16 in its operands.
+        dtypes: The dtypes that its operands in bfloat16 may have instead, bfloat16 included.
         flops: Called as ``flops(**shape)``: floating-point operations of its matrix products.
-        turn: When ``python -m opfuse_triton gpu`` runs it; the smallest come first.
+        turn: Its place in the order of ``python -m opfuse_triton gpu``; the smallest come first.
     """
 
     name: str
@@ -83,6 +84,7 @@ class KernelCase:
     separate: Callable[..., Any] | None = None
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     twin: Callable[..., Any] | None = None
+    exact: bool = False
     draw: Callable[..., Mapping[str, Tensor]] | None = None
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
     flops: Callable[..., int] | None = None
@@ -103,10 +105,15 @@ class KernelCase:
                 drawn from a normal distribution by torch's generator, those of ``draw`` are its
                 own, and others are 0.
             dtype: The dtype in place of bfloat16.
-            offset: Elements by which each tensor begins behind the start of its memory.
+            offset: The index in its memory at which each tensor begins.
+
+        Raises:
+            ValueError: ``draw`` gives something that is not an operand.
         """
         meta = torch.device(device).type == "meta"
         drawn = {} if meta or self.draw is None else self.draw(**shape)
+        if unknown := drawn.keys() - self.tensors(**shape).keys():
+            raise ValueError(f"{self.name}: draw gives {', '.join(unknown)}, which is no operand")
         found = {}
         for name, operand in self.tensors(**shape).items():
             if operand.output:

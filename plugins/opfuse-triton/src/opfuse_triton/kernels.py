@@ -90,7 +90,13 @@ class Kernel:
 
     @contextlib.contextmanager
     def pinned(self, config: Config | Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, every launch of this kernel has that configuration."""
+        """Within the context, every launch of this kernel has that configuration.
+
+        Raises:
+            RuntimeError: The kernel is pinned already.
+        """
+        if "launch" in vars(self):
+            raise RuntimeError(f"{self.name} is pinned already: leave that context first")
         launch = self.launch
 
         def launch_pinned(grid: Grid, *args: Any, config: Any = None, **constants: Any) -> None:

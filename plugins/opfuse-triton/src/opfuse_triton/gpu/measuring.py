@@ -1,4 +1,4 @@
-"""What one case does at one shape: right or wrong, seconds, and beside what."""
+"""One case at one shape: whether it is right, how fast it is, and how fast others are."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ from .judging import judge
 from .timing import Clock, bound
 
 Row = dict[str, Any]
+Tell = Callable[[], None]
+"""Called before each step that may take long: who waits knows then that nothing hangs."""
+
+
+def parts(case: KernelCase, on_gpu: bool) -> list[tuple[str, Mapping[str, int] | None]]:
+    """The parts that a case is measured in, by name: its odd shapes, then each real shape."""
+    shapes = case.shapes if on_gpu else case.small[:1]
+    return [(case.name, None), *[(f"{case.name}: {describe(shape)}", shape) for shape in shapes]]
 
 
 def variants(case: KernelCase) -> Iterator[tuple[str, Mapping[str, int], torch.dtype, int]]:
@@ -28,7 +36,7 @@ def variants(case: KernelCase) -> Iterator[tuple[str, Mapping[str, int], torch.d
                 yield f"{describe(shape)}, {how}", shape, dtype, offset
 
 
-def judge_variants(case: KernelCase, clock: Clock, deadline: float) -> Row:
+def judge_variants(case: KernelCase, clock: Clock, deadline: float, tell: Tell) -> Row:
     """Judge a case at its odd shapes, in each dtype, aligned and not.
 
     Returns:
@@ -40,6 +48,7 @@ def judge_variants(case: KernelCase, clock: Clock, deadline: float) -> Row:
         if clock.now() > deadline:
             row["left"] += 1
             continue
+        tell()
         fault = _judged(case, shape, clock, dtype, offset)
         row["judged"] += 1
         row["wrong"] += [f"{name}: {fault}"] if fault else []
@@ -53,7 +62,7 @@ def _judged(
     dtype: torch.dtype = torch.bfloat16,
     offset: int = 0,
 ) -> str:
-    """What is wrong with a case, or with running it."""
+    """Return what is wrong with a case, or with running it."""
     try:
         return judge(case, shape, case.inputs(shape, clock.device, dtype, offset))
     except torch.AcceleratorError:  # the device is lost, and with it this process
@@ -63,20 +72,30 @@ def _judged(
 
 
 def measure(
-    plugin: str, case: KernelCase, shape: Mapping[str, int], clock: Clock, deadline: float
+    plugin: str,
+    case: KernelCase,
+    shape: Mapping[str, int],
+    clock: Clock,
+    deadline: float,
+    tell: Tell,
 ) -> Row:
     """Judge and time a case at a real shape.
 
     Returns:
-        ``wrong``, a sentence or ""; ``seconds`` with the default configurations; ``floor``, bytes
-        that it has to move, and ``flops``; ``modelled`` seconds; ``best``: for each kernel with
-        several configurations the fastest, with its ``seconds``; ``separate``, ``compiled`` and
-        each of ``peers``: seconds, or why there are none; ``refused``: what ``check`` says.
+        ``wrong``, a sentence or ""; ``seconds`` with the default configurations, or why there are
+        none, and then nothing else; ``floor``, bytes that it has to move, and ``flops``;
+        ``modelled`` seconds; ``best``: for each kernel with several configurations the fastest,
+        with its ``seconds``; ``others``: of ``separate``, ``compiled`` and each of ``peers``,
+        seconds or why there are none; ``refused``: what ``check`` says.
     """
+    tell()
     row: Row = {"wrong": _judged(case, shape, clock)}
     nbytes = sum(operand.nbytes for operand in case.tensors(**shape).values())
     sets = [case.inputs(shape, clock.device) for _ in range(clock.sets(nbytes))]
-    row["seconds"] = clock.seconds(bound(case.run, sets))
+    tell()
+    row["seconds"] = _timed(case.run, sets, clock)
+    if isinstance(row["seconds"], str):
+        return row
     row["floor"] = case.floor_bytes(shape)
     row["flops"] = case.flops(**shape) if case.flops else 0
     target = current_target(clock.device)
@@ -88,30 +107,38 @@ def measure(
     row["best"] = {}
     for launch in {launch.kernel: launch for launch in recorded.launches}.values():
         if clock.now() < deadline:
-            row["best"] |= _fastest(case, launch, sets, clock, row["seconds"], deadline)
+            row["best"] |= _fastest(case, launch, sets, clock, row["seconds"], deadline, tell)
     others = {"separate": case.separate, "compiled": _compiled(case, clock), **case.peers}
     row["others"] = {}
     for name, other in others.items():
         if callable(other) and clock.now() < deadline:
+            tell()
             row["others"][name] = _timed(other, sets, clock)
     return row
 
 
 def _fastest(
-    case: KernelCase, launch: Launch, sets: Any, clock: Clock, usual: float, deadline: float
+    case: KernelCase,
+    launch: Launch,
+    sets: Any,
+    clock: Clock,
+    usual: float,
+    deadline: float,
+    tell: Tell,
 ) -> Row:
     """The fastest configuration of one kernel, if it has several."""
     possible = launch.kernel.candidates(launch.target, launch.facts)
+    if len(possible) < 2:
+        return {}
     found, seconds = launch.config.to_dict(), usual
     for config in possible:
-        if len(possible) < 2 or clock.now() > deadline or Config(**config) == launch.config:
+        if clock.now() > deadline or Config(**config) == launch.config:
             continue
+        tell()
         with launch.kernel.pinned(config):
             taken = _timed(case.run, sets, clock)
         if isinstance(taken, float) and taken < seconds:
             found, seconds = config, taken
-    if len(possible) < 2:
-        return {}
     facts = {name: str(value) for name, value in launch.facts.items()}
     return {launch.kernel.name: {"config": found, "seconds": seconds, "facts": facts}}
 
@@ -123,7 +150,7 @@ def _compiled(case: KernelCase, clock: Clock) -> Callable[..., Any] | None:
 
 
 def _timed(run: Callable[..., Any], sets: Any, clock: Clock) -> float | str:
-    """Seconds of a call, or why there are none."""
+    """Return the seconds of a call, or why there are none."""
     try:
         return clock.seconds(bound(run, sets))
     except torch.AcceleratorError:

@@ -16,13 +16,15 @@ import triton
 
 from ..machine import is_interpreting
 from ..recorded import case_lists, load_cases
+from .measuring import parts
 
-SILENCE = 90.0
-"""Seconds without a line after which a process is taken to hang: a kernel compiles in less."""
+SILENCE = 120.0
+"""Seconds without a line after which a process counts as hanging: compiling takes less."""
 
-START = 30.0
-"""Seconds that are too few to begin another process."""
+START, SPARE = 30.0, 10.0
+"""Seconds that are too few to begin another process, and those that one has to finish a step."""
 
+OUT_OF_TIME = "out of time"
 Row = dict[str, Any]
 Spawn = Callable[[Sequence[str], pathlib.Path], "subprocess.Popen[bytes]"]
 
@@ -59,15 +61,21 @@ def session(
 
     Returns:
         The report: ``host``, ``rows`` (see :mod:`opfuse_triton.gpu.measuring`), ``ended`` (parts
-        that ended their process, each with how), ``plugins`` (seconds for each), ``seconds``.
+        that ended their process, each with how), ``left`` (parts that there was no time for, by
+        plugin), ``plugins`` (seconds for each), ``seconds``.
 
     Raises:
         ValueError: There is no such plugin.
     """
     began = now()
     lists = case_lists(plugin)
-    turns = {name: min(case.turn for case in load_cases(where)) for name, where in lists.items()}
+    cases = {name: load_cases(where) for name, where in lists.items()}
+    turns = {name: min(case.turn for case in of_plugin) for name, of_plugin in cases.items()}
     report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "plugins": {}}
+    report["left"] = {
+        name: [part for case in of_plugin for part, _ in parts(case, not is_interpreting())]
+        for name, of_plugin in cases.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(lists, key=lambda name: (turns[name], name)):
             started = now()
@@ -76,16 +84,18 @@ def session(
                 out = pathlib.Path(folder, f"{name.replace(':', '-')}-{len(ended)}.jsonl")
                 out.touch()
                 done = [row["part"] for row in report["rows"] if row["plugin"] == name]
-                arguments = [name, lists[name], str(out), str(left), *ended, *done]
+                arguments = [name, lists[name], str(out), str(left - SPARE), *ended, *done]
                 process = begin(arguments, out.with_suffix(".log"))
                 part, how = _followed(process, out, report, keep, left, silence, now, wait)
-                if not how:
+                if how in ("", OUT_OF_TIME):
                     break
                 log = out.with_suffix(".log").read_text(errors="replace").strip().splitlines()
                 report["ended"].append({"part": part, "how": how, "said": log[-3:]})
                 if not part or not (works or device_works)():
                     break
                 ended.append(part)
+            over = {row["part"] for row in report["rows"] if row["plugin"] == name}.union(ended)
+            report["left"][name] = [part for part in report["left"][name] if part not in over]
             report["plugins"][name] = now() - started
             report["seconds"] = now() - began
             keep(report)
@@ -114,10 +124,10 @@ def _followed(
         if ended:
             code = process.returncode
             return (part, f"exit status {code}") if code else ("", "")
-        if now() - last > silence or now() - started > left + silence:
+        if now() - last > silence or now() - started > left:
             process.kill()
             process.wait()
-            return part, f"nothing for {silence:.0f} s"
+            return part, OUT_OF_TIME if now() - started > left else f"nothing for {silence:.0f} s"
         wait(0.2)
 
 

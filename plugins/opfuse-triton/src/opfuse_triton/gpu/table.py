@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-_ROW = "{:48} {:>9} {:>8} {:>6} {:>6} {:>8} {:>8}"
-HEAD = _ROW.format("case", "us", "T/s", "share", "best", "separate", "compiled")
+_ROW = "{:38} {:>9} {:>7} {:>6} {:>6} {:>6} {:>8} {:>8} {:>4}"
+HEAD = _ROW.format("case", "us", "T/s", "share", "model", "best", "separate", "compiled", "peer")
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
@@ -19,27 +19,35 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"a copy reaches {speeds}"
     yield from ("", HEAD)
     for row in report["rows"]:
-        if "seconds" in row:
+        if isinstance(row.get("seconds"), float):
             yield _line(row, copied, product)
     judged = [row for row in report["rows"] if "judged" in row]
-    left = sum(row["left"] for row in judged)
-    yield ""
-    yield f"{sum(row['judged'] for row in judged)} odd shapes judged" + (
-        f", {left} left for lack of time" if left else ""
-    )
+    yield from ("", f"{sum(row['judged'] for row in judged)} odd shapes judged")
     for row in report["rows"]:
-        wrong = row["wrong"] if isinstance(row["wrong"], list) else [row["wrong"]]
-        for text in filter(None, wrong):
-            yield f"WRONG {row['part']}: {text}"
-        for text in row.get("refused", ()):
-            yield f"refused {row['part']}: {text}"
-        for name, other in row.get("others", {}).items():
-            if isinstance(other, str):
-                yield f"{row['part']}, {name}: {other}"
+        yield from _faults(row)
     for ended in report["ended"]:
         yield f"ENDED its process: {ended['part'] or 'the start'}: {ended['how']}"
         yield from (f"  {text}" for text in ended["said"])
+    if shapes := sum(row["left"] for row in judged):
+        yield f"no time for {shapes} odd shapes"
+    for plugin, parts in report["left"].items():
+        if parts:
+            first = f"{parts[0]}{f' and {len(parts) - 1} more' * (len(parts) > 1)}"
+            yield f"not measured, {plugin}: {first}; --budget gives more time"
     yield f"{report['seconds']:.0f} of {report['budget']:.0f} s"
+
+
+def _faults(row: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a row, and what could not be timed."""
+    wrong = row["wrong"] if isinstance(row["wrong"], list) else [row["wrong"]]
+    for text in filter(None, wrong):
+        yield f"WRONG {row['part']}: {text}"
+    for text in row.get("refused", ()):
+        yield f"refused {row['part']}: {text}"
+    times = {"the case": row.get("seconds"), **row.get("others", {})}
+    for name, why in times.items():
+        if isinstance(why, str):
+            yield f"not timed, {row['part']}, {name}: {why}"
 
 
 def _line(row: dict[str, Any], copied: float, product: float) -> str:
@@ -47,9 +55,12 @@ def _line(row: dict[str, Any], copied: float, product: float) -> str:
     rate = (row["flops"] or row["floor"]) / seconds
     reached = product if row["flops"] else copied
     fastest = min([seconds, *[best["seconds"] for best in row["best"].values()]])
-    others = [row["others"].get(name) for name in ("separate", "compiled")]
-    shown = [f"{other / seconds:.2f}x" if isinstance(other, float) else "-" for other in others]
+    taken = {name: found for name, found in row["others"].items() if isinstance(found, float)}
+    peers = [found for name, found in taken.items() if name not in ("separate", "compiled")]
+    others = taken.get("separate"), taken.get("compiled"), min(peers, default=None)
+    shown = ["-" if other is None else f"{other / seconds:.2f}" for other in others]
     return _ROW.format(
-        row["part"][:48], f"{seconds * 1e6:.1f}", f"{rate / 1e12:.2f}",
-        f"{rate / reached:.0%}" if reached else "-", f"{seconds / fastest:.2f}x", *shown,
+        row["part"][:38], f"{seconds * 1e6:.1f}", f"{rate / 1e12:.2f}",
+        f"{rate / reached:.0%}" if reached else "-", f"{row['modelled'] / seconds:.2f}",
+        f"{seconds / fastest:.2f}", *shown,
     )  # fmt: skip

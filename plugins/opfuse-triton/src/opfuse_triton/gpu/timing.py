@@ -19,6 +19,50 @@ SAMPLES = 5
 MOST_SETS = 16
 
 
+def capture(calls: Sequence[Call], times: int) -> Callable[[], float]:
+    """Capture all calls, again and again, in one CUDA graph.
+
+    Args:
+        calls: What to call, in turns.
+        times: How often.
+
+    Returns:
+        A function that replays the graph and gives the seconds of one call.
+
+    Raises:
+        RuntimeError: They cannot be captured: one of them waits for the GPU, say.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # a capture that fails spoils random numbers, so see before that nothing waits
+        for mode in ("default", "error"):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            for call in calls:
+                call()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(times):
+                for call in calls:
+                    call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def replay() -> float:
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / (times * len(calls))
+
+    return replay
+
+
 class Clock:
     """Times calls on a device.
 
@@ -42,43 +86,17 @@ class Clock:
         return max(1, min(MOST_SETS, math.ceil(2 * self.cache / max(nbytes, 1))))
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        """Seconds of a call: the median of replays of a graph of all, again and again."""
+        """Return the seconds of a call, without the time that the host takes.
+
+        Raises:
+            RuntimeError: The calls cannot be captured in a CUDA graph.
+        """
         if self.device.type != "cuda":
             began = self.now()
             calls[0]()
             return self.now() - began
-        times = math.ceil(CALLS / len(calls))
-        run = self._captured(calls, times)
-        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        taken: list[float] = []
-        for _ in range(SAMPLES + 1):  # the first one warms up
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            taken.append(start.elapsed_time(end) / 1e3 / (times * len(calls)))
-        return statistics.median(taken[1:])
-
-    def _captured(self, calls: Sequence[Call], times: int) -> Call:
-        """All calls again and again, as a graph if they can be captured."""
-
-        def eager() -> None:
-            for _ in range(times):
-                for call in calls:
-                    call()
-
-        for call in calls:  # compiles, and allocates
-            call()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            torch.cuda.synchronize(self.device)
-            with torch.cuda.graph(graph):
-                eager()
-        except RuntimeError:  # something waits for the device
-            torch.cuda.synchronize(self.device)
-            return eager
-        return graph.replay
+        replay = capture(calls, math.ceil(CALLS / len(calls)))
+        return statistics.median(replay() for _ in range(SAMPLES))
 
     def limits(self, size: int = 1 << 28, width: int = 8192) -> tuple[float, float]:
         """What this device reaches: bytes per second of a copy, operations of a bf16 product.

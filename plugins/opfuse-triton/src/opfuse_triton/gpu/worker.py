@@ -1,7 +1,8 @@
-"""One process: the cases of one plugin, a line of JSON before and after each part."""
+"""One process: the cases of one plugin, with lines of JSON before and after each part."""
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import sys
@@ -14,8 +15,8 @@ import torch
 from opfuse.testing import interpreter
 
 from ..machine import is_interpreting
-from ..recorded import describe, load_cases
-from .measuring import judge_variants, measure
+from ..recorded import load_cases
+from .measuring import judge_variants, measure, parts
 from .timing import Clock
 
 
@@ -32,26 +33,23 @@ def run(
     Args:
         plugin: Name of the plugin.
         where: ``module:object``, its cases.
-        write: Called with ``{"begins": part}`` before each part, and with its row after it.
+        write: Called with ``{"begins": part}`` before each step of a part, and with its row.
         clock: The clock, and the device.
         deadline: No part begins after that, by the clock.
         skip: Parts that are left out: they are done, or ended an earlier process.
     """
     for case in sorted(load_cases(where), key=lambda case: case.turn):
-        shapes = case.small[:1] if clock.device.type != "cuda" else case.shapes
-        parts = [("", None), *[(describe(shape), shape) for shape in shapes]]
-        for title, shape in parts:
-            part = f"{case.name}: {title}" if title else case.name
+        for part, shape in parts(case, clock.device.type == "cuda"):
             if part in skip or clock.now() > deadline:
                 continue
-            write({"begins": part})
+            tell = functools.partial(write, {"begins": part})
+            tell()
             torch.manual_seed(0)
             if shape is None:
-                row = judge_variants(case, clock, deadline)
+                row = judge_variants(case, clock, deadline, tell)
             else:
-                row = measure(plugin, case, shape, clock, deadline)
-            row |= {"part": part, "plugin": plugin, "case": case.name, "shape": title}
-            write(row)
+                row = measure(plugin, case, shape, clock, deadline, tell)
+            write(row | {"part": part, "plugin": plugin})
 
 
 def main(plugin: str, where: str, out: str, seconds: str, *skip: str) -> None:
