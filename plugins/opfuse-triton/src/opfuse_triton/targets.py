@@ -123,10 +123,8 @@ def _of_gpu(index: int) -> Target:
         known = {key: found for key, found in (TARGETS | _OTHERS).items() if isinstance(key, int)}
         like = known[max([key for key in known if key <= arch], default=80)]
     count = properties.multi_processor_count
-    # in kHz and bits; a transfer at both edges of the clock
-    clock, width = (
-        getattr(properties, f"memory_{name}", 0) for name in ("clock_rate", "bus_width")
-    )
+    clock = getattr(properties, "memory_clock_rate", 0)  # in kHz; a transfer at both edges
+    width = getattr(properties, "memory_bus_width", 0)  # in bits
     return replace(
         like,
         arch=arch,
