@@ -25,7 +25,7 @@ takes no time compared with the products.
 """
 
 ROWS_ON_GPU = 2048
-"""Rows of a chunk on a GPU, at least: fewer do not fill it, and each chunk passes over the weight."""
+"""Rows of a chunk on a GPU, at least: fewer do not fill it."""
 
 LOGITS = 1 << 22
 """How many logits a chunk has where that is more rows."""
