@@ -123,8 +123,9 @@ def test_target_chooses_what_to_compile_for():
 
 def test_a_gpu_of_this_machine_is_described_by_its_driver():
     properties = mock.Mock(
-        major=9, minor=0, multi_processor_count=66, shared_memory_per_block_optin=1000
-    )
+        major=9, minor=0, multi_processor_count=66, shared_memory_per_block_optin=1000,
+        memory_clock_rate=3201000, memory_bus_width=6144,
+    )  # fmt: skip
     with (
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(torch.version, "hip", None),
@@ -132,6 +133,22 @@ def test_a_gpu_of_this_machine_is_described_by_its_driver():
         found = current_target(torch.device("cuda", 7777))  # an index that nothing else asks for
     assert (found.arch, found.multiprocessors, found.shared_memory) == (90, 66, 1000)
     assert found.flops == TARGETS[90].flops / 2
+    assert 4.8e12 < found.bandwidth < 5e12  # of an H200, not of the H100 of the table
+
+
+def test_a_small_gpu_is_not_taken_for_a_large_one():
+    properties = mock.Mock(
+        spec=["major", "minor", "multi_processor_count"],
+        major=8,
+        minor=9,
+        multi_processor_count=142,
+    )
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(torch.version, "hip", None),
+    ):
+        found = current_target(torch.device("cuda", 7778))
+    assert (found.arch, found.shared_memory, found.bandwidth) == (89, 101376, 0.86e12)  # an L40S
 
 
 def test_launches_are_recorded_and_nothing_runs():
@@ -284,7 +301,8 @@ def test_what_was_launched_is_launched_again_without_the_jit(calls):
 
 DIFFERENT = {
     "dtype": {"x": tensor(dtype=torch.float32)}, "address": {"x": tensor(offset=1)}, "one": {"count": 1},
-    "not a multiple of 16": {"count": 4097}, "64 bits": {"count": 2**33}, "an integer": {"shift": 2},
+    "not a multiple of 16": {"count": 4097}, "64 bits": {"count": 2**33},
+    "64 bits below 0": {"count": -(2**31) - 16}, "an integer": {"shift": 2},
     "a tensor": {"bias": tensor()}, "a constant": {"keep": False}, "two floats": {"factors": (1.0, 2.0)},
     "configuration": {"config": Config({"BLOCK": 512})},
 }  # fmt: skip
@@ -319,6 +337,23 @@ def test_integers_that_are_the_same_to_triton_are_not_compiled_again(calls):
     parameter = torch.nn.Parameter(tensor())
     run(kernel, x=parameter)
     run(kernel, x=parameter)
+    assert calls.jit == 3
+
+
+@compiled
+def test_the_lowest_of_32_bits_is_not_the_highest_of_64(calls):
+    kernel = Kernel(scale, by_size)
+    for count in (-(2**31), -(2**31) - 16, -(2**31), -(2**31) - 16):
+        run(kernel, count=count)
+    assert calls.jit == 2
+
+
+@compiled
+def test_a_version_of_triton_that_was_not_tested_launches_by_itself(calls, monkeypatch):
+    monkeypatch.setattr("opfuse_triton.launcher._TESTED", False)
+    kernel = Kernel(scale, by_size)
+    for _ in range(3):
+        run(kernel)
     assert calls.jit == 3
 
 

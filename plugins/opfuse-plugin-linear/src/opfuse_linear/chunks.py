@@ -24,6 +24,9 @@ The weight, and its gradient, pass through memory once per chunk; from the large
 takes no time compared with the products.
 """
 
+ROWS_ON_GPU = 2048
+"""Rows of a chunk on a GPU, at least: fewer do not fill it."""
+
 LOGITS = 1 << 22
 """How many logits a chunk has where that is more rows."""
 
@@ -37,14 +40,15 @@ LIFT = 1024.0
 """The factor of gradients of logits in fp16, whose range ends far above a probability."""
 
 
-def rows_of_chunk(classes: int, features: int) -> int:
+def rows_of_chunk(classes: int, features: int, on_gpu: bool = False) -> int:
     """How many rows a chunk has."""
-    return max(LEAST_ROWS, min(features, MOST_ROWS), LOGITS // max(1, classes))
+    least = ROWS_ON_GPU if on_gpu else LEAST_ROWS
+    return max(least, min(features, MOST_ROWS), LOGITS // max(1, classes))
 
 
 def chunks(x: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The chunks of rows: which rows, these of ``x``, and these of the targets."""
-    count, start = rows_of_chunk(classes, x.shape[1]), 0
+    count, start = rows_of_chunk(classes, x.shape[1], x.is_cuda), 0
     for part, of_part in zip(torch.split(x, count), torch.split(targets, count), strict=True):
         yield slice(start, start + len(part)), part, of_part
         start += len(part)
@@ -151,8 +155,15 @@ class Sums:
 
     def _add_half(self, rows: slice, x: Tensor, d: Tensor) -> None:
         """The same in half precision: products of some classes, added up in fp32."""
+        if d.is_cuda:  # the products add up in fp32 themselves
+            how: Any = {"beta": 1 if rows.start else 0, "out_dtype": self._wide}
+            if self.dw is not None:
+                torch.addmm(self.dw, d.t(), x, **how, out=self.dw)
+            if self.dx is not None:
+                self.dx[rows] = torch.mm(d, self._weight, out_dtype=self._wide)
+            return
         # where the weight is not made wider there is no need to take it by parts
-        casts = d.dtype is torch.float16 and not d.is_cuda
+        casts = d.dtype is torch.float16
         for start in range(0, d.shape[1], CLASSES):
             some = slice(start, start + CLASSES)
             if self.dw is not None:
@@ -177,8 +188,6 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
     fp16, whose range a sum over rows may leave, is never rounded to.
     """
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype).mm(b.to(dtype)) if a.dtype is torch.float16 else a.mm(b)
 
 
@@ -189,6 +198,8 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
     if tensor.dtype is dtype:
         return tensor * scale
     out = torch.empty_like(tensor, dtype=dtype)
+    if tensor.is_cuda:
+        return torch.mul(tensor, scale, out=out)  # rounded to its dtype
     rows = max(1, BLOCK // max(1, tensor[:1].numel()))
     for place, part in zip(torch.split(out, rows), torch.split(tensor, rows), strict=True):
         place.copy_(part * scale)

@@ -29,6 +29,8 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _KNOWN = _TENSORS | {int, float, tuple, type(None)}
 _FLOAT = frozenset({float})
 _HIP = torch.version.hip is not None
+_TESTED = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+"""What is used of Triton here is private to it: other versions launch by themselves."""
 _LARGEST_RANGE = 2**31 - 1
 """On HIP Triton addresses a tensor of at most so many bytes by 32 bits."""
 
@@ -164,7 +166,7 @@ class Launcher:
             compiled: What the JIT gave.
         """
         behind = self._fn.params[len(args) :]
-        usual = pretended.get() is None and not _disturbed(self._fn)
+        usual = _TESTED and pretended.get() is None and not _disturbed(self._fn)
         compiled_now = isinstance(compiled, triton.compiler.CompiledKernel)
         own = tuple(map(type, args))
         known = _KNOWN.issuperset(own) and not _TENSORS.isdisjoint(own)
@@ -197,8 +199,8 @@ def _alike(form: _Form, key: Key, config: Config) -> Key:
 
 
 def _to_triton(number: int) -> tuple[Any, ...]:
-    """Return what Triton distinguishes of an integer: 1, multiples of 16, and its bits."""
-    return number == 1, number % 16 == 0, number < 0, number.bit_length() // 32
+    """Return what Triton distinguishes of an integer: 1, multiples of 16, and its type."""
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31, number >= 2**63
 
 
 def _places(*tensors: torch.Tensor) -> Key:

@@ -54,6 +54,13 @@ TARGETS = MappingProxyType(
 )
 """One GPU of each architecture, by ``arch``; the numbers are those of its data sheet."""
 
+_OTHERS = {
+    86: Target("cuda", 86, 84, 101376, 0.70e12, 150e12),  # A40
+    89: Target("cuda", 89, 142, 101376, 0.86e12, 362e12),  # L40S
+    120: Target("cuda", 120, 188, 101376, 1.79e12, 504e12),  # RTX PRO 6000
+}
+"""GPUs that kernels are not checked for, but run on; from their data sheets too."""
+
 LATENCY = 0.8e-6
 """Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
 
@@ -113,13 +120,16 @@ def _of_gpu(index: int) -> Target:
         like = TARGETS.get(arch, TARGETS["gfx942"])
     else:
         arch = properties.major * 10 + properties.minor
-        known = [key for key in TARGETS if isinstance(key, int) and key <= arch]
-        like = TARGETS[max(known, default=80)]
+        known = {key: found for key, found in (TARGETS | _OTHERS).items() if isinstance(key, int)}
+        like = known[max([key for key in known if key <= arch], default=80)]
     count = properties.multi_processor_count
+    clock = getattr(properties, "memory_clock_rate", 0)  # in kHz; a transfer at both edges
+    width = getattr(properties, "memory_bus_width", 0)  # in bits
     return replace(
         like,
         arch=arch,
         multiprocessors=count,
         shared_memory=getattr(properties, "shared_memory_per_block_optin", like.shared_memory),
+        bandwidth=2e3 * clock * width / 8 or like.bandwidth,
         flops=like.flops * count / like.multiprocessors,
     )
