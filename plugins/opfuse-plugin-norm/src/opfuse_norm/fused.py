@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opfuse_triton import why_no_kernel
+from opfuse_triton import why_no_kernel, why_unmeasured
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
@@ -173,9 +173,7 @@ def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
 
 
 def _runs_with_residual(ops: Sequence[Any], env: Environment) -> bool | str:
-    if env.device.type == "cuda" and env.measured is None:
-        return "with a residual it is used on a GPU only where opfuse tune measured it"
-    return _runs(ops, env)
+    return _why_not(ops, env) or why_unmeasured(env, 1.0) or True
 
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .launches import recording as recording
     from .machine import is_interpreting as is_interpreting
     from .machine import why_no_kernel as why_no_kernel
+    from .machine import why_unmeasured as why_unmeasured
     from .targets import TARGETS as TARGETS
     from .targets import Target as Target
     from .targets import current_target as current_target
@@ -33,7 +34,7 @@ _NAMES = {
     "configs": ("Config",),
     "kernels": ("Kernel",),
     "launches": ("Launch", "recording"),
-    "machine": ("is_interpreting", "why_no_kernel"),
+    "machine": ("is_interpreting", "why_no_kernel", "why_unmeasured"),
     "targets": ("TARGETS", "Target", "current_target", "target"),
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
