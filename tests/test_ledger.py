@@ -9,6 +9,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import triton.language as tl
 import triton_toys as toys
 from ledger import Moved, count_separate, count_small, counting, estimate, estimate_peer
 from ledger.model import LaunchWork, launch_seconds
+from ledger.predicted import predicted_speed, separate_seconds
 from opfuse_triton import TARGETS, KernelCase
 from opfuse_triton.recorded import storage_of
 from opfuse_triton.targets import LATENCY
@@ -291,6 +293,37 @@ def test_the_model_of_the_time_takes_the_slowest_limit():
     assert launch_seconds(target, uneven) == pytest.approx(5e8 / (8192 / LATENCY))
     product = many._replace(flops=1e15)
     assert launch_seconds(target, product) == 1e15 / target.flops
+    # its tiles come from the cache
+    assert launch_seconds(target, uneven._replace(flops=1.0)) == 1e9 / target.bandwidth
+
+
+@interpreted
+def test_a_speed_is_predicted_against_each_separate_operation():
+    target, shape = TARGETS[90], {"rows": 8192, "features": 4096}
+    case = replace(toys.SCALE, shapes=[shape])
+    separate = separate_seconds(case, shape, target)
+    assert separate == pytest.approx(5 * case.floor_bytes(shape) / target.bandwidth)
+    speed = separate / estimate(case, shape, target).seconds
+    assert predicted_speed(case, target) == speed == pytest.approx(5, rel=0.01)
+    with pytest.raises(ValueError, match="scale has no separate operations"):
+        predicted_speed(replace(case, separate=None), target)
+
+
+def test_a_separate_product_takes_its_bytes_or_its_operations():
+    target, rows = TARGETS[90], 8192
+
+    def separate(x, s):
+        return (x @ x.t()).relu_()
+
+    case = replace(toys.SCALE, separate=separate)
+    for features, flops_first in ((16, False), (8192, True)):
+        shape = {"rows": rows, "features": features}
+        bytes_ = 2 * (2 * rows * features + rows * rows)
+        flops = 2 * rows * rows * features
+        product = max(bytes_ / target.bandwidth, flops / target.flops)
+        assert (product == flops / target.flops) == flops_first
+        relu = 4 * rows * rows / target.bandwidth
+        assert separate_seconds(case, shape, target) == pytest.approx(product + relu, rel=0.01)
 
 
 def start(*arguments, cwd, **variables):
@@ -320,6 +353,7 @@ def test_the_ledger_command_prints_ratios_to_the_floor(tmp_path):
     assert re.fullmatch(
         r" +sm_90 +scale_kernel +16,384 +1.00 +1.000 +0.000 +0.000 +40.1 +100%", row
     )
+    assert "    over the separate ops*: sm_90 5.00x" in lines
     assert lines[-2].startswith("* a model, not measured: ") and max(map(len, lines)) <= 100
 
 

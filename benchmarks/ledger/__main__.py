@@ -14,6 +14,7 @@ from opfuse_triton.recorded import case_lists, load_cases
 
 from .entries import SAMPLE, Moved, count_separate, count_small, estimate
 from .peers import estimate_peer
+from .predicted import separate_seconds
 from .tables import peer_lines, small_table, target_table
 
 MODEL = (
@@ -60,6 +61,11 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
         counted: dict[Any, Any] = {}
         entries = [estimate(case, shape, target, counted=counted) for target in targets]
         yield from target_table(case, shape, entries, SAMPLE)
+        separate_times = [separate_seconds(case, shape, target) for target in targets]
+        pairs = zip(entries, separate_times, strict=True)
+        speeds = [f"{entry.target} {time / entry.seconds:.2f}x" for entry, time in pairs if time]
+        if speeds:
+            yield f"    over the separate ops*: {', '.join(speeds)}"
         for name, run in case.peers.items():
             try:
                 others = [estimate_peer(case, shape, target, run) for target in targets]

@@ -34,12 +34,13 @@ class LaunchWork(NamedTuple):
 
 
 def launch_seconds(target: Target, work: LaunchWork) -> float:
-    """A modelled time: the longest of three.
+    """A modelled time: the longest of what limits it.
 
-    By Little's law, bytes per second are the bytes in flight, over all programs that run at once,
-    divided by the latency, at most the bandwidth. The three are: all bytes at that rate; the
+    A matrix product takes its bytes at the bandwidth, or its operations at the peak: its tiles come
+    from the L2 cache, and are loaded ahead. For others, by Little's law, bytes per second are the bytes in flight, over all programs that run at once,
+    divided by the latency, at most the bandwidth. The limits are all bytes at that rate, and the
     programs that one place of a multiprocessor runs in turn, each at the rate of its own bytes in
-    flight; and the matrix products at the peak. Registers and shared memory are not known
+    flight. Registers and shared memory are not known
     here, so as many programs run at once as there are warps for. Starting a kernel takes no time.
 
     Args:
@@ -49,6 +50,8 @@ def launch_seconds(target: Target, work: LaunchWork) -> float:
     Returns:
         Seconds.
     """
+    if work.flops:
+        return max(work.dram / target.bandwidth, work.flops / target.flops)
     at_once = max(programs_at_once(target, work.warps), 1)
     places = target.multiprocessors * at_once
     in_flight = min(work.in_flight, REGISTERS / at_once)
@@ -57,4 +60,4 @@ def launch_seconds(target: Target, work: LaunchWork) -> float:
     if in_flight:
         rate = min(rate, min(work.programs, places) * in_flight / LATENCY)
         chain = -(-work.programs // places) * work.longest * LATENCY / in_flight
-    return max(work.dram / rate, chain, work.flops / target.flops)
+    return max(work.dram / rate, chain)
