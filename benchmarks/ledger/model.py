@@ -37,11 +37,13 @@ def launch_seconds(target: Target, work: LaunchWork) -> float:
     """A modelled time: the longest of what limits it.
 
     A matrix product takes its bytes at the bandwidth, or its operations at the peak: its tiles come
-    from the L2 cache, and are loaded ahead. For others, by Little's law, bytes per second are the bytes in flight, over all programs that run at once,
-    divided by the latency, at most the bandwidth. The limits are all bytes at that rate, and the
-    programs that one place of a multiprocessor runs in turn, each at the rate of its own bytes in
-    flight. Registers and shared memory are not known
-    here, so as many programs run at once as there are warps for. Starting a kernel takes no time.
+    from the L2 cache, and are loaded ahead.
+
+    For others, by Little's law, bytes per second are the bytes in flight, over all programs that
+    run at once, divided by the latency, at most the bandwidth. The limits are all bytes at that
+    rate, and the programs that one place of a multiprocessor runs in turn, each at the rate of its
+    own bytes in flight. Registers and shared memory are not known here, so as many programs run at
+    once as there are warps for. Starting a kernel takes no time.
 
     Args:
         target: The target.
