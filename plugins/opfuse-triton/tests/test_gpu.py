@@ -17,15 +17,7 @@ pytestmark = pytest.mark.alone
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import gpu_toys as toys  # noqa: E402
-from opfuse_triton import (  # noqa: E402
-    TARGETS,
-    Config,
-    Kernel,
-    KernelCase,
-    Operand,
-    config_tables,
-    target,
-)
+from opfuse_triton import TARGETS, Config, Kernel, KernelCase, Operand, config_tables, target  # noqa: E402
 from opfuse_triton.__main__ import main  # noqa: E402
 from opfuse_triton.gpu import measuring, session, table, worker  # noqa: E402
 from opfuse_triton.gpu.judging import judge  # noqa: E402
