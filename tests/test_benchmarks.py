@@ -119,6 +119,25 @@ def test_nothing_is_measured_twice():
     assert len(set(measured)) == len(measured)
 
 
+def test_the_quick_suite_measures_what_matters_first_and_tunes_nothing():
+    quick, full = select("gpu-quick"), select("gpu-full")
+    order = list(dict.fromkeys(each.id for each in quick))
+    norms_and_casts = [f"M{number}" for number in range(5, 12)]
+    assert order[:13] == [*norms_and_casts, "M1", "M2", "M3", "M4", "F1", "F3"]
+    assert {"P1", "G7", "G2", "O4"} <= set(order[13:])
+    versus = {goal.versus for each in quick for goal in each.goals}
+    assert {
+        "liger",
+        "compile",
+        "te",
+        "torchao",
+        "library",
+    } <= versus and "compile-max" not in versus
+    assert "compile-max" in {goal.versus for each in full for goal in each.goals}
+    assert {each.name for each in quick} < {each.name for each in full}
+    assert "G3" in {name for each in quick for name in each.ids}  # still against the library
+
+
 # What each id is held to: provider, goal, stretch, bound, in the order of the table
 
 
