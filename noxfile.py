@@ -289,28 +289,24 @@ def docs(session: nox.Session) -> None:
     session.log(f"open {out / 'index.html'}")
 
 
+def build_all(session: nox.Session, folder: pathlib.Path, *options: str) -> list[pathlib.Path]:
+    """Build the core and every package into an empty folder; returns the wheels."""
+    shutil.rmtree(folder, ignore_errors=True)
+    install(session, "build")
+    command = ["python", "-m", "build", "--no-isolation", "--outdir", str(folder), *options]
+    for package in (ROOT, *(ROOT / "plugins" / name for name in PACKAGES)):
+        session.run(*command, str(package), silent=True)
+    session.log("built " + ", ".join(path.name for path in sorted(folder.iterdir())))
+    return sorted(folder.glob("*.whl"))
+
+
 @timed(venv_params=ALONE)
 def build(session: nox.Session) -> None:
     """Source distributions and wheels of the core and of every plugin, into dist/.
 
-    The wheels are then installed and tried.
+    The wheels are then installed and tried, as on a machine without a network.
     """
-    dist = ROOT / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    install(session, "build")
-    for folder in (ROOT, *(ROOT / "plugins" / name for name in PACKAGES)):
-        session.run(
-            "python",
-            "-m",
-            "build",
-            "--no-isolation",
-            "--outdir",
-            str(dist),
-            str(folder),
-            silent=True,
-        )
-    wheels = sorted(dist.glob("*.whl"))
-    session.log("built " + ", ".join(path.name for path in sorted(dist.iterdir())))
+    wheels = build_all(session, ROOT / "dist")
     fresh = pathlib.Path(session.bin).parent / "fresh"
     session.run(
         sys.executable,
@@ -324,6 +320,30 @@ def build(session: nox.Session) -> None:
     )
     python = install(session, *wheels, into=str(fresh / BIN / "python"))
     show_plugins(session, python)
+    script = shutil.copy(ROOT / "benchmarks" / "from_wheels.py", session.create_tmp())
+    for wheel in wheels:
+        shutil.copy(wheel, session.create_tmp())
+    session.run(python, script, "--help", silent=True, external=True)
+
+
+@timed(venv_params=ALONE)
+def wheelhouse(session: nox.Session) -> None:
+    """Wheels for a machine with a GPU and no network, into build/wheelhouse/ or a folder you name.
+
+    That machine has torch and Triton. The folder has the rest, and a script that installs it and
+    measures.
+    """
+    folder = ROOT / (session.posargs or ["build/wheelhouse"])[0]
+    if folder.is_dir() and not {path.suffix for path in folder.iterdir()} <= {".whl", ".py"}:
+        session.error(f"{folder} has other files, and would be emptied: name another folder")
+    build_all(session, folder, "--wheel")
+    needed = [re.split(r"[^a-z0-9-]", each)[0] for each in PROJECT["project"]["dependencies"]]
+    names = [*sorted({*needed} - {"torch"}), "zipp", "liger-kernel"]  # what one needs; a peer
+    download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [base(session), "-m", "pip", *download, "-c", str(CONSTRAINTS), *names]
+    session.run(*command, external=True)
+    shutil.copy(ROOT / "benchmarks" / "from_wheels.py", folder)
+    session.log(f"copy {folder} to the machine, and run there: python from_wheels.py")
 
 
 @timed(venv_params=ALONE)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from .chains import widths
@@ -92,6 +92,11 @@ class Case:
     def ids(self) -> set[str]:
         """Of the case and of its goals."""
         return {self.id} | {goal.id for goal in self.goals if goal.id}
+
+    def without(self, providers: Collection[str]) -> Case:
+        """The case with no goal against these providers."""
+        goals = tuple(goal for goal in self.goals if goal.versus not in providers)
+        return dataclasses.replace(self, goals=goals)
 
     @property
     def traffic(self) -> int:

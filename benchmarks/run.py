@@ -19,6 +19,9 @@ from .measure import Step, around, timer
 from .providers import PROVIDERS, Built, NotBuilt, Skip
 
 AGAIN = " again"
+SLOW = ("compile-max",)
+"""Providers that tune for minutes: only ``gpu-full`` has goals against them."""
+
 UNQUANTIZED = ("eager", "compile", "compile-max", "separate", "opfuse-off")
 PASSES = ("inference", "forward", "backward", "forward+backward")
 NUMBERS = (
@@ -347,7 +350,8 @@ def _summary(values: list[float], key: str = "median_us") -> Row:
 
 def select(suite: str, ids: Iterable[str] | None = None) -> list[Case]:
     """The cases of a suite, or those of them that some ids mean."""
-    chosen = [case for case in CASES if suite in case.suites]
+    slow = () if suite == "gpu-full" else SLOW
+    chosen = [case.without(slow) for case in CASES if suite in case.suites]
     known, here = ({name for case in cases for name in case.ids} for cases in (CASES, chosen))
     wanted = set(ids) if ids is not None else here
     if strange := wanted - known:

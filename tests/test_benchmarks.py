@@ -34,7 +34,17 @@ def _package():
 
 _package()
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import chains, measure, models, models_page, providers, report, special, steps  # noqa: E402
+from benchmarks import (  # noqa: E402
+    chains,
+    from_wheels,
+    measure,
+    models,
+    models_page,
+    providers,
+    report,
+    special,
+    steps,
+)
 from benchmarks.cases import CASES, TITLES, Case, Goal, expand, goal  # noqa: E402
 from benchmarks.run import Harness, select, together  # noqa: E402
 
@@ -117,6 +127,41 @@ def test_every_goal_has_a_case_and_a_title():
 def test_nothing_is_measured_twice():
     measured = [(each.name, each.special, suite) for each in CASES for suite in each.suites]
     assert len(set(measured)) == len(measured)
+
+
+def test_the_quick_suite_measures_what_matters_first_and_tunes_nothing():
+    quick, full = select("gpu-quick"), select("gpu-full")
+    order = list(dict.fromkeys(each.id for each in quick))
+    norms_and_casts = [f"M{number}" for number in range(5, 12)]
+    assert order[:13] == [*norms_and_casts, "M1", "M2", "M3", "M4", "F1", "F3"]
+    assert {"P1", "G7", "G2", "O4"} <= set(order[13:])
+    versus = {goal.versus for each in quick for goal in each.goals}
+    assert {
+        "liger",
+        "compile",
+        "te",
+        "torchao",
+        "library",
+    } <= versus and "compile-max" not in versus
+    assert "compile-max" in {goal.versus for each in full for goal in each.goals}
+    assert {each.name for each in quick} < {each.name for each in full}
+    assert "G3" in {name for each in quick for name in each.ids}  # still against the library
+
+
+def test_the_script_of_the_wheelhouse_installs_without_a_network_and_measures(tmp_path):
+    names = "opfuse-0.1.0", "opfuse_plugin_norm-0.1.0", "click-8.5.1", "liger_kernel-0.8.5"
+    for name in names:
+        (tmp_path / f"{name}-py3-none-any.whl").touch()
+    others, own, measuring = from_wheels.commands(tmp_path, ["norm", "--budget", "90"])
+    assert others[-2:] == ["click", "liger_kernel"] and "--find-links" in others
+    assert [pathlib.Path(wheel).name.partition("-")[0] for wheel in own[-2:]] == [
+        "opfuse",
+        "opfuse_plugin_norm",
+    ]
+    assert {"--no-index", "--no-deps"} <= set(others) & set(own)
+    assert measuring[1:] == ["-m", "opfuse_triton", "gpu", "norm", "--budget", "90"]
+    with pytest.raises(SystemExit, match="has no wheel of opfuse"):
+        from_wheels.commands(tmp_path / "nothing", [])
 
 
 # What each id is held to: provider, goal, stretch, bound, in the order of the table

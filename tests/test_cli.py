@@ -367,6 +367,8 @@ class Recipes:
 
 def test_doctor_reports_plugins_devices_and_recipes(register, tmp_path, monkeypatch):
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
+    kernels = tables.kernels_path(tables.device_name("cpu"))
+    kernels.write_text("{}")
     tables.reload()
     record = plugins.register(Recipes(), name="many", distribution="many-recipes", version="2")
     try:
@@ -377,6 +379,7 @@ def test_doctor_reports_plugins_devices_and_recipes(register, tmp_path, monkeypa
     assert text.startswith(f"opfuse {opfuse.__version__}, python 3") and "many-recipes 2" in text
     assert "plugins: many (loaded)" in text and f"{torch.get_num_threads()} threads" in text
     assert f"no entry, in {tmp_path}" in " ".join(text.split())
+    assert f"configurations of kernels: {kernels}" in " ".join(text.split())
     assert "  picky  cannot run: there is no product of four bits on cpu\n" in text
     assert "  plain  emulated: it brings no products of its own\n" in text
     found = json.loads(data)

@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__
 from ..core.plugins import manager
-from ..core.tuning_table import device_name, installed, path_for, table_for
+from ..core.tuning_table import device_name, installed, kernels_path, path_for, table_for
 from ..report.lines import wrap
 
 
@@ -38,13 +38,16 @@ def examine() -> dict[str, Any]:
 def _device(device: torch.device) -> dict[str, Any]:
     """The facts of one device."""
     path, table = path_for(device), table_for(device)
+    name = device_name(device.type, device.index)
+    kernels = kernels_path(name)
     supported = {name: cls.support(device) for name, cls in sorted(manager.recipes().items())}
     return {
         "device": str(device),
-        "name": device_name(device.type, device.index),
+        "name": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "table": str(path) if path else None,
         "entries": sum(map(len, table.entries.values())),
+        "kernels": str(kernels) if kernels and kernels.is_file() else None,
         "recipes": {name: {"runs": how, "why": why} for name, (how, why) in supported.items()},
     }
 
@@ -63,6 +66,8 @@ def as_text(found: dict[str, Any]) -> str:
         table = f"{device['entries']} entries that count here" if device["entries"] else "no entry"
         where = f", in {device['table']}" if device["table"] else ""
         lines += wrap(f"tuning: {table}{where}", "  ", "    ")
+        if device["kernels"]:
+            lines += wrap(f"configurations of kernels: {device['kernels']}", "  ", "    ")
         if not device["recipes"]:
             lines.append("  recipes: no plugin in use offers one")
         width = max(map(len, device["recipes"]), default=0)

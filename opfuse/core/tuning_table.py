@@ -151,11 +151,20 @@ def device_name(kind: str, index: int | None = None) -> str:
 
 def path_for(device: torch.device) -> Path | None:
     """The file of a device; None: there are no tables."""
-    folder = directory()
-    if folder is None:
-        return None
     name = device_name(device.type, device.index if device.type == "cuda" else None)
-    return folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+    folder = directory()
+    return folder and folder / f"{file_name(name)}.json"
+
+
+def kernels_path(device_name: str) -> Path | None:
+    """The file with the configurations of kernels on a device, which the toolkit reads."""
+    folder = directory()
+    return folder and folder / f"{file_name(device_name)}.kernels.json"
+
+
+def file_name(device_name: str) -> str:
+    """What files are called that are about devices of this name."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
 def setting(device: torch.device) -> dict[str, Any]:
@@ -214,10 +223,7 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
     try:
         rows = read_rows(path)
     except (OSError, ValueError) as error:
-        warning = TuningWarning(f"{error}, and run `opfuse tune` again; it is not used")
-        if is_strict():
-            raise warning from error
-        warnings.warn(warning, stacklevel=2)
+        warn_of(error, "run `opfuse tune` again")
         return NO_TABLE
     _warn_of_other_versions(path, rows, here)
     entries: dict[str, dict[Shape, Measurement]] = {}
@@ -235,6 +241,14 @@ def _read(path: Path, here: Mapping[str, Any]) -> Table:
     lines = [f"{subject} {shape} {of[shape]}" for subject, of in entries.items() for shape in of]
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
     return Table(entries, digest, in_graphs)
+
+
+def warn_of(error: Exception, cure: str) -> None:
+    """Warn of a table that cannot be read. Strict mode raises."""
+    warning = TuningWarning(f"{error}, and {cure}; it is not used")
+    if is_strict():
+        raise warning from error
+    warnings.warn(warning, stacklevel=3)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -47,10 +47,14 @@ def add(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             was = kept.get(identity, row)["found"]
             if not was["wrong"] or was.get("rows", 0) == row["found"]["rows"]:
                 kept[identity] = row
-        text = json.dumps({"format": FORMAT, "entries": list(kept.values())}, indent=1)
-        written = path.with_name(f"{path.name}.new")
-        written.write_text(f"{text}\n", encoding="utf-8")
-        os.replace(written, path)  # who reads it sees the old file or the new one
+        replace(path, {"format": FORMAT, "entries": list(kept.values())})
+
+
+def replace(path: Path, content: Any) -> None:
+    """Write a file of JSON: who reads it sees the old one or the new one."""
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")
+    os.replace(written, path)
 
 
 def _is_outdated(row: Mapping[str, Any], new: Collection[Mapping[str, Any]]) -> bool:

@@ -9,7 +9,7 @@ from opfuse_triton import Config, Kernel, KernelCase
 from triton_toys import one_to_one, rows_of, scale_kernel
 
 SMALL = [{"rows": 3, "features": 40}]
-SCALE = Kernel(scale_kernel, [Config({"BLOCK": 64}), Config({"BLOCK": 32})])
+SCALE = Kernel(scale_kernel, [Config({"BLOCK": 8}), Config({"BLOCK": 64})])
 
 
 def scaled(x, s):
@@ -24,7 +24,7 @@ def twice(x, s):
 
 def unwritten(x, s):
     y = torch.empty_like(x)
-    SCALE.launch((1,), x, s, y, x.numel() - 100)
+    SCALE.launch(lambda config: (triton.cdiv(20, config["BLOCK"]),), x, s, y, x.numel() - 100)
     return y
 
 

@@ -77,7 +77,12 @@ def check_command(
 @click.option(
     "--report", type=_PATH, default="gpu.json", show_default=True, help="Written after each part."
 )
-def gpu_command(plugin: str | None, budget: float, report: pathlib.Path) -> None:
+@click.option(
+    "--tables", type=_PATH, help="Folder of the fastest configurations; default: the report's."
+)
+def gpu_command(
+    plugin: str | None, budget: float, report: pathlib.Path, tables: pathlib.Path | None
+) -> None:
     """Compare and time every kernel case of PLUGIN, or of all plugins, on this GPU.
 
     Results are compared with PyTorch's, at real and odd shapes. The table has the time of each
@@ -91,19 +96,30 @@ def gpu_command(plugin: str | None, budget: float, report: pathlib.Path) -> None
         torch.cuda.is_available() or is_interpreting()
     ):
         raise click.ClickException("opfuse_triton gpu needs Triton and a GPU that torch can use")
-    from .gpu.session import session
+    from opfuse.core.tuning_table import file_name, kernels_path
+
+    from .gpu import winners
+    from .gpu.session import host, session
     from .gpu.table import lines
+
+    device = host()["device"]
+    table = (tables or report.parent) / f"{file_name(device)}.kernels.json"
 
     def keep(found: dict[str, Any]) -> None:
         report.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        winners.write(table, [one for row in found["rows"] for one in row.get("entries", ())])
 
     try:
+        winners.write(table, ())  # what cannot be written is told before, not after
         found = session(plugin, budget, keep)
     except (ValueError, ImportError, AttributeError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
     for line in lines(found):
         click.echo(line)
-    click.echo(f"everything is in {report}")
+    click.echo(f"everything is in {report}, the fastest configurations in {table}")
+    click.echo(
+        f"kernels look for them at {kernels_path(device) or 'OPFUSE_TUNING, which is empty'}"
+    )
     failed = [row for row in found["rows"] if row["wrong"] or isinstance(row.get("seconds"), str)]
     if found["ended"] or failed or not found["rows"]:
         sys.exit(1)

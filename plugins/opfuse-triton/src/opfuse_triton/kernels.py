@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import triton
 
+from . import config_tables
 from .configs import Config
 from .launcher import Launcher, on_device
-from .launches import Launch, facts_of, recorded
+from .launches import Launch, asked, facts_of, recorded
 from .targets import Target, current_target
 
 MOST_CANDIDATES = 8
@@ -45,6 +46,7 @@ class Kernel:
             )
         self.fn = fn
         self.name: str = fn.__name__
+        self.full_name = f"{fn.fn.__module__}.{self.name}"
         self._configs = configs
         self._interpreted = not isinstance(fn, triton.JITFunction)
         self._launcher = Launcher(fn)
@@ -57,6 +59,8 @@ class Kernel:
     def pick(self, target: Target, facts: Mapping[str, Any]) -> Config:
         """The configuration for a launch that gives none.
 
+        It is what was measured on this GPU, if there is a table of that; else the first one.
+
         Args:
             target: What is compiled for.
             facts: See :attr:`Launch.facts`.
@@ -64,7 +68,10 @@ class Kernel:
         Raises:
             ValueError: There is none, or there are more than 8.
         """
-        return self._all(target, facts)[0]
+        if (questions := asked.get()) is not None:
+            questions.append((self, facts))
+        possible = self._all(target, facts)
+        return config_tables.chosen(target.name, self.full_name, facts, possible)
 
     def candidates(self, target: Target, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The possible values of ``config`` in :meth:`launch`, the best guess first, for JSON.
@@ -90,7 +97,7 @@ class Kernel:
 
     @contextlib.contextmanager
     def pinned(self, config: Config | Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, every launch of this kernel has that configuration.
+        """Within the context, every launch of this kernel has that configuration, and picks it.
 
         Raises:
             RuntimeError: The kernel is pinned already.
@@ -98,16 +105,18 @@ class Kernel:
         if "launch" in vars(self):
             raise RuntimeError(f"{self.name} is pinned already: leave that context first")
         launch = self.launch
+        chosen = config if isinstance(config, Config) else Config(**config)
 
         def launch_pinned(grid: Grid, *args: Any, config: Any = None, **constants: Any) -> None:
             launch(grid, *args, config=chosen, **constants)
 
-        chosen = config
         self.launch = launch_pinned  # type: ignore[method-assign]
+        # who divides its work by a configuration asks for it first
+        self.pick = lambda target, facts: chosen  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self.launch
+            del self.launch, self.pick
 
     def launch(
         self,

@@ -17,6 +17,10 @@ from .configs import Config
 from .targets import Target, target
 
 recorded: ContextVar[list[Launch] | None] = ContextVar("opfuse_launches", default=None)
+asked: ContextVar[list[tuple[Any, Mapping[str, Any]]] | None] = ContextVar(
+    "opfuse_asked", default=None
+)
+"""Kernels that were asked for a configuration, with the facts; None: nobody wants to know."""
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from .checking import CheckedLaunch
 
@@ -31,11 +32,16 @@ def check_table(rows: Sequence[CheckedLaunch]) -> Iterator[str]:
 
 def _heading(row: CheckedLaunch) -> str:
     """A kernel, and what it is compiled with."""
-    constants = {**row.constants, **row.config["constants"], **row.config["options"]}
-    stages = row.config["num_stages"]
-    settings = [" ".join(f"{name}={value}" for name, value in constants.items())]
-    settings += [f"{row.config['num_warps']} warps"] + [f"{stages} stages"] * bool(stages)
-    return f"    {row.kernel}: {', '.join(filter(None, settings))}"
+    return f"    {row.kernel}: {settings_as_text(row.config, row.constants)}"
+
+
+def settings_as_text(config: Mapping[str, Any], constants: Mapping[str, str] | None = None) -> str:
+    """A configuration as :meth:`opfuse_triton.Config.to_dict` has it, behind other constants."""
+    given = {**(constants or {}), **config["constants"], **config["options"]}
+    stages = config["num_stages"]
+    settings = [" ".join(f"{name}={value}" for name, value in given.items())]
+    settings += [f"{config['num_warps']} warps"] + [f"{stages} stages"] * bool(stages)
+    return ", ".join(filter(None, settings))
 
 
 def _line(row: CheckedLaunch) -> str:

@@ -26,6 +26,7 @@ class Target:
         shared_memory: Bytes of shared memory that one program may have.
         bandwidth: Bytes per second of its memory, reads and writes together.
         flops: Floating-point operations per second of a matrix product in bf16, without sparsity.
+        name: What the device calls itself; ``""``: it is only simulated.
     """
 
     backend: str
@@ -34,6 +35,7 @@ class Target:
     shared_memory: int
     bandwidth: float
     flops: float
+    name: str = ""
 
     def for_triton(self) -> GPUTarget:
         """The same as Triton has it."""
@@ -60,6 +62,9 @@ _OTHERS = {
     120: Target("cuda", 120, 188, 101376, 1.79e12, 504e12),  # RTX PRO 6000
 }
 """GPUs that kernels are not checked for, but run on; from their data sheets too."""
+
+INTERPRETER = replace(TARGETS[90], name="interpreter")
+"""A CPU while Triton interprets: tile sizes are those for an H100."""
 
 LATENCY = 0.8e-6
 """Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
@@ -102,7 +107,7 @@ def current_target(device: torch.device | int) -> Target:
         if device.type == "cuda":
             device = torch.cuda.current_device() if device.index is None else device.index
         elif is_interpreting():
-            return TARGETS[90]
+            return INTERPRETER
         else:
             raise RuntimeError(
                 f"a Triton kernel cannot run on {device}: move the tensors to a GPU, "
@@ -132,4 +137,5 @@ def _of_gpu(index: int) -> Target:
         shared_memory=getattr(properties, "shared_memory_per_block_optin", like.shared_memory),
         bandwidth=2e3 * clock * width / 8 or like.bandwidth,
         flops=like.flops * count / like.multiprocessors,
+        name=properties.name,
     )

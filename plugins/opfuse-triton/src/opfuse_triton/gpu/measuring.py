@@ -9,14 +9,18 @@ import torch
 
 from ..cases import KernelCase
 from ..checking import check_launch
-from ..configs import Config
-from ..launches import Launch
-from ..recorded import describe, record
+from ..launches import asked
+from ..recorded import CaseRun, describe, record
+from ..tables import settings_as_text
 from ..targets import current_target
 from .judging import judge
 from .timing import Clock, bound
+from .winners import entry
 
 Row = dict[str, Any]
+GAIN = 1.02
+"""How many times as fast as the default a configuration must be, to be put into a table."""
+
 Tell = Callable[[], None]
 """Called before each step that may take long: who waits knows then that nothing hangs."""
 
@@ -82,71 +86,120 @@ def measure(
     """Judge and time a case at a real shape.
 
     Returns:
-        ``wrong``, a sentence or ""; ``seconds`` with the default configurations, or why there are
-        none, and then nothing else; ``floor``, bytes that it has to move, and ``flops``;
+        ``wrong``, a sentence for each fault; ``seconds`` with the default configurations, or why
+        there are none, and then nothing else; ``floor``, bytes that it has to move, and ``flops``;
         ``modelled`` seconds; ``best``: for each kernel with several configurations the fastest,
-        with its ``seconds``; ``others``: of ``separate``, ``compiled`` and each of ``peers``,
-        seconds or why there are none; ``refused``: what ``check`` says.
+        with its ``seconds``; ``entries`` of these for a table; ``others``: of ``separate``,
+        ``compiled`` and each of ``peers``, seconds or why there are none; ``refused``: what
+        ``check`` says.
     """
     tell()
-    row: Row = {"wrong": _judged(case, shape, clock)}
+    fault = _judged(case, shape, clock)
+    row: Row = {"wrong": [fault] if fault else []}
     nbytes = sum(operand.nbytes for operand in case.tensors(**shape).values())
     sets = [case.inputs(shape, clock.device) for _ in range(clock.sets(nbytes))]
+
+    def timed(call: Callable[..., Any]) -> float | str | None:
+        if clock.now() > deadline:
+            return None
+        tell()
+        return _timed(call, sets, clock)
+
     tell()
     row["seconds"] = _timed(case.run, sets, clock)
     if isinstance(row["seconds"], str):
         return row
+    target, (run, questions) = current_target(clock.device), _recorded(case, shape, clock)
     row["floor"] = case.floor_bytes(shape)
     row["flops"] = case.flops(**shape) if case.flops else 0
-    target = current_target(clock.device)
     row["modelled"] = max(row["floor"] / target.bandwidth, row["flops"] / target.flops)
-    recorded = record(case, shape, target)
     if clock.device.type == "cuda":
-        rows = [check_launch(plugin, recorded, launch) for launch in recorded.launches]
+        rows = [check_launch(plugin, run, launch) for launch in run.launches]
         row["refused"] = [f"{one.kernel} {why}" for one in rows for why in one.refusals]
-    row["best"] = {}
-    for launch in {launch.kernel: launch for launch in recorded.launches}.values():
-        if clock.now() < deadline:
-            row["best"] |= _fastest(case, launch, sets, clock, row["seconds"], deadline, tell)
-    others = {"separate": case.separate, "compiled": _compiled(case, clock), **case.peers}
-    row["others"] = {}
-    for name, other in others.items():
-        if callable(other) and clock.now() < deadline:
-            tell()
-            row["others"][name] = _timed(other, sets, clock)
+    row["best"], row["entries"] = {}, []
+    for kernel, each in questions.items():
+        best = _fastest(case, shape, clock, kernel, each[0], row["seconds"], timed)
+        row["wrong"] += best.pop("faults", ())
+        row["best"] |= {kernel.name: best} if best else {}
+        if best and not fault and clock.now() <= deadline:
+            config = best["config"]
+            row["entries"] += [entry(plugin, target.name, kernel, facts, config) for facts in each]
+    apart = _separate(case, shape)
+    others = {"separate": apart, "compiled": _compiled(apart, clock), **case.peers}
+    found = {name: timed(other) for name, other in others.items() if other}
+    row["others"] = {name: taken for name, taken in found.items() if taken is not None}
     return row
+
+
+def _recorded(
+    case: KernelCase, shape: Mapping[str, int], clock: Clock
+) -> tuple[CaseRun, dict[Any, list[Mapping[str, Any]]]]:
+    """The launches of a case, and the facts with which each kernel was asked to configure."""
+    questions: list[tuple[Any, Mapping[str, Any]]] = []
+    token = asked.set(questions)
+    try:
+        run = record(case, shape, current_target(clock.device))
+    finally:
+        asked.reset(token)
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for kernel, facts in questions:
+        if facts not in found.setdefault(kernel, []):
+            found[kernel].append(facts)
+    return run, found
 
 
 def _fastest(
     case: KernelCase,
-    launch: Launch,
-    sets: Any,
+    shape: Mapping[str, int],
     clock: Clock,
+    kernel: Any,
+    facts: Mapping[str, Any],
     usual: float,
-    deadline: float,
-    tell: Tell,
+    timed: Callable[[Callable[..., Any]], float | str | None],
 ) -> Row:
-    """The fastest configuration of one kernel, if it has several."""
-    possible = launch.kernel.candidates(launch.target, launch.facts)
-    if len(possible) < 2:
-        return {}
-    found, seconds = launch.config.to_dict(), usual
+    """The fastest configuration whose results are right, if the kernel has several.
+
+    Args:
+        case: The case.
+        shape: Its shape.
+        clock: The clock.
+        kernel: The kernel.
+        facts: What it was asked with for a configuration.
+        usual: Seconds of the case with the default one.
+        timed: Gives the seconds of a call, why there are none, or None: there is no time.
+
+    Returns:
+        ``config``, its ``seconds``, and ``faults`` of those that are faster.
+    """
+    target, taken = current_target(clock.device), list[tuple[float, Row]]()
+    default, possible = kernel.pick(target, facts).to_dict(), kernel.candidates(target, facts)
     for config in possible:
-        if clock.now() > deadline or Config(**config) == launch.config:
-            continue
-        tell()
-        with launch.kernel.pinned(config):
-            taken = _timed(case.run, sets, clock)
-        if isinstance(taken, float) and taken < seconds:
-            found, seconds = config, taken
-    facts = {name: str(value) for name, value in launch.facts.items()}
-    return {launch.kernel.name: {"config": found, "seconds": seconds, "facts": facts}}
+        if config != default:
+            with kernel.pinned(config):
+                seconds = timed(case.run)
+            if isinstance(seconds, float) and seconds * GAIN < usual:
+                taken.append((seconds, config))
+    faults = []
+    for seconds, config in sorted(taken, key=lambda one: one[0]):
+        with kernel.pinned(config):
+            fault = _judged(case, shape, clock)
+        if not fault:
+            return {"config": config, "seconds": seconds, "faults": faults}
+        faults.append(f"{kernel.name} with {settings_as_text(config)}: {fault}")
+    several = len(possible) > 1
+    return {"config": default, "seconds": usual, "faults": faults} if several else {}
 
 
-def _compiled(case: KernelCase, clock: Clock) -> Callable[..., Any] | None:
+def _separate(case: KernelCase, shape: Mapping[str, int]) -> Callable[..., Any] | None:
+    """The separate operations, if they can run: instead, a case may count their bytes."""
+    counts = case.separate and isinstance(case.separate(**case.inputs(shape)), int)
+    return None if counts else case.separate
+
+
+def _compiled(separate: Callable[..., Any] | None, clock: Clock) -> Callable[..., Any] | None:
     """The separate operations under ``torch.compile``, where there is a GPU."""
-    on_gpu = clock.device.type == "cuda" and callable(case.separate)
-    return torch.compile(case.separate, dynamic=False) if on_gpu else None
+    on_gpu = clock.device.type == "cuda" and separate is not None
+    return torch.compile(separate, dynamic=False) if on_gpu else None
 
 
 def _timed(run: Callable[..., Any], sets: Any, clock: Clock) -> float | str:

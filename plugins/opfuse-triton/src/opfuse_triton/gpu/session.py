@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -30,10 +31,11 @@ Spawn = Callable[[Sequence[str], pathlib.Path], "subprocess.Popen[bytes]"]
 
 
 def spawn(arguments: Sequence[str], log: pathlib.Path) -> subprocess.Popen[bytes]:
-    """Start a worker; what it prints goes into a file."""
+    """Start a worker; what it prints goes into a file. No table changes the defaults there."""
     command = [sys.executable, "-m", "opfuse_triton.gpu.worker", *arguments]
+    env = {**os.environ, "OPFUSE_TUNING": ""}
     with log.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
 
 
 def session(
