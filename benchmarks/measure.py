@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opfuse.core import authoring
+from opfuse.tuning import clock
 
 from .chains import Work, several
 from .providers import Built
@@ -116,10 +117,8 @@ def cuda_timer(passes: Sequence[Step]) -> Step:
 
 def capture(passes: Sequence[Step], calls: int = 200) -> Step | None:
     """A replay of at least ``calls`` calls in one CUDA graph; None if they cannot be captured."""
-    from opfuse_triton.gpu import timing
-
     try:
-        replay = timing.capture(passes, math.ceil(calls / len(passes)))
+        replay = clock.capture(passes, math.ceil(calls / len(passes)))
     except RuntimeError:
         return None
     return lambda: replay() * 1e6

@@ -22,6 +22,7 @@ def differ(
     *,
     exact: Exact | None = None,
     dtype: torch.dtype | None = None,
+    draw: Callable[[Tensor], Tensor] = torch.randn_like,
 ) -> str:
     """How the outputs and gradients of two functions differ, as a sentence, or ``""``.
 
@@ -32,6 +33,7 @@ def differ(
         wanted: The tensors that get gradients.
         exact: The result of :func:`in_fp64`; None: that of ``original`` counts as exact.
         dtype: The compute dtype; None: the dtypes of the results.
+        draw: Gives the gradient of an output.
     """
     outputs, got = as_tuple(original(*given)), as_tuple(converted(*given))
     if len(outputs) != len(got) or not all(isinstance(y, Tensor) for y in (*outputs, *got)):
@@ -44,7 +46,7 @@ def differ(
     needs = [y.requires_grad and bool(wanted) for y in outputs]
     if any(need > mine.requires_grad for need, mine in zip(needs, got, strict=True)):
         return "an output needs no gradient, that of the module does"
-    dys = [torch.randn_like(y) if need else None for y, need in zip(outputs, needs, strict=True)]
+    dys = [draw(y) if need else None for y, need in zip(outputs, needs, strict=True)]
     grads = [gradients(ys, wanted, dys) for ys in (got, outputs)]
     pairs += [("its gradient", *pair) for pair in zip(*grads, strict=True)]
     truths = [None] * len(pairs) if exact is None else exact(dys)

@@ -12,6 +12,7 @@ import torch
 from ..core import tuning_table as tables
 from ..core.introspection import op_class
 from ..core.tuning_table import Measurement, Shape
+from .clock import Clock
 from .report import Result
 
 
@@ -25,6 +26,7 @@ class Job(ABC):
         shape: The shape of the input, known once it is measured.
         found: The measurement.
         unmeasured: Why there is no measurement, as a sentence, or ``""``.
+        eager: On a GPU, why the time of the host counts too, or ``""``.
     """
 
     title: str
@@ -33,11 +35,13 @@ class Job(ABC):
     shape: Shape
     found: Measurement | None = None
     unmeasured: str = ""
+    eager: str = ""
 
     def run(self) -> None:
         """Measure; an error of the separate ops says nothing about the fusion."""
         try:
-            self.found = self._measure()
+            with Clock.of(self.device).around():
+                self.found = self._measure()
         except Exception as error:
             self.unmeasured = f"{self.title}: it cannot be run by itself here, {one_line(error)}"
 
@@ -65,8 +69,8 @@ class Job(ABC):
         """The line of the report; ``rule`` as for ``Measurement.refusal``."""
         assert self.found is not None
         names = tuple(op_class(op).__name__ for op in ops)
-        refusal = self.found.refusal(**rule)
-        return Result(self.title, distribution, passes, names, self.shape, self.found, refusal)
+        of = self.title, distribution, passes, names, self.shape, self.found
+        return Result(*of, self.found.refusal(**rule), self.eager)
 
 
 def one_line(error: Exception) -> str:

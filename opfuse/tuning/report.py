@@ -24,6 +24,8 @@ class Result:
         shape: The shape of the input.
         found: The measurement.
         refusal: Why it is not used here, or ``""``.
+        eager: On a GPU, why the time of the host counts too, or ``""``: no CUDA graph could hold
+            the calls.
     """
 
     fusion: str
@@ -33,6 +35,7 @@ class Result:
     shape: Shape
     found: Measurement
     refusal: str
+    eager: str = ""
 
     def __str__(self) -> str:
         where = f"{where_of(self)} at {self.shape.rows} rows"
@@ -43,6 +46,7 @@ class Result:
         saved = f", {'saves' if size > 0 else 'keeps'} {as_bytes(abs(size))}" if size else ""
         saved += " more" if size < 0 else ""
         notes = "" if self.found.compared else ", values not compared: its ops draw random numbers"
+        notes += f", timed with the host, no CUDA graph holds it: {self.eager}" * bool(self.eager)
         return f"{where}: {speed}{saved}{', not used' if self.refusal else ''}{notes}"
 
 
@@ -77,12 +81,14 @@ class TuningReport:
         traded = [result for result in used if result.found.speed < THRESHOLD]
         fast = [result for result in used if result not in traded]
         drawn = [result for result in used if not result.found.compared]
+        eager = [result for result in self.results if result.eager]
         groups: Any = (
             (min, self.slower, "{} refused as slower here, worst {:.2f}x"),
             (min, self.wrong, "{} refused as wrong"),
             (max, fast, "{} no slower than the separate ops, best {:.2f}x"),
             (min, traded, "{} slower, worst {:.2f}x, taken for the memory"),
             (max, drawn, "the values of {} not compared, since their ops draw"),
+            (max, eager, "{} timed with the host, since no CUDA graph holds them"),
         )
         parts = [counted(len(self.results), "run")]
         for extreme, results, text in groups:

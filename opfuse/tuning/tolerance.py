@@ -66,20 +66,21 @@ def difference(
         return f"has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"
     if not got.numel():
         return None
-    got, expected = got.detach().cpu().double(), expected.detach().cpu().double()
+    # a GPU computes in fp64, and many numbers would take long to come from it
+    here = got.device if got.device.type == "cuda" else torch.device("cpu")
+    got, expected = got.detach().to(here).double(), expected.detach().to(here).double()
+    rounded = None if rounded is None else rounded.detach().to(here)
     for kind, find in (("NaN", torch.isnan), ("inf", torch.isinf)):
-        here, there = find(got), find(expected)
-        if rounded is not None:
-            there = find(rounded.detach().cpu())
-        if not torch.equal(here, there):
-            return f"is {kind} in {int(here.sum())} places instead of {int(there.sum())}"
+        mine, there = find(got), find(expected if rounded is None else rounded)
+        if not torch.equal(mine, there):
+            return f"is {kind} in {int(mine.sum())} places instead of {int(there.sum())}"
     finite = got.isfinite() & expected.isfinite()
     got, expected = torch.where(finite, got, 0.0), torch.where(finite, expected, 0.0)
     rtol, usual = tolerance(dtype or torch.float64, gemm=gemm)
     largest = expected.abs().max().item()
     allowed = (usual if atol is None else atol) + rtol * largest * roundings
     if rounded is not None:
-        own = torch.where(finite, rounded.detach().cpu().double(), 0.0) - expected
+        own = torch.where(finite, rounded.double(), 0.0) - expected
         allowed = max(allowed, 2 * own.abs().max().item())
     error = (got - expected).abs()
     worst = error.max().item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
 from ..report.explain import forked_rng
 from .job import Job
-from .parts import MeasuredCall, as_compiled, candidates
+from .parts import MeasuredCall, as_compiled, candidates, extent
+from .reference import Reference
 from .report import Result, TuningReport
 from .trial import Trial
 from .unchanged import unchanged
@@ -119,10 +121,18 @@ def _run(
 
 
 class _Candidate(Job):
-    """A fusion that fits a call."""
+    """A fusion that fits a call.
 
-    def __init__(self, call: MeasuredCall, step: Step) -> None:
+    Args:
+        call: The call.
+        step: The candidate.
+        reference: Gives what it is compared with. Candidates of the same ops have one, and it is
+            freed after the last of them.
+    """
+
+    def __init__(self, call: MeasuredCall, step: Step, reference: Callable[[], Reference]) -> None:
         self._call, self._step = call, step
+        self._reference: Callable[[], Reference] | None = reference
         self.title, self.device = str(step.source.name), call.program.env.device
         self.subject = call.program.facts.subject(step)
 
@@ -131,9 +141,12 @@ class _Candidate(Job):
         return [buffer for op in self._call.program.chain.ops for buffer in op.buffers()]
 
     def _measure(self) -> Measurement:
-        trial = Trial(self._call, self._step)
-        self.shape = trial.shape
-        return trial.measure()
+        assert self._reference is not None
+        reference, self._reference = self._reference(), None
+        self.shape, trial = reference.shape, Trial(reference, self._step)
+        found = trial.measure()
+        self.eager = trial.eager
+        return found
 
     def result(self) -> Result:
         """The line of the report."""
@@ -168,10 +181,14 @@ class _Collector(Recorder):
         program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]
         call = MeasuredCall(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
-        for step in candidates(call, manager.sources(current.selection)):
-            candidate = _Candidate(call, step)
-            if self._is_new(candidate, rows_of(Shape._fields, x)):
-                self.candidates.append(candidate)
+        steps = candidates(call, manager.sources(current.selection))
+        extents = [extent(step) for step in steps]
+        for of in dict.fromkeys(extents):  # together: they are compared with the same results
+            reference = functools.cache(functools.partial(Reference, call, of))
+            for step, its in zip(steps, extents, strict=True):
+                candidate = _Candidate(call, step, reference)
+                if its == of and self._is_new(candidate, rows_of(Shape._fields, x)):
+                    self.candidates.append(candidate)
 
     def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:
         """Keep the two ways of a module, if it is not like one before."""

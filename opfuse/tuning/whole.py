@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..core.introspection import op_class
 from ..core.replaced_forward import ReplacedForward, replaced_forward
 from ..core.settings import current
 from ..core.tuning_table import Measurement, shape_of
-from .comparing import as_tuple, differ, gradients, in_fp64
+from .clock import Call, Clock
+from .comparing import Exact, as_tuple, differ, gradients, in_fp64
 from .job import Job
 from .parts import compiled
 from .report import Result
@@ -37,7 +38,7 @@ class Whole(Job):
         self, replaced: ReplacedForward, module: nn.Module, given: Sequence[Tensor], compiled: bool
     ) -> None:
         self.replaced, self._module, self._compiled = replaced, module, compiled
-        self._given = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        self._given = _copies(given)
         self._prefer = dict(current.options).get("prefer", "speed")
         self.title = f"conversion of {op_class(module).__name__}"
         self.device, self.shape = given[0].device, shape_of(self._given[0])
@@ -59,33 +60,46 @@ class Whole(Job):
         parts = filter(None, map(replaced_forward, self._module.modules()))
         dtype = self._autocast
         autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
+        rule: dict[str, Any] = {"exact": _once(exact), "dtype": dtype or self._given[0].dtype}
+        draw = functools.cache(Clock.of(self.device).draw)
+        rule["draw"] = lambda y: draw(y.shape, y.dtype)
         with switched_off(parts), autocast:
-            dys = [torch.ones_like(y) for y in as_tuple(chain(*self._given))]
-
-            def run(function: Any) -> None:
-                gradients(as_tuple(function(*self._given)), wanted, dys)
-
             for prefer in ("memory", "speed"):
-                with options(prefer=prefer):
-                    if wrong := self._difference(own, chain, wanted):
+                with options(prefer=prefer):  # both round, so fp64 decides
+                    if wrong := differ(own, chain, self._given, wanted, **rule):
                         return Measurement(0, 0, 0, wrong=f"differs from the module: {wrong}")
             with options(prefer="memory"):
                 ours = saved_bytes(lambda: chain(*self._given), params)
             with options(prefer="speed"):
                 theirs = saved_bytes(lambda: own(*self._given), params)
-                timing = compare(lambda: run(own), lambda: run(chain), self.device)
+                sets = self._sets(params)
+                first, second = (self._calls(way, sets, params) for way in (own, chain))
+                timing = compare(first, second, self.device)
+        self.eager = timing.eager
         took = timing.speed, timing.noise, timing.first - timing.second
         return Measurement(*took, theirs - ours, rows=self.shape.rows)
 
-    def _difference(self, own: Any, chain: Any, wanted: list[Tensor]) -> str:
-        """How the chain differs from the module's own operations; both round, so fp64 decides."""
-        exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
-        dtype = self._autocast or self._given[0].dtype
-        return differ(own, chain, self._given, wanted, exact=exact, dtype=dtype)
+    def _calls(self, way: Any, sets: Iterable[Sequence[Tensor]], params: Any) -> list[Call]:
+        """Both passes of a way, for each set of inputs."""
+
+        def call(given: Sequence[Tensor]) -> Call:
+            wanted = [t for t in (*given, *params) if torch.is_grad_enabled() and t.requires_grad]
+            dys = [torch.ones_like(y) for y in as_tuple(way(*given))]
+            return lambda: gradients(as_tuple(way(*given)), wanted, dys)
+
+        return [call(given) for given in sets]
+
+    def _sets(self, params: Iterable[Tensor]) -> list[Sequence[Tensor]]:
+        """The sets of inputs that are taken in turns while timing; the parameters stay."""
+        nbytes = sum(tensor.nbytes for tensor in (*self._given, *params))
+        more = range(Clock.of(self.device).sets(nbytes) - 1)
+        return [self._given, *[_copies(self._given) for _ in more]]
 
     def _ways(self) -> tuple[Any, Any]:
         """The chain, and the module's own operations, as functions of what is given."""
-        ways: Any = self.replaced.chain, partial(self.replaced.own_operations, self._module)
+        own = functools.partial(self.replaced.own_operations, self._module)
+        ways: Any = self.replaced.chain, own
         return (compiled(ways[0]), compiled(ways[1])) if self._compiled else ways
 
     @property
@@ -98,6 +112,22 @@ class Whole(Job):
         who = (self.replaced.plugin or ("opfuse",))[0]
         chain: Any = self.replaced.chain
         return self._result(who, "whole", chain, trades_time=True, prefer=self._prefer)
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def _once(exact: Exact) -> Exact:
+    """The same function, for one set of gradients: later calls give what the first gave."""
+    found: list[Sequence[Tensor | None]] = []
+
+    def known(dys: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if not found:
+            found.append(exact(dys))
+        return found[0]
+
+    return known
 
 
 @contextlib.contextmanager

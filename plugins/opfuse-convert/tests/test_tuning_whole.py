@@ -8,6 +8,7 @@ import fp32
 import pytest
 import torch
 from converting import WIDTH, Gated, an_input, assert_same
+from fake_gpu import FakeGPU
 from opfuse_convert import guard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -35,7 +36,7 @@ def speed(monkeypatch, value):
     """Both ways run, and this is how many times as fast the chain is said to be."""
 
     def compare(own, chain, device):
-        own(), chain()
+        own[0](), chain[0]()
         return Timing(value, 0.0, value, 1.0)
 
     monkeypatch.setattr(whole, "compare", compare)
@@ -91,6 +92,26 @@ def test_the_time_is_that_of_speed_and_the_bytes_are_those_of_memory(monkeypatch
     with opfuse.options(prefer="memory"):
         model(an_input())
     assert opfuse.converted(model)[""] == ""
+
+
+def test_on_a_gpu_one_reference_and_inputs_in_turns(monkeypatch):
+    """Both plans are compared with one result in fp64, for gradients that are drawn once."""
+    exact = []
+
+    def in_fp64(*given):
+        compute = whole_in_fp64(*given)
+        return lambda dys: exact.append(dys) or compute(dys)
+
+    whole_in_fp64 = whole.in_fp64
+    monkeypatch.setattr(whole, "in_fp64", in_fp64)
+    model = Gated()
+    opfuse.convert(model)
+    with FakeGPU() as gpu:
+        gpu.cache = 4 * sum(p.nbytes for p in model.parameters())
+        (result,) = tuned(model, an_input())
+    assert not result.found.wrong and len(exact) == 1 and gpu.told("draw") == 1
+    sets = {d[1] for d in gpu.did if d[0] in ("events", "capture")}
+    assert len(sets) == 1 and 2 < min(sets) <= 8
 
 
 def test_a_wrong_chain_never_runs(monkeypatch):

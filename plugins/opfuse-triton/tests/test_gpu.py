@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from opfuse_triton.gpu.judging import judge  # noqa: E402
 from opfuse_triton.gpu.timing import Clock  # noqa: E402
 from opfuse_triton.targets import INTERPRETER  # noqa: E402
 from triton_toys import scale_kernel  # noqa: E402
+
+from opfuse.tuning.clock import GPUClock  # noqa: E402
 
 HERE = pathlib.Path(__file__)
 SUPPORT = HERE.parents[3] / "tests" / "support"
@@ -245,13 +248,10 @@ def test_no_part_begins_after_the_deadline():
 
 
 def test_sets_of_inputs_are_larger_than_the_cache():
-    clock = FakeClock()
-    assert clock.sets(10) == 1
-    type(clock).cache = property(lambda self: 1000)
-    try:
-        assert (clock.sets(100), clock.sets(3000), clock.sets(0)) == (16, 1, 16)
-    finally:
-        del type(clock).cache
+    assert FakeClock().sets(10) == 1
+    clock = Clock(torch.device("cuda"))
+    with mock.patch.object(GPUClock, "cache", 1000):
+        assert [clock.sets(nbytes) for nbytes in (100, 900, 3000, 0)] == [16, 3, 1, 16]
 
 
 def test_a_kernel_is_pinned_once():

@@ -11,56 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Call = Callable[[], Any]
+from opfuse.tuning.clock import Call, GPUClock, capture
+
 CALLS = 40
 """Calls in a graph, at least."""
 
 SAMPLES = 5
-MOST_SETS = 16
-
-
-def capture(calls: Sequence[Call], times: int) -> Callable[[], float]:
-    """Capture all calls, again and again, in one CUDA graph.
-
-    Args:
-        calls: What to call, in turns.
-        times: How often.
-
-    Returns:
-        A function that replays the graph and gives the seconds of one call.
-
-    Raises:
-        RuntimeError: They cannot be captured: one of them waits for the GPU, say.
-    """
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # a capture that fails spoils random numbers, so see before that nothing waits
-        for mode in ("default", "error"):
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode(mode)
-            for call in calls:
-                call()
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for _ in range(times):
-                for call in calls:
-                    call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def replay() -> float:
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / (times * len(calls))
-
-    return replay
 
 
 class Clock:
@@ -74,16 +30,9 @@ class Clock:
     def __init__(self, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
         self.device, self.now = device, now
 
-    @property
-    def cache(self) -> int:
-        """Bytes of the L2 cache."""
-        if self.device.type != "cuda":
-            return 0
-        return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
-
     def sets(self, nbytes: int) -> int:
-        """The number of sets of inputs of this size that do not fit into the cache together."""
-        return max(1, min(MOST_SETS, math.ceil(2 * self.cache / max(nbytes, 1))))
+        """The number of sets of inputs of this size that do not fit into the L2 cache together."""
+        return GPUClock(self.device).sets(nbytes) if self.device.type == "cuda" else 1
 
     def seconds(self, calls: Sequence[Call]) -> float:
         """Return the seconds of a call, without the time that the host takes.
@@ -95,7 +44,8 @@ class Clock:
             began = self.now()
             calls[0]()
             return self.now() - began
-        replay = capture(calls, math.ceil(CALLS / len(calls)))
+        with GPUClock(self.device).around():
+            replay = capture(calls, math.ceil(CALLS / len(calls)))
         return statistics.median(replay() for _ in range(SAMPLES))
 
     def limits(self, size: int = 1 << 28, width: int = 8192) -> tuple[float, float]:
