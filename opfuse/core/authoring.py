@@ -3,6 +3,8 @@
 Attributes:
     ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
         pickled.
+    add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
+    adds_itself: Whether it is.
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
@@ -22,9 +24,18 @@ from torch import Tensor
 from .fusible import ParamSource
 from .introspection import op_class
 from .op_context import ModuleCache
-from .precision import matmul_precision, wide
+from .precision import add_product, adds_itself, matmul_precision, wide
 
-__all__ = ["ModuleCache", "ParamSource", "matmul_precision", "op_class", "saved_bytes", "wide"]
+__all__ = [
+    "ModuleCache",
+    "ParamSource",
+    "add_product",
+    "adds_itself",
+    "matmul_precision",
+    "op_class",
+    "saved_bytes",
+    "wide",
+]
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

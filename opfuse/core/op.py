@@ -183,6 +183,19 @@ class BasicOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
+    def grad_sum(self, params: tuple[Tensor, ...]) -> tuple[Tensor, float] | None:
+        """The sum that :meth:`accumulate_grads` will add to, if a product may do so before it.
+
+        Called before the backward of a call whose gradients will be added.
+
+        Args:
+            params: The parameters of the forward.
+
+        Returns:
+            For :attr:`opfuse.OperationContext.grad_sum`.
+        """
+        return None
+
     # Extra tensors bound to named channels, and external inputs that share a name
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:

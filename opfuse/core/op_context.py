@@ -55,6 +55,9 @@ class OperationContext:
             :meth:`opfuse.ops.BasicLinear.operands`.
         saved_tensors: The values passed to :meth:`save_for_backward` (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
+        grad_sum: A sum that takes the gradient of the op's weight, and the factor of what is in it;
+            None: there is none. The backward may add the gradient by its product, and then gives
+            the sum in place of the gradient (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
             can do without a saved input (forward only).
         recomputable_output: The output, which the forward then sets to agree to compute it again.
@@ -76,6 +79,7 @@ class OperationContext:
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False
+        self.grad_sum: tuple[Tensor, float] | None = None
         self.may_recompute: bool = False
         self.recomputable_output: Tensor | None = None
 

@@ -1,6 +1,8 @@
-"""The dtypes that ops compute in, and how PyTorch multiplies matrices in fp32."""
+"""The dtypes that ops compute in, and how PyTorch multiplies matrices and adds up products."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -38,3 +40,58 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def widen(tensor: Tensor) -> Tensor:
     """``tensor`` in the dtype :func:`wide` of its own."""
     return cast(tensor, wide(tensor.dtype))
+
+
+def add_product(
+    total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> None:
+    """``total = beta * total + alpha * a @ b``, by the product itself if :func:`adds_itself`.
+
+    Elsewhere the product is rounded to the dtype of the operands first.
+
+    Args:
+        total: The sum, a matrix of any floating dtype; overwritten. With ``beta=0`` it is not read.
+        a: A matrix.
+        b: A matrix of the same dtype.
+        beta: The factor of the sum.
+        alpha: The factor of the product; with 0 a library multiplies nothing, not even NaN.
+    """
+    if not adds_itself(total, a):
+        product = a.mm(b) if alpha == 1 else a.mm(b).mul_(alpha)
+        if beta == 0:
+            total.copy_(product)
+        else:
+            total.mul_(beta).add_(product) if beta != 1 else total.add_(product)
+    elif total.dtype is a.dtype:
+        total.addmm_(a, b, beta=beta, alpha=alpha)
+    else:
+        torch.addmm(total, a, b, beta=beta, alpha=alpha, out_dtype=total.dtype, out=total)
+
+
+def adds_itself(total: Tensor, operand: Tensor) -> bool:
+    """Whether a product of matrices in one dtype can be added to a sum by the product itself.
+
+    It can in its own dtype; in fp32, for half precision, where the device's library does so.
+    """
+    if total.dtype is operand.dtype:
+        return True
+    if total.dtype is not torch.float32 or wide(operand.dtype) is not torch.float32:
+        return False
+    tunes = operand.is_cuda and torch.cuda.tunable.is_enabled()
+    return operand.is_meta or _library_adds(operand.device, operand.dtype, tunes)
+
+
+@functools.cache
+def _library_adds(device: torch.device, dtype: torch.dtype, tunes: bool) -> bool:
+    """Ask a library by a small product.
+
+    On a GPU PyTorch before 2.10 takes no sum in fp32, and TunableOp (``tunes``) and some builds for
+    AMD refuse it. On a CPU no version takes it.
+    """
+    a = torch.zeros((8, 8), device=device, dtype=dtype)
+    total = torch.zeros((8, 8), device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

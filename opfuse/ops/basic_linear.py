@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ..core.fusible import ParamSource
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
+from ..core.precision import add_product, adds_itself
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.settings import current
 from ._common import (
@@ -79,11 +80,12 @@ class BasicLinear(WithLaterArguments, LinearOperation):
         rng_state_tracker_function: None; others come with a later release.
         accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of
             its shape and any floating dtype, as Megatron-LM sets it up, instead of passing it to
-            autograd. It is added as autograd would have got it, rounded to the compute dtype, and
-            ``weight.grad`` does not change. If the weight has an attribute
-            ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its
-            hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. This
-            holds for every fusion. ``torch.autograd.grad`` still returns the requested gradients;
+            autograd. The product of the backward adds it itself where the library does so in the
+            dtype of ``main_grad``: in its own dtype, and on a GPU in fp32. Elsewhere it is rounded
+            to the compute dtype first. ``weight.grad`` does not change. If the weight has an
+            attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so
+            that its hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is
+            replaced. This holds for every fusion. ``torch.autograd.grad`` still returns the requested gradients;
             second derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
@@ -258,10 +260,48 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             return quantized_backward(ctx, grad_output, (self.out_features or 0,))
         x, w = BasicLinear.saved_operands(ctx)
         dy: Any = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)  # type: ignore[union-attr]
+        if x is not None and ctx.grad_sum is not None:
+            grad = BasicLinear.added_grad(ctx, rows_of(dy), rows_of(x))
+            if grad is not None:
+                return None if w is None else dy @ w, (grad,)
         if dy.ndim == 2:  # the same in fewer steps
             return None if w is None else dy.mm(w), (None if x is None else dy.t().mm(x),)
         dx = None if w is None else dy @ w
         return dx, (None if x is None else rows_of(dy).t().mm(rows_of(x)),)
+
+    @staticmethod
+    def added_grad(
+        ctx: OperationContext, dy: Tensor, x: Tensor, scale: float = 1.0
+    ) -> Tensor | None:
+        """Add ``scale * dy.T @ x`` to ``ctx.grad_sum`` by the product; for fusions too.
+
+        Args:
+            ctx: The context of the backward.
+            dy: The gradient of the output, a matrix in the dtype of ``x``.
+            x: The input, a matrix.
+            scale: A factor.
+
+        Returns:
+            The gradient to give for the weight; None: nothing was added, as there is no sum, or
+            the product can add nothing to it.
+        """
+        if ctx.grad_sum is None or not scale or dy.dtype is not x.dtype:
+            return None
+        total, beta = ctx.grad_sum
+        if not adds_itself(total, x):
+            return None
+        add_product(total, dy.t(), x, beta=beta, alpha=scale)
+        return total
+
+    def grad_sum(self, params: tuple[Tensor, ...]) -> tuple[Tensor, float] | None:
+        """The ``main_grad`` of the weight, and 0 where it is overwritten; None: it does not fit."""
+        if type(self).op_backward is not BasicLinear.op_backward:
+            return None  # it may change the gradient
+        try:
+            total = _main_grad(self, params[0])
+        except RuntimeError:  # raised again if there is a gradient
+            return None
+        return total, 0.0 if getattr(params[0], "overwrite_main_grad", False) else 1.0
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -316,11 +356,12 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
     """
     if grad is None:
         return None
-    main_grad = _main_grad(op, weight)
-    if getattr(weight, "overwrite_main_grad", False):
-        main_grad.copy_(grad)
-    else:
-        main_grad.add_(grad)
+    if grad is not getattr(weight, "main_grad", None):  # else a product has added it
+        main_grad = _main_grad(op, weight)
+        if getattr(weight, "overwrite_main_grad", False):
+            main_grad.copy_(grad)
+        else:
+            main_grad.add_(grad)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -6,8 +6,10 @@ import fusing
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+from adding import Library, asked_again  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
@@ -292,3 +294,52 @@ def test_under_a_recipe_main_grad_gets_the_same_gradient(register, near, overrid
         y.square().sum().backward()
         results.append(model.weight.main_grad if model is op else model.weight.grad)
     near(*results)
+
+
+class Additions(TorchDispatchMode):
+    """Counts the passes over a ``main_grad``, and the products that add to it."""
+
+    def __init__(self, main_grad):
+        super().__init__()
+        self.main_grad, self.passes, self.products = main_grad, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        written = (kwargs or {}).get("out", args[0] if args else None)
+        if isinstance(written, torch.Tensor) and written.data_ptr() == self.main_grad.data_ptr():
+            name = func.overloadpacket.__name__
+            self.products += name.startswith("addmm")
+            self.passes += name in ("add_", "copy_", "mul_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_product_adds_to_main_grad_itself_where_the_library_can(dtype, overwrite):
+    op = with_main_grad(linear(6, 5, bias=False, dtype=dtype))
+    main_grad = op.weight.main_grad.fill_(torch.nan if overwrite else 7.0)
+    op.weight.overwrite_main_grad, op.weight.grad_added_to_main_grad = overwrite, False
+    x = torch.randn(2, 3, 6).to(dtype)
+    for adds, products in ((True, 1), (False, dtype is torch.float32)):
+        with Library(adds), Additions(main_grad) as seen:
+            op(x).backward(torch.ones(2, 3, 5, dtype=dtype))
+        asked = torch.ones(5, 6, dtype=torch.float64) * x.double().sum((0, 1))
+        close(main_grad, asked + (0 if overwrite else 7), dtype)
+        assert (seen.products, seen.passes) == (products, not products)
+        assert op.weight.grad_added_to_main_grad and not op.weight.grad.any()
+        op.weight.grad = None
+        main_grad.fill_(torch.nan if overwrite else 7.0)
+        opfuse.core.precision._library_adds.cache_clear()
+
+
+class Doubled(ops.BasicLinear):
+    def op_backward(self, ctx, grad_output):
+        dx, (dw,) = super().op_backward(ctx, grad_output)
+        return dx, (2 * dw,)
+
+
+def test_a_backward_that_changes_the_gradient_gets_it_before_it_is_added(near):
+    op = with_main_grad(Doubled(6, 5, accumulate_into_main_grad=True))
+    op.weight.main_grad.fill_(1.0)
+    x = torch.randn(3, 6)
+    op(x).sum().backward()
+    near(op.weight.main_grad, 1 + 2 * torch.ones(5, 3) @ x, gemm=True)

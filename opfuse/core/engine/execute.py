@@ -124,6 +124,8 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
             return (None,) * len(func_ctx.needs_input_grad)
     elif type(dy) is not Tensor:
         dy, steps = _begin_with(program, "backward", dy)
+    if program.accumulating and not tracing:
+        _offer_sums(func_ctx, ctxs, reached)
     grads: list[Any] = [None] * len(ctxs)
     waiting = None  # the gradient of a step whose input the next one recomputes
     for step in steps:
@@ -241,6 +243,8 @@ def _end(
         flat += of_op
     if program.accumulating:
         _accumulate(func_ctx, flat)
+        for index, _, _ in program.accumulating:
+            ctxs[index].grad_sum = None
     if serve_again:
         for index, _, _ in program.saved.ranges:
             ctxs[index].saved_tensors = None
@@ -342,10 +346,23 @@ def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
         program.accumulating, func_ctx.accumulating, strict=True
     ):
         here = slice(3 + first, 3 + last)
-        if is_dynamo_compiling() or any(
-            map(_accumulates, func_ctx.next_functions[1 + first : 1 + last])
-        ):
+        if is_dynamo_compiling() or _adds(func_ctx, first, last):
             grads[here] = program.chain.ops[index].accumulate_grads(of_op, tuple(grads[here]))
+
+
+def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], reached: int) -> None:
+    """Let products add to the sums of ops that store gradients themselves, where they are kept."""
+    program: Program = func_ctx.program
+    for (index, first, last), params in zip(
+        program.accumulating, func_ctx.accumulating, strict=True
+    ):
+        kept = index <= reached and _adds(func_ctx, first, last)
+        ctxs[index].grad_sum = program.chain.ops[index].grad_sum(params) if kept else None
+
+
+def _adds(func_ctx: Any, first: int, last: int) -> bool:
+    """Return whether this backward adds the gradients of some parameters to ``.grad``."""
+    return any(map(_accumulates, func_ctx.next_functions[1 + first : 1 + last]))
 
 
 def _accumulates(edge: tuple[Any, int]) -> bool:

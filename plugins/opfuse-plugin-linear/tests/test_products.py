@@ -369,6 +369,44 @@ def test_it_compiles_to_matrix_instructions(arch, act, monkeypatch, tmp_path):
     assert (found.tma > 0) == (arch in (90, 100))
 
 
+WHOLE = 128, 256, 128, 8, 8, 3, False, 1  # the epilogue works on a whole tile at once
+HALVES = 128, 256, 128, 8, 8, 4, False, 2
+ERF, SQUARED = ops.GELU(approximate="none"), ops.SReLU()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("act", "row", "spills"),
+    [(ERF, HALVES, True), (GELU, HALVES, False), (SQUARED, WHOLE, False)],
+    ids=["erf", "tanh", "SReLU, which takes the most registers"],
+)
+def test_large_tiles_that_keep_the_input_are_taken_where_they_do_not_spill(act, row, spills):
+    assert (row in tiles._BY_TILES[90, False]) and functions_of(act) is not None
+    sizes, config = (8192, 4096, 4096), tiles._config(row, 2)
+    found = {}
+    with target(90):
+        for keep in (True, False):
+            found[keep] = choice.configurations(
+                (ops.BasicLinear(4096, 4096, device="meta"), act),
+                environment(measured=math.inf, requires_grad=keep),
+            )
+    assert config.to_dict() in found[False]
+    assert (config.to_dict() in found[True]) == (not spills)
+    _, resources = compile_for(90, act, config=config, sizes=sizes)
+    assert bool(resources.spilled) == spills
+
+
+def test_every_activation_of_one_value_is_known_to_be_light_or_not():
+    of = [functions_of(act).value for act in cases._KEPT.values()]
+    assert {f.__name__ for f in of} == {*(f.__name__ for f in tiles.LIGHT), "gelu_erf"}
+    single = [
+        cls for cls in vars(ops).values()
+        if isinstance(cls, type) and issubclass(cls, ops.Activation) and not cls.gated
+        and cls is not ops.Activation and functions_of(cls()) is not None
+    ]  # fmt: skip
+    assert {*single} == {type(act) for act in cases._KEPT.values()}
+
+
 @compiled
 @pytest.mark.skipif(not tiles.CAN_SPECIALIZE, reason="this Triton's compiler cannot specialize")
 @pytest.mark.parametrize("arch", [90, 100])

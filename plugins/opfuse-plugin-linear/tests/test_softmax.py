@@ -63,7 +63,7 @@ def test_every_configuration_gives_the_same():
     assert len(found) > 1
     for config in found:
         given = logits.clone()
-        losses = softmax.softmax_in_place(given, targets, weights, NUMBERS[1], Config(**config))
+        losses = softmax.softmax_in_place(given, targets, weights, NUMBERS[1], config=Config(**config))  # fmt: skip
         results.append((given, losses))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
@@ -80,12 +80,9 @@ def test_infinite_and_far_logits():
     expected = logits.clone()
     truth = chunks.softmax_in_place(expected, targets, weights, NUMBERS[0])
     losses = softmax.softmax_in_place(logits, targets, weights, NUMBERS[0])
-    torch.testing.assert_close(losses, truth)
-    assert losses[2] == torch.inf
-    # its gradient is NaN: in all places from PyTorch, and from the kernel where the logit is
-    assert expected[2].isnan().all() and logits[2].isnan().nonzero().tolist() == [[4100]]
-    finite = [0, 1, 3]
-    torch.testing.assert_close(logits[finite], expected[finite])
+    torch.testing.assert_close(losses, truth, equal_nan=True)
+    assert losses[2].isnan() and expected[2].isnan().all()
+    torch.testing.assert_close(logits, expected, equal_nan=True)
 
 
 @runs
@@ -109,6 +106,10 @@ def test_a_chain_launches_it(monkeypatch, dtype):
     wanted = torch.autograd.grad(expected, leaves)
     for got, want in zip(torch.autograd.grad(y, leaves), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+    apart = torch.stack((targets, targets), -1)[:, 0]
+    assert not apart.is_contiguous()
+    with opfuse.plugins.using("linear"), opfuse.options(prefer="memory"):
+        torch.testing.assert_close(chain(x, apart), y)
     with pytest.raises(IndexError, match="Target 60 is out of bounds"):
         with opfuse.plugins.using("linear"):
             chain(x, targets.clamp(min=60))
@@ -117,16 +118,16 @@ def test_a_chain_launches_it(monkeypatch, dtype):
 @compiles
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_kernels_compile_for_the_architecture(arch):
-    numbers = range(len(cases.CASES) - 2, len(cases.CASES))
+    numbers = len(cases.CASES) - 3, len(cases.CASES) - 1  # those with all options
     rows = [
         row for n in numbers for row in check_case("linear", "opfuse_linear.cases:CASES", n, arch)
     ]
-    assert rows and all("softmax" in row.kernel for row in rows)
+    assert {row.kernel for row in rows} == {"softmax_kernel", "loss_kernel", "gradient_kernel"}
     assert not [sentence for row in rows for sentence in row.refusals]
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="bytes are counted in Triton's interpreter")
-@pytest.mark.parametrize("case", cases.CASES[-2:], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases.CASES[-4:-2], ids=lambda case: case.name)
 def test_it_reads_twice_and_writes_once(case):
     from ledger import counting
 

@@ -29,10 +29,10 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """Linear [+ bias] + cross entropy, chunk by chunk of rows."""
-    from . import loss
+    """Linear [+ bias] + cross entropy, chunk by chunk of rows; cross entropy alone."""
+    from . import cross_entropy, loss
 
-    return loss.JOINT
+    return [*loss.JOINT, *cross_entropy.JOINT]
 
 
 @hookimpl

@@ -12,12 +12,13 @@ from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.ops import GELU, SwiGLU
+from opfuse.ops import GELU, QGELU, ReLU, SiLU, SReLU, SwiGLU, cross_entropy
 from opfuse.ops.cross_entropy import LossNumbers
 
 from . import chunks
+from .kernels import DTYPES
 from .products import BY_POINTERS, BY_TILES, multiply
-from .softmax import softmax_in_place
+from .softmax import row_gradients, row_losses, softmax_in_place
 
 BF16 = torch.bfloat16
 _GELU, _SWIGLU = functions_of(GELU()), functions_of(SwiGLU())
@@ -59,6 +60,14 @@ def _operands(*others: str) -> Callable[..., Mapping[str, Operand]]:
 def _training_apart(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
     hidden = F.linear(x, weight, bias)
     return F.gelu(hidden, approximate="tanh"), hidden
+
+
+def _kept_twin(act: Any) -> Callable[..., Any]:
+    def twin(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        hidden = F.linear(x, weight, bias)
+        return act.value(hidden), hidden
+
+    return twin
 
 
 def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
@@ -108,6 +117,44 @@ def _softmax_operands(rows: int, classes: int) -> Mapping[str, Operand]:
     }
 
 
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    losses, sums = row_losses(logits, targets, numbers, keep=True)
+    assert sums is not None
+    return row_gradients(logits, targets, weights, sums, numbers), losses
+
+
+def _cross_entropy_apart(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    losses = cross_entropy.row_losses(logits, targets, numbers)
+    return cross_entropy.row_gradients(logits, targets, weights, numbers), losses
+
+
+def _by_liger(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    """Its gradient overwrites the logits; it takes no gradient of each row's loss."""
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward  # type: ignore[import-not-found]
+
+    ignored, smoothing, z_loss, softcap, _ = numbers
+    options = ignored, z_loss, smoothing, "none", softcap, False
+    wanted = logits.detach().requires_grad_()  # it asks
+    losses, *_, gradient = cross_entropy_forward(wanted, targets, None, *options)
+    return gradient.detach(), losses.float()
+
+
+def _by_quack(
+    logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    from quack.cross_entropy import cross_entropy_bwd, cross_entropy_fwd  # type: ignore[import-not-found]
+
+    ignored = numbers.ignore_index
+    losses, lse = cross_entropy_fwd(logits, targets, ignore_index=ignored, return_lse=True)
+    return cross_entropy_bwd(logits, targets, weights, lse, ignore_index=ignored), losses
+
+
 def _twice_and_once(rows: int, classes: int) -> int:
     """A row is wider than what a program keeps: it is read twice, and written once."""
     return 3 * rows * classes * BF16.itemsize
@@ -123,6 +170,16 @@ _MLP = [
 ]
 _GATED = [{"rows": 8192, "depth": 4096, "features": 14336}]
 _DOWN = [{"rows": 8192, "depth": 4096, "features": 1024}]
+_WIDE = [{"rows": 8192, "depth": 4096, "features": 4096}]
+_KEPT = {
+    "GELU (tanh), wide": GELU(),
+    "GELU (erf)": GELU(approximate="none"),
+    "QGELU": QGELU(),
+    "ReLU": ReLU(),
+    "SReLU": SReLU(),
+    "SiLU": SiLU(),
+}
+"""The activations of one value: which tiles of 128x256 spill differs between them."""
 _ODD = [{"rows": 1000, "depth": 129, "features": 771}]
 _SMALL = [{"rows": 127, "depth": 64, "features": 264}, {"rows": 3, "depth": 65, "features": 31}]
 
@@ -136,6 +193,13 @@ CASES = [
         "linear + GELU, kept", _product(_GELU, keep=True), _operands("hidden"), _MLP + _ODD,
         _SMALL, gemms=_GEMMS, flops=_operations, separate=_training_apart,
     ),
+    *[
+        KernelCase(
+            f"linear + {name}, kept", _product(functions_of(act), keep=True), _operands("hidden"),
+            _WIDE, [], gemms=_GEMMS, flops=_operations, twin=_kept_twin(act), turn=80,
+        )
+        for name, act in _KEPT.items()
+    ],
     KernelCase(
         "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL,
         gemms=_GEMMS, flops=_operations,
@@ -161,5 +225,21 @@ CASES = [
             draw=_draw_targets, turn=20,
         )
         for name, numbers in (("softmax of a loss", LossNumbers()), ("with all options", _ALL))
+    ],
+    *[
+        KernelCase(
+            name, functools.partial(_cross_entropy, numbers=numbers), _softmax_operands,
+            _VOCABULARIES, _FEW, floor=_twice_and_once,
+            separate=functools.partial(_cross_entropy_apart, numbers=numbers),
+            peers={
+                peer: functools.partial(run, numbers=numbers)
+                for peer, run in (("liger_kernel", _by_liger), ("quack", _by_quack))
+                if numbers == LossNumbers() or peer != "quack"
+            },
+            draw=_draw_targets, dtypes=DTYPES, turn=20,
+        )
+        for name, numbers in (
+            ("cross entropy", LossNumbers()), ("cross entropy with all options", _ALL)
+        )
     ],
 ]  # fmt: skip

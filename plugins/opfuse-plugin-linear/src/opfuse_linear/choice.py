@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opfuse_triton import is_interpreting
+from opfuse_triton import is_interpreting, why_unmeasured
 
 from opfuse import Environment
 from opfuse.ops import ParallelLinear
@@ -18,6 +18,22 @@ MIN_CAPABILITY = 8, 0
 
 MANY_ROWS = 8192
 """Rows for which configurations are ordered."""
+
+PREDICTED = {"cross entropy": 4.0}
+"""The speed of a fusion on a GPU by the model of the ledger, relative to the separate ops (1.0).
+
+It is the lowest over the shapes of the fusion's cases and over the GPUs they are compiled for.
+"""
+
+
+def waits(name: str, env: Environment) -> str:
+    """Why a fusion waits until ``opfuse tune`` measured it here, as a sentence; empty: it does not.
+
+    Args:
+        name: One of :data:`PREDICTED`.
+        env: The environment.
+    """
+    return why_unmeasured(env, PREDICTED[name])
 
 
 def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:
@@ -92,9 +108,15 @@ def configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str
     """The configurations of the Triton product on a GPU; without one the library is used."""
     if env.device.type == "cpu" or refusal(ops, env, measured=False):
         return ()
+    from opfuse_triton import functions_of
+
     from . import products
 
     linear, gated = ops[0], getattr(ops[-1], "gated", False)
+    functions = functions_of(ops[-1])
+    keep = functions is not None and env.requires_grad
     features = linear.out_features // (2 if gated else 1)
     sizes = MANY_ROWS, features, linear.in_features
-    return products.configurations(env.device, env.dtype, sizes, gated=gated)
+    return products.configurations(
+        env.device, env.dtype, sizes, gated=gated, functions=functions, keep=keep
+    )

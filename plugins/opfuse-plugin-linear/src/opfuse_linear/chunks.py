@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.core.authoring import wide
+from opfuse.core.authoring import add_product, adds_itself, wide
 from opfuse.ops.cross_entropy import LossNumbers
 
 from . import kernels
@@ -33,8 +33,8 @@ LOGITS = 1 << 22
 BLOCK = 1 << 18
 """How many logits the formulas of the softmax work on at once: so many stay in a core's cache."""
 
-CLASSES = 1 << 11
-"""How many classes are multiplied at once where products of half precision are added up in fp32."""
+CLASSES, CLASSES_ON_GPU = 1 << 11, 1 << 14
+"""How many classes are multiplied at once where a library does not add up in fp32 itself."""
 
 LIFT = 1024.0
 """The factor of gradients of logits in fp16, whose range ends far above a probability."""
@@ -48,14 +48,18 @@ def rows_of_chunk(classes: int, features: int, on_gpu: bool = False) -> int:
 
 def chunks(x: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """The chunks of rows: which rows, these of ``x``, and these of the targets."""
-    count, start = rows_of_chunk(classes, x.shape[1], x.is_cuda), 0
+    count, start = rows_of_chunk(classes, x.shape[1], on_gpu=not x.is_cpu), 0
     for part, of_part in zip(torch.split(x, count), torch.split(targets, count), strict=True):
         yield slice(start, start + len(part)), part, of_part
         start += len(part)
 
 
 def softmax_in_place(
-    logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    numbers: LossNumbers,
+    losses: Tensor | None = None,
 ) -> Tensor:
     """Turn logits into their gradient; the twin of the kernel.
 
@@ -65,11 +69,12 @@ def softmax_in_place(
         weights: The factor of the gradient of each row's loss: 0 where it is ignored; in fp32 for
             half precision.
         numbers: Of the loss.
+        losses: Where to write the result; None: a new tensor.
 
     Returns:
         The loss of each row, 0 where it is ignored, in the dtype of ``weights``.
     """
-    losses = torch.empty_like(weights)
+    losses = torch.empty_like(weights) if losses is None else losses
     rows = max(1, BLOCK // max(1, logits.shape[1]))
     blocks = [torch.split(tensor, rows) for tensor in (losses, logits, targets, weights)]
     for of_block, *given in zip(*blocks, strict=True):
@@ -87,9 +92,8 @@ def _block_in_place(
     picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
     mean = z.mean(-1) if smoothing else None
     slope = None if softcap is None else (z / softcap).square_().neg_().add_(1)
-    dz, highest = z.softmax(-1), z.amax(-1)
-    # the softmax of the largest logit is no 0; infinite as torch.logsumexp is
-    lse = torch.where(highest.isinf(), highest, highest - dz.amax(-1).log_())
+    dz = z.softmax(-1)
+    lse = z.amax(-1) - dz.amax(-1).log_()  # the softmax of the largest logit is no 0
     losses = lse + picked * (1 - smoothing)
     if mean is not None:
         losses -= mean * smoothing
@@ -143,36 +147,36 @@ class Sums:
             x: These rows.
             d: The gradient of their logits.
         """
+        start = rows.start
         if self.db is not None:
-            _put(self.db, d.sum(0, dtype=self._wide), rows.start)
-        if d.dtype is not self._wide:
-            self._add_half(rows, x, d)
-            return
-        if self.dw is not None:
-            self.dw.addmm_(d.t(), x, beta=1 if rows.start else 0)
+            _put(self.db, d.sum(0, dtype=self._wide), start)
+        if self.dw is not None and adds_itself(self.dw, d):
+            add_product(self.dw, d.t(), x, beta=1 if start else 0)
+        elif self.dw is not None:
+            for some in self._slices(d):
+                _put(self.dw[some], _wide_product(d[:, some].t(), x, self._wide), start)
         if self.dx is not None:
-            self.dx[rows] = kernels.linear_dgrad(d, self._weight, onednn=self._onednn)
+            self._put_dx(self.dx[rows], d)
 
-    def _add_half(self, rows: slice, x: Tensor, d: Tensor) -> None:
-        """The same in half precision: products of some classes, added up in fp32."""
-        if d.is_cuda:  # the products add up in fp32 themselves
-            how: Any = {"beta": 1 if rows.start else 0, "out_dtype": self._wide}
-            if self.dw is not None:
-                torch.addmm(self.dw, d.t(), x, **how, out=self.dw)
-            if self.dx is not None:
-                self.dx[rows] = torch.mm(d, self._weight, out_dtype=self._wide)
-            return
-        # where the weight is not made wider there is no need to take it by parts
-        casts = d.dtype is torch.float16
-        for start in range(0, d.shape[1], CLASSES):
-            some = slice(start, start + CLASSES)
-            if self.dw is not None:
-                _put(self.dw[some], _wide_product(d[:, some].t(), x, self._wide), rows.start)
-            if self.dx is not None and casts:
-                product = _wide_product(d[:, some], self._weight[some], self._wide)
-                _put(self.dx[rows], product, start)
-        if self.dx is not None and not casts:
-            self.dx[rows] = _wide_product(d, self._weight, self._wide)
+    def _put_dx(self, place: Tensor, d: Tensor) -> None:
+        """Write the gradient of some rows of the input."""
+        if d.dtype is self._wide and d.is_cpu:
+            place.copy_(kernels.linear_dgrad(d, self._weight, onednn=self._onednn))
+        elif d.dtype is self._wide:
+            torch.mm(d, self._weight, out=place)
+        elif adds_itself(place, d):
+            torch.mm(d, self._weight, out_dtype=self._wide, out=place)
+        elif d.dtype is torch.float16:  # by parts, since the weight is made wider
+            for some in self._slices(d):
+                _put(place, _wide_product(d[:, some], self._weight[some], self._wide), some.start)
+        else:
+            place.copy_(d.mm(self._weight))
+
+    @staticmethod
+    def _slices(d: Tensor) -> list[slice]:
+        """The classes to multiply at once, where the library does not add up in fp32 itself."""
+        count = CLASSES if d.is_cpu else CLASSES_ON_GPU
+        return [slice(start, start + count) for start in range(0, d.shape[1], count)]
 
 
 def _put(place: Tensor, part: Tensor, start: int) -> None:
@@ -198,7 +202,7 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
     if tensor.dtype is dtype:
         return tensor * scale
     out = torch.empty_like(tensor, dtype=dtype)
-    if tensor.is_cuda:
+    if not tensor.is_cpu:
         return torch.mul(tensor, scale, out=out)  # rounded to its dtype
     rows = max(1, BLOCK // max(1, tensor[:1].numel()))
     for place, part in zip(torch.split(out, rows), torch.split(tensor, rows), strict=True):
@@ -206,7 +210,7 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
     return out
 
 
-Softmax = Callable[[Tensor, Tensor, Tensor, LossNumbers], Tensor]
+Softmax = Callable[[Tensor, Tensor, Tensor, LossNumbers, Tensor], Tensor]
 """The type of :func:`softmax_in_place`, and of a kernel for it."""
 
 
@@ -240,6 +244,6 @@ def gradients(
     for rows, part, of_part in chunks(x, targets, weight.shape[0]):
         del d  # before there are new logits
         d = kernels.linear(part, weight, bias, onednn)
-        losses[rows] = softmax(d, of_part, weights[rows], numbers)
+        softmax(d, of_part, weights[rows], numbers, losses[rows])
         sums.add(rows, part, d)
     return losses, sums

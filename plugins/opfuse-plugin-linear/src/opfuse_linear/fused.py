@@ -248,7 +248,9 @@ class BackwardLinear(Products):
         of_bias: Any = (None,)
         if has_bias and basic_op_ctxs[1].param_requires_grad[0]:
             of_bias = (dy.sum(0) if dy.ndim == 2 else kernels.bias_grad(dy),)
-        grad_input, grad_weight = kernels.linear_grads(dy, x, weight, onednn=self._onednn)
+        grad_input, grad_weight = kernels.linear_grads(
+            dy, x, weight, onednn=self._onednn, ctx=basic_op_ctxs[0]
+        )
         grads: Any = ((grad_weight,), of_bias) if has_bias else ((grad_weight,),)
         return grad_input, grads if act is None else (*grads, of_act), no_extras
 
@@ -304,7 +306,7 @@ class BackwardLinearScale(Products):
             dy, scale = (dy.mul_(scale) if last.owns_grad_output else dy * scale), 1.0
         x, weight = BasicLinear.saved_operands(linear)
         grad_input, grad_weight = kernels.linear_grads(
-            dy, x, weight, scale=scale, onednn=self._onednn
+            dy, x, weight, scale=scale, onednn=self._onednn, ctx=linear
         )
         return grad_input, ((grad_weight,), ()), ((), ())
 
@@ -321,7 +323,7 @@ class BackwardLinearAdd(Products):
         x, weight = BasicLinear.saved_operands(basic_op_ctxs[1])
         addend = basic_op_grad_extra_outputs[0][0]
         grad_input, grad_weight = kernels.linear_grads(
-            grad_output, x, weight, addend=addend, onednn=self._onednn
+            grad_output, x, weight, addend=addend, onednn=self._onednn, ctx=basic_op_ctxs[1]
         )
         return grad_input, ((), (grad_weight,)), ((), ())
 

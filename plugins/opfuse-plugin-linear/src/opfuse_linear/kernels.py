@@ -20,7 +20,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from opfuse import Environment
+from opfuse import Environment, OperationContext
+from opfuse.ops import BasicLinear
 
 ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which oneDNN, called directly, costs more than it saves.
@@ -290,6 +291,7 @@ def linear_grads(
     scale: float = 1.0,
     addend: Tensor | None = None,
     onednn: bool | None = None,
+    ctx: OperationContext | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``scale * linear`` for its input, plus ``addend``, and for its weight.
 
@@ -300,15 +302,21 @@ def linear_grads(
         scale: The scale; 1 with an addend.
         addend: Of the input's shape.
         onednn: See :func:`linear`.
+        ctx: The context of the linear, if its weight's gradient may go to ``ctx.grad_sum``.
     """
     operand = weight if x is None else x
     # under autocast, the output may be wider
     if operand is not None and grad_output.dtype is not operand.dtype:
         grad_output = grad_output.to(operand.dtype)
+    grad_weight = None
+    if x is not None and ctx is not None and ctx.grad_sum is not None:
+        grad_weight = _added_grad(ctx, grad_output, x, scale, onednn)
+        x = x if grad_weight is None else None
     plain = grad_output.ndim == 2 and scale == 1.0 and addend is None
     if plain and x is not None and weight is not None and is_small(grad_output):
         return grad_output.mm(weight), grad_output.t().mm(x)
-    grad_weight = None if x is None else linear_wgrad(grad_output, x, scale, onednn)
+    if x is not None:
+        grad_weight = linear_wgrad(grad_output, x, scale, onednn)
     if weight is None:
         return None, grad_weight
     if addend is None:
@@ -316,6 +324,16 @@ def linear_grads(
     if addend.dtype is grad_output.dtype:
         return linear_dgrad_add(grad_output, weight, addend, onednn), grad_weight
     return linear_dgrad(grad_output, weight, onednn=onednn) + addend, grad_weight
+
+
+def _added_grad(
+    ctx: OperationContext, grad_output: Tensor, x: Tensor, scale: float, onednn: bool | None
+) -> Tensor | None:
+    """The gradient of a weight, added to its sum by the product; None where oneDNN is faster."""
+    dy, rows = _rows(grad_output), _rows(x)
+    if dy.dtype is torch.float32 and scale == 1.0 and _use_onednn(dy, rows, None, onednn):
+        return None
+    return BasicLinear.added_grad(ctx, dy, rows, scale)
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:

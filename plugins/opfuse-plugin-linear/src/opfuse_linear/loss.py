@@ -30,6 +30,8 @@ class LinearLoss(Products):
 
     grad_input = "fresh"
     _softmax: Any = staticmethod(chunks.softmax_in_place)
+    _row_losses: Any = staticmethod(row_losses)
+    _check: Any = None
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -40,9 +42,10 @@ class LinearLoss(Products):
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
         if not choice.cannot_run(env, "its kernel"):
-            from .softmax import softmax_in_place  # this imports Triton
+            from . import softmax  # this imports Triton
 
-            self._softmax = softmax_in_place
+            self._softmax, self._check = softmax.softmax_in_place, softmax.check_targets
+            self._row_losses = lambda *given: softmax.row_losses(*given)[0]
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
@@ -54,7 +57,13 @@ class LinearLoss(Products):
         x, weight = BasicLinear.operands(linear, input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         op.check_targets(targets, torch.Size((*x.shape[:-1], weight.shape[0])))
-        numbers, rows, flat = op.numbers_of(), kernels._rows(x), targets.flatten().long()
+        numbers, rows, flat = (
+            op.numbers_of(),
+            kernels._rows(x),
+            targets.flatten().long().contiguous(),
+        )
+        if self._check is not None:
+            self._check(flat, weight.shape[0], numbers.ignore_index)
         if last.requires_grad:
             losses = self._differentiated(basic_op_ctxs, rows, weight, bias, flat, numbers)
             left: Any = last
@@ -67,7 +76,7 @@ class LinearLoss(Products):
     def _losses(self, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any) -> Tensor:
         """The loss of each row, without a gradient."""
         found = [
-            row_losses(kernels.linear(part, weight, bias, self._onednn), of_part, numbers)
+            self._row_losses(kernels.linear(part, weight, bias, self._onednn), of_part, numbers)
             for _, part, of_part in chunks.chunks(x, targets, weight.shape[0])
         ]
         return torch.cat(found)

@@ -168,7 +168,13 @@ def multiply(
 
 
 def configurations(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int], *, gated: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    *,
+    gated: bool,
+    functions: DeviceFunctions | None = None,
+    keep: bool = False,
 ) -> list[dict[str, Any]]:
     """The possible values of ``config`` of :func:`multiply`, for JSON, the best guess first.
 
@@ -177,11 +183,14 @@ def configurations(
         dtype: Of the operands.
         sizes: Rows, features and depth.
         gated: Whether there are two weights.
+        functions: Those of the activation.
+        keep: Whether its input is stored too.
     """
     rows, features, depth = sizes
     target = current_target(device)
     facts = {"x": dtype, "rows": rows, "features": features, "depth": depth}
-    facts["up"] = dtype if gated else None
+    facts |= {"up": dtype if gated else None, "hidden": dtype if keep else None}
+    facts["VALUE"] = None if functions is None else functions.value
     aligned = features * dtype.itemsize % 16 == depth * dtype.itemsize % 16 == 0
     in_units = dtype is not torch.float32 or _precision(dtype, target) == "tf32"
     kernel = BY_TILES if aligned and in_units and tiles.moves_tiles(target) else BY_POINTERS

@@ -1,6 +1,6 @@
-"""The Triton kernel of the loss: a chunk of logits becomes its gradient in place.
+"""The softmax of a loss in Triton: its losses, and its gradient.
 
-This file imports Triton.
+This module imports Triton.
 """
 
 from __future__ import annotations
@@ -14,8 +14,76 @@ import triton.language as tl
 from opfuse_triton import Config, Kernel, Target
 from opfuse_triton.functions import tanh
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse.ops.cross_entropy import LossNumbers
+
+
+@triton.jit
+def _sums(
+    start,
+    target,
+    classes,
+    softcap,
+    SMOOTHED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of a row that is read once: its target's logit, the sum of all, and ``base`` and ``total``.
+
+    ``total`` is the sum of ``exp(z - base)``, and NaN where a logit is infinite, as torch's softmax
+    then is.
+    """
+    highest, base, total, of_all, picked = float("-inf"), 0.0, 0.0, 0.0, 0.0
+    for first in range(0, classes, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        z = tl.load(start + column, column < classes, other=float("-inf")).to(tl.float32)
+        if CAPPED:
+            z = tl.where(column < classes, softcap * tanh(z / softcap), float("-inf"))
+        picked += tl.sum(tl.where(column == target, z, 0.0))
+        if SMOOTHED:
+            of_all += tl.sum(tl.where(column < classes, z, 0.0))
+        highest = tl.maximum(highest, tl.max(z))
+        before = base
+        base = tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
+        # a total of NaN stays NaN
+        before_now = tl.where(total == 0.0, 0.0, total * tl.exp(before - base))
+        total = before_now + tl.sum(tl.exp(z - base))
+    total = tl.where(highest == float("inf"), float("nan"), total)
+    return picked, of_all, base, total
+
+
+@triton.jit
+def _loss(
+    picked, of_all, base, total, classes, smoothing, z_loss,
+    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr,
+):  # fmt: skip
+    """The loss of a row from its sums."""
+    lse = tl.log(total) + base
+    loss = lse - (1.0 - smoothing) * picked
+    if SMOOTHED:
+        loss -= smoothing * of_all / classes
+    if SQUARED:
+        loss += z_loss * lse * lse
+    return loss
+
+
+@triton.jit
+def _gradient(
+    z, column, target, weight, base, total, classes, smoothing, z_loss, softcap,
+    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some logits of a row, whose loss has the gradient ``weight``."""
+    scale, slope = weight / total, 1.0
+    if SQUARED:
+        scale *= 1.0 + 2.0 * z_loss * (tl.log(total) + base)
+    if CAPPED:
+        t = tanh(z / softcap)
+        z, slope = softcap * t, 1.0 - t * t
+    dz = tl.exp(z - base) * scale
+    if SMOOTHED:
+        dz -= weight * smoothing / classes
+    return tl.where(column == target, dz - weight * (1.0 - smoothing), dz) * slope
 
 
 @triton.jit
@@ -38,41 +106,56 @@ def softmax_kernel(
     row = tl.program_id(0).to(tl.int64)
     target, weight = tl.load(targets + row), tl.load(weights + row)
     start = logits + row * classes
-    highest, base, total, of_all, picked = float("-inf"), 0.0, 0.0, 0.0, 0.0
-    for first in range(0, classes, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        z = tl.load(start + column, column < classes, other=float("-inf")).to(tl.float32)
-        if CAPPED:
-            z = tl.where(column < classes, softcap * tanh(z / softcap), float("-inf"))
-        picked += tl.sum(tl.where(column == target, z, 0.0))
-        if SMOOTHED:
-            of_all += tl.sum(tl.where(column < classes, z, 0.0))
-        highest = tl.maximum(highest, tl.max(z))
-        before = base
-        base = tl.where(tl.abs(highest) == float("inf"), 0.0, highest)  # as torch.logsumexp does
-        before_now = tl.where(total > 0.0, total * tl.exp(before - base), 0.0)
-        total = before_now + tl.sum(tl.exp(z - base))
-    lse = tl.log(total) + base
-    loss, scale = lse - (1.0 - smoothing) * picked, weight / total
-    if SMOOTHED:
-        loss -= smoothing * of_all / classes
-    if SQUARED:
-        loss += z_loss * lse * lse
-        scale *= 1.0 + 2.0 * z_loss * lse
+    picked, of_all, base, total = _sums(start, target, classes, softcap, SMOOTHED, CAPPED, BLOCK)
+    loss = _loss(picked, of_all, base, total, classes, smoothing, z_loss, SMOOTHED, SQUARED)
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     tl.debug_barrier()
     for first in range(0, classes, BLOCK):
         column = first + tl.arange(0, BLOCK)
         z = tl.load(start + column, column < classes, other=0.0).to(tl.float32)
-        slope = 1.0
-        if CAPPED:
-            t = tanh(z / softcap)
-            z, slope = softcap * t, 1.0 - t * t
-        dz = tl.exp(z - base) * scale
-        if SMOOTHED:
-            dz -= weight * smoothing / classes
-        dz = tl.where(column == target, dz - weight * (1.0 - smoothing), dz) * slope
+        dz = _gradient(
+            z, column, target, weight, base, total, classes, smoothing, z_loss, softcap,
+            SMOOTHED, SQUARED, CAPPED,
+        )  # fmt: skip
         tl.store(start + column, dz.to(logits.dtype.element_ty), column < classes)
+
+
+@triton.jit
+def loss_kernel(
+    logits, targets, losses, bases, totals,
+    classes, stride, ignored, smoothing, z_loss, softcap,
+    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The loss of one row, which is read once; ``bases`` and ``totals``, or None, get its sums."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    picked, of_all, base, total = _sums(
+        logits + row * stride, target, classes, softcap, SMOOTHED, CAPPED, BLOCK
+    )
+    loss = _loss(picked, of_all, base, total, classes, smoothing, z_loss, SMOOTHED, SQUARED)
+    tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
+    if bases is not None:
+        tl.store(bases + row, base)
+        tl.store(totals + row, total)
+
+
+@triton.jit
+def gradient_kernel(
+    logits, targets, weights, bases, totals, gradient,
+    classes, stride, smoothing, z_loss, softcap,
+    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of some logits of one row, from the sums that its loss left."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * stride + column, column < classes, other=0.0).to(tl.float32)
+    dz = _gradient(
+        z, column, tl.load(targets + row), tl.load(weights + row),
+        tl.load(bases + row), tl.load(totals + row), classes, smoothing, z_loss, softcap,
+        SMOOTHED, SQUARED, CAPPED,
+    )  # fmt: skip
+    place = gradient + row * classes + column
+    tl.store(place, dz.to(gradient.dtype.element_ty), column < classes)
 
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -84,6 +167,8 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 
 SOFTMAX = Kernel(softmax_kernel, _configs)
+LOSS = Kernel(loss_kernel, _configs)
+GRADIENT = Kernel(gradient_kernel, _configs)
 
 
 def softmax_in_place(
@@ -91,42 +176,123 @@ def softmax_in_place(
     targets: Tensor,
     weights: Tensor,
     numbers: LossNumbers,
+    losses: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """:func:`opfuse_linear.chunks.softmax_in_place`, by the kernel.
+
+    A target that is not a class is not noticed: see :func:`check_targets`.
 
     Args:
         logits: In fp32, bf16 or fp16.
         targets: As there.
         weights: In fp32.
         numbers: As there.
+        losses: As there.
         config: The configuration; None: the heuristic's.
     """
     rows, classes = logits.shape
-    _check(targets, classes, numbers.ignore_index)
-    losses = torch.zeros_like(weights)
+    losses = torch.empty_like(weights) if losses is None else losses
     if not logits.numel():
-        return losses
-    softcap = numbers.softcap
+        return losses.zero_()
     SOFTMAX.launch(
         lambda config: (rows,),
-        *(logits, targets, weights, losses, classes),
-        *(numbers.ignore_index, numbers.label_smoothing, numbers.z_loss),
-        1.0 if softcap is None else softcap,
+        *(logits, targets, weights, losses, classes, numbers.ignore_index),
+        *_numbers(numbers),
         config=config,
-        SMOOTHED=numbers.label_smoothing > 0,
-        SQUARED=numbers.z_loss > 0,
-        CAPPED=softcap is not None,
+        **_options(numbers),
     )
     return losses
 
 
-def _check(targets: Tensor, classes: int, ignored: int) -> None:
-    """Refuse a target that is not a class; on a GPU when its queue gets there, as torch does."""
-    if targets.is_meta:
-        return
-    fits = ((targets >= 0) & (targets < classes)) | (targets == ignored)
-    if targets.is_cuda:
+def row_losses(
+    logits: Tensor,
+    targets: Tensor,
+    numbers: LossNumbers,
+    *,
+    keep: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each row, 0 where it is ignored, and what the gradient needs of it.
+
+    Args:
+        logits: ``(rows, classes)``, of any distance between rows; in fp32, bf16 or fp16.
+        targets: ``(rows,)``, int64, contiguous; one that is not a class is not noticed.
+        numbers: Of the loss.
+        keep: Whether a gradient follows.
+        config: The configuration; None: the heuristic's.
+
+    Returns:
+        Both in fp32: ``(rows,)``, and if ``keep`` ``(2, rows)``.
+    """
+    rows, classes = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    sums = logits.new_empty((2, rows), dtype=torch.float32) if keep else None
+    if not logits.numel():
+        return losses.zero_(), sums
+    LOSS.launch(
+        lambda config: (rows,),
+        *(logits, targets, losses, *((None, None) if sums is None else sums.unbind())),
+        *(classes, logits.stride(0), numbers.ignore_index, *_numbers(numbers)),
+        config=config,
+        **_options(numbers),
+    )
+    return losses, sums
+
+
+def row_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    sums: Tensor,
+    numbers: LossNumbers,
+    config: Config | None = None,
+) -> Tensor:
+    """The gradient of the logits, a new tensor in their dtype.
+
+    Args:
+        logits: As :func:`row_losses` took them.
+        targets: As there.
+        weights: The gradient of each row's loss, 0 where it is ignored; in fp32.
+        sums: What :func:`row_losses` gave.
+        numbers: As there.
+        config: The configuration; None: the heuristic's.
+    """
+    rows, classes = logits.shape
+    gradient = logits.new_empty((rows, classes))
+    if logits.numel():
+        GRADIENT.launch(
+            lambda config: (rows, triton.cdiv(classes, config["BLOCK"])),
+            *(logits, targets, weights, *sums.unbind(), gradient),
+            *(classes, logits.stride(0), *_numbers(numbers)),
+            config=config,
+            **_options(numbers),
+        )
+    return gradient
+
+
+def _numbers(numbers: LossNumbers) -> tuple[float, float, float]:
+    softcap = numbers.softcap
+    return numbers.label_smoothing, numbers.z_loss, 1.0 if softcap is None else softcap
+
+
+def _options(numbers: LossNumbers) -> dict[str, bool]:
+    return {
+        "SMOOTHED": numbers.label_smoothing > 0,
+        "SQUARED": numbers.z_loss > 0,
+        "CAPPED": numbers.softcap is not None,
+    }
+
+
+def check_targets(targets: Tensor, classes: int, ignored: int) -> None:
+    """Refuse a target that is not a class; on a GPU when its queue gets there, as torch does.
+
+    Raises:
+        IndexError: On a CPU.
+    """
+    if targets.is_cpu:  # PyTorch's loss of logits without memory
+        logits = torch.zeros(()).expand(len(targets), classes)
+        F.nll_loss(logits, targets, ignore_index=ignored, reduction="none")
+    elif targets.is_cuda:
+        fits = ((targets >= 0) & (targets < classes)) | (targets == ignored)
         torch._assert_async(fits.all(), "CrossEntropy: a target is out of bounds")
-    elif not fits.all():
-        raise IndexError(f"Target {targets[~fits][0].item()} is out of bounds.")

@@ -7,12 +7,20 @@ from typing import Any
 
 import triton
 from opfuse_triton import Config, Target
+from opfuse_triton.functions import gelu_tanh, qgelu, relu, silu, srelu
 
 CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton's compiler can divide the work of these kernels among warps; that of 3.6 fails."""
 
 _EXTRA = 2048
 """Bytes of shared memory for barriers and the like."""
+
+LIGHT = gelu_tanh, qgelu, relu, silu, srelu
+"""Activations that a tile of 128x256 leaves enough registers for where their input is stored too.
+
+On sm_90 the product is in registers. Compiled there, these take at most 204 of the 255 that a
+thread has, and GELU with erf spills. Nothing is known of those of other packages.
+"""
 
 Row = tuple[int, int, int, int, int, int, bool, int]
 """``BLOCK_M``, ``BLOCK_N``, bytes of ``BLOCK_K``, ``GROUP``, warps, stages, ``SPECIALIZE``, and
@@ -136,8 +144,10 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
         crowded = False
     elif specialize:  # the threads that store have 168 registers each
         crowded = fp32 or (gated and warps == 4)
-    else:  # on sm_90 the product is in registers, and GELU with erf takes many
-        crowded = int(target.arch) < 100 and not gated and parts < 4 and height * width > 128 * 128
+    else:
+        in_registers = int(target.arch) < 100 and not gated and height * width > 128 * 128
+        light = any(facts.get("VALUE") is known for known in LIGHT)
+        crowded = in_registers and parts < 4 and not light
     return shared <= target.shared_memory and not crowded
 
 
