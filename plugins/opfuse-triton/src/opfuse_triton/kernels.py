@@ -90,24 +90,24 @@ class Kernel:
 
     @contextlib.contextmanager
     def pinned(self, config: Config | Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, every launch of this kernel has that configuration.
+        """Within the context, :meth:`pick` and every launch of this kernel have that configuration.
 
         Raises:
             RuntimeError: The kernel is pinned already.
         """
         if "launch" in vars(self):
             raise RuntimeError(f"{self.name} is pinned already: leave that context first")
-        launch = self.launch
+        launch, chosen = self.launch, config if isinstance(config, Config) else Config(**config)
 
         def launch_pinned(grid: Grid, *args: Any, config: Any = None, **constants: Any) -> None:
             launch(grid, *args, config=chosen, **constants)
 
-        chosen = config
         self.launch = launch_pinned  # type: ignore[method-assign]
+        self.pick = lambda target, facts: chosen  # type: ignore[method-assign]
         try:
             yield
         finally:
-            del self.launch
+            del self.launch, self.pick
 
     def launch(
         self,

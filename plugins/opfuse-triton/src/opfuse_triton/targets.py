@@ -61,7 +61,7 @@ _OTHERS = {
 }
 """GPUs that kernels are not checked for, but run on; from their data sheets too."""
 
-LATENCY = 0.8e-6
+LATENCY = 1.2e-6
 """Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
 
 pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
