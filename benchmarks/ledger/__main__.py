@@ -18,7 +18,7 @@ from .predicted import separate_seconds
 from .tables import peer_lines, small_table, target_table
 
 MODEL = (
-    "* a model, not measured: bytes in flight over a latency of 0.8 us, at most the bandwidth; "
+    "* a model, not measured: bytes in flight over a latency of 1.2 us, at most the bandwidth; "
     "matrix\n  products at the peak."
 )
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from opfuse_norm import kernels
+from opfuse_norm import fused, kernels
 from opfuse_norm.kernels import twins
 
 from opfuse.testing import assert_close, interpreter, machine
@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
 KINDS = (kernels.RMS, kernels.LAYER, kernels.L2)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1,), (1, 1), (3, 127), (2, 3, 129), (129, 64), (1, 2, 2, 768), (2, 5120)]
-WIDE = [(3, 20001)]
+WIDE = [(3, 20001), (5, 4099)]  # of numbers that are not aligned, a program holds fewer
 
 needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETING, reason="no GPU, and Triton does not interpret"
@@ -204,11 +204,11 @@ def test_every_configuration_gives_the_same():
     dy, x = drawn((33, 100), (33, 100))
     weight, _ = parameters(kernels.RMS, 100)
     device = torch.device(DEVICE)
-    for config in library.candidates("forward", device, 100, kernels.RMS):
+    for config in library.candidates("forward", device, 100, kernels.RMS, x.dtype):
         given = x, None, weight, None, 1e-5, norm, None, False, True
         y, _, _, rstd = forward_kernels.forward(*given, config=config)
         assert_close(y, twins.forward(*doubled(*given[:4]), *given[4:])[0])
-    offered = library.candidates("backward", device, 100, kernels.RMS)
+    offered = library.candidates("backward", device, 100, kernels.RMS, x.dtype)
     assert 1 < len(offered) <= 8
     for config in offered:
         given = dy, x, weight, None, rstd, None
@@ -217,6 +217,25 @@ def test_every_configuration_gives_the_same():
 
 
 # Without a GPU
+
+
+def test_the_number_of_programs_is_a_configuration():
+    """Programs are as many as keep the memory busy by what they prefetch, on an H100 here."""
+    on, given = TARGETS[90], {"dy_ptr": torch.bfloat16, "x_ptr": torch.bfloat16, "KIND": "rms"}
+    kernel = backward_kernels.WHOLE_KERNEL
+    for features, programs in ((2048, 2), (4096, 2), (8192, 1)):
+        assert kernel.pick(on, given | {"features": features})["PROGRAMS"] == programs
+    offered = [config["constants"] for config in kernel.candidates(on, given | {"features": 2048})]
+    assert {constants["PROGRAMS"] for constants in offered if constants["PREFETCH"]} == {1, 2, 4}
+    # what prefetches nothing: as many as registers hold
+    assert kernel.pick(on, given | {"features": 2049})["PROGRAMS"] == 2
+    (case,) = [case for case in CASES if case.name == "RMSNorm backward + add"]
+    for config in kernel.candidates(on, given | {"features": 2048}):
+        with kernel.pinned(config):
+            launch, sums = record(case, case.shapes[0], on).launches
+        count = config["constants"]["PROGRAMS"] * on.multiprocessors
+        assert launch.grid == (count,) and sums.arguments["programs"] == count
+
 
 HEAVY = [
     case for case in CASES if "add" in case.name or "Layer" in case.name or "wide" in case.name
@@ -230,11 +249,13 @@ def test_they_compile_without_spills(arch, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     seen = set()
     for case in HEAVY:
-        for launch in record(case, case.shapes[-1], arch).launches:
-            if (launch.kernel.name, launch.constants.get("KIND")) not in seen:
-                seen.add((launch.kernel.name, launch.constants.get("KIND")))
-                found = read_resources(launch.compile())
-                assert not found.spilled and found.shared <= launch.target.shared_memory
+        for shape, dtype, offset in [*case.compiled()][-2:]:
+            for launch in record(case, shape, arch, None, dtype, offset).launches:
+                key = launch.kernel.name, launch.constants.get("KIND")
+                if key not in seen:
+                    seen.add(key)
+                    found = read_resources(launch.compile())
+                    assert not found.spilled and found.shared <= launch.target.shared_memory
     assert {name for name, _ in seen} >= {"norm_forward", "norm_backward", "column_sums"}
 
 
@@ -273,6 +294,21 @@ def test_they_take_no_longer_than_ligers_kernels(name):
     assert ours.seconds <= 1.01 * theirs.seconds
     moved = [entry.moved.full + entry.moved.vector for entry in (ours, theirs)]
     assert moved[0] <= 1.01 * moved[1]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "which, name", [(a, b) for a, names in fused.SPEEDS.items() for b in names]
+)
+def test_fusions_wait_for_a_measurement_by_the_speed_of_the_model(which, name):
+    """The lowest is at the narrowest rows, where partial sums weigh most."""
+    found = []
+    for case in CASES:
+        if which in case.name and ("add" in case.name) == ("add" in name):
+            shape, on = case.shapes[0], TARGETS[90]
+            seconds = ledger.estimate(case, shape, on, sample=3).seconds
+            found.append(ledger.count_separate(case, shape) / on.bandwidth / seconds)
+    assert fused.SPEEDS[which][name] == pytest.approx(min(found), rel=0.05)
 
 
 @needs_interpreter

@@ -1,7 +1,6 @@
 """What the fused ops do around the kernels: where they decline, what they keep, in place, compiled."""
 
 import importlib.util
-import math
 
 import opfuse_norm.kernels
 import pytest
@@ -73,19 +72,16 @@ def test_what_the_condition_refuses():
     assert said == "its kernels compute in fp32, and the ops in float64"
 
 
-def test_with_a_residual_the_backward_is_used_on_a_gpu_where_it_was_measured():
-    alone, residual = opfuse_norm.opfuse_backward_fusions()
+def test_on_a_gpu_they_are_used_where_the_model_says_that_they_pay():
+    from opfuse_norm import fused
+
     cuda = Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
-    given = ops.MakeExtraOutput(), ops.RMSNorm(64, device="meta")
-    assert alone.when(given[1:], cuda) is True
-    said = residual.when(given, cuda)
-    assert "it was not measured on this GPU" in said
-    for speed in (1.2, math.inf):  # measured, and about to be
-        assert residual.when(given, cuda._replace(measured=speed)) is True
-    wide = cuda._replace(measured=1.2, dtype=torch.float64)
-    assert "its kernels compute in fp32" in residual.when(given, wide)
-    cpu = Environment(CPU, None, torch.float32, options={"norm.twins": True})
-    assert residual.when(given, cpu) is True
+    norm = ops.RMSNorm(64, device="meta")
+    for fusion in (*opfuse_norm.opfuse_forward_fusions(), *opfuse_norm.opfuse_backward_fusions()):
+        assert fusion.when((ops.AddExtraInput(), norm), cuda) is True
+    said = fused._runs(1.05)((norm,), cuda)
+    assert "it was not measured on this GPU" in said and "1.05x" in said
+    assert fused._runs(1.05)((norm,), cuda._replace(measured=1.2)) is True
 
 
 @needs_interpreter

@@ -17,6 +17,7 @@ from .kernels import twins
 
 _WIDTHS = [{"rows": 8192, "features": features} for features in (2048, 4096, 8192)]
 _SMALL = [{"rows": 37, "features": 512}, {"rows": 5, "features": 1500}]
+_UNALIGNED = [{"rows": 8192, "features": features} for features in (8192, 4095, 5001)]
 _HEADS = [{"rows": 262144, "features": 128}]
 _WIDE = [{"rows": 1024, "features": 65536}]
 
@@ -59,6 +60,34 @@ def _backward(run: Callable[..., Any], kind: str) -> Callable[..., tuple[Tensor,
         return tuple([tensor for tensor in made if tensor is not None])
 
     return backward
+
+
+def _separate(twin: Callable[..., Any], kind: str) -> Callable[..., tuple[Tensor, ...]]:
+    """The ops one after the other: PyTorch has a LayerNorm, and the ops compute it in fp32."""
+
+    def layer_forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        given = x.float(), x.shape[-1:], weight.float(), bias.float()
+        y, mean, rstd = torch.native_layer_norm(*given, 1e-5)
+        return y.to(x.dtype), mean, rstd
+
+    def layer_backward(
+        dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, ...]:
+        given = dy.float(), x.float(), x.shape[-1:], mean, rstd, weight.float(), weight.float()
+        backward = torch.ops.aten.native_layer_norm_backward.default
+        dx, dw, db = backward(*given, [True, True, True])
+        return dx.to(x.dtype), dw.to(weight.dtype), db
+
+    def separate(extra: Tensor | None = None, **given: Tensor) -> tuple[Tensor, ...]:
+        if "dy" in given:
+            dx, *others = (layer_backward if kind == kernels.LAYER else twin)(**given)
+            return (dx if extra is None else dx + extra, *others)
+        if extra is not None:
+            given["x"] = given["x"] + extra
+        y, *others = (layer_forward if kind == kernels.LAYER else twin)(**given)
+        return (y, *([] if extra is None else [given["x"]]), *others)
+
+    return separate
 
 
 def _liger_forward(kind: str, with_extra: bool) -> Callable[..., tuple[Tensor, ...]]:
@@ -122,10 +151,10 @@ def _liger_backward(
 
 
 def _peers(kind: str, inputs: str) -> dict[str, Callable[..., Any]]:
-    """Liger-Kernel's kernels of the same fusion: it has no L2Normalization."""
-    if kind == kernels.L2:
-        return {}
+    """Liger-Kernel's kernels of the same fusion: it has no L2Normalization, nor an add there."""
     with_extra = "extra" in inputs
+    if kind == kernels.L2 or (kind == kernels.LAYER and with_extra):
+        return {}
     if "dy" not in inputs:
         return {"liger-kernel": _liger_forward(kind, with_extra)}
     found = {"liger-kernel": _liger_backward(kind, with_extra)}
@@ -149,9 +178,11 @@ def _case(
     peers = _peers(kind, inputs)
     both = torch.bfloat16, torch.float32
     run, twin = of(run, kind), of(twin, kind)
+    separate = _separate(twin, kind)
     return KernelCase(
-        name, run, tensors, shapes, small, separate=twin, peers=peers, dtypes=both, turn=10
-    )
+        name, run, tensors, shapes, small, separate=separate, twin=twin, peers=peers, dtypes=both,
+        unaligned=shapes if shapes in (_HEADS, _WIDE) else _UNALIGNED, turn=10,
+    )  # fmt: skip
 
 
 CASES = [
@@ -161,6 +192,14 @@ CASES = [
     _case("RMSNorm backward + add", kernels.RMS, "dy x weight rstd extra", "dx dw"),
     _case("LayerNorm forward", kernels.LAYER, "x weight bias", "y mean rstd"),
     _case("LayerNorm backward", kernels.LAYER, "dy x weight mean rstd", "dx dw db"),
+    _case("add + LayerNorm forward", kernels.LAYER, "x extra weight bias", "y sum mean rstd"),
+    _case(
+        "LayerNorm backward + add",
+        kernels.LAYER,
+        "dy x weight mean rstd extra",
+        "dx dw db",
+        _WIDTHS[::2],
+    ),
     _case("L2Normalization forward", kernels.L2, "x", "y rstd", _HEADS),
     _case("L2Normalization backward", kernels.L2, "dy x rstd", "dx", _HEADS),
     _case("RMSNorm forward, wide rows", kernels.RMS, "x weight", "y rstd", _WIDE, []),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opfuse_triton import why_no_kernel, why_unmeasured
@@ -58,7 +58,7 @@ class _Fused(FusedOperation):
             return ()
         from .kernels import library
 
-        return library.candidates(self._pass, env.device, features, self._kind)
+        return library.candidates(self._pass, env.device, features, self._kind, env.dtype)
 
 
 class ForwardNorm(_Fused):
@@ -168,24 +168,31 @@ def _why_not(ops: Sequence[Any], env: Environment) -> str:
     return why_no_kernel(env.device, env.capability)
 
 
-def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
-    return _why_not(ops, env) or True
+def _runs(predicted: float) -> Callable[[Sequence[Any], Environment], bool | str]:
+    """The condition of a fusion of that speed by the model."""
+
+    def when(ops: Sequence[Any], env: Environment) -> bool | str:
+        return _why_not(ops, env) or why_unmeasured(env, predicted) or True
+
+    return when
 
 
-def _runs_with_residual(ops: Sequence[Any], env: Environment) -> bool | str:
-    return _why_not(ops, env) or why_unmeasured(env, 1.0) or True
+SPEEDS = {"forward": {"norm": 5.0, "add+norm": 3.25}, "backward": {"norm": 4.5, "norm+add": 4.0}}
+"""The speed of each fusion on an H100 by the ledger's model, relative to the separate ops.
 
+It is the lowest over the norms and widths of :mod:`.cases`.
+"""
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)
 _FORWARD, _BACKWARD = 4, 6
 """Additional passes over memory of a norm in PyTorch's operations, in half precision."""
 
 FORWARD = [
-    Fusion((_NORM,), ForwardNorm, _runs, benefit=_FORWARD, name="norm"),
+    Fusion((_NORM,), ForwardNorm, _runs(SPEEDS["forward"]["norm"]), benefit=_FORWARD, name="norm"),
     Fusion(
         (AddExtraInput, Optional(MakeExtraOutput), _NORM),
         ForwardNorm,
-        _runs,
+        _runs(SPEEDS["forward"]["add+norm"]),
         # the sum is not written and read again; a GEMM that adds would copy what it adds to
         benefit=_FORWARD + 3,
         name="add+norm",
@@ -193,11 +200,13 @@ FORWARD = [
 ]
 
 BACKWARD = [
-    Fusion((_NORM,), BackwardNorm, _runs, benefit=_BACKWARD, name="norm"),
+    Fusion(
+        (_NORM,), BackwardNorm, _runs(SPEEDS["backward"]["norm"]), benefit=_BACKWARD, name="norm"
+    ),
     Fusion(
         (MakeExtraOutput, _NORM),
         BackwardNorm,
-        _runs_with_residual,
+        _runs(SPEEDS["backward"]["norm+add"]),
         benefit=_BACKWARD + 2,
         name="norm+add",
     ),

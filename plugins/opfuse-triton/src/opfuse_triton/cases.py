@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,6 +70,8 @@ class KernelCase:
         draw: Called as ``draw(**shape)``: the inputs that a normal distribution does not suit,
             such as class indices or group sizes, by name, on the CPU.
         dtypes: The dtypes that its operands in bfloat16 may have instead, bfloat16 included.
+        unaligned: Shapes at which ``check`` compiles it for tensors, or rows, that do not begin at
+            multiples of 16 bytes: accesses are narrow then, and addresses take registers.
         flops: Called as ``flops(**shape)``: floating-point operations of its matrix products.
         turn: Its place in the order of ``python -m opfuse_triton gpu``; the smallest come first.
     """
@@ -87,6 +89,7 @@ class KernelCase:
     exact: bool = False
     draw: Callable[..., Mapping[str, Tensor]] | None = None
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+    unaligned: Sequence[Mapping[str, int]] = ()
     flops: Callable[..., int] | None = None
     turn: int = 50
 
@@ -126,6 +129,18 @@ class KernelCase:
             elif own.is_floating_point and not meta:
                 found[name].copy_(torch.randn(operand.shape, device=device))
         return found
+
+    def compiled(self) -> Iterator[tuple[Mapping[str, int], torch.dtype, int]]:
+        """What ``check`` compiles: shapes, with the dtype in place of bfloat16, and the offset.
+
+        These are all ``shapes``, the last of them in the other ``dtypes``, and ``unaligned`` in
+        each.
+        """
+        yield from ((shape, torch.bfloat16, 0) for shape in self.shapes)
+        for dtype in self.dtypes:
+            if dtype is not torch.bfloat16:
+                yield self.shapes[-1], dtype, 0
+            yield from ((shape, dtype, 1) for shape in self.unaligned)
 
     def floor_bytes(self, shape: Mapping[str, int]) -> int:
         """The bytes that the fusion has to move at a shape."""

@@ -16,16 +16,7 @@ import triton
 from .accesses import Access, find_accesses
 from .configs import Config
 from .launches import Launch
-from .recorded import (
-    CaseRun,
-    case_lists,
-    describe,
-    hash_sources,
-    load_cases,
-    record,
-    storage_of,
-    tensors_of,
-)
+from .recorded import CaseRun, case_lists, hash_sources, load_cases, record, storage_of, tensors_of
 from .resources import Resources, occupancy, read_resources
 from .targets import TARGETS, Target
 
@@ -42,7 +33,7 @@ class CheckedLaunch:
     Attributes:
         plugin: Name of the plugin.
         case: Name of the case.
-        shape: The shape, as text.
+        shape: The shape, as text, with the dtype if it is not bfloat16.
         kernel: Name of the kernel.
         target: The target, as text.
         constants: The ``tl.constexpr`` arguments that the caller gave, as text.
@@ -104,8 +95,8 @@ def check_case(
     """
     case = load_cases(where)[number]
     rows = []
-    for shape in case.shapes:
-        run = record(case, shape, arch)
+    for shape, dtype, offset in case.compiled():
+        run = record(case, shape, arch, None, dtype, offset)
         for launch in run.launches:
             configs = [launch.config]
             if candidates:
@@ -121,7 +112,7 @@ def check_case(
 def check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
     """Compile one launch of a case, and look for faults."""
     row = CheckedLaunch(
-        plugin, run.case.name, describe(run.shape), launch.kernel.name, str(launch.target),
+        plugin, run.case.name, str(run), launch.kernel.name, str(launch.target),
         {name: _as_text(value) for name, value in launch.constants.items()},
         launch.config.to_dict(), None, 0.0, {}, (),
     )  # fmt: skip

@@ -30,12 +30,21 @@ class CaseRun:
         shape: One of its shapes.
         launches: Its launches, in order.
         operands: Its operands by the storage of their tensors, each with its name.
+        dtype: The dtype in place of bfloat16.
+        offset: The index in its memory at which each input begins.
     """
 
     case: KernelCase
     shape: Mapping[str, int]
     launches: Sequence[Launch]
     operands: Mapping[int, tuple[str, Operand]]
+    dtype: torch.dtype = torch.bfloat16
+    offset: int = 0
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        of = [dtype] * (self.dtype is not torch.bfloat16) + ["unaligned"] * bool(self.offset)
+        return ", ".join([describe(self.shape), *of])
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -52,7 +61,11 @@ def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def find_operands(
-    case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, torch.Tensor], given: Any
+    case: KernelCase,
+    shape: Mapping[str, int],
+    inputs: Mapping[str, torch.Tensor],
+    given: Any,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[int, tuple[str, Operand]]:
     """The operands of a case by the storage of their tensors.
 
@@ -61,6 +74,7 @@ def find_operands(
         shape: The shape of the inputs.
         inputs: The arguments of ``case.run``.
         given: Its result.
+        dtype: The dtype in place of bfloat16.
 
     Raises:
         ValueError: It gave another number of tensors than the case declares, or one of another
@@ -79,9 +93,10 @@ def find_operands(
     found = {}
     for name, tensor in [*inputs.items(), *zip(outputs, results, strict=True)]:
         operand = operands[name]
-        if (tuple(tensor.shape), tensor.dtype) != (operand.shape, operand.dtype):
+        own = dtype if operand.dtype is torch.bfloat16 else operand.dtype
+        if (tuple(tensor.shape), tensor.dtype) != (operand.shape, own):
             is_ = f"{name} is {tuple(tensor.shape)} {tensor.dtype}"
-            says = f"{operand.shape} {operand.dtype}"
+            says = f"{operand.shape} {own}"
             raise ValueError(f"{case.name}: {is_}, and the case says {says}")
         found[storage_of(tensor)] = (name, operand)
     return found
@@ -92,6 +107,8 @@ def record(
     shape: Mapping[str, int],
     target: Target | int | str,
     inputs: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    offset: int = 0,
 ) -> CaseRun:
     """Run a case on meta tensors, and keep what it would launch.
 
@@ -100,11 +117,13 @@ def record(
         shape: One of its shapes.
         target: The target, or its key in :data:`opfuse_triton.TARGETS`.
         inputs: ``case.inputs(shape)``, if they are there.
+        dtype: The dtype in place of bfloat16.
+        offset: The index in its memory at which each input begins.
 
     Raises:
         ValueError: The case launches nothing, or does not give what it declares.
     """
-    inputs = case.inputs(shape) if inputs is None else inputs
+    inputs = case.inputs(shape, "meta", dtype, offset) if inputs is None else inputs
     with recording(target) as launches:
         given = case.run(**inputs)
     if not launches:
@@ -113,7 +132,8 @@ def record(
     if case.gemms and not {*case.gemms} & {*names}:
         launched = f"and it launches {', '.join(names)}"
         raise ValueError(f"{case.name}: gemms names {', '.join(case.gemms)}, {launched}")
-    return CaseRun(case, shape, launches, find_operands(case, shape, inputs, given))
+    operands = find_operands(case, shape, inputs, given, dtype)
+    return CaseRun(case, shape, launches, operands, dtype, offset)
 
 
 def describe(shape: Mapping[str, int]) -> str:

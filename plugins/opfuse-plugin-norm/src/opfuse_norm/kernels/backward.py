@@ -7,6 +7,7 @@ in the same order.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,17 +19,17 @@ from opfuse_triton import Config, Kernel, Target, current_target
 from opfuse_triton.targets import LATENCY
 from torch import Tensor
 
-from . import LAYER, Norm, normalized_dtype
+from . import L2, LAYER, Norm, normalized_dtype
 from .twins import Backward
 
 WHOLE = 8192
-"""The widest row that one program keeps in registers. A wider one is read twice."""
-
-WIDE_ROWS, WIDE_BLOCK = 4, 1024
-"""The rows and columns of a tile of wider rows."""
+"""The widest row that one program keeps in registers; see :func:`_reads_twice`."""
 
 PROGRAMS = 4
 """Programs per multiprocessor that add up partial sums, at most."""
+
+REGISTERS = {"cuda": 256 * 1024, "hip": 512 * 1024}
+"""Bytes of registers of a multiprocessor."""
 
 PARTIAL = 0.1
 """The share of partial sums in the bytes that a backward has to move, at most."""
@@ -52,50 +53,57 @@ def norm_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    """Tiles of ``ROWS`` whole rows; with ``PREFETCH`` the next one is on its way meanwhile."""
+    """Tiles of ``ROWS`` whole rows; with ``PREFETCH`` the next one is on its way meanwhile.
+
+    Without it, fewer registers are taken: the weight is read again for each tile, from the cache.
+    ``PROGRAMS`` is for the launch.
+    """
     step = tl.num_programs(0) * ROWS
     columns = tl.arange(0, BLOCK)[None, :]
     valid = columns < features
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            weight += 1.0
+    if PREFETCH and weight_ptr is not None:
+        weight = _weight(weight_ptr, columns, valid, ZERO_CENTERED)
     if dw_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
     if db_ptr is not None:
         db = tl.zeros([ROWS, BLOCK], tl.float32)
-    at = row.to(tl.int64) * features + columns
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    start = row.to(tl.int64) * features
     if PREFETCH:
-        x_next = tl.load(x_ptr + at, (row < rows) & valid, other=0.0)
-        dy_next = tl.load(dy_ptr + at, (row < rows) & valid, other=0.0)
+        x_next = tl.load(x_ptr + start + columns, (row < rows) & valid, other=0.0)
+        dy_next = tl.load(dy_ptr + start + columns, (row < rows) & valid, other=0.0)
     for _ in range(tl.program_id(0) * ROWS, rows, step):
         some = row < rows
         inside = some & valid
         if PREFETCH:
             x = x_next.to(tl.float32)
             dy = dy_next.to(tl.float32)
+            if extra_ptr is not None and dx_ptr is not None:
+                extra = tl.load(extra_ptr + start + columns, inside, other=0.0).to(tl.float32)
         else:
-            x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-            dy = tl.load(dy_ptr + at, inside, other=0.0).to(tl.float32)
-        if extra_ptr is not None and dx_ptr is not None:
-            extra = tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + start + columns, inside, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + start + columns, inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, some, other=0.0)
         if mean_ptr is not None:
             x -= tl.load(mean_ptr + row, some, other=0.0)
         n = x * rstd
         row += step
-        following = row.to(tl.int64) * features + columns
+        following = row.to(tl.int64) * features
         if PREFETCH:
-            x_next = tl.load(x_ptr + following, (row < rows) & valid, other=0.0)
-            dy_next = tl.load(dy_ptr + following, (row < rows) & valid, other=0.0)
+            x_next = tl.load(x_ptr + following + columns, (row < rows) & valid, other=0.0)
+            dy_next = tl.load(dy_ptr + following + columns, (row < rows) & valid, other=0.0)
         if dw_ptr is not None:
             dw += dy * n
         if db_ptr is not None:
             db += dy
         if dx_ptr is not None:
-            g = dy * weight if weight_ptr is not None else dy
+            g = dy
+            if weight_ptr is not None:
+                if not PREFETCH:
+                    weight = _weight(weight_ptr, columns, valid, ZERO_CENTERED)
+                g *= weight
             product = tl.sum(g * n, 1, keep_dims=True)
             if KIND != "l2":
                 product = product / features
@@ -104,14 +112,25 @@ def norm_backward(
                 dx -= tl.sum(g, 1, keep_dims=True) / features
             dx *= rstd
             if extra_ptr is not None:
+                if not PREFETCH:
+                    extra = tl.load(extra_ptr + start + columns, inside, other=0.0).to(tl.float32)
                 dx += extra
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), inside)
-        at = following
+            tl.store(dx_ptr + start + columns, dx.to(dx_ptr.dtype.element_ty), inside)
+        start = following
     partial = tl.program_id(0).to(tl.int64) * features + tl.arange(0, BLOCK)
     if dw_ptr is not None:
         tl.store(dw_ptr + partial, tl.sum(dw, 0), tl.arange(0, BLOCK) < features)
     if db_ptr is not None:
         tl.store(db_ptr + partial, tl.sum(db, 0), tl.arange(0, BLOCK) < features)
+
+
+@triton.jit
+def _weight(weight_ptr, columns, valid, ZERO_CENTERED: tl.constexpr):  # noqa: ANN202
+    """The factors of some columns."""
+    weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    return weight
 
 
 @triton.jit
@@ -174,6 +193,7 @@ def norm_backward_tiles(
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
     """``BLOCK`` columns of wide rows, of which :func:`norm_backward_rows` has added up each."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -239,30 +259,63 @@ def column_sums(
         tl.store(second_ptr + column, result.to(second_ptr.dtype.element_ty), valid)
 
 
-def tile_rows(features: int) -> int:
-    """Return how many whole rows a program works on at a time if no configuration says so."""
-    return max(1, 4096 // int(triton.next_power_of_2(features)))
+@functools.lru_cache(maxsize=256)
+def _whole_configs(target: Target, features: int, size: int, kind: str) -> list[Config]:
+    """Tiles of 4096 numbers or one row, 16 per thread; then others to measure.
 
-
-def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """Tiles of 4096 numbers or one row, 16 per thread; then others to measure."""
-    block = int(triton.next_power_of_2(facts["features"]))
-    rows = tile_rows(facts["features"])
-    # in one of 8192 there are no registers for that and for the sums of two gradients
-    prefetch = block < WHOLE or facts["KIND"] != LAYER
+    Args:
+        target: What is compiled for.
+        features: Numbers in a row.
+        size: Bytes of a number.
+        kind: The norm.
+    """
+    block = int(triton.next_power_of_2(features))
+    rows = max(1, 4096 // block)
+    # in a tile of 8192 there are no registers for that and for more than one sum or for fp32, and
+    # in none for that and for the address of each number
+    prefetch = features % 16 == 0 and (block < WHOLE or (kind != LAYER and size == 2))
     found: list[Config] = []
-    for fewer, share, early in (
-        (1, 16, prefetch),
-        (1, 16, False),
-        (2, 16, prefetch),
-        (1, 32, False),
-    ):
-        tile = max(1, rows // fewer) * block
-        constants = {"ROWS": tile // block, "BLOCK": block, "PREFETCH": early}
+
+    def add(rows: int, share: int, early: bool, programs: int | None = None) -> None:
+        tile = rows * block
+        if programs is None:
+            programs = _programs(target, tile, 2 * size * rows * features if early else 0)
+        constants = {"ROWS": rows, "BLOCK": block, "PREFETCH": early, "PROGRAMS": programs}
         config = Config(constants, max(1, min(tile // share // 32, 16)))
         if config not in found:
             found.append(config)
+
+    add(rows, 16, prefetch)
+    for programs in (1, 2, PROGRAMS):
+        add(rows, 16, prefetch, programs)
+    add(rows, 16, False)
+    add(max(1, rows // 2), 16, prefetch)
+    add(rows, 32, False)
     return found
+
+
+def _programs(target: Target, tile: int, prefetched: int) -> int:
+    """Return how many programs of a multiprocessor keep the memory busy, by Little's law.
+
+    Only what is prefetched is on its way all the time. A program that prefetches nothing waits for
+    each tile: then there are as many as registers hold, for about 8 numbers in fp32 of each of a
+    tile.
+
+    Args:
+        target: The target.
+        tile: Numbers of a tile.
+        prefetched: Bytes that a program prefetches.
+    """
+    if not prefetched:
+        return max(1, min(PROGRAMS, REGISTERS[target.backend] // (8 * 4 * tile)))
+    in_flight = target.bandwidth * LATENCY / target.multiprocessors
+    return min(PROGRAMS, math.ceil(in_flight / prefetched))
+
+
+def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """See :func:`_whole_configs`."""
+    size = max([facts[name].itemsize for name in ("dy_ptr", "x_ptr")])
+    return _whole_configs(target, facts["features"], size, facts["KIND"])
 
 
 def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -273,7 +326,10 @@ def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 WHOLE_KERNEL = Kernel(norm_backward, _configs)
 ROWS_KERNEL = Kernel(norm_backward_rows, [Config({"BLOCK": 4096}, 8)])
-TILES_KERNEL = Kernel(norm_backward_tiles, [Config({"ROWS": WIDE_ROWS, "BLOCK": WIDE_BLOCK}, 8)])
+TILES_KERNEL = Kernel(
+    norm_backward_tiles,
+    [Config({"ROWS": 4, "BLOCK": 1024, "PROGRAMS": count}, 8) for count in (PROGRAMS, 2, 1)],
+)
 COLUMN_SUMS = Kernel(column_sums, _sum_configs)
 
 
@@ -309,21 +365,29 @@ def backward(
     if needs[0]:
         dtype = normalized_dtype(x, extra)
         dx = dy if owns and dy.dtype is dtype else torch.empty_like(x, dtype=dtype)
-    tiles = triton.cdiv(rows, WIDE_ROWS if features > WHOLE else tile_rows(features))
-    columns = triton.cdiv(features, WIDE_BLOCK) if features > WHOLE else 1
+    facts = {"dy_ptr": dy.dtype, "x_ptr": x.dtype, "features": features, "KIND": norm.kind}
+    target = current_target(x.device)
+    if config is None:
+        config = (TILES_KERNEL if _reads_twice(features, norm.kind) else WHOLE_KERNEL).pick(
+            target, facts
+        )
+    elif not isinstance(config, Config):
+        config = Config(**config)
+    columns = triton.cdiv(features, config["BLOCK"])
+    tiles = triton.cdiv(rows, config["ROWS"])
     partial = of_weight = of_bias = None
     if sums:
-        read = sum([t.dtype.itemsize for t in (dy, x, extra) if t is not None])
-        moved = rows * (read + (0 if dx is None else dx.dtype.itemsize))
-        tile = WIDE_ROWS * WIDE_BLOCK if features > WHOLE else tile_rows(features) * features
-        tiles = min(tiles, _programs(x.device, moved, sums, columns, tile * read))
+        each: int = triton.cdiv(target.multiprocessors, columns)
+        moved = rows * sum([t.dtype.itemsize for t in (dy, x, extra, dx) if t is not None])
+        most = int(PARTIAL * moved / (2 * 4 * sums))  # in fp32, written and read
+        tiles = min(tiles, max(1, min(config["PROGRAMS"], most // each)) * each)
         partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
         of_weight = partial[0] if needs[1] else None
         of_bias = partial[-1] if needs[2] else None
     given = dy, x, weight, mean, rstd
     outputs = extra if needs[0] else None, dx, of_weight, of_bias, rows, features
-    if features > WHOLE:
-        _launch_wide(given, outputs, norm, (tiles, columns))
+    if "PREFETCH" not in config.constants:
+        _launch_wide(given, outputs, norm, (tiles, columns), config)
     else:
         constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
         WHOLE_KERNEL.launch((tiles,), *given, *outputs, config=config, **constants)
@@ -332,27 +396,21 @@ def backward(
     return dx, *_sum_partial(partial, x.shape[-norm.dims :], weight, needs)
 
 
-def _programs(device: torch.device, moved: int, sums: int, columns: int, tile: int) -> int:
-    """Return how many programs share the rows: as few as keep the memory busy, by Little's law.
+def _reads_twice(features: int, kind: str) -> bool:
+    """Return whether rows are too wide for the registers of one program.
 
-    Each writes partial sums, which another kernel reads.
-
-    Args:
-        device: The device.
-        moved: Bytes that the backward has to move, per feature.
-        sums: How many partial sums each program writes, per feature.
-        columns: How many programs share the columns.
-        tile: Bytes that a program loads at a time.
+    If not every row begins at a multiple of 16 bytes, each number has its own address. A backward
+    without sums has registers for that.
     """
-    target = current_target(device)
-    least: int = triton.cdiv(target.multiprocessors, columns)
-    busy = math.ceil(target.bandwidth * LATENCY / (tile * least * columns))
-    most = int(PARTIAL * moved / (2 * 4 * sums))  # in fp32, written and read
-    return max(least, min(PROGRAMS, busy, most // least) * least)
+    return features > (WHOLE if features % 16 == 0 or kind == L2 else WHOLE // 2)
 
 
 def _launch_wide(
-    given: tuple[Any, ...], outputs: tuple[Any, ...], norm: Norm, grid: tuple[int, int]
+    given: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+    norm: Norm,
+    grid: tuple[int, int],
+    config: Config,
 ) -> None:
     *_, rstd = given
     *_, dx, _, _, rows, features = outputs
@@ -363,7 +421,8 @@ def _launch_wide(
         sums = product, total, features
         constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
         ROWS_KERNEL.launch((rows,), *given, *sums, **constants)
-    TILES_KERNEL.launch(grid, *given, product, total, *outputs, ZERO_CENTERED=norm.zero_centered)
+    constants = {"ZERO_CENTERED": norm.zero_centered}
+    TILES_KERNEL.launch(grid, *given, product, total, *outputs, config=config, **constants)
 
 
 def _sum_partial(
@@ -385,7 +444,10 @@ def _sum_partial(
     return dw, db
 
 
-def candidates(target: Target, features: int, kind: str) -> list[dict[str, Any]]:
+def candidates(
+    target: Target, features: int, kind: str, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     """The possible ``config`` of :func:`backward` for rows of so many features."""
-    facts = {"features": features, "KIND": kind}
-    return [] if features > WHOLE else WHOLE_KERNEL.candidates(target, facts)
+    facts = {"features": features, "KIND": kind, "x_ptr": dtype, "dy_ptr": dtype}
+    kernel = TILES_KERNEL if _reads_twice(features, kind) else WHOLE_KERNEL
+    return kernel.candidates(target, facts)

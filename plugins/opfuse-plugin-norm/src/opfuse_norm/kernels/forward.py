@@ -218,7 +218,9 @@ def forward(
     return y, total if keep else None, mean, rstd
 
 
-def candidates(target: Target, features: int, kind: str) -> list[dict[str, Any]]:
+def candidates(
+    target: Target, features: int, kind: str, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     """The possible ``config`` of :func:`forward` for rows of so many features."""
     kernel = WIDE_KERNEL if features > WHOLE else WHOLE_KERNEL
     return kernel.candidates(target, {"features": features})

@@ -62,7 +62,7 @@ def backward(*given: Any, owns: bool = False, config: Config | None = None) -> B
 
 
 def candidates(
-    which: str, device: torch.device, features: int, kind: str
+    which: str, device: torch.device, features: int, kind: str, dtype: torch.dtype
 ) -> Sequence[Mapping[str, Any]]:
     """The possible ``config`` of ``"forward"`` or ``"backward"`` for rows of so many features.
 
@@ -71,9 +71,10 @@ def candidates(
         device: The device.
         features: Numbers in a row.
         kind: The norm.
+        dtype: The dtype of the rows.
     """
     module = forward_kernels if which == "forward" else backward_kernels
-    return module.candidates(current_target(device), features, kind)
+    return module.candidates(current_target(device), features, kind, dtype)
 
 
 def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
