@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from opfuse_triton import KernelCase, Operand
+from opfuse_triton.elementwise import formulas, kernels, twins
 from torch import Tensor
 
 from opfuse import ops
-
-from . import formulas, kernels, twins
 
 _HIDDEN = {"rows": 8192, "features": 16384}
 _NARROW = {"rows": 8192, "features": 4096}

@@ -32,7 +32,7 @@ def why_not(op: Any, env: Environment) -> str:
         return (
             f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
         )
-    from . import formulas
+    from opfuse_triton.elementwise import formulas
 
     activation = activation_of(op)
     name, formula = type(activation).__name__, formulas.formula_of(activation)

@@ -34,13 +34,12 @@ class _Fused(FusedOperation):
         op, activation = self._last
         self.fallback = conditions.why_not(op, env)
         if self.fallback:
-            from . import twins
+            from opfuse_triton.elementwise import twins
 
             self._run = functools.partial(getattr(twins, self._call), activation)
             return
         from opfuse_triton import Config
-
-        from . import formulas, library
+        from opfuse_triton.elementwise import formulas, library
 
         formula = formulas.formula_of(activation, scaled=op is not activation)
         config = Config(**env.configuration) if env.configuration else None
@@ -52,8 +51,7 @@ class _Fused(FusedOperation):
         if env.features is None or env.compiling or conditions.why_not(op, env):
             return ()
         from opfuse_triton import current_target
-
-        from . import formulas, kernels
+        from opfuse_triton.elementwise import formulas, kernels
 
         formula: Any = formulas.formula_of(activation)
         target = current_target(env.device)

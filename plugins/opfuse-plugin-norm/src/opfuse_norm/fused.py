@@ -7,13 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opfuse_triton import norms as kernels
 from opfuse_triton import why_no_kernel, why_unmeasured
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
 from opfuse.ops import AddExtraInput, L2Normalization, LayerNorm, MakeExtraOutput, RMSNorm
-
-from . import kernels
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
@@ -39,11 +38,11 @@ class _Fused(FusedOperation):
         """See :meth:`opfuse.FusedOperation.planned`."""
         self.fallback = why_no_kernel(env.device, env.capability)
         if self.fallback:
-            from .kernels import twins
+            from opfuse_triton.norms import twins
 
             self._run = getattr(twins, self._pass)
             return
-        from .kernels import library
+        from opfuse_triton.norms import library
 
         self._run = getattr(library, self._pass)
         if env.configuration is not None:
@@ -56,7 +55,7 @@ class _Fused(FusedOperation):
         features = _features(self._ops, env)
         if features is None or env.compiling or self.fallback:
             return ()
-        from .kernels import library
+        from opfuse_triton.norms import library
 
         return library.candidates(self._pass, env.device, features, self._kind)
 

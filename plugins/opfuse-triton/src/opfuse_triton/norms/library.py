@@ -1,7 +1,7 @@
 """For each call: the kernel, launched or as a torch operation in a graph, or the twin.
 
-``torch.compile`` sees one operation per fusion, ``opfuse_norm::forward`` and
-``opfuse_norm::backward``. Eager calls launch the kernels themselves, which takes less time.
+``torch.compile`` sees one operation per fusion, ``opfuse_triton::norm_forward`` and
+``opfuse_triton::norm_backward``. Eager calls launch the kernels themselves, which takes less time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from opfuse_triton import Config, current_target
 from torch import Tensor
 from torch.compiler import is_compiling
+
+from opfuse_triton import Config, current_target
 
 from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
 from . import backward as backward_kernels
@@ -23,7 +24,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may do something else
 
 
 def forward(*given: Any, into: Tensor | None = None, config: Config | None = None) -> Forward:
-    """:func:`opfuse_norm.kernels.twins.forward`, by a kernel if it takes the call.
+    """:func:`opfuse_triton.norms.twins.forward`, by a kernel if it takes the call.
 
     Args:
         *given: As there.
@@ -34,7 +35,7 @@ def forward(*given: Any, into: Tensor | None = None, config: Config | None = Non
     if not takes(norm, *tensors):
         return twins.forward(*given, into=into)
     if is_compiling():
-        made = torch.ops.opfuse_norm.forward(*tensors, eps, *norm, dtype, keep, save)
+        made = torch.ops.opfuse_triton.norm_forward(*tensors, eps, *norm, dtype, keep, save)
         sums = tensors[1] is not None and keep
         return _named(made, True, sums, save and norm.kind == LAYER, save)
     made = forward_kernels.forward(*given, into=into, config=config)
@@ -44,7 +45,7 @@ def forward(*given: Any, into: Tensor | None = None, config: Config | None = Non
 
 
 def backward(*given: Any, owns: bool = False, config: Config | None = None) -> Backward:
-    """:func:`opfuse_norm.kernels.twins.backward`, by kernels if they take the call.
+    """:func:`opfuse_triton.norms.twins.backward`, by kernels if they take the call.
 
     Args:
         *given: As there.
@@ -57,7 +58,7 @@ def backward(*given: Any, owns: bool = False, config: Config | None = None) -> B
     if not takes(norm, *tensors):
         return twins.backward(*tensors, norm, needs)
     if is_compiling():
-        return _named(torch.ops.opfuse_norm.backward(*tensors, *norm, *needs), *needs)
+        return _named(torch.ops.opfuse_triton.norm_backward(*tensors, *norm, *needs), *needs)
     return backward_kernels.backward(*tensors, norm, needs, owns, config)
 
 
@@ -142,14 +143,14 @@ def _fake_backward(*given: Any) -> list[Tensor]:
 _NORM = "str kind, int dims, bool zero_centered"
 for _name, _kernel, _fake, _takes in (
     (
-        "opfuse_norm::forward",
+        "opfuse_triton::norm_forward",
         _forward,
         _fake_forward,
         f"Tensor x, Tensor? extra, Tensor? weight, Tensor? bias, float eps, {_NORM}, "
         "ScalarType? dtype, bool keep, bool save",
     ),
     (
-        "opfuse_norm::backward",
+        "opfuse_triton::norm_backward",
         _backward,
         _fake_backward,
         "Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
+from ..configs import Config
+from ..kernels import Kernel
+from ..targets import Target, current_target
 from .formulas import Formula
 
 # Parts of the kernels. A tile has BLOCK_ROWS rows and BLOCK_COLUMNS features of the output.
@@ -364,7 +366,7 @@ def forward(
     keep: bool,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See :func:`opfuse_activation.twins.forward`."""
+    """See :func:`opfuse_triton.elementwise.twins.forward`."""
     width = x.shape[-1]
     rows, features = x.numel() // width, width // 2 if formula.gated else width
     y = x.new_empty((*x.shape[:-1], features), dtype=dtype)
@@ -388,7 +390,7 @@ def backward(
     owns: bool = False,
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See :func:`opfuse_activation.twins.backward`; ``dy`` has the dtype of ``x``."""
+    """See :func:`opfuse_triton.elementwise.twins.backward`; ``dy`` has the dtype of ``x``."""
     width = x.shape[-1]
     rows, features = x.numel() // width, width // 2 if formula.gated else width
     dx = sums = out = None
@@ -428,7 +430,7 @@ def scaled_backward(
     needs_scales: bool,
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See :func:`opfuse_activation.twins.scaled_backward`."""
+    """See :func:`opfuse_triton.elementwise.twins.scaled_backward`."""
     width = x.shape[-1]
     rows, features = x.numel() // width, width // 2 if formula.gated else width
     dx = None if scales is None else torch.empty_like(x)
