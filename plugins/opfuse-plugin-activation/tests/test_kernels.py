@@ -130,7 +130,7 @@ def forward(op, x, bias, scales, dtype, keep):
 def backward(op, dy, x, *, needs_x=True, needs_sums=True, owns=False):
     formula = formulas.formula_of(op)
     call = library.LibraryActivation(op, formula).backward
-    return call(op.numbers_of(), dy, x, needs_x, needs_sums, owns)
+    return call(op.numbers_of(), dy, x, needs_x, needs_sums, owns=owns)[:2]
 
 
 def of_separate(kernel_result, separate_result, truth):
@@ -469,7 +469,8 @@ def test_the_operations_are_as_they_declare():
     for op, args in (
         (of.activation_forward, (x, bias, None, torch.bfloat16, True, *what)),
         (of.activation_forward, (x, None, scales, torch.float32, False, *what)),
-        (of.activation_backward, (dy, x, True, True, *what)),
+        (of.activation_backward, (dy, x, True, True, False, *what)),
+        (of.activation_backward, (dy, x, True, False, True, *what)),
         (of.activation_scaled_backward, (dy, x, scales, True, *what)),
     ):
         torch.library.opcheck(op.default, args, test_utils=checks)

@@ -57,7 +57,7 @@ def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Kernel
     elif scaled:
         which, names, rest = "scaled_backward", ("dy", "x", "scales"), (True,)
     else:
-        which, names, rest = "backward", ("dy", "x"), ("dx" in outputs, "dbias" in outputs, False)
+        which, names, rest = "backward", ("dy", "x"), ("dx" in outputs, "dbias" in outputs)
 
     def arguments(given: Mapping[str, Tensor]) -> list[Any]:
         dtype = (given["x"].dtype,) if which == "forward" else ()

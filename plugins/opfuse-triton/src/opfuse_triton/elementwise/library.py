@@ -17,8 +17,8 @@ from torch.compiler import is_compiling
 from ..configs import Config
 from . import DTYPES, formulas, kernels, twins
 from .formulas import Formula
+from .twins import Three, Two
 
-Two = tuple[Tensor | None, Tensor | None]
 _PLAIN = Tensor, torch.nn.Parameter  # a subclass may do something else
 
 
@@ -37,7 +37,7 @@ class LibraryActivation:
     def forward(
         self, x: Tensor, bias: Tensor | None, scales: Tensor | None, dtype: torch.dtype, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """:func:`twins.forward`, by the kernel if it takes the call."""
+        """:func:`opfuse_triton.elementwise.twins.forward`, by the kernel if it takes the call."""
         given = x, bias, scales, dtype, keep
         fits = bias is None or bias.shape == x.shape[-1:]
         if not (fits and dtype in DTYPES and self._takes(x, bias, scales)):
@@ -49,24 +49,32 @@ class LibraryActivation:
         return kernels.forward(self._formula, numbers, *given, self._config)
 
     def backward(
-        self, numbers: Any, dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, owns: bool
-    ) -> Two:
-        """:func:`twins.backward`, by the kernels if they take the call."""
+        self,
+        numbers: Any,
+        dy: Tensor,
+        x: Tensor,
+        needs_x: bool,
+        needs_sums: bool,
+        needs_y: bool = False,
+        owns: bool = False,
+    ) -> Three:
+        """:func:`opfuse_triton.elementwise.twins.backward`, by the kernels if they can."""
         # autograd gives expanded ones, from a sum
         dy = dy.to(x.dtype).contiguous()
-        given = dy, x, needs_x, needs_sums
+        needs = needs_x, needs_sums, needs_y
         if not self._takes(x, dy):
-            return twins.backward(self._op, numbers, *given, owns)
+            return twins.backward(self._op, numbers, dy, x, *needs, owns)
         values = self._formula.functions.numbers(numbers)
         if is_compiling():
-            made = torch.ops.opfuse_triton.activation_backward(*given, *self._in_graph(values))
-            return _placed(made, needs_x, needs_sums)
-        return kernels.backward(self._formula, values, *given, owns, self._config)
+            what = self._in_graph(values)
+            made = torch.ops.opfuse_triton.activation_backward(dy, x, *needs, *what)
+            return _placed(made, *needs)  # type: ignore[return-value]
+        return kernels.backward(self._formula, values, dy, x, *needs, owns, self._config)
 
     def scaled_backward(
         self, numbers: Any, dy: Tensor, x: Tensor, scales: Tensor | None, needs_scales: bool
     ) -> Two:
-        """:func:`twins.scaled_backward`, by the kernel if it takes the call."""
+        """:func:`opfuse_triton.elementwise.twins.scaled_backward`, by the kernel if it can."""
         dy = dy.contiguous()
         given = dy, x, scales, needs_scales
         if not self._takes(x, dy, scales):
@@ -76,7 +84,7 @@ class LibraryActivation:
             made = torch.ops.opfuse_triton.activation_scaled_backward(
                 *given, *self._in_graph(values)
             )
-            return _placed(made, scales is not None, needs_scales)
+            return _placed(made, scales is not None, needs_scales)  # type: ignore[return-value]
         return kernels.scaled_backward(self._formula, values, *given, self._config)
 
     def _in_graph(self, numbers: tuple[float, ...]) -> tuple[Any, ...]:
@@ -100,12 +108,13 @@ class LibraryActivation:
         return True
 
 
-def _placed(made: list[Tensor], first: bool, second: bool) -> Two:
+def _placed(made: list[Tensor], *there: bool) -> tuple[Tensor | None, ...]:
     """The tensors of a list in their places, None where there is none."""
-    return made[0] if first else None, made[-1] if second else None
+    left = iter(made)
+    return tuple([next(left) if is_there else None for is_there in there])
 
 
-def _there(made: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+def _there(made: tuple[Tensor | None, ...]) -> list[Tensor]:
     return [tensor for tensor in made if tensor is not None]
 
 
@@ -127,9 +136,12 @@ def _fake_forward(
     return [y, torch.empty_like(x, dtype=dtype)] if keep else [y]
 
 
-def _fake_backward(dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, *_: Any) -> list[Tensor]:
-    dx, sums = torch.empty_like(x), x.new_empty(x.shape[-1:])
-    return _there((dx if needs_x else None, sums if needs_sums else None))
+def _fake_backward(
+    dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, needs_y: bool, *_: Any
+) -> list[Tensor]:
+    dx = torch.empty_like(x) if needs_x else None
+    sums = x.new_empty(x.shape[-1:]) if needs_sums else None
+    return _there((dx, sums, torch.empty_like(dy) if needs_y else None))
 
 
 def _fake_scaled_backward(
@@ -144,7 +156,11 @@ _FORWARD = "Tensor x, Tensor? bias, Tensor? scales, ScalarType dtype, bool keep"
 _WHAT = "str[] functions, float[] numbers, int size, bool rounds"
 for _kernel, _takes, _fake in (
     (kernels.forward, _FORWARD, _fake_forward),
-    (kernels.backward, "Tensor dy, Tensor x, bool needs_x, bool needs_sums", _fake_backward),
+    (
+        kernels.backward,
+        "Tensor dy, Tensor x, bool needs_x, bool needs_sums, bool needs_y",
+        _fake_backward,
+    ),
     (
         kernels.scaled_backward,
         "Tensor dy, Tensor x, Tensor? scales, bool needs_scales",

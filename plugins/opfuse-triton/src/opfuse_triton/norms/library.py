@@ -1,7 +1,7 @@
 """For each call: the kernel, launched or as a torch operation in a graph, or the twin.
 
-``torch.compile`` sees one operation per fusion, ``opfuse_triton::norm_forward`` and
-``opfuse_triton::norm_backward``. Eager calls launch the kernels themselves, which takes less time.
+``torch.compile`` sees one operation per call, ``opfuse_triton::norm_forward``, ``::norm_backward``
+and ``::norm_again``. Eager calls launch the kernels themselves, which takes less time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from opfuse_triton import Config, current_target
 
 from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
+from . import again as again_kernels
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .twins import Backward, Forward
@@ -60,6 +61,20 @@ def backward(*given: Any, owns: bool = False, config: Config | None = None) -> B
     if is_compiling():
         return _named(torch.ops.opfuse_triton.norm_backward(*tensors, *norm, *needs), *needs)
     return backward_kernels.backward(*tensors, norm, needs, owns, config)
+
+
+def again(*given: Any) -> Tensor:
+    """:func:`opfuse_triton.norms.twins.again`, by a kernel if it takes the call.
+
+    Args:
+        *given: As there.
+    """
+    *tensors, norm, dtype = given
+    if not takes(norm, *tensors):
+        return twins.again(*given)
+    if is_compiling():
+        return torch.ops.opfuse_triton.norm_again(*tensors, *norm, dtype)[0]
+    return again_kernels.again(*given)
 
 
 def candidates(
@@ -115,6 +130,15 @@ def _backward(*given: Any) -> list[Tensor]:
     return _there(backward_kernels.backward(*tensors, norm, needs))
 
 
+def _again(*given: Any) -> list[Tensor]:
+    *tensors, kind, dims, zero_centered, dtype = given
+    return [again_kernels.again(*tensors, Norm(kind, dims, zero_centered), dtype)]
+
+
+def _fake_again(x: Tensor, *given: Any) -> list[Tensor]:
+    return [torch.empty_like(x, dtype=given[-1])]
+
+
 def _fake_forward(*given: Any) -> list[Tensor]:
     x, extra, _, _, _, kind, dims, _, dtype, keep, save = given
     made = [torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra))]
@@ -155,6 +179,13 @@ for _name, _kernel, _fake, _takes in (
         _fake_backward,
         "Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "
         f"{_NORM}, bool needs_x, bool needs_weight, bool needs_bias",
+    ),
+    (
+        "opfuse_triton::norm_again",
+        _again,
+        _fake_again,
+        "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, "
+        f"{_NORM}, ScalarType? dtype",
     ),
 ):
     torch.library.define(_name, f"({_takes}) -> Tensor[]")
