@@ -292,17 +292,24 @@ class ParallelLinear(LinearOperation):
         dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
         return self.split(rows_of(dy))
 
-    def param_grads(self, ctx: OperationContext, parts: Sequence[Tensor], of_weight: Any) -> Grads:
+    def param_grads(
+        self,
+        ctx: OperationContext,
+        parts: Sequence[Tensor],
+        of_weight: Any,
+        summed: Sequence[Tensor] = (),
+    ) -> Grads:
         """The gradients of the parameters that need one, in the order of ``param_names``.
 
         Args:
             ctx: The context.
             parts: The result of :meth:`parts_of`.
             of_weight: Computes the gradient of a weight from its part.
+            summed: The parts of the sum over all rows, as a matrix of one row, if it is known.
         """
         wants = zip(parts, ctx.param_requires_grad, strict=False)
         grads = [of_weight(dy) if wanted else None for dy, wanted in wants]
-        return (*grads, *self._sums(ctx, parts))
+        return (*grads, *self._sums(ctx, summed or parts))
 
     def bias_grads(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the biases that need one, from a gradient that is not quantized."""

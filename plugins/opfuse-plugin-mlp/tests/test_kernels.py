@@ -2,21 +2,24 @@
 
 import pytest
 import torch
-from opfuse_mlp import formulas, fused
 
+import opfuse
 from opfuse import ops
-from opfuse.testing import CubicActivation, assert_close, interpreter
+from opfuse.testing import assert_close, interpreter
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from opfuse_mlp import cases, kernels
-from opfuse_triton import TARGETS, DeviceFunctions, functions_of, is_interpreting
+from opfuse_mlp import cases
+from opfuse_triton import TARGETS, is_interpreting, norms
 from opfuse_triton.checking import check
+from opfuse_triton.elementwise import formulas, kernels, library, twins
 from opfuse_triton.floor import assert_floor
+from opfuse_triton.norms import library as norm_library
+from opfuse_triton.norms import twins as norm_twins
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = ((1, 1), (3, 129), (129, 127), (2, 4096), (0, 8))
+SHAPES = ((1, 1), (3, 129), (65, 127), (0, 8))
 ACTIVATIONS = (
     ops.SwiGLU(),
     ops.SwiGLU(glu_interleave_size=1),
@@ -42,90 +45,106 @@ def arguments(op, shape, dtype):
     return [torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes]
 
 
-def gradients(op, config=None):
-    size = getattr(op, "glu_interleave_size", None) or 0
-    return kernels.Gradients(functions_of(op), size, config)
+def gradients(op, dy, z, *needs, owns=False, config=None):
+    by_kernel = library.LibraryActivation(op, formulas.formula_of(op), config)
+    return by_kernel.backward(op.numbers_of(), dy, z, *needs, owns=owns)
 
 
 @runs
 @pytest.mark.parametrize("op", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_and_recomputed_values_match_fp64(dtype, op):
+def test_gradients_sums_and_outputs_again_match_fp64(dtype, op):
     for shape in SHAPES:
         dy, z = arguments(op, shape, dtype)
-        truth = formulas.gradients(op, dy.double(), z.double(), True)
-        alone, nothing = gradients(op)(dy, z, op.numbers_of(), False)
-        dz, y = gradients(op)(dy, z, op.numbers_of(), True)
-        assert nothing is None and torch.equal(alone, dz) and y is dy
-        for got, expected in zip((dz, y), truth, strict=True):
+        truth = twins.backward(op, op.numbers_of(), dy.double(), z.double(), True, True, True)
+        alone, *nothing = gradients(op, dy, z, True, False, False)
+        owned = dy.clone()
+        made = gradients(op, owned, z, True, True, True, owns=True)
+        assert nothing == [None, None] and torch.equal(alone, made[0])
+        assert made[2].data_ptr() == owned.data_ptr() or not dy.numel()
+        for got, expected, name in zip(made, truth, ("dz", "sums", "y"), strict=True):
             assert got.dtype is dtype
-            assert_close(got, expected, what=f"{op} at {shape}")
+            assert_close(got, expected, what=f"{name} of {op} at {shape}", gemm=name == "sums")
+
+
+@runs
+@pytest.mark.parametrize("op", ACTIVATIONS, ids=str)
+def test_the_output_again_has_the_bits_of_the_forward(op):
+    dy, z = arguments(op, (9, 96), torch.bfloat16)
+    y, _ = library.LibraryActivation(op, formulas.formula_of(op)).forward(
+        z, None, None, z.dtype, False
+    )
+    assert torch.equal(gradients(op, dy, z, True, False, True)[2], y)
 
 
 @runs
 @pytest.mark.parametrize("op", ACTIVATIONS[:5:4], ids=str)
 def test_every_configuration_gives_the_same(op):
-    from opfuse_triton import Config
+    from opfuse_triton import Config, current_target
 
     dy, z = arguments(op, (9, 200), torch.bfloat16)
-    expected = kernels.launch(dy, z, None, functions_of(op))
-    found = kernels.candidates(torch.device(DEVICE), 200)
+    expected = gradients(op, dy, z, True, False, True)
+    target = current_target(torch.device(DEVICE))
+    found = kernels.candidates("backward", formulas.formula_of(op), z.shape[1], target)
     assert 1 < len(found) <= 8
     for config in found:
-        assert torch.equal(gradients(op, Config(**config))(dy, z, (), False)[0], expected)
+        made = gradients(op, dy, z, True, False, True, config=Config(**config))
+        assert torch.equal(made[0], expected[0]) and torch.equal(made[2], expected[2])
 
 
 @runs
-def test_numbers_of_the_forward_count():
-    op = ops.ClampedSwiGLU(limit=0.5)
-    numbers, (dy, z) = op.numbers_of(), arguments(op, (4, 8), torch.float32)
-    op.limit = 2.0
-    dz, _ = gradients(op)(dy, z, numbers, False)
-    assert_close(dz, formulas.gradients(op.with_numbers(numbers), dy.double(), z.double(), 0)[0])
+@pytest.mark.parametrize("kind", [norms.RMS, norms.LAYER])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_again_matches_fp64_and_its_forward(dtype, kind):
+    norm = norms.Norm(kind, 1, kind == norms.RMS)
+    for rows, features in ((1, 1), (3, 127), (2, 1), (9, 3000), (2, 17000)):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(rows, features, generator=generator).to(DEVICE, dtype)
+        weight, bias = torch.randn(2, features, generator=generator).to(DEVICE, dtype)
+        bias = bias if kind == norms.LAYER else None
+        y, _, *stats = norm_library.forward(x, None, weight, bias, 1e-5, norm, None, True, True)
+        again = norm_library.again(x, weight, bias, *stats, norm, None)
+        wide = [t if t is None else t.double() for t in (x, weight, bias, *stats)]
+        assert_close(again, norm_twins.again(*wide, norm, None), what=f"{rows} x {features}")
+        torch.testing.assert_close(again, y)
 
 
 @runs
-@pytest.mark.parametrize(
-    ("op", "with_output"), [(ACTIVATIONS[1], True), (ACTIVATIONS[3], False)], ids=str
-)
-def test_the_operation_for_compilers(op, with_output):
-    dy, z = arguments(op, (4, 8), torch.float32)
-    by_kernel = gradients(op)
-    expected = by_kernel(dy.clone(), z, op.numbers_of(), with_output)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(dy, z):
-        return by_kernel(dy * 1, z, op.numbers_of(), with_output)
-
-    for got, want in zip(compiled(dy, z), expected, strict=True):
-        assert (got is None) == (want is None) and (got is None or torch.equal(got, want))
-    numbers = by_kernel._functions.numbers(op.numbers_of())
-    given = dy, z, by_kernel._name, numbers, by_kernel._interleaved, with_output
-    torch.library.opcheck(torch.ops.opfuse_mlp.gradients.default, given)
+def test_in_graphs_they_are_operations():
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    given = x, weight, None, None, torch.rand(4, 1), norms.RMS, 1, False, torch.bfloat16
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.opfuse_triton.norm_again.default, given, test_utils=checks)
 
 
-def test_the_kernel_takes_what_it_can():
-    class Wrapped(torch.Tensor):
-        pass
+def launches_of(chain, x, monkeypatch):
+    """The names of the kernels that a forward and a backward launch, in their order."""
+    from opfuse_triton.kernels import Kernel
 
-    x = torch.zeros(4, 8)
-    assert fused._takes(x, x.bfloat16())
-    for other in (x.t(), x.double(), x.as_subclass(Wrapped)):
-        assert not fused._takes(x, other) and not fused._takes(other, x)
+    names, launch = [], Kernel.launch
+
+    def watched(self, *args, **more):
+        names.append(self.name)
+        return launch(self, *args, **more)
+
+    monkeypatch.setattr(Kernel, "launch", watched)
+    with opfuse.options(prefer="memory"), opfuse.plugins.using("mlp"):
+        y = chain(x)
+        names.append("backward:")
+        y.backward(torch.ones_like(y))
+    return names
 
 
-def test_two_functions_of_one_name_are_told_apart():
-    def made():
-        @kernels.triton.jit
-        def value(x):
-            return x
-
-        return DeviceFunctions(value, value)
-
-    one, other = made(), made()
-    names = [kernels.Gradients(functions, 0)._name for functions in (one, other, one)]
-    assert names[0] == names[2] != names[1]
-    assert [kernels._FUNCTIONS[name] for name in names] == [one, other, one]
+@runs
+def test_what_it_computes_around_the_products_is_kernels(monkeypatch):
+    """All but the products, and the sum for the last bias."""
+    norm, first, last = ops.RMSNorm(16), ops.Linear(16, 64), ops.Linear(32, 16)
+    chain = opfuse.Sequential(norm, first, ops.SwiGLU(), last).to(DEVICE)
+    x = torch.randn(5, 16, device=DEVICE, requires_grad=True)
+    assert launches_of(chain, x, monkeypatch) == [
+        *("norm_forward", "activation_forward_kernel", "backward:"),
+        *("activation_backward_kernel", "norm_again", "norm_backward", "column_sums"),
+    ]
 
 
 @compiles
@@ -139,7 +158,3 @@ def test_the_kernels_compile_for_every_target():
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_it_reads_and_writes_each_tensor_once(case):
     assert_floor(case)
-
-
-def test_what_has_no_functions():
-    assert functions_of(CubicActivation()) is None

@@ -7,19 +7,20 @@ import dataclasses
 
 import pytest
 import torch
-from opfuse_norm import fused, kernels
-from opfuse_norm.kernels import twins
+from opfuse_norm import fused
+from opfuse_triton import norms as kernels
+from opfuse_triton.norms import twins
 
 from opfuse.testing import assert_close, interpreter, machine
 
 pytest.importorskip("triton")
 import ledger
 from opfuse_norm.cases import CASES
-from opfuse_norm.kernels import backward as backward_kernels
-from opfuse_norm.kernels import forward as forward_kernels
-from opfuse_norm.kernels import library
 from opfuse_triton import TARGETS, target
 from opfuse_triton.floor import assert_floor, count_bytes
+from opfuse_triton.norms import backward as backward_kernels
+from opfuse_triton.norms import forward as forward_kernels
+from opfuse_triton.norms import library
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
 

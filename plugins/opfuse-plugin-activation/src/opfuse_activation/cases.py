@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from opfuse_triton import KernelCase, Operand
+from opfuse_triton.elementwise import formulas, kernels, twins
 from torch import Tensor
 
 from opfuse import ops
-
-from . import formulas, kernels, twins
 
 _HIDDEN = {"rows": 8192, "features": 16384}
 _NARROW = {"rows": 8192, "features": 4096}
@@ -58,7 +57,7 @@ def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Kernel
     elif scaled:
         which, names, rest = "scaled_backward", ("dy", "x", "scales"), (True,)
     else:
-        which, names, rest = "backward", ("dy", "x"), ("dx" in outputs, "dbias" in outputs, False)
+        which, names, rest = "backward", ("dy", "x"), ("dx" in outputs, "dbias" in outputs)
 
     def arguments(given: Mapping[str, Tensor]) -> list[Any]:
         dtype = (given["x"].dtype,) if which == "forward" else ()

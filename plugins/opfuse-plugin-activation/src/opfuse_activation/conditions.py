@@ -4,43 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from opfuse_triton import why_no_kernel
+from opfuse_triton.elementwise.passes import why_not
 
 from opfuse import Environment, has_same_math
-from opfuse.ops import GELU, ReLU, ScaledActivation, SiLU
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernels read and write. They compute in fp32."""
-
-
-def activation_of(op: Any) -> Any:
-    """The activation that an op is, or that it scales."""
-    return op.activation if isinstance(op, ScaledActivation) else op
-
-
-def why_not(op: Any, env: Environment) -> str:
-    """Why no kernel can run for an activation, as a sentence; empty: one can.
-
-    Args:
-        op: The activation, or the op that scales it.
-        env: The environment.
-    """
-    if why := why_no_kernel(env.device, env.capability):
-        return why
-    if env.dtype not in DTYPES:
-        return (
-            f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
-        )
-    from . import formulas
-
-    activation = activation_of(op)
-    name, formula = type(activation).__name__, formulas.formula_of(activation)
-    if formula is None:
-        return f"{name} has no device functions (Activation.device_functions)"
-    if env.compiling and not formula.names:
-        return f"a graph cannot name the device functions of {name}: define them in a module"
-    return ""
+from opfuse.ops import GELU, ReLU, SiLU
 
 
 def runs(ops: Any, env: Environment) -> bool | str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opfuse_triton.elementwise import passes
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
@@ -20,40 +20,29 @@ Extras = Sequence[Sequence[Tensor | None]]
 class _Fused(FusedOperation):
     """The base of all: it has the activation, and the functions that compute it."""
 
-    _call = ""  # of the functions in twins, and the methods of library.LibraryActivation
+    _call = ""  # one of the passes of opfuse_triton.elementwise
     _run: Any
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         # in tuples, since looking up a module's attributes is slow
-        self._last = (basic_ops[-1], conditions.activation_of(basic_ops[-1]))
+        self._last = (basic_ops[-1], passes.activation_of(basic_ops[-1]))
         self._has_bias, self._nothing = len(basic_ops) > 1, ((),) * len(basic_ops)
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        op, activation = self._last
-        self.fallback = conditions.why_not(op, env)
-        if self.fallback:
-            from . import twins
-
-            self._run = functools.partial(getattr(twins, self._call), activation)
-            return
-        from opfuse_triton import Config
-
-        from . import formulas, library
-
-        formula = formulas.formula_of(activation, scaled=op is not activation)
-        config = Config(**env.configuration) if env.configuration else None
-        self._run = getattr(library.LibraryActivation(activation, formula, config), self._call)
+        op, _ = self._last
+        self.fallback = passes.why_not(op, env)
+        found = passes.passes_of(op, env, env.configuration)
+        self._run = getattr(found, self._call)
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
         op, activation = self._last
-        if env.features is None or env.compiling or conditions.why_not(op, env):
+        if env.features is None or env.compiling or passes.why_not(op, env):
             return ()
         from opfuse_triton import current_target
-
-        from . import formulas, kernels
+        from opfuse_triton.elementwise import formulas, kernels
 
         formula: Any = formulas.formula_of(activation)
         target = current_target(env.device)
@@ -98,7 +87,7 @@ class BackwardActivation(_Fused):
         # a custom forward may have left none
         numbers = getattr(ctx, "numbers", None) or op.numbers_of()
         needs = first.input_requires_grad, needs_sums
-        dx, sums = self._run(numbers, grad_output, x, *needs, ctx.owns_grad_output)
+        dx, sums, _ = self._run(numbers, grad_output, x, *needs, owns=ctx.owns_grad_output)
         return dx, ((sums,), ()) if self._has_bias else ((),), self._nothing
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from opfuse_triton import why_no_kernel
+from opfuse_triton.elementwise import passes
+from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
 
 from opfuse import (
@@ -26,15 +26,12 @@ from . import formulas
 
 Ctxs = list[OperationContext]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernel reads and writes. It computes in fp32."""
-
 
 class MLP(FusedOperation):
     """[Norm +] linear [+ bias] + activation + linear [+ bias], which keeps less for the backward.
 
-    The forward is that of the ops. The input of the activation is kept, and neither its output nor
-    that of the norm, which the backward computes again.
+    The input of the activation is kept, and neither its output nor that of the norm, which the
+    backward computes again.
     """
 
     grad_input = "fresh"
@@ -44,40 +41,44 @@ class MLP(FusedOperation):
         # in a tuple, since looking up a module's attributes is slow
         self._ops: tuple[Any, ...] = tuple(basic_ops)
         self._has_norm = isinstance(basic_ops[0], (RMSNorm, LayerNorm))
+        self._norm: Any = NormPasses(basic_ops[0]) if self._has_norm else None
         self._act = _place_of_activation(basic_ops)
-        self._keep_norm, self._kernel = False, None
+        self._keep_norm = False
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         self._keep_norm = env.options.get("mlp.keep_norm", False)
-        self.fallback, functions = _why_not(self._ops, env)
-        if self.fallback:
-            return
-        from opfuse_triton import Config
-
-        from . import kernels  # this imports Triton
-
-        config = None if env.configuration is None else Config(**env.configuration)
-        size = getattr(self._ops[self._act], "glu_interleave_size", None)
-        self._kernel = kernels.Gradients(functions, size or 0, config)  # type: ignore[assignment]
+        activation = self._ops[self._act]
+        self.fallback = passes.why_not(activation, env)
+        self._activate = passes.passes_of(activation, env).forward
+        self._gradients = passes.passes_of(activation, env, env.configuration).backward
+        if self._has_norm:
+            self._norm.plan(env)
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
-        if env.compiling or _why_not(self._ops, env)[0]:
+        activation, second = self._ops[self._act : self._act + 2]
+        if env.compiling or passes.why_not(activation, env):
             return ()
-        from . import kernels
+        from opfuse_triton import current_target
+        from opfuse_triton.elementwise import formulas as of_kernels
+        from opfuse_triton.elementwise import kernels
 
-        return kernels.candidates(env.device, self._ops[self._act + 1].in_features)
+        formula: Any = of_kernels.formula_of(activation)
+        width = second.in_features * activation.feature_ratio
+        return kernels.candidates("backward", formula, width, current_target(env.device))
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         ops, ctxs, place = self._ops, basic_op_ctxs, self._act
-        x = ops[0].op_forward(ctxs[0], input_) if self._has_norm else input_
-        z = self._first(ctxs, x)
+        x = input_
+        if self._has_norm:
+            x = _normalized(ops[0], self._norm, ctxs[0], x)
         activation, second, *bias = ctxs[place:]
-        y = ops[place].forward_value(ops[place].operand(activation, z))
+        z = ops[place].operand(activation, self._first(ctxs, x))
+        y, _ = self._activate(z, None, None, z.dtype, False)
         y, weight = BasicLinear.operands(second, y)
         output = formulas.product(y, weight, bias[0].params[0] if bias else None)
         self._keep_less(ctxs)
@@ -115,7 +116,7 @@ class MLP(FusedOperation):
         grads: list[Any] = [None] * len(ops)
         no_extras = ((),) * len(ops)
         activation, second, *bias = ctxs[place:]
-        dy, dz, y = formulas.rows_of(grad_output), None, None
+        dy, dz, sums = formulas.rows_of(grad_output), None, None
         dy = dy if second.dtype is None else dy.to(second.dtype)
         if bias and bias[0].param_requires_grad[0]:
             grads[-1] = (dy.sum(0),)
@@ -123,35 +124,41 @@ class MLP(FusedOperation):
             y, weight = BasicLinear.saved_operands(second)
             (wanted,) = second.param_requires_grad
             if weight is not None:
-                dz, y = self._gradients(activation, dy.mm(weight), wanted)
+                needs = True, self._needs_sums(ctxs), wanted
+                dz, sums, y = self._of_activation(activation, dy.mm(weight), needs)
             if y is not None:
                 grads[place + 1] = (formulas.grad_of_weight(dy, formulas.rows_of(y)),)
         if dz is None:
             return None, grads, no_extras
         del dy, y  # before more is computed
-        dx = self._first_gradients(ctxs, dz, grads)
+        dx = self._first_gradients(ctxs, dz, sums, grads)
         if dx is not None:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         if self._has_norm and ctxs[0].requires_grad:
-            dx, grads[0] = ops[0].op_backward(ctxs[0], dx)
+            dx, grads[0] = _norm_backward(ops[0], self._norm, ctxs[0], dx, True)
         return dx, grads, no_extras
 
-    def _gradients(self, ctx: Any, dy: Tensor, with_output: bool) -> tuple[Tensor, Tensor | None]:
-        """The gradient of the activation's input, and its output again, as matrices."""
+    def _of_activation(self, ctx: Any, dy: Tensor, needs: tuple[bool, bool, bool]) -> Any:
+        """The gradient of the activation's input, its sums, and the output again, as matrices."""
         op = self._ops[self._act]
         saved, *_ = ctx.saved_tensors  # the norm's tensors come after it
         z = formulas.rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
-        if self._kernel is not None and _takes(dy, z):
-            return self._kernel(dy, z, numbers, with_output)
-        return formulas.gradients(op.with_numbers(numbers), dy, z, with_output)
+        return self._gradients(numbers, dy, z, *needs, owns=True)
 
-    def _first_gradients(self, ctxs: Ctxs, dz: Tensor, grads: list[Any]) -> Tensor | None:
+    def _needs_sums(self, ctxs: Ctxs) -> bool:
+        """Return whether the gradient of a bias is the sum of that of the activation's input."""
+        bias = ctxs[self._has_norm + 1 : self._act]
+        return bool(bias) and bias[0].param_requires_grad[0]
+
+    def _first_gradients(
+        self, ctxs: Ctxs, dz: Tensor, sums: Tensor | None, grads: list[Any]
+    ) -> Tensor | None:
         """The gradients of the first linear and its bias; returns that of its input."""
         place = int(self._has_norm)
-        linear, *bias = ctxs[place : self._act]
-        if bias and bias[0].param_requires_grad[0]:
-            grads[place + 1] = (dz.sum(0),)
+        linear = ctxs[place]
+        if sums is not None:
+            grads[place + 1] = (sums,)
         if not linear.requires_grad:
             return None
         x, weight = BasicLinear.saved_operands(linear)
@@ -164,7 +171,7 @@ class MLP(FusedOperation):
         if saved is None:
             norm, linear = ctxs[:2]
             _, *params = ctxs[self._act].saved_tensors  # type: ignore[misc]
-            saved = formulas.normalized_again(norm, norm.saved_tensors, params, norm.dtype)
+            saved = self._norm.again(norm, norm.saved_tensors, params)
             saved = saved if linear.dtype is None else saved.to(linear.dtype)
         return formulas.rows_of(saved)
 
@@ -176,14 +183,21 @@ class ParallelMLP(MLP):
         op = self._ops[self._act - 1]
         return op.product(*op.operands(ctxs[self._act - 1], x))  # type: ignore[no-any-return]
 
-    def _first_gradients(self, ctxs: Ctxs, dz: Tensor, grads: list[Any]) -> Tensor | None:
+    def _needs_sums(self, ctxs: Ctxs) -> bool:
+        op, ctx = self._ops[self._act - 1], ctxs[self._act - 1]
+        return any(ctx.param_requires_grad[len(op.sizes) :])
+
+    def _first_gradients(
+        self, ctxs: Ctxs, dz: Tensor, sums: Tensor | None, grads: list[Any]
+    ) -> Tensor | None:
         place = self._act - 1
         op, ctx = self._ops[place], ctxs[place]
         x, weights = op.saved_operands(ctx)
         if any(ctx.param_requires_grad[: len(op.sizes)]):
             x = self._input(ctxs, x)
         parts = op.parts_of(ctx, dz)
-        grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x))
+        summed = () if sums is None else op.parts_of(ctx, sums.unsqueeze(0))
+        grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x), summed)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
             dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
@@ -196,13 +210,20 @@ class RecomputedNorm(FusedOperation):
     recomputes = True
     grad_input = "fresh"
 
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._of = basic_ops[0], NormPasses(basic_ops[0])
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._of[1].plan(env)
+
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        norm: Any = self.basic_ops[0]
         ctx: Any = basic_op_ctxs[0]
-        y = norm.op_forward(ctx, input_)
+        y = _normalized(*self._of, ctx, input_)
         if ctx.requires_grad:
             if ctx.may_recompute and ctx.to_save[0] is not None:
                 ctx.recomputable_output = y
@@ -213,50 +234,32 @@ class RecomputedNorm(FusedOperation):
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
         (ctx,) = basic_op_ctxs
         *saved, weight, bias = ctx.saved_tensors
-        return formulas.normalized_again(ctx, saved, (weight, bias), ctx.dtype)
+        return self._of[1].again(ctx, saved, (weight, bias))
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        norm: Any = self.basic_ops[0]
         ctx: Any = basic_op_ctxs[0]
         ctx.saved_tensors = ctx.saved_tensors[:-2]
-        dx, grads = norm.op_backward(ctx, grad_output)
+        dx, grads = _norm_backward(*self._of, ctx, grad_output, ctx.owns_grad_output)
         return dx, (grads,), ((),)
+
+
+def _normalized(op: Any, norm: NormPasses, ctx: Any, x: Tensor) -> Tensor:
+    """The output of a norm: by a kernel, or by the op, which says what is wrong."""
+    takes = norm.has_kernels and norm.fits(ctx, x)
+    return norm.forward(ctx, x)[0] if takes else op.op_forward(ctx, x)
+
+
+def _norm_backward(op: Any, norm: NormPasses, ctx: Any, dy: Tensor, owns: bool) -> Any:
+    """The gradients of a norm: by kernels, or by the op, as those of a LayerNorm's bias alone."""
+    takes = norm.has_kernels and norm.saved(ctx)[0] is not None
+    return norm.backward(ctx, dy, owns=owns) if takes else op.op_backward(ctx, dy)
 
 
 def _place_of_activation(ops: Sequence[Any]) -> int:
     return next(place for place, op in enumerate(ops) if isinstance(op, Activation))
-
-
-def _why_not(ops: Sequence[Any], env: Environment) -> tuple[str, Any]:
-    """Why no kernel can run for a chain, as a sentence; or "" and the device functions."""
-    if reason := _why_not_on(env):
-        return reason, None
-    from opfuse_triton import functions_of
-
-    activation = ops[_place_of_activation(ops)]
-    functions = functions_of(activation)
-    if functions is None:
-        return f"{type(activation).__name__} has no device functions that compute it", None
-    return "", functions
-
-
-def _why_not_on(env: Environment) -> str:
-    """Why no kernel can run in an environment, as a sentence, or ""."""
-    said = why_no_kernel(env.device, env.capability)
-    if not said and env.dtype not in DTYPES:
-        return f"its kernel computes in fp32, and this is {str(env.dtype)[6:]}"
-    return said
-
-
-def _takes(dy: Tensor, z: Tensor) -> bool:
-    """Return whether the kernel takes these tensors; a subclass has its own ways."""
-    for tensor in (dy, z):
-        if not (type(tensor) is Tensor and tensor.dtype in DTYPES and tensor.is_contiguous()):
-            return False
-    return True
 
 
 def _keeps_less(ops: Any, env: Environment) -> bool | str:
@@ -270,7 +273,7 @@ def _keeps_less(ops: Any, env: Environment) -> bool | str:
     if not activation.deterministic:
         who = type(activation).__name__
         return f"{who} does not declare itself deterministic, and would be computed again"
-    if env.compiling and _why_not_on(env):
+    if env.compiling and passes.why_not(activation, env):
         return "torch.compile merges what is computed twice, so that nothing less would be kept"
     return True
 

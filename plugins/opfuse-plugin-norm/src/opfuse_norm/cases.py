@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from opfuse_triton import KernelCase, Operand
+from opfuse_triton import norms as kernels
+from opfuse_triton.norms import backward as backward_kernels
+from opfuse_triton.norms import forward as forward_kernels
+from opfuse_triton.norms import twins
 from torch import Tensor
-
-from . import kernels
-from .kernels import backward as backward_kernels
-from .kernels import forward as forward_kernels
-from .kernels import twins
 
 _WIDTHS = [{"rows": 8192, "features": features} for features in (2048, 4096, 8192)]
 _SMALL = [{"rows": 37, "features": 512}, {"rows": 5, "features": 1500}]

@@ -2,63 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from opfuse_triton import norms as kernels
 from opfuse_triton import why_no_kernel, why_unmeasured
+from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
 from opfuse.ops import AddExtraInput, L2Normalization, LayerNorm, MakeExtraOutput, RMSNorm
 
-from . import kernels
-
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
-_PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
 
 
 class _Fused(FusedOperation):
-    """The base of forward and backward: it has the norm, and the functions that compute it."""
+    """The base of forward and backward: it has the norm, and what computes it."""
 
     _pass = ""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        kinds = {RMSNorm: kernels.RMS, LayerNorm: kernels.LAYER, L2Normalization: kernels.L2}
-        op = basic_ops[-1]
-        self._kind = next(kind for cls, kind in kinds.items() if isinstance(op, cls))
-        self._shape: tuple[int, ...] = getattr(op, "normalized_shape", (0,))
         # in tuples, since looking up a module's attributes is slow
         self._ops, self._nothing = tuple(basic_ops), ((),) * len(basic_ops)
-        self._saved = [_PLACES[name] for name in op.saved_names]
+        self._norm = NormPasses(basic_ops[-1])
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self.fallback = why_no_kernel(env.device, env.capability)
-        if self.fallback:
-            from .kernels import twins
-
-            self._run = getattr(twins, self._pass)
-            return
-        from .kernels import library
-
-        self._run = getattr(library, self._pass)
-        if env.configuration is not None:
-            from opfuse_triton import Config
-
-            self._run = functools.partial(self._run, config=Config(**env.configuration))
+        self.fallback = self._norm.plan(env, **{self._pass: env.configuration})
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
         features = _features(self._ops, env)
         if features is None or env.compiling or self.fallback:
             return ()
-        from .kernels import library
+        from opfuse_triton.norms import library
 
-        return library.candidates(self._pass, env.device, features, self._kind, env.dtype)
+        return library.candidates(self._pass, env.device, features, self._norm.kind, env.dtype)
 
 
 class ForwardNorm(_Fused):
@@ -75,10 +57,9 @@ class ForwardNorm(_Fused):
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        op, ctx, dims = self._ops[-1], basic_op_ctxs[-1], len(self._shape)
+        ctx = basic_op_ctxs[-1]
         extra = basic_op_extra_inputs[0][0] if self._adds else None
-        of_input = dims > 1 and input_.shape[-dims:] != self._shape
-        if of_input or not self._takes(ctx, input_, extra):  # the ops say what is wrong
+        if not self._takes(ctx, input_, extra):  # the ops say what is wrong
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
             )
@@ -86,29 +67,15 @@ class ForwardNorm(_Fused):
         if extra is not None:
             if self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape):
                 into = extra.detach()
-        weight, bias = (*ctx.params, None, None)[:2]
-        needs_x = ctx.requires_grad and ctx.input_requires_grad
-        save = needs_x or (ctx.requires_grad and any(ctx.param_requires_grad[:1]))
-        zero_centered = getattr(op, "zero_centered_gamma", False)
-        norm = kernels.Norm(self._kind, dims, zero_centered)
-        keep = save or self._forks or into is not None
-        call = input_, extra, weight, bias, op.eps, norm, ctx.dtype, keep, save
-        y, x, mean, rstd = self._run(*call, into=into)
-        if extra is None:
-            x = input_
-        if ctx.requires_grad:
-            saved = x, weight if needs_x else None, mean, rstd
-            ctx.to_save = tuple([saved[i] if save else None for i in self._saved])
-            if self._kind != kernels.L2:
-                ctx.zero_centered_gamma = zero_centered  # type: ignore[attr-defined]
+        y, x = self._norm.forward(ctx, input_, extra, into, self._forks or into is not None)
         outputs: tuple[Any, ...] = self._nothing
         if self._forks:
             outputs = (*outputs[:-2], (x.view_as(x),), ())
         return y, outputs
 
     def _takes(self, ctx: Any, x: Tensor, extra: Tensor | None) -> bool:
-        """Return whether parameters have a row's shape, and the sum overwrites no other row."""
-        if any([param.shape != self._shape for param in ctx.params]):
+        """Return whether all shapes are as they should, and the sum overwrites no other row."""
+        if not self._norm.fits(ctx, x):
             return False
         if extra is None or not getattr(self._ops[0], "in_place", False):
             return True
@@ -127,26 +94,14 @@ class BackwardNorm(_Fused):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         ctx = basic_op_ctxs[-1]
-        saved: list[Any] = [None] * 4
-        for place, tensor in zip(self._saved, ctx.saved_tensors, strict=True):  # type: ignore[arg-type]
-            saved[place] = tensor
-        x, weight, mean, rstd = saved
-        if x is None:  # the gradient of a LayerNorm's bias alone
+        if self._norm.saved(ctx)[0] is None:  # the gradient of a LayerNorm's bias alone
             return self.run_separately_backward(
                 *(basic_op_ctxs, grad_output),
                 basic_op_grad_extra_outputs=basic_op_grad_extra_outputs,
             )
         extra = basic_op_grad_extra_outputs[0][0] if len(self._ops) > 1 else None
-        of_params = ctx.param_requires_grad
-        needs = (ctx.input_requires_grad, *of_params, False, False)[:3]
-        zero_centered = getattr(ctx, "zero_centered_gamma", False)
-        dx, *grads = self._run(
-            *(grad_output, x, weight, mean, rstd, extra if needs[0] else None),
-            kernels.Norm(self._kind, len(self._shape), zero_centered),
-            needs,
-            owns=ctx.owns_grad_output,
-        )
-        return dx, (*self._nothing[:-1], tuple(grads[: len(of_params)])), self._nothing
+        dx, grads = self._norm.backward(ctx, grad_output, extra, ctx.owns_grad_output)
+        return dx, (*self._nothing[:-1], grads), self._nothing
 
 
 def _features(ops: Sequence[Any], env: Environment) -> int | None:

@@ -119,6 +119,35 @@ def backward(
     return dx, sums[0], sums[1]
 
 
+def again(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    norm: Norm,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """The output of :func:`forward` once more: ``(x - mean) rstd weight + bias``.
+
+    Args:
+        x: The input that was normalized.
+        weight: As for :func:`forward`.
+        bias: Likewise.
+        mean: As :func:`forward` gave it.
+        rstd: Likewise.
+        norm: The norm.
+        dtype: The dtype of the output; None: that of ``x``.
+    """
+    y = x.to(rstd.dtype) if mean is None else x.to(rstd.dtype) - mean
+    y = y * rstd
+    if weight is not None:
+        y *= _scale(weight, rstd.dtype, norm)
+    if bias is not None:
+        y += bias.to(rstd.dtype)
+    return y.to(dtype or x.dtype)
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 

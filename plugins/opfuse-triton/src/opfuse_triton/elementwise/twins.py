@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 Two = tuple[Tensor | None, Tensor | None]
+Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def forward(
@@ -35,9 +36,16 @@ def forward(
 
 
 def backward(
-    op: Any, numbers: Any, dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, owns: bool
-) -> Two:
-    """The gradient of an activation, and its sum over all rows.
+    op: Any,
+    numbers: Any,
+    dy: Tensor,
+    x: Tensor,
+    needs_x: bool,
+    needs_sums: bool,
+    needs_y: bool = False,
+    owns: bool = False,
+) -> Three:
+    """The gradient of an activation, its sum over all rows, and the output again.
 
     Args:
         op: The activation.
@@ -46,18 +54,22 @@ def backward(
         x: What the activation was applied to.
         needs_x: Whether to return the gradient.
         needs_sums: Whether to return the sums.
-        owns: Whether the gradient may overwrite ``dy``.
+        needs_y: Whether to return the output.
+        owns: Whether a result may overwrite ``dy``.
 
     Returns:
-        The gradient of ``x``, or None; the sums ``(features,)``, or None. Both are in the dtype of
-        ``x``.
+        The gradient of ``x``; the sums ``(features,)``; the output. All are in the dtype of ``x``.
+        None for what is not wanted.
     """
     if dy.dtype is not x.dtype:
         dy = dy.to(x.dtype)
     op = op.with_numbers(numbers)
+    y = op.forward_value(x) if needs_y else None
+    if not (needs_x or needs_sums):
+        return None, None, y
     dx = op.backward_value(dy, x, out=dy if owns and not op.gated else None)
     sums = dx.unsqueeze(0).flatten(0, -2).sum(0) if needs_sums else None
-    return dx if needs_x else None, sums
+    return dx if needs_x else None, sums, y
 
 
 def scaled_backward(

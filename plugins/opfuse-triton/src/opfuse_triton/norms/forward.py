@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target
 from torch import Tensor
+
+from opfuse_triton import Config, Kernel, Target
 
 from . import LAYER, Norm, normalized_dtype
 from .twins import Forward
@@ -177,7 +178,7 @@ def forward(
     into: Tensor | None = None,
     config: Config | Mapping[str, Any] | None = None,
 ) -> Forward:
-    """Launch :func:`opfuse_norm.kernels.twins.forward` for contiguous tensors with elements.
+    """Launch :func:`opfuse_triton.norms.twins.forward` for contiguous tensors with elements.
 
     Args:
         x: As there, and all but the last.

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from opfuse_triton import Config, Kernel, Target, current_target
 from opfuse_triton.targets import LATENCY
-from torch import Tensor
 
 from . import L2, LAYER, Norm, normalized_dtype
 from .twins import Backward
@@ -345,7 +346,7 @@ def backward(
     owns: bool = False,
     config: Config | Mapping[str, Any] | None = None,
 ) -> Backward:
-    """Launch :func:`opfuse_norm.kernels.twins.backward` for contiguous tensors with elements.
+    """Launch :func:`opfuse_triton.norms.twins.backward` for contiguous tensors with elements.
 
     Args:
         dy: As there, and all but the last.

@@ -7,10 +7,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from opfuse_triton import DeviceFunctions, functions_of
-
 from opfuse import has_same_math
 from opfuse.ops import GEGLU, ReGLU, SReGLU, SwiGLU
+
+from ..activations import DeviceFunctions, functions_of
 
 
 class Formula(NamedTuple):

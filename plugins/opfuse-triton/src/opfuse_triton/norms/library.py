@@ -1,7 +1,7 @@
 """For each call: the kernel, launched or as a torch operation in a graph, or the twin.
 
-``torch.compile`` sees one operation per fusion, ``opfuse_norm::forward`` and
-``opfuse_norm::backward``. Eager calls launch the kernels themselves, which takes less time.
+``torch.compile`` sees one operation per call, ``opfuse_triton::norm_forward``, ``::norm_backward``
+and ``::norm_again``. Eager calls launch the kernels themselves, which takes less time.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from opfuse_triton import Config, current_target
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from opfuse_triton import Config, current_target
+
 from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
+from . import again as again_kernels
 from . import backward as backward_kernels
 from . import forward as forward_kernels
 from .twins import Backward, Forward
@@ -23,7 +25,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may do something else
 
 
 def forward(*given: Any, into: Tensor | None = None, config: Config | None = None) -> Forward:
-    """:func:`opfuse_norm.kernels.twins.forward`, by a kernel if it takes the call.
+    """:func:`opfuse_triton.norms.twins.forward`, by a kernel if it takes the call.
 
     Args:
         *given: As there.
@@ -34,7 +36,7 @@ def forward(*given: Any, into: Tensor | None = None, config: Config | None = Non
     if not takes(norm, *tensors):
         return twins.forward(*given, into=into)
     if is_compiling():
-        made = torch.ops.opfuse_norm.forward(*tensors, eps, *norm, dtype, keep, save)
+        made = torch.ops.opfuse_triton.norm_forward(*tensors, eps, *norm, dtype, keep, save)
         sums = tensors[1] is not None and keep
         return _named(made, True, sums, save and norm.kind == LAYER, save)
     made = forward_kernels.forward(*given, into=into, config=config)
@@ -44,7 +46,7 @@ def forward(*given: Any, into: Tensor | None = None, config: Config | None = Non
 
 
 def backward(*given: Any, owns: bool = False, config: Config | None = None) -> Backward:
-    """:func:`opfuse_norm.kernels.twins.backward`, by kernels if they take the call.
+    """:func:`opfuse_triton.norms.twins.backward`, by kernels if they take the call.
 
     Args:
         *given: As there.
@@ -57,8 +59,22 @@ def backward(*given: Any, owns: bool = False, config: Config | None = None) -> B
     if not takes(norm, *tensors):
         return twins.backward(*tensors, norm, needs)
     if is_compiling():
-        return _named(torch.ops.opfuse_norm.backward(*tensors, *norm, *needs), *needs)
+        return _named(torch.ops.opfuse_triton.norm_backward(*tensors, *norm, *needs), *needs)
     return backward_kernels.backward(*tensors, norm, needs, owns, config)
+
+
+def again(*given: Any) -> Tensor:
+    """:func:`opfuse_triton.norms.twins.again`, by a kernel if it takes the call.
+
+    Args:
+        *given: As there.
+    """
+    *tensors, norm, dtype = given
+    if not takes(norm, *tensors):
+        return twins.again(*given)
+    if is_compiling():
+        return torch.ops.opfuse_triton.norm_again(*tensors, *norm, dtype)[0]
+    return again_kernels.again(*given)
 
 
 def candidates(
@@ -115,6 +131,15 @@ def _backward(*given: Any) -> list[Tensor]:
     return _there(backward_kernels.backward(*tensors, norm, needs))
 
 
+def _again(*given: Any) -> list[Tensor]:
+    *tensors, kind, dims, zero_centered, dtype = given
+    return [again_kernels.again(*tensors, Norm(kind, dims, zero_centered), dtype)]
+
+
+def _fake_again(x: Tensor, *given: Any) -> list[Tensor]:
+    return [torch.empty_like(x, dtype=given[-1])]
+
+
 def _fake_forward(*given: Any) -> list[Tensor]:
     x, extra, _, _, _, kind, dims, _, dtype, keep, save = given
     made = [torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra))]
@@ -143,18 +168,25 @@ def _fake_backward(*given: Any) -> list[Tensor]:
 _NORM = "str kind, int dims, bool zero_centered"
 for _name, _kernel, _fake, _takes in (
     (
-        "opfuse_norm::forward",
+        "opfuse_triton::norm_forward",
         _forward,
         _fake_forward,
         f"Tensor x, Tensor? extra, Tensor? weight, Tensor? bias, float eps, {_NORM}, "
         "ScalarType? dtype, bool keep, bool save",
     ),
     (
-        "opfuse_norm::backward",
+        "opfuse_triton::norm_backward",
         _backward,
         _fake_backward,
         "Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "
         f"{_NORM}, bool needs_x, bool needs_weight, bool needs_bias",
+    ),
+    (
+        "opfuse_triton::norm_again",
+        _again,
+        _fake_again,
+        "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, "
+        f"{_NORM}, ScalarType? dtype",
     ),
 ):
     torch.library.define(_name, f"({_takes}) -> Tensor[]")

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
+from ..configs import Config
+from ..kernels import Kernel
+from ..targets import Target, current_target
 from .formulas import Formula
 
 # Parts of the kernels. A tile has BLOCK_ROWS rows and BLOCK_COLUMNS features of the output.
@@ -147,16 +149,17 @@ def activation_forward_kernel(
 
 @triton.jit
 def activation_backward_kernel(
-    dy_ptr, x_ptr, dx_ptr, sums_ptr, rows, features, numbers,
+    dy_ptr, x_ptr, dx_ptr, sums_ptr, y_ptr, rows, features, numbers,
     VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
     LINEAR_VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr,
     SIZE: tl.constexpr, WOVEN: tl.constexpr, ROUNDS: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """``dx = act'(x) dy``, and its sum over each ``STRIP`` rows, computed in fp32.
+    """``dx = act'(x) dy``, its sum over each ``STRIP`` rows, and ``act(x)``, computed in fp32.
 
-    ``dx_ptr`` is None where only the sums are needed. ``sums_ptr`` is None where they are not;
-    a program then has one tile, and ``STRIP`` is 0.
+    ``dx_ptr``, ``sums_ptr`` or ``y_ptr`` is None where that is not needed. Without sums a program
+    has one tile, and ``STRIP`` is 0. ``dx`` of an activation that is not gated, or ``y``, may be
+    ``dy``: each number of it is read before one is written in its place.
     """
     tiles = tl.cdiv(features, BLOCK_COLUMNS)
     first = tl.program_id(0) % tiles * BLOCK_COLUMNS
@@ -176,14 +179,21 @@ def activation_backward_kernel(
             dx = dy * DERIVATIVE(x, *numbers)
             if dx_ptr is not None:
                 tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
+            if y_ptr is not None:
+                y = VALUE(x, *numbers)
+                tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), inside)
         else:
             a, b = _hidden_halves(
                 x_ptr, None, x_ptr, None, row, in_rows, first, features,
                 SIZE, WOVEN, BLOCK_COLUMNS,
             )  # fmt: skip
-            dx, db = dy * LINEAR_VALUE(b, *numbers), VALUE(a, *numbers)
+            linear, db = LINEAR_VALUE(b, *numbers), VALUE(a, *numbers)
+            dx = dy * linear
             if ROUNDS and x_ptr.dtype.element_ty == tl.bfloat16:
                 dx, db = dx.to(tl.bfloat16).to(tl.float32), db.to(tl.bfloat16).to(tl.float32)
+            if y_ptr is not None:
+                y = db * linear
+                tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), inside)
             dx *= DERIVATIVE(a, *numbers)
             db *= dy * LINEAR_DERIVATIVE(b, *numbers)
             if dx_ptr is not None:
@@ -271,7 +281,7 @@ def scaled_backward_kernel(
 _TILES = {
     (activation_forward_kernel.__name__, False): ((4096, 4), (2048, 4), (1024, 4), (8192, 8)),
     (activation_forward_kernel.__name__, True): ((2048, 4), (1024, 4), (4096, 8), (4096, 4)),
-    (activation_backward_kernel.__name__, False): ((2048, 4), (1024, 4), (4096, 8), (4096, 4)),
+    (activation_backward_kernel.__name__, False): ((2048, 4), (1024, 4), (4096, 8)),
     (activation_backward_kernel.__name__, True): ((1024, 4), (512, 2), (2048, 8)),
 }
 """Elements of the output per tile, with warps, by kernel and whether it is gated."""
@@ -364,7 +374,7 @@ def forward(
     keep: bool,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """See :func:`opfuse_activation.twins.forward`."""
+    """See :func:`opfuse_triton.elementwise.twins.forward`."""
     width = x.shape[-1]
     rows, features = x.numel() // width, width // 2 if formula.gated else width
     y = x.new_empty((*x.shape[:-1], features), dtype=dtype)
@@ -385,15 +395,19 @@ def backward(
     x: Tensor,
     needs_x: bool,
     needs_sums: bool,
+    needs_y: bool = False,
     owns: bool = False,
     config: Config | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """See :func:`opfuse_activation.twins.backward`; ``dy`` has the dtype of ``x``."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """See :func:`opfuse_triton.elementwise.twins.backward`; ``dy`` has the dtype of ``x``."""
     width = x.shape[-1]
     rows, features = x.numel() // width, width // 2 if formula.gated else width
-    dx = sums = out = None
+    dx = sums = out = y = None
+    if needs_y:
+        y = dy if owns else torch.empty_like(dy)
     if needs_x:
-        dx = dy if owns and not formula.gated else torch.empty_like(x)
+        over = owns and not needs_y and not formula.gated
+        dx = dy if over else torch.empty_like(x)
     strip, strips = 0, 1
     if needs_sums:
         strip = strip_of(rows, features, current_target(x.device))
@@ -405,7 +419,7 @@ def backward(
             sums = x.new_empty((strips, width), dtype=torch.float32)
     BACKWARD.launch(
         lambda config: (_programs(rows, features, config, strip),),
-        *(dy, x, dx, sums, rows, features, numbers),
+        *(dy, x, dx, sums, y, rows, features, numbers),
         config=config,
         STRIP=strip,
         **formula.backward,
@@ -416,7 +430,7 @@ def backward(
             *(sums, out, strips, width),
             STEPS=triton.next_power_of_2(triton.cdiv(strips, 64)),
         )
-    return dx, out
+    return dx, out, y
 
 
 def scaled_backward(
@@ -428,7 +442,7 @@ def scaled_backward(
     needs_scales: bool,
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """See :func:`opfuse_activation.twins.scaled_backward`."""
+    """See :func:`opfuse_triton.elementwise.twins.scaled_backward`."""
     width = x.shape[-1]
     rows, features = x.numel() // width, width // 2 if formula.gated else width
     dx = None if scales is None else torch.empty_like(x)

@@ -1,7 +1,8 @@
 """For each call: the kernel, launched or as a torch operation in a graph, or the twin.
 
-``torch.compile`` sees one operation per kernel: ``opfuse_activation::forward``, ``::backward`` and
-``::scaled_backward``. Eager calls launch the kernels themselves, which takes less time.
+``torch.compile`` sees one operation per kernel: ``opfuse_triton::activation_forward``,
+``::activation_backward`` and ``::activation_scaled_backward``. Eager calls launch the kernels
+themselves, which takes less time.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opfuse_triton import Config
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from . import formulas, kernels, twins
-from .conditions import DTYPES
+from ..configs import Config
+from . import DTYPES, formulas, kernels, twins
 from .formulas import Formula
+from .twins import Three, Two
 
-Two = tuple[Tensor | None, Tensor | None]
 _PLAIN = Tensor, torch.nn.Parameter  # a subclass may do something else
 
 
 class LibraryActivation:
-    """The functions of :mod:`opfuse_activation.twins` for one activation, by kernels.
+    """The functions of :mod:`opfuse_triton.elementwise.twins` for one activation, by kernels.
 
     Args:
         op: The activation.
@@ -37,44 +37,54 @@ class LibraryActivation:
     def forward(
         self, x: Tensor, bias: Tensor | None, scales: Tensor | None, dtype: torch.dtype, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """:func:`opfuse_activation.twins.forward`, by the kernel if it takes the call."""
+        """:func:`opfuse_triton.elementwise.twins.forward`, by the kernel if it takes the call."""
         given = x, bias, scales, dtype, keep
         fits = bias is None or bias.shape == x.shape[-1:]
         if not (fits and dtype in DTYPES and self._takes(x, bias, scales)):
             return twins.forward(self._op, *given)
         numbers = self._formula.functions.numbers(self._op.numbers_of())
         if is_compiling():
-            y, *kept = torch.ops.opfuse_activation.forward(*given, *self._in_graph(numbers))
+            y, *kept = torch.ops.opfuse_triton.activation_forward(*given, *self._in_graph(numbers))
             return y, kept[0] if keep else None
         return kernels.forward(self._formula, numbers, *given, self._config)
 
     def backward(
-        self, numbers: Any, dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, owns: bool
-    ) -> Two:
-        """:func:`opfuse_activation.twins.backward`, by the kernels if they take the call."""
+        self,
+        numbers: Any,
+        dy: Tensor,
+        x: Tensor,
+        needs_x: bool,
+        needs_sums: bool,
+        needs_y: bool = False,
+        owns: bool = False,
+    ) -> Three:
+        """:func:`opfuse_triton.elementwise.twins.backward`, by the kernels if they can."""
         # autograd gives expanded ones, from a sum
         dy = dy.to(x.dtype).contiguous()
-        given = dy, x, needs_x, needs_sums
+        needs = needs_x, needs_sums, needs_y
         if not self._takes(x, dy):
-            return twins.backward(self._op, numbers, *given, owns)
+            return twins.backward(self._op, numbers, dy, x, *needs, owns)
         values = self._formula.functions.numbers(numbers)
         if is_compiling():
-            made = torch.ops.opfuse_activation.backward(*given, *self._in_graph(values))
-            return _placed(made, needs_x, needs_sums)
-        return kernels.backward(self._formula, values, *given, owns, self._config)
+            what = self._in_graph(values)
+            made = torch.ops.opfuse_triton.activation_backward(dy, x, *needs, *what)
+            return _placed(made, *needs)  # type: ignore[return-value]
+        return kernels.backward(self._formula, values, dy, x, *needs, owns, self._config)
 
     def scaled_backward(
         self, numbers: Any, dy: Tensor, x: Tensor, scales: Tensor | None, needs_scales: bool
     ) -> Two:
-        """:func:`opfuse_activation.twins.scaled_backward`, by the kernel if it takes the call."""
+        """:func:`opfuse_triton.elementwise.twins.scaled_backward`, by the kernel if it can."""
         dy = dy.contiguous()
         given = dy, x, scales, needs_scales
         if not self._takes(x, dy, scales):
             return twins.scaled_backward(self._op, numbers, *given)
         values = self._formula.functions.numbers(numbers)
         if is_compiling():
-            made = torch.ops.opfuse_activation.scaled_backward(*given, *self._in_graph(values))
-            return _placed(made, scales is not None, needs_scales)
+            made = torch.ops.opfuse_triton.activation_scaled_backward(
+                *given, *self._in_graph(values)
+            )
+            return _placed(made, scales is not None, needs_scales)  # type: ignore[return-value]
         return kernels.scaled_backward(self._formula, values, *given, self._config)
 
     def _in_graph(self, numbers: tuple[float, ...]) -> tuple[Any, ...]:
@@ -98,17 +108,18 @@ class LibraryActivation:
         return True
 
 
-def _placed(made: list[Tensor], first: bool, second: bool) -> Two:
+def _placed(made: list[Tensor], *there: bool) -> tuple[Tensor | None, ...]:
     """The tensors of a list in their places, None where there is none."""
-    return made[0] if first else None, made[-1] if second else None
+    left = iter(made)
+    return tuple([next(left) if is_there else None for is_there in there])
 
 
-def _there(made: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+def _there(made: tuple[Tensor | None, ...]) -> list[Tensor]:
     return [tensor for tensor in made if tensor is not None]
 
 
 def _launching(launch: Callable[..., Any]) -> Callable[..., list[Tensor]]:
-    """A function of :mod:`opfuse_activation.kernels` as an operation in a graph calls it."""
+    """A function of :mod:`.kernels` as an operation in a graph calls it."""
 
     def run(*given: Any) -> list[Tensor]:
         *tensors, functions, numbers, size, rounds = given
@@ -125,9 +136,12 @@ def _fake_forward(
     return [y, torch.empty_like(x, dtype=dtype)] if keep else [y]
 
 
-def _fake_backward(dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, *_: Any) -> list[Tensor]:
-    dx, sums = torch.empty_like(x), x.new_empty(x.shape[-1:])
-    return _there((dx if needs_x else None, sums if needs_sums else None))
+def _fake_backward(
+    dy: Tensor, x: Tensor, needs_x: bool, needs_sums: bool, needs_y: bool, *_: Any
+) -> list[Tensor]:
+    dx = torch.empty_like(x) if needs_x else None
+    sums = x.new_empty(x.shape[-1:]) if needs_sums else None
+    return _there((dx, sums, torch.empty_like(dy) if needs_y else None))
 
 
 def _fake_scaled_backward(
@@ -142,14 +156,18 @@ _FORWARD = "Tensor x, Tensor? bias, Tensor? scales, ScalarType dtype, bool keep"
 _WHAT = "str[] functions, float[] numbers, int size, bool rounds"
 for _kernel, _takes, _fake in (
     (kernels.forward, _FORWARD, _fake_forward),
-    (kernels.backward, "Tensor dy, Tensor x, bool needs_x, bool needs_sums", _fake_backward),
+    (
+        kernels.backward,
+        "Tensor dy, Tensor x, bool needs_x, bool needs_sums, bool needs_y",
+        _fake_backward,
+    ),
     (
         kernels.scaled_backward,
         "Tensor dy, Tensor x, Tensor? scales, bool needs_scales",
         _fake_scaled_backward,
     ),
 ):
-    _name = f"opfuse_activation::{_kernel.__name__}"
+    _name = f"opfuse_triton::activation_{_kernel.__name__}"
     torch.library.define(_name, f"({_takes}, {_WHAT}) -> Tensor[]")
     torch.library.impl(_name, ("cpu", "cuda"), _launching(_kernel))
     torch.library.register_fake(_name, _fake)
