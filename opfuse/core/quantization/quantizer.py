@@ -39,6 +39,7 @@ class Quantizer(ABC):
     quantizes: ClassVar[bool] = True
     row_multiple: ClassVar[int] = 1
     _recording: Quantizer | None = None
+    _shared: Any = None  # where the state of several quantizers is together
 
     @abstractmethod
     def quantize(
@@ -195,7 +196,7 @@ def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
     if one is None or other is None or type(one := _original(one)) is not type(_original(other)):
         return False
     other = _original(other)
-    state = {*one.state_names, "_recording"}
+    state = {*one.state_names, "_recording", "_shared"}
     fields = [
         {k: v for k, v in vars(each).items() if k not in state and not isinstance(v, str)}
         for each in (one, other)

@@ -665,6 +665,7 @@ EACH_KERNEL = (
     "cast + SwiGLU, MX",
     "RMSNorm + cast, delayed",
     "LayerNorm + cast, MX",
+    "delayed scales",
 )
 
 
@@ -686,6 +687,16 @@ def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
     from opfuse_triton.floor import assert_floor
 
     assert_floor(case, partial=0.05)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_a_history_is_read_and_written_once():
+    from opfuse_triton.floor import count_bytes
+
+    (case,) = [case for case in cases.CASES if case.name == "delayed scales"]
+    (shape,) = case.small
+    moved = count_bytes(case, shape)
+    assert 1 <= moved["vector"] / case.floor_bytes(shape) <= 1.02 and not moved["partial"]
 
 
 def test_floors_say_what_has_to_be_read_twice():

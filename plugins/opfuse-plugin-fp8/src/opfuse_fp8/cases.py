@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from opfuse import ops
 from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 
-from . import formulas, library, twins
-from .kernels import launch, launch_norms
+from . import delayed, formulas, library, twins
+from .kernels import launch, launch_norms, scales
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -220,6 +221,37 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
     return _case(f"{name}, {form}", run, separate, tensors, shapes, again, what)
 
 
+def _advance() -> KernelCase:
+    """The scales of a model of 32 layers, in place.
+
+    A history moves by one number, 4 bytes: so it is no full-size operand, which moves 16 at a time.
+    """
+
+    def tensors(quantizers: int, steps: int) -> dict[str, Operand]:
+        history = Operand((quantizers, steps), torch.float32, "vector")
+        vector = Operand((quantizers,), torch.float32, "vector")
+        given = {"scales": vector, "amaxes": vector, "histories": history}
+        facts = {"facts": Operand((quantizers, 3), torch.float32, "vector")}
+        return given | facts | {f"next {n}": replace(o, output=True) for n, o in given.items()}
+
+    def draw(quantizers: int, steps: int) -> dict[str, Tensor]:
+        facts = torch.tensor([448.0, 2.0, 0.0]).expand(quantizers, 3)
+        amaxes, histories = torch.rand(quantizers), torch.rand(quantizers, steps)
+        return {"amaxes": amaxes, "histories": histories, "facts": facts}
+
+    def run(function: Call, **given: Tensor) -> tuple[Tensor, ...]:
+        function(**given, rows=None, most_recent=False)
+        return given["scales"], given["amaxes"], given["histories"]
+
+    def floor(quantizers: int, steps: int) -> int:
+        return 2 * quantizers * steps * 4
+
+    real, small = [{"quantizers": 672, "steps": 1024}], [{"quantizers": 3, "steps": 1030}]
+    twin, advance = partial(run, delayed.advance), partial(run, scales.advance)
+    more: Any = {"separate": twin, "draw": draw, "turn": 40}
+    return KernelCase("delayed scales", advance, tensors, real, small, floor, **more)
+
+
 def _each(
     make: Any, name: str, op: Any, *shapes: Any, forms: Sequence[str] = _FORMS, **more: Any
 ) -> Sequence[KernelCase]:
@@ -248,5 +280,6 @@ CASES = [
     *_each(_norm, "rowwise RMSNorm + cast", _RMS, _MODEL, usage=ROWWISE, forms=_BUT_CURRENT),
     *_each(_norm, "add + RMSNorm + cast", _RMS, _MODEL),
     *_each(_norm, "LayerNorm + cast", _LAYER, _MODEL, forms=("delayed", "MX")),
+    _advance(),
 ]
 """Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

@@ -19,7 +19,8 @@ from opfuse import Quantizer
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded
 
 from . import casts
-from .quantizers import BaseQuantizer, Tensors, as_matrix, side_to_pad, update_delayed
+from .delayed import update_delayed
+from .quantizers import BaseQuantizer, Tensors, as_matrix, side_to_pad
 
 __all__ = ["NVFP4Quantizer", "StochasticNVFP4Quantizer"]
 

@@ -192,6 +192,9 @@ class DelayedQuantizer(_TensorQuantizer):
         most_recent: Take the last step's alone.
         device: Of its state.
 
+    :func:`opfuse_fp8.delayed.update_delayed` advances it, and puts its state next to that of the
+    other quantizers of a block: then the tensors are views of a buffer.
+
     Attributes:
         scale: What values are multiplied by, fp32, (1,).
         amax: The largest magnitude since the last update; -1: none.
@@ -244,54 +247,10 @@ class DelayedQuantizer(_TensorQuantizer):
             made = *self.with_scale(tensor, usage, scales.scale), scales.scale
             return self.over(tensor.shape, tensor.dtype, made)
 
-    def advance(self, amax: Tensor) -> None:
-        """Take in the largest magnitude of a step, and compute the next scale.
-
-        The formula is Transformer Engine's ``_default_sf_compute``. Nothing is read by the host.
-
-        Args:
-            amax: fp32, (1,); -1: there was none, and nothing changes.
-        """
-        arrived = amax >= 0
-        history = self.amax_history.clone()
-        history[:1] = amax
-        most = history[:1] if self.most_recent else history.amax().reshape(1)
-        scale = torch.full_like(most, torch.finfo(self.dtype).max) / most / 2.0**self.margin
-        scale = torch.where(scale.isinf(), torch.full_like(scale, casts.FP32_MAX), scale)
-        scale = torch.where((most > 0) & most.isfinite(), scale, self.scale)
-        rolled = history.roll(-1)
-        rolled[:1] = 0
-        self.scale.copy_(torch.where(arrived, scale, self.scale))
-        self.amax_history.copy_(torch.where(arrived, rolled, self.amax_history))
-
-
-def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
-    """Advance quantizers by one step, with one collective.
-
-    Args:
-        quantizers: Those of a block, each a :class:`DelayedQuantizer`.
-        group: The process group over which the largest magnitudes are taken, or None.
-
-    Raises:
-        TypeError: One is of another kind, whose state would never advance.
-    """
-    if not quantizers:
-        return
-    for quantizer in quantizers:
-        if not isinstance(quantizer, DelayedQuantizer):
-            raise TypeError(
-                f"expected quantizers with state to be a DelayedQuantizer, which this recipe "
-                f"advances, got {type(quantizer).__name__}: derive from it, or write a recipe"
-            )
-    delayed: Any = quantizers
-    device = delayed[0].amax.device
-    amaxes = torch.cat([quantizer.amax.to(device) for quantizer in delayed])
-    if group is not None:
-        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group)
-    for place, quantizer in enumerate(delayed):
-        amax = amaxes[place : place + 1].to(quantizer.amax.device)
-        quantizer.advance(amax if quantizer.is_grad else amax.clamp(min=0))
-        quantizer.discard()
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has its own state, which shares no memory with that of other quantizers."""
+        own = [name for name in self.state_names if name in vars(self)]
+        return {**vars(self), "_shared": None, **{n: vars(self)[n].clone() for n in own}}
 
 
 class _BlockwiseQuantizer(BaseQuantizer):

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 import opfuse
 from opfuse import Quantizer, QuantizerRole, Recipe
 
+from .delayed import update_delayed
 from .hardware import Hardware, Support, how
 from .nvfp4 import SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer, update_counting
 from .quantizers import (
@@ -26,7 +27,6 @@ from .quantizers import (
     MXQuantizer,
     RefusingQuantizer,
     named,
-    update_delayed,
 )
 
 __all__ = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import inverse_of, scale_of
 from .emit import emit
 
 # Parts of the kernels. A tile has BLOCK_ROWS rows and BLOCK_COLUMNS features of the output.
@@ -141,13 +140,11 @@ def cast_forward(
             y = y.to(tl.bfloat16).to(tl.float32)
         y *= LINEAR_VALUE(b, *numbers)
     y = tl.where(in_rows & in_columns, y.to(DTYPE).to(tl.float32), 0.0)
-    largest = emit(
+    emit(
         y, first_row, first, rows, features, features,
         wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
         FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
     )  # fmt: skip
-    if amax_ptr is not None:
-        tl.store(amax_ptr + tl.program_id(0), largest)
 
 
 @triton.jit
@@ -181,7 +178,7 @@ def cast_backward(
             dx *= DERIVATIVE(tl.load(x_ptr + at, inside, 0).to(tl.float32), *numbers)
         dx = tl.where(inside, dx.to(DTYPE).to(tl.float32), 0.0)
         _column_sums(sums_ptr, dx, tile, features, first)
-        largest = emit(
+        emit(
             dx, first_row, first, rows, features, features,
             wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
             FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
@@ -195,14 +192,14 @@ def cast_backward(
             )
             both = _together(da, db, SIZE)
             _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
-            largest = emit(
+            emit(
                 both, first_row, 2 * first, rows, 2 * features, 2 * features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
         else:  # one after the other, which takes fewer registers
             _column_sums(sums_ptr, da, tile * 2, features, first)
-            largest = emit(
+            emit(
                 da, first_row, first, rows, 2 * features, features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
@@ -211,29 +208,11 @@ def cast_backward(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
             )
             _column_sums(sums_ptr, db, tile * 2 + 1, features, first)
-            other = emit(
+            emit(
                 db, first_row, features + first, rows, 2 * features, 2 * features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
-            largest = tl.maximum(largest, other)
-    if amax_ptr is not None:
-        tl.store(amax_ptr + tl.program_id(0), largest)
-
-
-@triton.jit
-def scale_of_tensor(
-    amax_ptr, scale_ptr, inverse_ptr, count,
-    MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The scale of a tensor, and its inverse, from the largest magnitudes of its tiles."""
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, count, BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(amax_ptr + at, at < count, 0.0))
-    scale = scale_of(tl.max(largest, 0), MANTISSA, POWER_OF_2, 3.4028234663852886e38)
-    tl.store(scale_ptr, scale)
-    tl.store(inverse_ptr, inverse_of(scale, POWER_OF_2))
 
 
 @triton.jit

@@ -14,16 +14,37 @@ from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scal
 
 
 @triton.jit
+def _record(v, amax_ptr):
+    """Raise the largest magnitude so far to that of a tile.
+
+    As integers the bits of numbers that are not negative are in the same order, and -1 is below all
+    of them: so the result does not depend on the order of the programs.
+    """
+    largest = tl.max(tl.max(magnitude(v), 1), 0).to(tl.int32, bitcast=True)
+    at = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    # few programs have more than those before them; an old value read here is only smaller
+    tl.atomic_max(at, largest, mask=largest > tl.load(at), sem="relaxed")
+
+
+@triton.jit
 def _emit_with_scale(
-    v, row, column, inside, rows, columns, row_ptr, column_ptr, scale_ptr,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    v, row, column, inside, rows, columns,
+    row_ptr, inverse_ptr, column_ptr, kept_ptr, scale_ptr,
+    IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr, POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
-    """One scale, which is known: both copies have the same codes."""
-    codes = codes_of(v, tl.load(scale_ptr), MANTISSA, NATIVE)
+    """One scale, which is known or follows from an amax: both copies have the same codes."""
+    scale = tl.load(scale_ptr)
+    if IS_AMAX:
+        scale = scale_of(scale, MANTISSA, POWER_OF_2, 3.4028234663852886e38)
+    codes = codes_of(v, scale, MANTISSA, NATIVE)
     if row_ptr is not None:
         tl.store(row_ptr + row * columns + column, codes, inside)
     if column_ptr is not None:
         tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
+    if tl.program_id(0) == 0:
+        tl.store(inverse_ptr, inverse_of(scale, POWER_OF_2))
+        if kept_ptr is not None:
+            tl.store(kept_ptr, scale)
 
 
 @triton.jit
@@ -126,28 +147,29 @@ def emit(
         stop: The first column after the tile.
         wide_ptr: Where the values themselves go, or None.
         row_ptr: Where the rowwise codes go, or None.
-        row_scale_ptr: Where their scales go, for blocks.
+        row_scale_ptr: Where their scales go; of one scale, where its inverse goes.
         column_ptr: Where the columnwise codes go, or None.
-        column_scale_ptr: Where their scales go, for blocks.
-        scale_ptr: The scale, for ``"tensor"``.
-        amax_ptr: Not None: the largest magnitude is wanted.
-        FORMAT: ``"none"``, ``"tensor"``, ``"block"``, ``"square"`` or ``"mx"``.
+        column_scale_ptr: Where their scales go; of one scale, where that goes itself, or None.
+        scale_ptr: The one scale for ``"tensor"``, the largest magnitude of all for ``"amax"``.
+        amax_ptr: The largest magnitude so far, raised to that of the tile; or None.
+        FORMAT: ``"none"``, ``"tensor"``, ``"amax"``, ``"block"``, ``"square"`` or ``"mx"``.
         MANTISSA: 3 or 2 bits.
         NATIVE: See :func:`opfuse_fp8.kernels.device.codes_of`.
-        POWER_OF_2: Whether scales of blocks are powers of two.
+        POWER_OF_2: Whether scales are powers of two.
         IF_INFINITE: What replaces a scale of a block that is infinite.
-
-    Returns:
-        The largest magnitude in the tile, or 0.
     """
     row = first_row + tl.arange(0, v.shape[0])[:, None]
     column = first_column + tl.arange(0, v.shape[1])[None, :]
     inside = (row < rows) & (column < stop)
     if wide_ptr is not None:
         tl.store(wide_ptr + row * columns + column, v.to(wide_ptr.dtype.element_ty), inside)
-    if FORMAT == "tensor":
+    if amax_ptr is not None:
+        _record(v, amax_ptr)
+    if FORMAT == "tensor" or FORMAT == "amax":
         _emit_with_scale(
-            v, row, column, inside, rows, columns, row_ptr, column_ptr, scale_ptr, MANTISSA, NATIVE
+            v, row, column, inside, rows, columns,
+            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr,
+            FORMAT == "amax", MANTISSA, NATIVE, POWER_OF_2,
         )  # fmt: skip
     elif FORMAT == "block":
         _emit_blocks(
@@ -166,7 +188,3 @@ def emit(
             v, first_row, first_column, row, column, inside, rows, columns, stop,
             row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, MANTISSA, NATIVE,
         )  # fmt: skip
-    largest = 0.0
-    if amax_ptr is not None:
-        largest = tl.max(tl.max(magnitude(v), 1), 0)
-    return largest

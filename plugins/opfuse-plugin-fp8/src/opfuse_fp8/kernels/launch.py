@@ -23,7 +23,6 @@ IDENTITY: Any = formula_of(None)
 
 FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
 BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
-SCALE = Kernel(elementwise.scale_of_tensor, [Config({"BLOCK": 2048}, 8)])
 SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
 
 
@@ -70,9 +69,7 @@ class Casting:
         self.columns, self.values = shape[-1], values
         self.rows = shape.numel() // self.columns
         self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
-        self._scale: Tensor | None = None
         self._amax: Tensor | None = None
-        self._wide: Tensor | None = None
         self.constants: dict[str, Any] = {
             "DTYPE": _TL[dtype],
             "FORMAT": format_of(quantizer),
@@ -88,70 +85,62 @@ class Casting:
         column = self._usage.columnwise and self.constants["FORMAT"] != "none"
         return {**self.constants, "column_ptr": torch.uint8 if column else None, "rows": self.rows}
 
-    def pointers(self, programs: int) -> tuple[Tensor | None, ...]:
-        """The tensors that a kernel of so many programs writes or reads for the cast.
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """The tensors that a kernel writes or reads for the cast.
 
         They are the values, the rowwise codes and their scales, the columnwise ones and theirs, the
-        scale, and the largest magnitudes.
+        scale, and the largest magnitude so far.
         """
-        form = self.constants["FORMAT"]
-        if form == "none" or (form == "tensor" and self._again is None):
-            self._amax = torch.empty(programs, dtype=torch.float32, device=self._device)
-        if form == "none":
+        quantizer, wide, scale, amax = self._quantizer, None, None, None
+        if self.constants["FORMAT"] == "none":
+            self._amax = amax = torch.zeros(1, dtype=torch.float32, device=self._device)
             if self.values is None:
-                self._wide = self.values = self._empty(self._shape, self._dtype)
-            return self._wide, None, None, None, None, None, self._amax
+                wide = self.values = self._empty(self._shape, self._dtype)
+            return wide, None, None, None, None, None, amax
         self._allocate()
-        if form == "tensor":
-            given: Any = self._again
-            self._scale = self._quantizer.scale.clone() if given is None else given.scale
+        if self.constants["FORMAT"] == "tensor":
+            scale = quantizer.scale if self._again is None else self._again.scale
+            amax = quantizer.amax if self._again is None else None
         (row, column), (row_scale, column_scale) = self._codes, self._scales
-        return None, row, row_scale, column, column_scale, self._scale, self._amax
+        return wide, row, row_scale, column, column_scale, scale, amax
 
     def made(self) -> QuantizedTensor:
         """The quantized tensor, once the kernel is launched."""
-        quantizer, inverse = self._quantizer, None
-        if isinstance(quantizer, CurrentQuantizer):
-            inverse = self._cast_values()
+        if self.constants["FORMAT"] == "none":
+            self._cast_values()
+        quantizer, (one, other) = self._quantizer, self._scales
         row, column = [None if c is None else c.view(quantizer.dtype) for c in self._codes]
-        if inverse is not None:
-            tensors: Any = row, column, inverse
-        elif self._scale is not None:
-            if self._amax is not None:
-                quantizer.record(self._amax.amax().reshape(1))
-            tensors = row, column, self._scale.reciprocal(), self._scale
-        else:
-            tensors = row, self._scales[0], column, self._scales[1]
+        tensors: Any = row, one, column, other
+        if self.constants["FORMAT"] in ("tensor", "amax"):
+            tensors = row, column, one, *([] if other is None else [other])
         return quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
 
-    def _cast_values(self) -> Tensor:
-        """Cast values whose largest magnitudes are known; gives the inverse of their scale."""
+    def _cast_values(self) -> None:
+        """Cast values whose largest magnitude is known."""
         assert self._amax is not None and self.values is not None
-        scale = self._empty((1,), torch.float32)
-        inverse = torch.empty_like(scale)
-        known = {name: self.constants[name] for name in ("MANTISSA", "POWER_OF_2")}
-        SCALE.launch((1,), self._amax, scale, inverse, self._amax.numel(), **known)
+        self.constants["FORMAT"] = "amax"
         self._allocate()
-        self.constants["FORMAT"] = "tensor"
-        row, column = self._codes
+        (row, column), (inverse, _) = self._codes, self._scales
         FORWARD.launch(
             lambda config: (tiles.programs(self.rows, self.columns, config),),
-            *(self.values, None, None, None, row, None, column, None, scale, None),
+            *(self.values, None, None, None, row, inverse, column, None, self._amax, None),
             *(self.rows, self.columns, ()),
             **self.constants,
             **IDENTITY.forward,
         )
-        return inverse
 
     def _allocate(self) -> None:
         """Make room for codes and scales, as the format has them."""
-        rows, columns = self.rows, self.columns
+        rows, columns, form = self.rows, self.columns, self.constants["FORMAT"]
         row = column = row_scale = column_scale = None
         if self._usage.rowwise:
             row, row_scale = self._empty(self._shape, torch.uint8), self._room(rows, columns)
         if self._usage.columnwise:
             column = self._empty((columns, rows), torch.uint8)
             column_scale = self._room(columns, rows)
+        if form in ("tensor", "amax"):  # the inverse, and the scale to cast again
+            row_scale = self._empty((1,), torch.float32)
+            column_scale = torch.empty_like(row_scale) if form == "tensor" else None
         self._codes, self._scales = (row, column), (row_scale, column_scale)
 
     def _room(self, outer: int, inner: int) -> Tensor | None:
@@ -198,7 +187,7 @@ def forward(
     count = tiles.programs(rows, features, config)
     FORWARD.launch(
         (count,),
-        *(x, bias, kept, *casting.pointers(count), rows, features, numbers),
+        *(x, bias, kept, *casting.pointers(), rows, features, numbers),
         config=config,
         **casting.constants,
         **formula.forward,
@@ -224,7 +213,7 @@ def backward(
     sums = dy.new_empty((strips, width), dtype=torch.float32) if needs_sums and strips > 1 else out
     BACKWARD.launch(
         (count,),
-        *(dy, x, sums, *casting.pointers(count), rows, features, numbers),
+        *(dy, x, sums, *casting.pointers(), rows, features, numbers),
         config=config,
         **casting.constants,
         **formula.backward,

@@ -85,7 +85,7 @@ def _launch_rows(
     pointers: Any = (None,) * 7
     constants = {**casting.constants, "FORMAT": "statistics"}
     if not twice:
-        pointers, constants = casting.pointers(count), casting.constants
+        pointers, constants = casting.pointers(), casting.constants
     row, column = pointers[1], pointers[3]
     ROWS.launch(
         (count,),
@@ -106,7 +106,7 @@ def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
     config = TILES.pick(
         current_target(tensors[0].device), {**casting.facts(), "features": features}
     )
-    _, *pointers, _, _ = casting.pointers(0)
+    _, *pointers, _, _ = casting.pointers()
     TILES.launch(
         (tiles.programs(rows, features, config),),
         *(*tensors, *pointers, rows, features),

@@ -71,13 +71,11 @@ def norm_rows(
     if FORMAT != "statistics":
         y = _normalized(x, None, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
         y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
-        largest = emit(
+        emit(
             y, first_row, 0, rows, features, features,
             wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
             FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
-        if amax_ptr is not None:
-            tl.store(amax_ptr + tl.program_id(0), largest)
 
 
 @triton.jit

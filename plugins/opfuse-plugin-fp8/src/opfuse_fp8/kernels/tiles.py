@@ -13,6 +13,8 @@ _TILES = {  # rows, columns and warps, by format and whether there is a columnwi
     ("none", False): (32, 128, 4),
     ("tensor", False): (32, 128, 4),
     ("tensor", True): (128, 64, 8),
+    ("amax", False): (32, 128, 4),
+    ("amax", True): (128, 64, 8),
     ("block", False): (32, 128, 4),
     ("block", True): (128, 128, 16),
     ("square", False): (128, 128, 16),

@@ -1,0 +1,313 @@
+"""Delayed scales in one buffer: what advances, in how many launches, and what never goes stale.
+
+``test_recipes.py`` has the formula. ``TRITON_INTERPRET=1 python -m pytest`` runs the kernel.
+"""
+
+import copy
+import io
+from collections import Counter
+
+import opfuse_fp8 as fp8
+import pytest
+import torch
+from opfuse_fp8 import delayed
+from opfuse_fp8.delayed import ScaleBuffer, update_delayed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opfuse
+from opfuse import ops
+from opfuse.core.quantization import BOTH
+from opfuse.testing import interpreter
+from opfuse.testing.machine import is_interpreting
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+needs_kernels = pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+# numpy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+if is_interpreting():
+    interpreter.install()
+
+STATE = fp8.DelayedQuantizer.state_names
+
+
+def quantizers(count=5, history=4, **given):
+    """Of inputs and gradients, in both formats, with margins of their own."""
+    return [
+        fp8.DelayedQuantizer(
+            E5M2 if i % 3 == 2 else E4M3, is_grad=i % 3 == 2, margin=i % 4, history=history, **given
+        )
+        for i in range(count)
+    ]
+
+
+def see(some, step):
+    """Let quantizers cast, those of gradients in every second step; one sees infinity, one NaN."""
+    for i, quantizer in enumerate(some):
+        if quantizer.is_grad and step % 2:
+            continue
+        values = torch.tensor([1.5 + i, -0.25 * step * i])
+        values[0] = {(1, 2): torch.inf, (3, 1): torch.nan}.get((i, step), values[0])
+        quantizer.quantize(values, BOTH)
+
+
+def states(some):
+    return [getattr(quantizer, name).clone() for quantizer in some for name in STATE]
+
+
+def same(some, others):
+    return all(map(torch.equal, states(some), states(others)))
+
+
+def rows_of(some):
+    return [quantizer._shared for quantizer in some]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("history", [1, 2, 5])
+def test_quantizers_advance_together_as_each_would_alone(history, most_recent):
+    together, alone = (quantizers(history=history, most_recent=most_recent) for _ in range(2))
+    for step in range(7):
+        for some in (together, alone):
+            see(some, step)
+        update_delayed(together, None)
+        for quantizer in alone:
+            update_delayed([quantizer], None)
+        assert same(together, alone), step
+    assert len({id(buffer) for buffer, _ in rows_of(together)}) == 1
+    assert len({id(buffer) for buffer, _ in rows_of(alone)}) == len(alone)
+
+
+def test_a_quantizer_that_is_left_out_stays():
+    """As one of an op that did not run, or that belongs to two models in blocks of their own."""
+    some, others = quantizers(6), quantizers(6)
+    blocks = [some, some[:4], some[2:], some[3:4], some, some[::-1]]
+    twins = [others, others[:4], others[2:], others[3:4], others, others]
+    for step, (block, twin) in enumerate(zip(blocks, twins, strict=True)):
+        see(some, step), see(others, step)
+        update_delayed([*block, block[0]], None)  # one that is named twice advances once
+        for quantizer in twin:
+            update_delayed([quantizer], None)
+        assert same(some, others), step
+    assert len({id(buffer) for buffer, _ in rows_of(some)}) == 1
+
+
+def test_state_stays_where_it_is():
+    """A CUDA graph that casts or advances reads the same addresses."""
+    some = quantizers(4)
+    see(some, 0), update_delayed(some, None)
+    before = [getattr(quantizer, name) for quantizer in some for name in STATE]
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in before)
+    for step, block in enumerate((some, some[1:], [*some, *quantizers(2)], some)):
+        see(some, step), update_delayed(block, None)
+    after = [getattr(quantizer, name) for quantizer in some for name in STATE]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_what_is_replaced_is_read_from_where_it_is():
+    """A move, a new margin, and a copy of the model: nothing advances in their old place."""
+    some, others = quantizers(4), quantizers(4)
+    for quantizers_ in (some, others):
+        see(quantizers_, 0), update_delayed(quantizers_, None)
+    some[0].amax_history = some[0].amax_history.clone()  # as nn.Module.to sets a new tensor
+    some[1].scale = some[1].scale.clone()
+    for quantizers_ in (some, others):
+        quantizers_[3].margin = 5
+        see(quantizers_, 2), update_delayed(quantizers_, None)
+    assert same(some, others)
+    file = io.BytesIO()
+    torch.save(some, file)
+    assert file.tell() < 20_000
+    file.seek(0)
+    for copied in (copy.deepcopy(some), torch.load(file, weights_only=False)):
+        assert same(copied, some) and not any(rows_of(copied))
+        before = states(some)
+        see(copied, 3), update_delayed(copied, None)
+        assert all(map(torch.equal, before, states(some)))
+        assert not same(copied, some)
+
+
+def test_a_capture_before_the_first_step_is_refused(monkeypatch):
+    """The buffer would be made again at each replay."""
+    some = quantizers(3)
+    see(some, 0), update_delayed(some[:2], None)
+    monkeypatch.setattr(delayed, "_is_captured", lambda device: True)
+    before = states(some)
+    with pytest.raises(RuntimeError, match="got 1 new ones .*: run one step before the capture"):
+        update_delayed(some, None)
+    assert all(map(torch.equal, before, states(some)))
+    update_delayed(some[:1], None)
+    (buffer, _), _, _ = rows_of(some)
+    assert buffer._captured == [*buffer._selections.values()]
+
+
+def test_few_selections_of_rows_are_kept():
+    some = quantizers(delayed.MOST_SELECTIONS + 5)
+    update_delayed(some, None)
+    for quantizer in some:
+        update_delayed([quantizer], None)
+    assert len(some[0]._shared[0]._selections) == delayed.MOST_SELECTIONS
+
+
+def test_a_group_takes_the_maxima_in_the_order_of_the_model(monkeypatch):
+    def all_reduce(amaxes, op, group):
+        assert op == torch.distributed.ReduceOp.MAX and group == "a group"
+        seen.append(amaxes.tolist())
+        amaxes.copy_(amaxes + 1)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    some, seen = quantizers(4), []
+    update_delayed(some[2:], None)  # two buffers
+    some[1].quantize(torch.tensor([3.0]), BOTH)
+    some[2].quantize(torch.tensor([8.0]), BOTH)
+    update_delayed(some, "a group")
+    assert seen == [[-1, 3, 8, -1]]
+    assert [quantizer.amax_history[-1].item() for quantizer in some] == [0, 4, 9, 0]
+
+
+# The kernel
+
+
+@needs_kernels
+@pytest.mark.parametrize("length", [1, 2, 3, 127, 1024, 1025, 2050])
+def test_the_kernel_gives_the_bits_of_the_twin(length):
+    from opfuse_fp8.kernels import scales as kernels
+
+    generator = torch.Generator().manual_seed(length)
+    given = [-1.0, 0.0, 1e-44, 3.0, torch.inf, torch.nan, 1e-30, 60000.0]
+    amaxes = torch.tensor([*given, *given])
+    histories = torch.rand(16, length, generator=generator) * 1e-3
+    histories[:, 0] = 0
+    histories[9, -1], histories[10, -1], histories[11] = torch.inf, torch.nan, 0.0
+    facts = torch.tensor([[448.0, 1.0, 0.0], [57344.0, 8.0, 1.0], [448.0, 2.0**-126, 0.0]])
+    facts = facts.repeat(6, 1)[:16].contiguous()
+    state = torch.rand(16, generator=generator), amaxes, histories
+    for rows in (None, torch.tensor([1, 4, 15])):
+        for most_recent in (False, True):
+            mine, other = ([tensor.clone() for tensor in state] for _ in range(2))
+            kernels.advance(*mine, facts, rows, most_recent=most_recent)
+            delayed.advance(*other, facts, rows, most_recent=most_recent)
+            for one, two in zip(mine, other, strict=True):
+                assert torch.equal(one.view(torch.int32), two.view(torch.int32))
+
+
+# What a step launches
+
+_FREE = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh", "set_")
+
+
+class Launches(TorchDispatchMode):
+    """Counts kernels and PyTorch's operations: in the update of the scales, and in casts."""
+
+    def __init__(self, patch):
+        super().__init__()
+        self.counts, self._place, self._inside = Counter(), "", 0
+        from opfuse_triton import Kernel
+
+        from opfuse_fp8 import fused, fused_norms
+
+        launch = Kernel.launch
+
+        def counted(kernel, *args, **given):
+            self._add(kernel.name)
+            self._inside += 1  # the interpreter's own operations
+            try:
+                return launch(kernel, *args, **given)
+            finally:
+                self._inside -= 1
+
+        patch.setattr(Kernel, "launch", counted)
+        for cls, name, place in (
+            (fp8.DelayedScaling, "update", "scales"),
+            (fused.CastAlone, "_quantized", "casts"),
+            (fused.ForwardActivationCast, "fuser_forward", "casts"),
+            (fused.BackwardCast, "fuser_backward", "casts"),
+            (fused_norms.ForwardNormCast, "fuser_forward", "casts"),
+        ):
+            patch.setattr(cls, name, self._placed(getattr(cls, name), place))
+
+    def _placed(self, function, place):
+        def call(*args, **given):
+            before, self._place = self._place, place
+            try:
+                return function(*args, **given)
+            finally:
+                self._place = before
+
+        return call
+
+    def _add(self, name):
+        if not self._inside and self._place:
+            self.counts[self._place, name] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(_FREE):
+            self._add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def block(layers, width=32):
+    """The linears of Llama blocks: query, key and value; out; gate and up; down."""
+
+    def linears(**sizes):
+        return ops.ParallelLinear({n: ops.Linear(width, s, bias=False) for n, s in sizes.items()})
+
+    def layer():
+        inner = opfuse.Sequential(ops.RMSNorm(width), linears(q=width, k=width, v=width))
+        mlp = [ops.RMSNorm(width), linears(gate=64, up=64), ops.SwiGLU()]
+        out, down = ops.Linear(width, width, bias=False), ops.Linear(64, width, bias=False)
+        return torch.nn.ModuleList([inner, opfuse.Sequential(out, *mlp, down)])
+
+    model = torch.nn.ModuleList([layer() for _ in range(layers)]).to(torch.bfloat16)
+    opfuse.assign_names(model)
+    return model
+
+
+def launches(layers, monkeypatch):
+    """What a third step launches."""
+    torch.manual_seed(0)
+    model, x = block(layers), torch.randn(32, 32).to(torch.bfloat16).requires_grad_()
+
+    def step():
+        with opfuse.autocast("fp8-delayed"):
+            y = x
+            for inner, rest in model:
+                y = rest(inner(y)[..., :32].contiguous())
+        y.backward(torch.ones_like(y))
+
+    with opfuse.plugins.using("fp8"), monkeypatch.context() as patch:
+        step(), step()
+        with Launches(patch) as seen:
+            step()
+    return seen.counts
+
+
+@needs_kernels
+def test_a_step_launches_one_kernel_for_its_scales_and_nothing_small_around_casts(monkeypatch):
+    """For one layer and for two. Before, each quantizer took 25, and each cast 4 more."""
+    for layers in (1, 2):
+        found = launches(layers, monkeypatch)
+        assert {n: c for (place, n), c in found.items() if place == "scales"} == {
+            "advance_scales": 1
+        }
+        casts = {name: count for (place, name), count in found.items() if place == "casts"}
+        kernels = {"cast_forward", "cast_backward", "norm_rows", "transpose_codes"}
+        assert casts.keys() <= kernels, casts
+        assert sum(casts.values()) - casts["transpose_codes"] == 8 * layers
+
+
+@pytest.mark.skipif(is_interpreting(), reason="the kernel runs")
+def test_without_kernels_the_operations_do_not_depend_on_how_many_there_are(monkeypatch):
+    counts = [launches(layers, monkeypatch) for layers in (1, 2)]
+    of_scales = [{k: v for k, v in found.items() if k[0] == "scales"} for found in counts]
+    assert of_scales[0] == of_scales[1]
+    assert sum(of_scales[0].values()) <= 30
+
+
+def test_buffers_hold_what_they_say():
+    (quantizer,) = quantizers(1)
+    assert not ScaleBuffer.holds(quantizer)
+    update_delayed([quantizer], None)
+    assert ScaleBuffer.holds(quantizer)
+    assert not ScaleBuffer.holds(copy.copy(quantizer))
