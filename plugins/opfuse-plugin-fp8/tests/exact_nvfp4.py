@@ -45,18 +45,43 @@ def transformed(matrix, most, rounded):
     return rounded(found)
 
 
-def tensor_scale(most_seen):
+def tensor_scale(most_seen, most_of_scales=448):
     if most_seen == 0 or not np.isfinite(most_seen):
         return np.float32(1)
     with np.errstate(over="ignore"):
-        return min(np.float32(2688) / np.float32(most_seen), exact.FP32_MAX)
+        return min(np.float32(6 * most_of_scales) / np.float32(most_seen), exact.FP32_MAX)
+
+
+def encoded(wanted):
+    """The code of a scale, saturated."""
+    return exact.encode(np.minimum(np.float32([wanted]), np.float32(448)), exact.E4M3)[0]
 
 
 def block_scale(most_seen, encode):
     """The code of the scale of a block."""
     with np.errstate(over="ignore"):
-        wanted = np.float32(most_seen) * (encode * (np.float32(1) / np.float32(6)))
-    return exact.encode(np.minimum(np.float32([wanted]), np.float32(448)), exact.E4M3)[0]
+        return encoded(np.float32(most_seen) * (encode * (np.float32(1) / np.float32(6))))
+
+
+def four_or_six(most_seen, encode):
+    """Both scales of a block, as codes: with its largest magnitude at 4, and at 6."""
+    with np.errstate(over="ignore"):
+        six = np.float32(most_seen) / np.float32(6) * encode
+        return encoded(six * np.float32(1.5)), encoded(six)
+
+
+def error(found, block, scale, most, most_of_scales, how):
+    """How far codes are from a block, in the order of its values, then of rows 8, 4, 2, 1 apart."""
+    value = np.float32(MAGNITUDES[found]) * np.float32(E4M3[scale]) * np.float32(most)
+    size = np.where(np.isnan(block), np.float32(0), np.abs(block))
+    apart = value / np.float32(6 * most_of_scales) - size
+    each = apart * apart if how == "MSE" else np.abs(apart)
+    total = np.zeros(len(each), np.float32)
+    for column in each.T:
+        total = total + column
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    return total[0]
 
 
 def nearest(magnitude):
@@ -74,33 +99,36 @@ def drawn(magnitude, draw):
     return np.where((magnitude - MAGNITUDES[below]) / gap > draw, above, below)
 
 
-def hashed(number):
-    number = int(number)
-    number ^= number >> 16
-    number = number * 0x7FEB352D % 2**32
-    number ^= number >> 15
-    number = number * 0x846CA68B % 2**32
-    return number ^ number >> 16
+def philox(key, counter):
+    """Philox4x32-10 of Random123, of integers."""
+    for _ in range(10):
+        one, other = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        high = (other >> 32) ^ counter[1] ^ key[0], (one >> 32) ^ counter[3] ^ key[1]
+        counter = high[0], other % 2**32, high[1], one % 2**32
+        key = (key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32
+    return counter
 
 
 def draws(shape, seed, step, which):
     """The numbers of stochastic rounding."""
-    key = hashed(seed % 2**32)
-    for part in (seed >> 32, step, which, *shape):
-        key = hashed(key ^ part)
-    places = range(int(np.prod(shape)))
-    bits = [hashed(hashed(key ^ place) ^ key) >> 8 for place in places]
-    return np.array(bits, np.float64).reshape(shape) / 2**24
+    rows, columns = shape
+    key = seed % 2**32, seed >> 32
+    words = [
+        word
+        for each in range(rows * columns // 4)
+        for word in philox(key, (each, columns, step, 2 * rows + which))
+    ]
+    return (np.array(words, np.int64) >> 8).astype(np.float64).reshape(shape) / 2**24
 
 
-def quantized(matrix, tall=1, draw=None):
+def quantized(matrix, tall=1, draw=None, four=None, most_of_scales=448):
     """The codes 0 to 15, the codes of the scales ``(rows, columns / 16)``, and the tensor's.
 
-    ``draw`` has the numbers of stochastic rounding.
+    ``draw`` has the numbers of stochastic rounding. ``four`` is the error by which blocks choose.
     """
     rows, columns = matrix.shape
     most = exact.amax(matrix)
-    encode = tensor_scale(most)
+    encode = tensor_scale(most, most_of_scales)
     decode = np.float32(1) / encode
     codes = np.zeros(matrix.shape, np.uint8)
     scales = np.zeros((rows, columns // 16), np.uint8)
@@ -109,14 +137,22 @@ def quantized(matrix, tall=1, draw=None):
             for j in range(columns // 16):
                 here = np.s_[i : i + tall, 16 * j : 16 * j + 16]
                 block = matrix[here].astype(np.float32)
-                scale = block_scale(exact.amax(block), encode)
-                inverse = np.float32(1) / (np.float32(E4M3[scale]) * decode)
-                scaled = np.clip(block * min(inverse, exact.FP32_MAX), -6, 6)
-                size = np.nan_to_num(np.abs(scaled), nan=0.0).astype(np.float64)
-                found = nearest(size) if draw is None else drawn(size, draw[here])
+                finite = np.isfinite(block).all()
+                at = exact.amax(block)
+                known = four_or_six(at, encode) if four else (block_scale(at, encode),)
+                made, least = None, np.inf
+                for scale in reversed(known):
+                    inverse = np.float32(1) / (np.float32(E4M3[scale]) * decode)
+                    scaled = np.clip(block * min(inverse, exact.FP32_MAX), -6, 6)
+                    size = np.nan_to_num(np.abs(scaled), nan=0.0).astype(np.float64)
+                    found = nearest(size) if draw is None else drawn(size, draw[here])
+                    off = error(found, block, scale, most, most_of_scales, four) if four else 0
+                    if made is None or off < least:
+                        made, least = (scale, found), off
+                scale, found = made
                 negative = np.signbit(block) & ~np.isnan(block)
                 codes[here] = np.where(np.isnan(block), 0, found + 8 * negative)
-                scales[i : i + tall, j] = scale if np.isfinite(block).all() else 0x7F
+                scales[i : i + tall, j] = scale if finite else 0x7F
     return codes, scales, decode
 
 

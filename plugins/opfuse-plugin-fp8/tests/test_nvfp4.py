@@ -52,7 +52,10 @@ def expected(recipe, role, x, seed=0, step=0):
         draw = None
         if role == "grad_output" and not recipe.disable_stochastic_rounding:
             draw = nv.draws(source.shape, seed, step, which)
-        copies.append(nv.quantized(source, tall, draw))
+        at_4 = role != "grad_output" and recipe.nvfp4_4over6 in ("all", f"{role}s")
+        less = recipe.nvfp4_4over6_e4m3_use_256 in ("all", f"{role}s")
+        four = recipe.nvfp4_4over6_err_mode if at_4 else None
+        copies.append(nv.quantized(source, tall, draw, four, 256 if at_4 and less else 448))
     return copies
 
 
@@ -82,6 +85,43 @@ def test_codes_and_scales_are_exact_for_each_option(role, dtype):
             made = quantizer(recipe, role).quantize(x, usage)
             assert made.copies == usage and (made.shape, made.dtype) == (x.shape, dtype), kind
             compare(made, copies)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["MAE", "MSE"])
+def test_four_over_six_is_exact(mode, dtype):
+    """Of weights and inputs, in squares and rows, with both limits of the scales."""
+    for where, less in (("all", "all"), ("all", "none"), ("weights", "all")):
+        recipe = fp8.NVFP4BlockScaling(
+            disable_rht=True, nvfp4_4over6=where, nvfp4_4over6_err_mode=mode,
+            nvfp4_4over6_e4m3_use_256=less, disable_stochastic_rounding=True,
+        )  # fmt: skip
+        for kind, x in tensors(dtype, 16, 48).items():
+            for role in ("weight",) if where == "weights" else ("input", "weight"):
+                made = quantizer(recipe, role).quantize(x, BOTH)
+                assert made.dequantize().shape == x.shape, kind
+                compare(made, expected(recipe, role, x))
+
+
+def test_four_over_six_has_the_lower_error():
+    """More than a fifth of the blocks of random numbers is nearer at 4; gradients never choose."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    plain = dict(disable_rht=True, disable_stochastic_rounding=True)
+    recipe = fp8.NVFP4BlockScaling(**plain, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE")
+    same = fp8.NVFP4BlockScaling(
+        **plain, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE", nvfp4_4over6_e4m3_use_256="none"
+    )
+    errors = {}
+    for how in (fp8.NVFP4BlockScaling(**plain), recipe, same):
+        made = quantizer(how).quantize(x, ROWWISE)
+        errors[how] = (made.dequantize() - x).square().mean().item()
+        scaled = made.rowwise_data.view(torch.uint8)
+        at_4 = ((scaled & 7).maximum(scaled >> 4 & 7).view(64, 4, 8).amax(-1) == 6).float().mean()
+        assert (at_4 > 0.2) == (how.nvfp4_4over6 == "all"), how
+        assert type(quantizer(how, "grad_output")) is fp8.NVFP4Quantizer
+        assert quantizer(how, "grad_output").four_over_six is None
+    plain_error, *others = errors.values()
+    assert max(others) < 0.9 * plain_error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -309,7 +349,9 @@ def test_a_place_of_another_layout_is_refused():
     (dict(disable_rth=True), TypeError, "unexpected keyword argument 'disable_rth'"),
     (dict(disable_rht=1), TypeError, "disable_rht: expected True or False, got 1"),
     (dict(row_scaled_activation=True), ValueError, "none for a row"),
-    (dict(nvfp4_4over6="weights"), ValueError, "expected none, got weights"),
+    (dict(nvfp4_4over6="inputs"), ValueError, "expected 'none' or 'weights' or .*got 'inputs'"),
+    (dict(nvfp4_4over6="all"), ValueError, "disable_rht=True with 'all'"),
+    (dict(nvfp4_4over6="weights", nvfp4_4over6_err_mode="mse"), ValueError, "'MAE' or 'MSE'"),
     (dict(nvfp4_4over6_err_mode="MSE"), ValueError, "nothing without nvfp4_4over6"),
     (dict(nvfp4_4over6_e4m3_use_256="none"), ValueError, "expected all, got none"),
     (dict(fp4_format=fp8.Format.E4M3), ValueError, "fp4_format: expected Format.E2M1"),
@@ -329,6 +371,10 @@ def test_other_recipes_refuse_fp4():
         fp8.Float8CurrentScaling(fp8_format=fp8.Format.E2M1)
     with pytest.raises(ValueError, match=r"expected signs=None with square=True"):
         fp8.NVFP4Quantizer(square=True, signs=SIGNS)
+    with pytest.raises(ValueError, match=r"expected four_over_six=None, 'MAE' or 'MSE', got True"):
+        fp8.NVFP4Quantizer(four_over_six=True)
+    with pytest.raises(ValueError, match=r"448, or 256 with four_over_six, got 256"):
+        fp8.NVFP4Quantizer(most_of_scales=256)
 
 
 # In chains

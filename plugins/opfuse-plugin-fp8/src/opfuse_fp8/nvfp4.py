@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from opfuse_quantized.formats import NVFP4Tensor
 from opfuse_quantized.hadamard import mixed
+from opfuse_triton.philox import philox
 from torch import Tensor
 
 from opfuse import Quantizer
@@ -28,7 +29,8 @@ SIGNS = 0xD7E8
 """Transformer Engine's signs of the Hadamard transform: bit ``i`` set means -1."""
 
 BLOCK = 16
-MOST, MOST_OF_SCALES = 6.0, 448.0
+MOST, MOST_OF_SCALES, LESS_OF_SCALES = 6.0, 448.0, 256.0
+MAE, MSE = "MAE", "MSE"
 
 
 class NVFP4Quantizer(BaseQuantizer):
@@ -40,25 +42,48 @@ class NVFP4Quantizer(BaseQuantizer):
     Args:
         square: Whether 16 x 16 values share a scale.
         signs: None, or of the Hadamard transform of the columnwise copy, see
-            :class:`opfuse.core.quantization.formats.NVFP4Tensor`.
+            :class:`opfuse_quantized.formats.NVFP4Tensor`.
         what: Which tensor it casts, for messages.
+        four_over_six: ``"MAE"`` or ``"MSE"``: each block is also cast with its largest magnitude
+            at 4 instead of 6, and the one with the lower mean absolute or squared error stays. None:
+            always 6.
+        most_of_scales: The scale of the tensor's largest block: 448, or 256 with ``four_over_six``,
+            which leaves room for a scale that is 1.5 times as large.
     """
 
     row_multiple = BLOCK
 
     def __init__(
-        self, *, square: bool = False, signs: int | None = None, what: str = "the tensor"
+        self,
+        *,
+        square: bool = False,
+        signs: int | None = None,
+        what: str = "the tensor",
+        four_over_six: str | None = None,
+        most_of_scales: float = MOST_OF_SCALES,
     ) -> None:
         if square and signs is not None:
             raise ValueError(
                 "NVFP4Quantizer: expected signs=None with square=True, since mixed rows have no "
                 f"blocks of 16 x 16 in common with the rowwise copy, got {signs!r}"
             )
+        if four_over_six not in (None, MAE, MSE):
+            raise ValueError(
+                f"NVFP4Quantizer: expected four_over_six=None, 'MAE' or 'MSE', got {four_over_six!r}"
+            )
+        known = (MOST_OF_SCALES, LESS_OF_SCALES) if four_over_six else (MOST_OF_SCALES,)
+        if most_of_scales not in known:
+            raise ValueError(
+                f"NVFP4Quantizer: expected most_of_scales to be 448, or 256 with four_over_six, got "
+                f"{most_of_scales!r}"
+            )
         self.square, self.signs, self.what = square, signs, what
+        self.four_over_six, self.most_of_scales = four_over_six, float(most_of_scales)
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         mixed_ = ", columns mixed" if self.signs is not None else ""
+        mixed_ += ", at 4 or 6" if self.four_over_six else ""
         return f"E2M1, a scale per {BLOCK if self.square else 1} x {BLOCK}, and one{mixed_}"
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
@@ -101,15 +126,37 @@ class NVFP4Quantizer(BaseQuantizer):
         numbers = blocks.nan_to_num(0.0, torch.inf, -torch.inf)
         size = numbers.abs()
         most = size.amax((1, 3), keepdim=True)
-        encode = tensor_scale(most.amax().reshape(1) if most.numel() else most.new_zeros(1))
+        amax = most.amax().reshape(1) if most.numel() else most.new_zeros(1)
+        encode = tensor_scale(amax, self.most_of_scales)
         decode = encode.reciprocal()
-        scale = block_scale(most, encode)
-        scaled = (size * _encoding(scale, decode)).clamp(max=MOST).view(rows, columns)
+        if self.four_over_six is None:
+            scale = block_scale(most, encode)
+            codes = self._codes(_scaled(size, scale, decode).view(rows, columns), which)
+        else:
+            scale, codes = self._better(size, most, amax, encode)
         signs = numbers.signbit().to(torch.uint8).view(rows, columns) << 3
         finite = blocks.abs().amax((1, 3), keepdim=True).isfinite()
         scale = torch.where(finite, scale.float(), torch.nan).to(scale.dtype)
         each = scale.expand(-1, tall, -1, 1).reshape(rows, columns // BLOCK)
-        return packed(self._codes(scaled, which) | signs), each.contiguous(), decode
+        return packed(codes.view(rows, columns) | signs), each.contiguous(), decode
+
+    def _better(
+        self, size: Tensor, most: Tensor, amax: Tensor, encode: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Scales and codes of blocks, with the largest magnitude at 4 or 6; of equal ones at 6."""
+        six = most / torch.full_like(most, MOST) * encode
+        decode, full = encode.reciprocal(), torch.full_like(amax, MOST * self.most_of_scales)
+        found = []
+        for wanted in (six * 1.5, six):
+            scale = wanted.clamp(max=MOST_OF_SCALES).to(torch.float8_e4m3fn)
+            codes = self._codes(_scaled(size, scale, decode), 0)
+            error = _magnitudes(codes) * scale.float() * amax / full - size
+            error = error.square() if self.four_over_six == MSE else error.abs()
+            found.append((scale, codes, _summed(error)))
+        (scale, codes, error), (scale_6, codes_6, error_6) = found
+        at_4 = error < error_6
+        scale = torch.where(at_4, scale.float(), scale_6.float()).to(scale.dtype)
+        return scale, torch.where(at_4, codes, codes_6)
 
     def _codes(self, size: Tensor, which: int) -> Tensor:
         """The codes of E2M1 for magnitudes up to 6: the nearest, of two the even one; uint8."""
@@ -120,9 +167,12 @@ class NVFP4Quantizer(BaseQuantizer):
 class StochasticNVFP4Quantizer(NVFP4Quantizer):
     """Rounds up or down at random, so that the mean over steps is the value.
 
-    The random numbers follow from a seed, the number of steps, the shape of the tensor and the
-    place of a value, not from the values: a value that differs in its last bit, because a fusion
-    computed it, is rounded alike. The seed is torch's (:func:`torch.initial_seed`) when the
+    The random numbers are those of Philox4x32-10. The key is the seed. The words of the counter are
+    a quarter of the place of a value in its copy, the copy's columns, the number of steps, and twice
+    the copy's rows, plus 1 for the columnwise copy. A value takes the word of the result that the
+    rest of its place names, and of that the upper 24 bits. So the numbers do not follow from the
+    values: one that differs in its last bit, because a fusion computed it, is rounded alike. The
+    seed is torch's (:func:`torch.initial_seed`) when the
     quantizer is made, mixed with the name of the layer: layers with names from
     :func:`opfuse.assign_names` draw different numbers, and all others the same. Seed and steps are
     state, so a checkpoint resumes to the bit; torch's own generator is left alone. A repeated cast
@@ -179,13 +229,11 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
 
     def _drawn(self, like: Tensor, which: int) -> Tensor:
         """Numbers in [0, 1), multiples of 2^-24."""
-        seed = self.seed.to(torch.int32), (self.seed >> 32).to(torch.int32)
-        key = _hashed(seed[0])
-        for part in (seed[1], self.step.to(torch.int32), which, *like.shape):
-            key = _hashed(key ^ part)
-        place = torch.arange(like.numel(), device=like.device).to(torch.int32)
-        bits = _hashed(_hashed(place ^ key) ^ key)
-        return ((bits >> 8 & 0xFFFFFF).float() * 2.0**-24).view(like.shape)
+        rows, columns = like.shape
+        each = torch.arange(like.numel() // 4, device=like.device)
+        words = philox(self.seed, each, columns, self.step, 2 * rows + which)
+        bits = torch.stack(words, -1) >> 8 & 0xFFFFFF
+        return (bits.float() * 2.0**-24).view(like.shape)
 
 
 def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
@@ -210,13 +258,14 @@ def update_counting(quantizers: Sequence[Quantizer], group: Any) -> None:
 # The arithmetic, in an order that decides the bits
 
 
-def tensor_scale(most: Tensor) -> Tensor:
+def tensor_scale(most: Tensor, most_of_scales: float) -> Tensor:
     """The factor of all values: ``448 * 6 / amax``, 1 where that cannot be used.
 
     Args:
         most: The largest magnitude, fp32, (1,).
+        most_of_scales: What to take for 448.
     """
-    return casts.scale_of(most, MOST_OF_SCALES * MOST, power_of_2=False, if_infinite=casts.FP32_MAX)
+    return casts.scale_of(most, most_of_scales * MOST, power_of_2=False, if_infinite=casts.FP32_MAX)
 
 
 def block_scale(most: Tensor, encode: Tensor) -> Tensor:
@@ -230,9 +279,29 @@ def block_scale(most: Tensor, encode: Tensor) -> Tensor:
     return (most * (encode * sixth)).clamp(max=MOST_OF_SCALES).to(torch.float8_e4m3fn)
 
 
-def _encoding(scale: Tensor, decode: Tensor) -> Tensor:
-    """The factor of the values of a block: the inverse of both of its scales."""
-    return (scale.float() * decode).reciprocal().clamp(max=casts.FP32_MAX)
+def _scaled(size: Tensor, scale: Tensor, decode: Tensor) -> Tensor:
+    """Magnitudes without their scales: up to 6."""
+    factor = (scale.float() * decode).reciprocal().clamp(max=casts.FP32_MAX)
+    return (size * factor).clamp(max=MOST)
+
+
+def _magnitudes(codes: Tensor) -> Tensor:
+    """What codes of E2M1 without sign stand for, in fp32."""
+    above = (2 + (codes & 1)) << (codes > 5).to(torch.uint8)
+    return torch.where(codes < 4, codes.float() * 0.5, above.float())
+
+
+def _summed(errors: Tensor) -> Tensor:
+    """The sums over blocks ``(down, tall, across, 16)``, where the other sizes stay as 1.
+
+    Of a row in their order, then of rows 8, 4, 2 and 1 apart: the order decides a tie.
+    """
+    total = torch.zeros_like(errors[..., :1])
+    for place in range(BLOCK):
+        total = total + errors[..., place : place + 1]
+    while (half := total.shape[1] // 2) > 0:
+        total = total[:, :half] + total[:, half:]
+    return total
 
 
 def packed(codes: Tensor) -> Tensor:
@@ -271,12 +340,3 @@ def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
     finite = groups.isfinite().all(-1, keepdim=True).expand(groups.shape).reshape(wide.shape)
     return torch.where(finite, found.clamp(-most, most), torch.nan).to(matrix.dtype)
 
-
-def _hashed(numbers: Tensor) -> Tensor:
-    """32 bits from 32 bits, by which each bit depends on every one; int32 in and out.
-
-    The constants are those of Chris Wellons' ``lowbias32``.
-    """
-    numbers = (numbers ^ (numbers >> 16 & 0xFFFF)) * 0x7FEB352D
-    numbers = (numbers ^ (numbers >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
-    return numbers ^ (numbers >> 16 & 0xFFFF)

@@ -19,7 +19,16 @@ from opfuse import Quantizer, QuantizerRole, Recipe
 
 from .delayed import update_delayed
 from .hardware import Hardware, Support, how
-from .nvfp4 import SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer, update_counting
+from .nvfp4 import (
+    LESS_OF_SCALES,
+    MAE,
+    MOST_OF_SCALES,
+    MSE,
+    SIGNS,
+    NVFP4Quantizer,
+    StochasticNVFP4Quantizer,
+    update_counting,
+)
 from .quantizers import (
     BlockQuantizer,
     CurrentQuantizer,
@@ -41,6 +50,7 @@ __all__ = [
     "support",
 ]
 
+_TENSORS = "none", "weights", "activations", "all"
 _FACTORIES: dict[str, Callable[[QuantizerRole], Quantizer]] = {}
 
 
@@ -300,9 +310,12 @@ class NVFP4BlockScaling(_FP8Recipe):
         disable_stochastic_rounding: Whether gradients are rounded to the nearest, too.
         disable_2d_quantization: Whether weights have a scale for each 1 x 16 values, as others do.
         row_scaled_activation: Only False: the format has one scale for the whole tensor.
-        nvfp4_4over6: Only "none": blocks that are scaled to 4 in place of 6 are not here.
-        nvfp4_4over6_e4m3_use_256: Only "all", since it is about ``nvfp4_4over6``.
-        nvfp4_4over6_err_mode: Only "MAE", since it is about ``nvfp4_4over6``.
+        nvfp4_4over6: Which blocks may have their largest magnitude at 4 in place of 6, where that has
+            the lower error: "none", "weights", "activations" or "all". Gradients never do, and inputs
+            only with ``disable_rht=True``.
+        nvfp4_4over6_e4m3_use_256: Of which of these tensors the largest scale of a block is 256 in
+            place of 448: the same four.
+        nvfp4_4over6_err_mode: The error: "MAE", its mean magnitude, or "MSE", its mean square.
         fp4_format: Only E2M1, the dtype of values.
         fp8_format: Only E4M3, the dtype of the scales of blocks.
     """
@@ -315,19 +328,29 @@ class NVFP4BlockScaling(_FP8Recipe):
     nvfp4_4over6_e4m3_use_256: str = "all"
     nvfp4_4over6_err_mode: str = "MAE"
     _formats = (Format.E4M3,)
+    _choices: ClassVar = {
+        "nvfp4_4over6": _TENSORS,
+        "nvfp4_4over6_e4m3_use_256": _TENSORS,
+        "nvfp4_4over6_err_mode": (MAE, MSE),
+    }
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
 
     def __post_init__(self) -> None:
         """Refuse invalid fields."""
         super().__post_init__()
+        if self.nvfp4_4over6 in ("activations", "all") and not self.disable_rht:
+            raise ValueError(
+                f"NVFP4BlockScaling.nvfp4_4over6: expected disable_rht=True with "
+                f"{self.nvfp4_4over6!r}: a Hadamard transform is not combined with it"
+            )
         only = {
             "row_scaled_activation": "the format has one scale for a tensor, none for a row",
-            "nvfp4_4over6": "blocks that are scaled to 4 in place of 6 are not implemented",
-            "nvfp4_4over6_e4m3_use_256": "it changes nothing without nvfp4_4over6",
-            "nvfp4_4over6_err_mode": "it changes nothing without nvfp4_4over6",
             "fp8_format": "the scales of blocks are E4M3",
         }
+        if self.nvfp4_4over6 == "none":
+            why = "it changes nothing without nvfp4_4over6"
+            only |= {f"nvfp4_4over6_{name}": why for name in ("e4m3_use_256", "err_mode")}
         for name, why in only.items():
             value, default = getattr(self, name), getattr(type(self), name)
             if value != default:
@@ -343,6 +366,11 @@ class NVFP4BlockScaling(_FP8Recipe):
         given: Any = {"square": square, "signs": signs, "what": named(role)}
         if is_grad and not self.disable_stochastic_rounding:
             return StochasticNVFP4Quantizer(**given, name=role.name, device=device)
+        these = "all", "weights" if is_weight else "activations"
+        if not is_grad and self.nvfp4_4over6 in these:
+            less = self.nvfp4_4over6_e4m3_use_256 in these
+            given["most_of_scales"] = LESS_OF_SCALES if less else MOST_OF_SCALES
+            given["four_over_six"] = self.nvfp4_4over6_err_mode
         return NVFP4Quantizer(**given)
 
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
