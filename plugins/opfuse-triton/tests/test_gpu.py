@@ -1,5 +1,6 @@
 """``python -m opfuse_triton gpu``, end to end with the interpreter as the device, and with a fake clock."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -206,7 +207,8 @@ class Process:
     def kill(self):
         self.killed = True
 
-    wait = poll
+    def wait(self, timeout):  # it cannot even be ended
+        raise subprocess.TimeoutExpired("worker", timeout)
 
 
 @interpreted
@@ -242,6 +244,25 @@ def test_no_part_begins_after_the_deadline():
     worker.run("toys", "gpu_toys:SOUND", rows.append, FakeClock(), 3.0)
     (row,) = [row for row in rows if "judged" in row]
     assert row["judged"] + row["left"] == 4 and row["left"] > 0
+
+
+def test_a_gpu_is_measured_on_a_stream_of_its_own(tmp_path, monkeypatch):
+    """No CUDA graph can be captured on the default one."""
+    events = []
+
+    @contextlib.contextmanager
+    def stream(made):
+        events.append(made)
+        yield
+        events.append("default")
+
+    monkeypatch.setattr(worker, "is_interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "own")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(Clock, "limits", lambda self: events.append("limits"))
+    monkeypatch.setattr(worker, "run", lambda *given: events.append("cases"))
+    worker.main("toys", "gpu_toys:SOUND", str(tmp_path / "out"), "60")
+    assert events == ["own", "limits", "cases", "default"]
 
 
 def test_sets_of_inputs_are_larger_than_the_cache():

@@ -12,7 +12,7 @@ from ..checking import check_launch
 from ..launches import asked
 from ..recorded import CaseRun, describe, record
 from ..tables import settings_as_text
-from ..targets import current_target
+from ..targets import TARGETS, current_target
 from .judging import judge
 from .timing import Clock, bound
 from .winners import entry
@@ -113,7 +113,7 @@ def measure(
     row["floor"] = case.floor_bytes(shape)
     row["flops"] = case.flops(**shape) if case.flops else 0
     row["modelled"] = max(row["floor"] / target.bandwidth, row["flops"] / target.flops)
-    if clock.device.type == "cuda":
+    if clock.device.type == "cuda" and target.arch in TARGETS:  # what check knows
         rows = [check_launch(plugin, run, launch) for launch in run.launches]
         row["refused"] = [f"{one.kernel} {why}" for one in rows for why in one.refusals]
     row["best"], row["entries"] = {}, []
@@ -179,7 +179,7 @@ def _fastest(
                 seconds = timed(case.run)
             if isinstance(seconds, float) and seconds * GAIN < usual:
                 taken.append((seconds, config))
-    faults = []
+    faults: list[str] = []
     for seconds, config in sorted(taken, key=lambda one: one[0]):
         with kernel.pinned(config):
             fault = _judged(case, shape, clock)
@@ -198,8 +198,10 @@ def _separate(case: KernelCase, shape: Mapping[str, int]) -> Callable[..., Any] 
 
 def _compiled(separate: Callable[..., Any] | None, clock: Clock) -> Callable[..., Any] | None:
     """The separate operations under ``torch.compile``, where there is a GPU."""
-    on_gpu = clock.device.type == "cuda" and separate is not None
-    return torch.compile(separate, dynamic=False) if on_gpu else None
+    if clock.device.type != "cuda" or separate is None:
+        return None
+    torch.compiler.reset()  # cases share functions, and one is compiled a few times at most
+    return torch.compile(separate, dynamic=False)
 
 
 def _timed(run: Callable[..., Any], sets: Any, clock: Clock) -> float | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -128,7 +129,8 @@ def _followed(
             return (part, f"exit status {code}") if code else ("", "")
         if now() - last > silence or now() - started > left:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                process.wait(timeout=SPARE)
             return part, OUT_OF_TIME if now() - started > left else f"nothing for {silence:.0f} s"
         wait(0.2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -19,8 +20,15 @@ SAMPLES = 5
 MOST_SETS = 16
 
 
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A stream of a GPU that is not the default one, on which no CUDA graph can be captured."""
+    on_gpu = device.type == "cuda"
+    own: Any = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(own) if on_gpu else contextlib.nullcontext()
+
+
 def capture(calls: Sequence[Call], times: int) -> Callable[[], float]:
-    """Capture all calls, again and again, in one CUDA graph.
+    """Capture all calls, again and again, in one CUDA graph, within :func:`own_stream`.
 
     Args:
         calls: What to call, in turns.

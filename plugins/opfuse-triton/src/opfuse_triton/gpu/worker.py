@@ -17,7 +17,7 @@ from opfuse.testing import interpreter
 from ..machine import is_interpreting
 from ..recorded import load_cases
 from .measuring import judge_variants, measure, parts
-from .timing import Clock
+from .timing import Clock, own_stream
 
 
 def run(
@@ -64,9 +64,10 @@ def main(plugin: str, where: str, out: str, seconds: str, *skip: str) -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
 
-        if device.type == "cuda":
-            write({"limits": clock.limits()})
-        run(plugin, where, write, clock, time.monotonic() + float(seconds), skip)
+        with own_stream(device):
+            if device.type == "cuda":
+                write({"limits": clock.limits()})
+            run(plugin, where, write, clock, time.monotonic() + float(seconds), skip)
 
 
 if __name__ == "__main__":
