@@ -234,6 +234,42 @@ def test_the_budget_holds_and_what_it_leaves_out_is_named():
 
 
 @interpreted
+def test_each_plugin_has_a_share_of_the_budget_and_then_the_rest(monkeypatch):
+    clock, began = FakeClock(), []
+    lists = {"first": "gpu_toys:SOUND", "second": "gpu_toys:COUNTS", "third": "gpu_toys:SOUND"}
+    monkeypatch.setattr(session, "case_lists", lambda plugin: lists)
+
+    class Taking:
+        """It takes all its time, the second one ten seconds, and then it has one part."""
+
+        returncode = None
+
+        def __init__(self, arguments, log):
+            name, _, self.out, seconds, *done = arguments
+            began.append((name, float(seconds), done))
+            self.end = clock.time + (10 if name == "second" else float(seconds))
+            part = "counts" if name == "second" else "later" if "scale" in done else "scale"
+            self.row = {"part": part, "plugin": name, "wrong": []}
+
+        def poll(self):
+            if clock.time >= self.end and self.returncode is None:
+                pathlib.Path(self.out).write_text(json.dumps(self.row) + "\n")
+                self.returncode = 0
+            return self.returncode
+
+    def wait(seconds):
+        clock.time += 5
+
+    found = session.session(
+        None, 600, lambda report: None, begin=Taking, now=clock.now, wait=wait, silence=1000
+    )
+    assert [name for name, *_ in began[:4]] == ["first", "third", "second", "first"]
+    shares = [seconds for _, seconds, _ in began[:3]]
+    assert all(160 < seconds < 230 for seconds in shares) and began[3][2] == ["scale"]
+    assert found["seconds"] < 620 and set(found["plugins"]) == set(lists)
+
+
+@interpreted
 def test_no_part_begins_after_the_deadline():
     rows, clock = [], FakeClock()
     worker.run("toys", "gpu_toys:SOUND", rows.append, clock, 12.0)
@@ -306,10 +342,10 @@ def test_in_a_process_that_interprets():
         "no:cacheprovider",
         str(HERE),
         "-k",
-        "deadline or budget_holds",
+        "deadline or budget",
     ]
     config = ["-c", str(HERE.parents[3] / "pyproject.toml"), "--rootdir", str(HERE.parents[3])]
     done = subprocess.run(
         [*given, *config], env=environ, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
