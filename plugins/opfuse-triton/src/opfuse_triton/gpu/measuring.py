@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from .timing import Clock, bound
 from .winners import entry
 
 Row = dict[str, Any]
+Given = TypeVar("Given")
 GAIN = 1.02
 """How many times as fast as the default a configuration must be, to be put into a table."""
 
@@ -67,10 +68,17 @@ def _judged(
     offset: int = 0,
 ) -> str:
     """Return what is wrong with a case, or with running it."""
+    return _or_why(lambda: judge(case, shape, case.inputs(shape, clock.device, dtype, offset)))
+
+
+def _or_why(call: Callable[[], Given]) -> Given | str:
+    """What a call gives, or why it gives nothing."""
     try:
-        return judge(case, shape, case.inputs(shape, clock.device, dtype, offset))
+        return call()
     except torch.AcceleratorError:  # the device is lost, and with it this process
         raise
+    except ImportError as error:
+        return f"not installed: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -103,10 +111,10 @@ def measure(
         if clock.now() > deadline:
             return None
         tell()
-        return _timed(call, sets, clock)
+        return _or_why(lambda: clock.seconds(bound(call, sets)))
 
     tell()
-    row["seconds"] = _timed(case.run, sets, clock)
+    row["seconds"] = _or_why(lambda: clock.seconds(bound(case.run, sets)))
     if isinstance(row["seconds"], str):
         return row
     target, (run, questions) = current_target(clock.device), _recorded(case, shape, clock)
@@ -202,15 +210,3 @@ def _compiled(separate: Callable[..., Any] | None, clock: Clock) -> Callable[...
         return None
     torch.compiler.reset()  # cases share functions, and one is compiled a few times at most
     return torch.compile(separate, dynamic=False)
-
-
-def _timed(run: Callable[..., Any], sets: Any, clock: Clock) -> float | str:
-    """Return the seconds of a call, or why there are none."""
-    try:
-        return clock.seconds(bound(run, sets))
-    except torch.AcceleratorError:
-        raise
-    except ImportError as error:
-        return f"not installed: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
