@@ -1,5 +1,6 @@
 """``python -m opfuse_triton gpu``, end to end with the interpreter as the device, and with a fake clock."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -209,7 +210,8 @@ class Process:
     def kill(self):
         self.killed = True
 
-    wait = poll
+    def wait(self, timeout):  # it cannot even be ended
+        raise subprocess.TimeoutExpired("worker", timeout)
 
 
 @interpreted
@@ -235,6 +237,42 @@ def test_the_budget_holds_and_what_it_leaves_out_is_named():
 
 
 @interpreted
+def test_each_plugin_has_a_share_of_the_budget_and_then_the_rest(monkeypatch):
+    clock, began = FakeClock(), []
+    lists = {"first": "gpu_toys:SOUND", "second": "gpu_toys:COUNTS", "third": "gpu_toys:SOUND"}
+    monkeypatch.setattr(session, "case_lists", lambda plugin: lists)
+
+    class Taking:
+        """It takes all its time, the second one ten seconds, and then it has one part."""
+
+        returncode = None
+
+        def __init__(self, arguments, log):
+            name, _, self.out, seconds, *done = arguments
+            began.append((name, float(seconds), done))
+            self.end = clock.time + (10 if name == "second" else float(seconds))
+            part = "counts" if name == "second" else "later" if "scale" in done else "scale"
+            self.row = {"part": part, "plugin": name, "wrong": []}
+
+        def poll(self):
+            if clock.time >= self.end and self.returncode is None:
+                pathlib.Path(self.out).write_text(json.dumps(self.row) + "\n")
+                self.returncode = 0
+            return self.returncode
+
+    def wait(seconds):
+        clock.time += 5
+
+    found = session.session(
+        None, 600, lambda report: None, begin=Taking, now=clock.now, wait=wait, silence=1000
+    )
+    assert [name for name, *_ in began[:4]] == ["first", "third", "second", "first"]
+    shares = [seconds for _, seconds, _ in began[:3]]
+    assert all(160 < seconds < 230 for seconds in shares) and began[3][2] == ["scale"]
+    assert found["seconds"] < 620 and set(found["plugins"]) == set(lists)
+
+
+@interpreted
 def test_no_part_begins_after_the_deadline():
     rows, clock = [], FakeClock()
     worker.run("toys", "gpu_toys:SOUND", rows.append, clock, 12.0)
@@ -245,6 +283,25 @@ def test_no_part_begins_after_the_deadline():
     worker.run("toys", "gpu_toys:SOUND", rows.append, FakeClock(), 3.0)
     (row,) = [row for row in rows if "judged" in row]
     assert row["judged"] + row["left"] == 4 and row["left"] > 0
+
+
+def test_a_gpu_is_measured_on_a_stream_of_its_own(tmp_path, monkeypatch):
+    """No CUDA graph can be captured on the default one."""
+    events = []
+
+    @contextlib.contextmanager
+    def stream(made):
+        events.append(made)
+        yield
+        events.append("default")
+
+    monkeypatch.setattr(worker, "is_interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "own")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(Clock, "limits", lambda self: events.append("limits"))
+    monkeypatch.setattr(worker, "run", lambda *given: events.append("cases"))
+    worker.main("toys", "gpu_toys:SOUND", str(tmp_path / "out"), "60")
+    assert events == ["own", "limits", "cases", "default"]
 
 
 def test_sets_of_inputs_are_larger_than_the_cache():
@@ -285,10 +342,10 @@ def test_in_a_process_that_interprets():
         "no:cacheprovider",
         str(HERE),
         "-k",
-        "deadline or budget_holds",
+        "deadline or budget",
     ]
     config = ["-c", str(HERE.parents[3] / "pyproject.toml"), "--rootdir", str(HERE.parents[3])]
     done = subprocess.run(
         [*given, *config], env=environ, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr

@@ -160,6 +160,45 @@ def _twice_and_once(rows: int, classes: int) -> int:
     return 3 * rows * classes * BF16.itemsize
 
 
+# Peers: quack-kernels as of 0.6.4. Its products are not tuned here, which takes minutes
+
+
+def _quack_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return _quack_gelu_kept(x, weight, bias, False)[0]
+
+
+def _quack_gelu_kept(
+    x: Tensor, weight: Tensor, bias: Tensor, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    from quack.gemm_interface import gemm_act
+
+    how = {"activation": "gelu_tanh_approx", "store_preact": keep, "tuned": False}
+    hidden, y = gemm_act(x, weight.t(), bias=bias, **how)
+    return y, hidden
+
+
+def _quack_add(x: Tensor, weight: Tensor, bias: Tensor, addend: Tensor) -> Tensor:
+    from quack.gemm_interface import gemm_add
+
+    return gemm_add(x, weight.t(), addend, bias=bias, tuned=False)  # type: ignore[no-any-return]
+
+
+def _quack_softmax(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    from quack.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+
+    losses, lse = cross_entropy_fwd(logits, targets, return_lse=True)
+    return cross_entropy_bwd(logits, targets, weights, lse, inplace_backward=True), losses
+
+
+def _quack_in_one(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of the sum of losses, without the weights."""
+    from quack.cross_entropy import cross_entropy_fwd
+
+    losses, gradient = cross_entropy_fwd(logits, targets, return_dx=True, inplace_backward=True)
+    return gradient, losses
+
+
+_QUACK_LOSS = {"quack-kernels": _quack_softmax, "quack, one kernel": _quack_in_one}
 _ALL = LossNumbers(label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
 _VOCABULARIES = [{"rows": 512, "classes": 128256}, {"rows": 512, "classes": 32000}]
 _FEW = [{"rows": 5, "classes": 5000}, {"rows": 3, "classes": 65}]
@@ -188,10 +227,12 @@ CASES = [
         "linear + GELU", _product(_GELU), _operands(), _MLP + _ODD, _SMALL,
         gemms=_GEMMS, flops=_operations,
         separate=lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+        peers={"quack-kernels": _quack_gelu},
     ),
     KernelCase(
         "linear + GELU, kept", _product(_GELU, keep=True), _operands("hidden"), _MLP + _ODD,
         _SMALL, gemms=_GEMMS, flops=_operations, separate=_training_apart,
+        peers={"quack-kernels": _quack_gelu_kept},
     ),
     *[
         KernelCase(
@@ -204,6 +245,7 @@ CASES = [
         "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL,
         gemms=_GEMMS, flops=_operations,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) + addend,
+        peers={"quack-kernels": _quack_add},
     ),
     KernelCase(
         "linear + scale + add", _product(scale=0.5), _operands("addend"), _DOWN, _SMALL[:1],
@@ -222,9 +264,11 @@ CASES = [
         KernelCase(
             name, functools.partial(_softmax, numbers=numbers), _softmax_operands, _VOCABULARIES,
             _FEW, floor=_twice_and_once, twin=functools.partial(_softmax_twin, numbers=numbers),
-            draw=_draw_targets, turn=20,
+            draw=_draw_targets, turn=20, peers=peers,
         )
-        for name, numbers in (("softmax of a loss", LossNumbers()), ("with all options", _ALL))
+        for name, numbers, peers in (
+            ("softmax of a loss", LossNumbers(), _QUACK_LOSS), ("with all options", _ALL, {})
+        )
     ],
     *[
         KernelCase(

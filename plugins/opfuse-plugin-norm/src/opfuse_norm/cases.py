@@ -149,17 +149,60 @@ def _liger_backward(
     return add_rms if with_extra else layer if kind == kernels.LAYER else rms
 
 
+def _quack_forward(kind: str, with_extra: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """The kernel of quack-kernels, as of 0.6.4."""
+
+    def rms(x: Tensor, weight: Tensor, extra: Tensor | None = None) -> tuple[Tensor, ...]:
+        from quack.rmsnorm import rmsnorm_fwd
+
+        y, total, rstd = rmsnorm_fwd(x, weight, residual=extra, eps=1e-5, store_rstd=True)
+        return (y, *[total] * with_extra, rstd.view(-1, 1))
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        """Its weights must be in fp32, so its time has two small casts in it."""
+        from quack.rmsnorm import layernorm_fwd
+
+        both = weight.float(), bias.float()
+        y, rstd, mean = layernorm_fwd(x, *both, eps=1e-5, return_rstd=True, return_mean=True)
+        return y, mean.view(-1, 1), rstd.view(-1, 1)
+
+    return layer if kind == kernels.LAYER else rms
+
+
+def _quack_backward(kind: str, with_extra: bool) -> Callable[..., tuple[Tensor, ...]]:
+    """The kernel of quack-kernels, as of 0.6.4."""
+
+    def rms(
+        dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, extra: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        from quack.rmsnorm import rmsnorm_bwd
+
+        made = rmsnorm_bwd(x, weight, dy, rstd.view(-1), extra, has_residual=with_extra)
+        return tuple(made[:2])
+
+    def layer(
+        dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, ...]:
+        from quack.rmsnorm import layernorm_bwd
+
+        dx, dw, db = layernorm_bwd(x, weight, dy, rstd.view(-1), mean.view(-1))
+        return dx, dw, db.float()
+
+    return layer if kind == kernels.LAYER else rms
+
+
 def _peers(kind: str, inputs: str) -> dict[str, Callable[..., Any]]:
-    """Liger-Kernel's kernels of the same fusion: it has no L2Normalization, nor an add there."""
+    """Other packages' kernels of the same fusion: no L2Normalization, nor an add with LayerNorm."""
     with_extra = "extra" in inputs
     if kind == kernels.L2 or (kind == kernels.LAYER and with_extra):
         return {}
     if "dy" not in inputs:
-        return {"liger-kernel": _liger_forward(kind, with_extra)}
+        quack = _quack_forward(kind, with_extra)
+        return {"liger-kernel": _liger_forward(kind, with_extra), "quack-kernels": quack}
     found = {"liger-kernel": _liger_backward(kind, with_extra)}
     if kind == kernels.RMS:
         found["liger, over dy"] = _liger_backward(kind, with_extra, in_place=True)
-    return found
+    return found | {"quack-kernels": _quack_backward(kind, with_extra)}
 
 
 def _case(

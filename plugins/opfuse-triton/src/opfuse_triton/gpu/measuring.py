@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,12 +12,13 @@ from ..checking import check_launch
 from ..launches import asked
 from ..recorded import CaseRun, describe, record
 from ..tables import settings_as_text
-from ..targets import current_target
+from ..targets import TARGETS, current_target
 from .judging import judge
 from .timing import Clock, bound
 from .winners import entry
 
 Row = dict[str, Any]
+Given = TypeVar("Given")
 GAIN = 1.02
 """How many times as fast as the default a configuration must be, to be put into a table."""
 
@@ -67,10 +68,17 @@ def _judged(
     offset: int = 0,
 ) -> str:
     """Return what is wrong with a case, or with running it."""
+    return _or_why(lambda: judge(case, shape, case.inputs(shape, clock.device, dtype, offset)))
+
+
+def _or_why(call: Callable[[], Given]) -> Given | str:
+    """What a call gives, or why it gives nothing."""
     try:
-        return judge(case, shape, case.inputs(shape, clock.device, dtype, offset))
+        return call()
     except torch.AcceleratorError:  # the device is lost, and with it this process
         raise
+    except ImportError as error:
+        return f"not installed: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -103,17 +111,17 @@ def measure(
         if clock.now() > deadline:
             return None
         tell()
-        return _timed(call, sets, clock)
+        return _or_why(lambda: clock.seconds(bound(call, sets)))
 
     tell()
-    row["seconds"] = _timed(case.run, sets, clock)
+    row["seconds"] = _or_why(lambda: clock.seconds(bound(case.run, sets)))
     if isinstance(row["seconds"], str):
         return row
     target, (run, questions) = current_target(clock.device), _recorded(case, shape, clock)
     row["floor"] = case.floor_bytes(shape)
     row["flops"] = case.flops(**shape) if case.flops else 0
     row["modelled"] = max(row["floor"] / target.bandwidth, row["flops"] / target.flops)
-    if clock.device.type == "cuda":
+    if clock.device.type == "cuda" and target.arch in TARGETS:  # what check knows
         rows = [check_launch(plugin, run, launch) for launch in run.launches]
         row["refused"] = [f"{one.kernel} {why}" for one in rows for why in one.refusals]
     row["best"], row["entries"] = {}, []
@@ -179,7 +187,7 @@ def _fastest(
                 seconds = timed(case.run)
             if isinstance(seconds, float) and seconds * GAIN < usual:
                 taken.append((seconds, config))
-    faults = []
+    faults: list[str] = []
     for seconds, config in sorted(taken, key=lambda one: one[0]):
         with kernel.pinned(config):
             fault = _judged(case, shape, clock)
@@ -198,17 +206,7 @@ def _separate(case: KernelCase, shape: Mapping[str, int]) -> Callable[..., Any] 
 
 def _compiled(separate: Callable[..., Any] | None, clock: Clock) -> Callable[..., Any] | None:
     """The separate operations under ``torch.compile``, where there is a GPU."""
-    on_gpu = clock.device.type == "cuda" and separate is not None
-    return torch.compile(separate, dynamic=False) if on_gpu else None
-
-
-def _timed(run: Callable[..., Any], sets: Any, clock: Clock) -> float | str:
-    """Return the seconds of a call, or why there are none."""
-    try:
-        return clock.seconds(bound(run, sets))
-    except torch.AcceleratorError:
-        raise
-    except ImportError as error:
-        return f"not installed: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if clock.device.type != "cuda" or separate is None:
+        return None
+    torch.compiler.reset()  # cases share functions, and one is compiled a few times at most
+    return torch.compile(separate, dynamic=False)

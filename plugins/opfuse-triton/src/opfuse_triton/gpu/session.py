@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -10,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +25,9 @@ from .measuring import parts
 SILENCE = 120.0
 """Seconds without a line after which a process counts as hanging: compiling takes less."""
 
-START, SPARE = 30.0, 10.0
-"""Seconds that are too few to begin another process, and those that one has to finish a step."""
+START, SPARE, LEAST = 30.0, 10.0, 60.0
+"""Seconds that are too few to begin another process, those that one has to finish a step, and the
+smallest share of a plugin."""
 
 OUT_OF_TIME = "out of time"
 Row = dict[str, Any]
@@ -73,64 +77,92 @@ def session(
     lists = case_lists(plugin)
     cases = {name: load_cases(where) for name, where in lists.items()}
     turns = {name: min(case.turn for case in of_plugin) for name, of_plugin in cases.items()}
-    report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "plugins": {}}
+    order = sorted(lists, key=lambda name: (turns[name], name))
+    report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "seconds": 0.0}
+    report["plugins"] = dict.fromkeys(order, 0.0)
     report["left"] = {
         name: [part for case in of_plugin for part, _ in parts(case, not is_interpreting())]
         for name, of_plugin in cases.items()
     }
-    with tempfile.TemporaryDirectory() as folder:
-        for name in sorted(lists, key=lambda name: (turns[name], name)):
-            started = now()
-            ended: list[str] = []
-            while (left := budget - (now() - began)) > START:
-                out = pathlib.Path(folder, f"{name.replace(':', '-')}-{len(ended)}.jsonl")
-                out.touch()
-                done = [row["part"] for row in report["rows"] if row["plugin"] == name]
-                arguments = [name, lists[name], str(out), str(left - SPARE), *ended, *done]
-                process = begin(arguments, out.with_suffix(".log"))
-                part, how = _followed(process, out, report, keep, left, silence, now, wait)
-                if how in ("", OUT_OF_TIME):
-                    break
-                log = out.with_suffix(".log").read_text(errors="replace").strip().splitlines()
-                report["ended"].append({"part": part, "how": how, "said": log[-3:]})
-                if not part or not (works or device_works)():
-                    break
-                ended.append(part)
-            over = {row["part"] for row in report["rows"] if row["plugin"] == name}.union(ended)
-            report["left"][name] = [part for part in report["left"][name] if part not in over]
-            report["plugins"][name] = now() - started
-            report["seconds"] = now() - began
-            keep(report)
+    workers = _Workers(report, keep, begin, now, wait, works or device_works, silence)
+    # first each plugin has its share of the time, then what the others left
+    for number, name in enumerate(order * 2):
+        started = now()
+        left = budget - (started - began)
+        share = left / (len(order) - number) if number < len(order) else left
+        if report["left"][name] and name not in workers.given_up:
+            workers.run(name, lists[name], started + min(left, max(share, LEAST)))
+        report["plugins"][name] += now() - started
+        report["seconds"] = now() - began
+        keep(report)
     return report
 
 
-def _followed(
-    process: Any, out: pathlib.Path, report: Row, keep: Any, left: float, silence: float,
-    now: Callable[[], float], wait: Callable[[float], None],
-) -> tuple[str, str]:  # fmt: skip
-    """Read the lines of a process until it ends; return the part that ended it, and how."""
-    part, read, started = "", 0, now()
-    last = started
-    while True:
-        ended = process.poll() is not None
-        lines = out.read_text(encoding="utf-8").split("\n")[:-1]
-        for line in lines[read:]:
-            row = json.loads(line)
-            part, last = row.get("begins", ""), now()
-            if "limits" in row:
-                report["limits"] = row["limits"]
-            elif not part:
-                report["rows"].append(row)
-                keep(report)
-        read = len(lines)
-        if ended:
-            code = process.returncode
-            return (part, f"exit status {code}") if code else ("", "")
-        if now() - last > silence or now() - started > left:
-            process.kill()
-            process.wait()
-            return part, OUT_OF_TIME if now() - started > left else f"nothing for {silence:.0f} s"
-        wait(0.2)
+@dataclass
+class _Workers:
+    """Starts and follows processes, and adds what they find to a report; see :func:`session`."""
+
+    report: Row
+    keep: Callable[[Row], None]
+    begin: Spawn
+    now: Callable[[], float]
+    wait: Callable[[float], None]
+    works: Callable[[], bool]
+    silence: float
+    given_up: set[str] = field(default_factory=set)
+
+    def run(self, name: str, where: str, until: float) -> None:
+        """Measure parts of a plugin until there is none left, or no time."""
+        report, left = self.report, self.report["left"]
+        with tempfile.TemporaryDirectory() as folder:
+            for number in itertools.count():
+                if (seconds := until - self.now()) <= START:
+                    return
+                over = {row["part"] for row in report["rows"] if row["plugin"] == name}
+                over |= {row["part"] for row in report["ended"] if row["plugin"] == name}
+                out = pathlib.Path(folder, f"{number}.jsonl")
+                out.touch()
+                arguments = [name, where, str(out), str(seconds - SPARE), *sorted(over)]
+                process = self.begin(arguments, out.with_suffix(".log"))
+                part, how = self.follow(process, out, until)
+                if how not in ("", OUT_OF_TIME):
+                    log = out.with_suffix(".log").read_text(errors="replace").strip()
+                    ended = {"plugin": name, "part": part, "how": how}
+                    report["ended"].append(ended | {"said": log.splitlines()[-3:]})
+                    over.add(part)
+                over |= {row["part"] for row in report["rows"] if row["plugin"] == name}
+                left[name] = [part for part in left[name] if part not in over]
+                if how in ("", OUT_OF_TIME):
+                    return
+                if not part or not self.works():
+                    self.given_up.add(name)
+                    return
+
+    def follow(self, process: Any, out: pathlib.Path, until: float) -> tuple[str, str]:
+        """Read the lines of a process until it ends; return the part that ended it, and how."""
+        part, read, last = "", 0, self.now()
+        while True:
+            ended = process.poll() is not None
+            lines = out.read_text(encoding="utf-8").split("\n")[:-1]
+            for line in lines[read:]:
+                row = json.loads(line)
+                part, last = row.get("begins", ""), self.now()
+                if "limits" in row:
+                    self.report["limits"] = row["limits"]
+                elif not part:
+                    self.report["rows"].append(row)
+                    self.keep(self.report)
+            read = len(lines)
+            if ended:
+                code = process.returncode
+                return (part, f"exit status {code}") if code else ("", "")
+            if self.now() - last > self.silence or self.now() > until:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                    process.wait(timeout=SPARE)
+                late = self.now() > until
+                return part, OUT_OF_TIME if late else f"nothing for {self.silence:.0f} s"
+            self.wait(0.2)
 
 
 def device_works() -> bool:
