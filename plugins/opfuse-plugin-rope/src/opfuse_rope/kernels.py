@@ -275,17 +275,26 @@ def _tiles(target: Target, facts: Mapping[str, Any]) -> list[tuple[dict[str, int
         spare = triton.cdiv(facts["tokens"], tokens) * heads // (8 * target.multiprocessors)
         together = 1 << (max(1, min(8, spare)).bit_length() - 1)
         tile = {"TOKENS": tokens, "HEADS": together, "BLOCK": block, "REST": rest}
-        found.append((tile, warps))
+        found.append((tile, _warps(target, warps)))
     return found
+
+
+def _warps(target: Target, warps: int) -> int:
+    """As many warps of 32 threads; of 64 there are half as many."""
+    return warps // 2 if target.backend == "hip" else warps
 
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     return list(dict.fromkeys([Config(*given) for given in _tiles(target, facts)]))
 
 
+def _backward_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """One: the tile is that of the partial sums, and with fewer warps it spills on an H100."""
+    return [Config({}, _warps(target, 4))]
+
+
 ROPE = Kernel(rope_kernel, _configs)
-# the number of its programs, and so the tile, is that of the partial sums
-NORM_BACKWARD = Kernel(rope_norm_backward_kernel, [Config({}, 4), Config({}, 2), Config({}, 8)])
+NORM_BACKWARD = Kernel(rope_norm_backward_kernel, _backward_configs)
 
 
 def _constants(given: Sequence[Heads], angles: Angles) -> dict[str, Any]:
