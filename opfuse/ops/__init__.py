@@ -24,7 +24,7 @@ from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .parallel_linear import ParallelLinear
 from .pointwise import ConstantScale, Reshape
-from .residual import AddExtraInput, MakeExtraOutput
+from .residual import AddExtraInput, MakeExtraOutput, SwapExtraInput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 
@@ -70,5 +70,6 @@ __all__ = [
     "ScaledSwiGLU",
     "SiLU",
     "SiTUGLU",
+    "SwapExtraInput",
     "SwiGLU",
 ]

@@ -1,4 +1,4 @@
-"""Ops that join and fork: AddExtraInput, MakeExtraOutput."""
+"""Ops that join, fork and swap: AddExtraInput, MakeExtraOutput, SwapExtraInput."""
 
 from __future__ import annotations
 
@@ -116,3 +116,36 @@ class MakeExtraOutput(_JoinOrFork):
         if self.in_place and basic_op_ctxs[0].owns_grad_output and holds_the_sum:
             return grad_output.add_(grad_extra), [()], [()]
         return grad_output + grad_extra, [()], [()]
+
+
+class SwapExtraInput(ExtraTensorOperation):
+    """``y = extra``, and ``x`` as an extra output: a chain goes on with another tensor.
+
+    So one chain can rotate queries and keys: the keys come in, are rotated and swapped for the
+    queries. Both outputs share the memory of what came in; neither shape has to fit the other.
+    """
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+    saved_names = ()
+    context_names = ("like",)
+    differentiable = True
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """Both tensors, as objects of their own; leaves what the input was like."""
+        (ctx,), ((extra,),) = basic_op_ctxs, basic_op_extra_inputs
+        if ctx.requires_grad:
+            ctx.like = input_.shape, input_.dtype, input_.device
+        return extra.view_as(extra), [(input_.view_as(input_),)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """Both gradients, swapped; None for the extra output's means zero."""
+        (ctx,), ((grad_extra,),) = basic_op_ctxs, basic_op_grad_extra_outputs
+        if grad_extra is None:
+            shape, dtype, device = ctx.like
+            grad_extra = torch.zeros(shape, dtype=dtype, device=device)
+        return grad_extra, [()], [(grad_output,)]

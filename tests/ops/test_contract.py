@@ -40,6 +40,7 @@ OPS = {
     "Quantize": (ops.Quantize, (), ()),
     "AddExtraInput": (ops.AddExtraInput, (), ()),
     "MakeExtraOutput": (ops.MakeExtraOutput, (), ()),
+    "SwapExtraInput": (ops.SwapExtraInput, (), ("like",)),
     **{cls.__name__: (cls, ("input",), ()) for cls in (*ELEMENTWISE, *GATED)},
     "SiTUGLU": (ops.SiTUGLU, ("input",), ("numbers",)),
     "ClampedSwiGLU": (ops.ClampedSwiGLU, ("input",), ("numbers",)),
@@ -86,7 +87,7 @@ def test_each_op_declares_what_it_saves_and_takes(name):
     assert op.grad_input in ("fresh", "same", "shared")
     strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "AddExtraInput")
     assert op.params_in_compute_dtype == (name in strict)
-    assert op.feature_ratio == {"Reshape": None, "CrossEntropy": None}.get(
+    assert op.feature_ratio == dict.fromkeys(["Reshape", "CrossEntropy", "SwapExtraInput"]).get(
         name, 2 if "GLU" in name else None if op.in_features else 1
     )
 

@@ -88,6 +88,7 @@ EXPRESSIONS = {
     "CrossEntropy": lambda x, p: F.cross_entropy(x, torch.zeros(ROWS, dtype=int, device=x.device)),
     "Identity": lambda x, p: x,
     "MakeExtraOutput": lambda x, p: x,
+    "SwapExtraInput": lambda x, p: p(ROWS, WIDTH),
     "Quantize": lambda x, p: x,
     "Reshape": lambda x, p: x.reshape(-1),
 }

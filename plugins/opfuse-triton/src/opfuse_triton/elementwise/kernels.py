@@ -176,12 +176,12 @@ def activation_backward_kernel(
         dy = tl.load(dy_ptr + start + column, inside, 0).to(tl.float32)
         if LINEAR_VALUE is None:
             x = tl.load(x_ptr + start + column, inside, 0).to(tl.float32)
-            dx = dy * DERIVATIVE(x, *numbers)
-            if dx_ptr is not None:
-                tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
             if y_ptr is not None:
                 y = VALUE(x, *numbers)
                 tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), inside)
+            dx = dy * DERIVATIVE(x, *numbers)
+            if dx_ptr is not None:
+                tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
         else:
             a, b = _hidden_halves(
                 x_ptr, None, x_ptr, None, row, in_rows, first, features,
@@ -425,12 +425,24 @@ def backward(
         **formula.backward,
     )
     if strips > 1:
-        COLUMN_SUMS.launch(
-            lambda config: (triton.cdiv(width, config["BLOCK_COLUMNS"]),),
-            *(sums, out, strips, width),
-            STEPS=triton.next_power_of_2(triton.cdiv(strips, 64)),
-        )
+        sum_strips(sums, out)
     return dx, out, y
+
+
+def sum_strips(sums: Tensor, out: Tensor) -> Tensor:
+    """Write the sum over the rows of ``sums``, ``(strips, width)`` in fp32, into ``out``.
+
+    Args:
+        sums: Partial sums, contiguous.
+        out: ``(width,)``, in any dtype.
+    """
+    strips, width = sums.shape
+    COLUMN_SUMS.launch(
+        lambda config: (triton.cdiv(width, config["BLOCK_COLUMNS"]),),
+        *(sums, out, strips, width),
+        STEPS=triton.next_power_of_2(triton.cdiv(strips, 64)),
+    )
+    return out
 
 
 def scaled_backward(

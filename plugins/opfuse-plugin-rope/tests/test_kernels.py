@@ -1,0 +1,104 @@
+"""The kernels: compiled for GPUs that need not be there, counted, and what the model predicts."""
+
+import pytest
+import torch
+
+from opfuse.testing.machine import is_interpreting
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import ledger
+from opfuse_rope import fused, kernels, layouts, twins
+from opfuse_rope.cases import CASES
+from opfuse_triton import TARGETS
+from opfuse_triton.checking import check_case
+from opfuse_triton.floor import assert_floor
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+needs_interpreter = pytest.mark.skipif(not is_interpreting(), reason="it needs TRITON_INTERPRET=1")
+needs_compiler = pytest.mark.skipif(is_interpreting(), reason="TRITON_INTERPRET is set")
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", TARGETS, ids=str)
+def test_they_compile_without_refusals(arch, monkeypatch, tmp_path):
+    """Those that take most registers; ``python -m opfuse_triton check rope`` compiles all."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for number in (3, 6):
+        rows = check_case("rope", "opfuse_rope.cases:CASES", number, arch)
+        assert rows and not [sentence for row in rows for sentence in row.refusals]
+
+
+@needs_interpreter
+@by_name
+def test_they_move_no_more_than_they_have_to(case):
+    assert_floor(case)
+
+
+@needs_interpreter
+@by_name
+def test_they_compute_what_their_twins_do(case):
+    """In whole tiles and in parts; the same bits each time."""
+    torch.manual_seed(0)
+    given = case.inputs(case.small[0], "cpu", torch.float32)
+    found, again = case.run(**given), case.run(**given)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    for got, expected in zip(found, case.twin(**wide), strict=True):
+        torch.testing.assert_close(got, expected.to(got.dtype), atol=1e-4, rtol=1e-4)
+    for got, expected in zip(found, case.separate(**wide), strict=True):
+        torch.testing.assert_close(got, expected.to(got.dtype), atol=1e-4, rtol=1e-4)
+
+
+@needs_interpreter
+def test_every_configuration_gives_the_same_and_a_gradient_is_overwritten_where_it_may_be():
+    torch.manual_seed(0)
+    x, cos, sin = torch.randn(9, 3, 40), torch.randn(9, 32), torch.randn(9, 32)
+    angles = layouts.Angles(cos, sin, None, 1, 9, 16, False, 1)
+    ((expected, _),) = twins.forward([layouts.Heads(x, x.dtype)], angles, True)
+    facts = {"HALF": 16, "DIM": 40, "q_heads": 3, "k_heads": 0, "tokens": 9}
+    found = kernels.ROPE.candidates(TARGETS[90], facts)
+    assert 1 < len(found) <= 8
+    for config in found:
+        memory = x.clone()
+        heads = layouts.Heads(memory, x.dtype, into=memory)
+        ((y, _),) = kernels.forward([heads], angles, True, config)
+        assert y is memory
+        torch.testing.assert_close(y, expected)
+
+
+@needs_interpreter
+def test_offsets_beyond_32_bits():
+    """The last programs find the end of 2^32 numbers."""
+    (case,) = [case for case in CASES if case.name == "RoPE"]
+    shape = {"tokens": 1 << 20, "heads": 32, "keys": 1, "dim": 128}
+    entry = ledger.estimate(case, shape, TARGETS[90], sample=3)
+    assert 0.99 < entry.moved.full / case.floor_bytes(shape) < 1.01
+
+
+@needs_interpreter
+@pytest.mark.parametrize("what", ["alone", "norm"])
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_the_predicted_speed_is_the_models(passes, what):
+    """The lowest over all cases and their shapes, on an H100."""
+    on, speeds = TARGETS[90], []
+    for case in CASES:
+        if ("Norm" in case.name) != (what == "norm"):
+            continue
+        if ("backward" in case.name) != (passes == "backward"):
+            continue
+        for shape in case.shapes:
+            separate = ledger.count_separate(case, shape) / on.bandwidth
+            speeds.append(separate / ledger.estimate(case, shape, on, sample=3).seconds)
+    assert fused.PREDICTED[passes][what] == pytest.approx(min(speeds), rel=0.05)
+
+
+def test_a_fusion_that_would_be_slower_waits(monkeypatch):
+    import opfuse
+    from opfuse import ops
+
+    env = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
+    monkeypatch.setitem(fused.PREDICTED["forward"], "alone", 1.0)
+    assert "was not measured on this GPU" in fused._forward_runs((ops.RoPE(64),), env)
+    assert fused._backward_runs((ops.RoPE(64),), env) is True
