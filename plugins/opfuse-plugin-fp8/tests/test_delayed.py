@@ -202,9 +202,8 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch):
         super().__init__()
         self.counts, self._place, self._inside = Counter(), "", 0
-        from opfuse_triton import Kernel
-
         from opfuse_fp8 import fused, fused_norms
+        from opfuse_triton import Kernel
 
         launch = Kernel.launch
 

@@ -113,7 +113,9 @@ class ScaleBuffer:
             self.scales.copy_(torch.cat(states[0]))
             self.amaxes.copy_(torch.cat(states[1]))
             self.histories = torch.stack(states[2])
-            self._views = [(*each[:, :1], past) for each, past in zip(room, self.histories)]
+            self._views = [
+                (*each[:, :1], past) for each, past in zip(room, self.histories, strict=True)
+            ]
         for row, quantizer in enumerate(quantizers):
             quantizer._shared = self, row
             for name, view in zip(names, self._views[row], strict=True):
