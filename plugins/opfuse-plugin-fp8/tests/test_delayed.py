@@ -127,18 +127,24 @@ def test_what_is_replaced_is_read_from_where_it_is():
         assert not same(copied, some)
 
 
-def test_a_capture_before_the_first_step_is_refused(monkeypatch):
-    """The buffer would be made again at each replay."""
-    some = quantizers(3)
-    see(some, 0), update_delayed(some[:2], None)
-    monkeypatch.setattr(delayed, "_is_captured", lambda device: True)
-    before = states(some)
-    with pytest.raises(RuntimeError, match="got 1 new ones .*: run one step before the capture"):
+def test_nothing_moves_while_a_graph_is_captured(monkeypatch):
+    """It would be moved again at each replay: also the copies that fit a quantized parameter."""
+    some, others = quantizers(4), quantizers(4)
+    for quantizers_ in (some, others):
+        see(quantizers_, 0), update_delayed(quantizers_[:2], None)
+        see(quantizers_, 1)
+    tensors = [getattr(quantizer, name) for quantizer in some for name in STATE]
+    with monkeypatch.context() as patch:
+        patch.setattr(delayed, "_is_captured", lambda device: True)
         update_delayed(some, None)
-    assert all(map(torch.equal, before, states(some)))
-    update_delayed(some[:1], None)
-    (buffer, _), _, _ = rows_of(some)
-    assert buffer._captured == [*buffer._selections.values()]
+        update_delayed([some[1], some[3]], None)
+    update_delayed(others, None)
+    update_delayed([others[1], others[3]], None)
+    assert same(some, others)
+    after = [getattr(quantizer, name) for quantizer in some for name in STATE]
+    assert all(one is other for one, other in zip(tensors, after, strict=True))
+    buffer, _ = some[0]._shared
+    assert buffer._captured == [*buffer._selections.values()] != []
 
 
 def test_few_selections_of_rows_are_kept():
@@ -202,9 +208,8 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch):
         super().__init__()
         self.counts, self._place, self._inside = Counter(), "", 0
-        from opfuse_triton import Kernel
-
         from opfuse_fp8 import fused, fused_norms
+        from opfuse_triton import Kernel
 
         launch = Kernel.launch
 

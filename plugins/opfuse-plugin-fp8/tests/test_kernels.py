@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_fp8 import cases, formulas, library
+from opfuse_fp8 import cases, conditions, formulas, fused, fused_norms, library
 from opfuse_fp8.kernels import device, launch, launch_norms, tiles
 from opfuse_triton import TARGETS, recording
 
@@ -687,6 +687,42 @@ def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
     from opfuse_triton.floor import assert_floor
 
     assert_floor(case, partial=0.05)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_predictions_are_those_of_the_model():
+    from ledger.entries import count_separate, estimate
+
+    named = {case.name: case for case in cases.CASES}
+    for name, predicted in conditions.PREDICTED.values():
+        case, found = named[name], []
+        for shape in case.shapes:
+            separate, counted = count_separate(case, shape), {}
+            for target in (TARGETS[90], TARGETS[100]):
+                seconds = estimate(case, shape, target, 4, counted).seconds
+                found.append(separate / target.bandwidth / seconds)
+        assert min(found) == pytest.approx(predicted, rel=0.05), name
+
+
+@compiles
+def test_a_cast_asks_whether_it_pays_on_a_gpu_where_it_was_not_measured(monkeypatch):
+    given = {"dtype": torch.bfloat16, "capability": (9, 0), "options": {}}
+    env = opfuse.Environment(torch.device("cuda"), **given)
+    cast, made = ops.Cast(fp8.CurrentQuantizer(E4M3), BOTH), {}
+    norm, fusions = ops.RMSNorm(64), [*fused.FORWARD, *fused.BACKWARD, *fused_norms.FORWARD]
+    for predicted in (1.09, 1.11):
+        slow = {name: (case, predicted) for name, (case, _) in conditions.PREDICTED.items()}
+        monkeypatch.setattr(conditions, "PREDICTED", slow)
+        for fusion in fusions:
+            first = ops.GELU() if "activation" in fusion.name else ops.Bias(64)
+            matched = {"cast": (cast,), "norm+cast": (norm, cast)}.get(fusion.name, (first, cast))
+            matched = (ops.AddExtraInput(), norm, cast) if "add" in fusion.name else matched
+            made[fusion.name, predicted] = fusion.when(matched, env)
+        measured = opfuse.Environment(torch.device("cuda"), **given, measured=1.0)
+        assert fusions[0].when((cast,), measured) is True
+    assert {name for name, _ in made} == {*conditions.PREDICTED}
+    for (_, predicted), answer in made.items():
+        assert answer is True if predicted > 1.1 else "would be 1.09x as fast" in answer
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")

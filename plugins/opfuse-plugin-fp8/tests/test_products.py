@@ -27,6 +27,9 @@ def decoded(scale, kind, swizzle, outer, inner):
     if kind is ScalingType.TensorWise:
         assert scale.numel() == 1 and scale.dtype is torch.float32
         return scale.double().reshape(1, 1).expand(outer, inner)
+    if kind is ScalingType.RowWise:
+        assert scale.shape == (outer, 1) and scale.is_contiguous()
+        return scale.double().expand(outer, inner)
     blocks = math.ceil(inner / (32 if kind is ScalingType.BlockWise1x32 else 128))
     if kind is ScalingType.BlockWise1x128:
         assert scale.shape == (outer, blocks) and scale.stride(0) == 1
@@ -58,7 +61,7 @@ class ScaledMM:
     def __call__(self, a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a, swizzle_b, **given):
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         kinds = {kind_a, kind_b}
-        if kinds != {ScalingType.TensorWise}:
+        if kinds not in ({ScalingType.TensorWise}, {ScalingType.RowWise}):
             assert a.dtype is b.dtype is E4M3 and not given["use_fast_accum"]
             assert kinds != {ScalingType.BlockWise128x128}
         assert {a.dtype, b.dtype} != {E5M2}
@@ -66,6 +69,9 @@ class ScaledMM:
         assert bias is None or bias.dtype is given["output_dtype"] is not torch.float32
         assert k % 16 == 0 and n % 16 == 0
         left = a.double() * decoded(scale_a, kind_a, swizzle_a, m, k)
+        if kind_b is ScalingType.RowWise:
+            assert a.dtype is b.dtype is E4M3 and given["output_dtype"] is torch.bfloat16
+            scale_b = scale_b.t()
         right = b.t().double() * decoded(scale_b, kind_b, swizzle_b, n, k)
         self.calls.append((kind_a, kind_b, given["use_fast_accum"]))
         return (left @ right.t() + (0 if bias is None else bias.double())).to(given["output_dtype"])
@@ -94,8 +100,8 @@ def linears(kind, inputs, outputs, bias, dtype=torch.float32):
 
 def stands_for(recipe, role, tensor):
     """Both copies of a quantized tensor in fp64, before they are rounded to a compute dtype."""
-    quantizer = fp8.make(fp8.opfuse_recipes()[recipe](), QuantizerRole("linear", role), "cpu")
-    made = quantizer.quantize(tensor.detach(), BOTH)
+    known = fp8.opfuse_recipes()[recipe]() if isinstance(recipe, str) else recipe
+    made = fp8.make(known, QuantizerRole("linear", role), "cpu").quantize(tensor.detach(), BOTH)
     return made.widened(ROWWISE).double(), made.widened(COLUMNWISE).double()
 
 
@@ -250,15 +256,47 @@ def test_only_what_is_needed_is_multiplied(gpu, kind, frozen):
     with opfuse.plugins.using("fp8"), opfuse.options(**NATIVE), opfuse.autocast("fp8-current"):
         y = model(x)
     count = 1 if kind == "linear" else 2
-    assert len(gpu.calls) == count
+    assert len(gpu.calls) == count  # one scale per tensor, on a GPU without products by row
     wanted = [t for t in (x, *model.parameters()) if t.requires_grad]
     grads = torch.autograd.grad(y, wanted, dy)
     assert all(grad.isfinite().all() for grad in grads)
-    more = {"input": count, "weight": 2 * count - 1, "both": count - 1}[frozen]
+    # the gradients of all weights are one product
+    more = {"input": 1, "weight": 2 * count - 1, "both": count - 1}[frozen]
     assert len(gpu.calls) == count + more
     with torch.no_grad(), opfuse.plugins.using("fp8"), opfuse.autocast("fp8-current"):
         with opfuse.options(**NATIVE):
             assert torch.equal(model(x), y)
+
+
+SIDES = {"fp8-block": (128, 256, 96), "mxfp8": (32, 96, 64)}
+"""Sizes of linears side by side, of which all blocks but the last are whole."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("scales", ["1 x 128 weights", *RECIPES])
+def test_linears_side_by_side_are_one_product(gpu, monkeypatch, scales, biased):
+    """Each weight has its own scales, and results are rounded once."""
+    recipe = scales if scales in RECIPES else "fp8-block"
+    given = fp8.opfuse_recipes()[recipe]()
+    if scales not in RECIPES:
+        given = fp8.Float8BlockScaling(w_block_scaling_dim=1)
+    sizes, has_bias = SIDES.get(recipe, (48, 16, 80)), (biased, False, biased)
+    torch.manual_seed(0)
+    pairs = enumerate(zip(sizes, has_bias, strict=True))
+    named = {f"l{i}": ops.Linear(160, size, bias=bias) for i, (size, bias) in pairs}
+    with torch.no_grad():
+        for i, linear in enumerate(named.values()):
+            linear.weight.mul_(10.0**i)  # whose scales differ
+    model = opfuse.Sequential(ops.ParallelLinear(named)).to(torch.bfloat16)
+    x, dy = data((64, 160), sum(sizes), torch.bfloat16)
+    monkeypatch.setattr(hardware, "scales_rows", lambda here: True)
+    got = run(model, x, dy, given)
+    kinds = [call[:2] for call in gpu.calls]
+    by_block = scales not in ("fp8-delayed", "fp8-current")
+    assert len(kinds) == (3 if by_block else 5)
+    rows = (ScalingType.RowWise, ScalingType.RowWise)
+    assert by_block or (kinds[0], kinds.count(rows)) == (rows, 1)
+    check(got, expected(given, model, x, dy), torch.bfloat16, 512)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -305,7 +343,10 @@ def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
             for operand in operands
         ]
         y = gemm.multiply(*on_gpu, torch.bfloat16)
+        left, right = on_gpu
+        wide = gemm.multiply(left, gemm.GemmOperand.stacked([right, right]), torch.bfloat16)
     assert (y.shape, y.dtype, y.device.type) == ((256, 384), torch.bfloat16, "cuda")
+    assert (wide.shape, wide.dtype, wide.device.type) == ((256, 768), torch.bfloat16, "cuda")
 
 
 def test_what_is_no_operand():

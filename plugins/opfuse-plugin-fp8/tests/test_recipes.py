@@ -10,7 +10,7 @@ import numpy as np
 import opfuse_fp8 as fp8
 import pytest
 import torch
-from opfuse_fp8.delayed import ScaleBuffer, update_delayed
+from opfuse_fp8.delayed import update_delayed
 from opfuse_fp8.quantizers import DelayedQuantizer, RescaledTensor
 
 import opfuse

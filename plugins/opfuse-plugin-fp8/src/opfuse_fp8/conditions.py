@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from opfuse_triton import why_no_kernel
+from opfuse_triton import why_no_kernel, why_unmeasured
 from torch import Tensor
 
 from opfuse import Environment
@@ -139,12 +139,34 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (numbers.Number, str, enum.Enum, torch.dtype))
 
 
-def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str:
-    """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence."""
+PREDICTED = {
+    "cast": ("cast, current", 15.8),
+    "cast+bias": ("cast + bias, current", 14.9),
+    "activation+cast": ("bias + GELU + cast, current", 10.3),
+    "cast+activation": ("cast + bias + GELU, current", 9.8),
+    "norm+cast": ("RMSNorm + cast, current", 17.9),
+    "add+norm+cast": ("add + RMSNorm + cast, current", 12.4),
+}
+"""The speed of each fusion by the ledger's model, relative to the separate ops: in the slowest of
+its cases at their real shapes, which is named. The separate ops cast in fp32, in many passes."""
+
+
+def runs(
+    quantizer: Any, env: Environment, activation: Any = None, name: str = "cast"
+) -> bool | str:
+    """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence.
+
+    Args:
+        quantizer: The quantizer that it would cast with.
+        env: Where it would run.
+        activation: The activation in it, or None.
+        name: That of the fusion.
+    """
     if env.options.get("fp8.twins"):
         return of_quantizer(quantizer) or True
     if env.device.type != "cpu" or not why_no_kernel(env.device):
-        return why_not(env, quantizer, activation) or True
+        _, predicted = PREDICTED[name]
+        return why_not(env, quantizer, activation) or why_unmeasured(env, predicted) or True
     if why := why_not_compiled(env, quantizer, activation):
         return why
     if env.measured is None:

@@ -3,7 +3,8 @@
 The buffer has a row for each quantizer, and the tensors of its state are views of that row: by
 name, shape and dtype they are what they were. Once in a buffer they stay where they are, so a CUDA
 graph finds them. A tensor that was replaced, as when a model moves to another device, is no view
-of it any more: :func:`update_delayed` notices, and makes a new buffer for its quantizer.
+of it any more: :func:`update_delayed` notices, and makes a new buffer for its quantizer. It moves
+nothing while a graph is captured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
 
     Raises:
         TypeError: One is of another kind, whose state would never advance.
-        RuntimeError: A CUDA graph is captured before the first step.
     """
     delayed: dict[DelayedQuantizer, None] = {}
     for quantizer in quantizers:
@@ -45,11 +45,17 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         delayed[quantizer] = None
     if group is not None and delayed:
         _reduce([quantizer.amax for quantizer in delayed], group)
-    _gather(quantizer for quantizer in delayed if not ScaleBuffer.holds(quantizer))
     rows: dict[ScaleBuffer, list[int]] = {}
+    loose: dict[Any, list[DelayedQuantizer]] = {}
     for quantizer in delayed:
-        buffer, row = quantizer._shared
-        rows.setdefault(buffer, []).append(row)
+        if ScaleBuffer.holds(quantizer):
+            buffer, row = quantizer._shared
+            rows.setdefault(buffer, []).append(row)
+        else:
+            kind = quantizer.amax.device, len(quantizer.amax_history), quantizer.most_recent
+            loose.setdefault(kind, []).append(quantizer)
+    for found in loose.values():
+        ScaleBuffer(found).take_in(found)
     for buffer, used in rows.items():
         buffer.advance(used)
 
@@ -61,28 +67,20 @@ def _reduce(amaxes: Sequence[Tensor], group: Any) -> None:
     torch._foreach_copy_(list(amaxes), list(all_of_them.split(1)))
 
 
-def _gather(quantizers: Any) -> None:
-    """Put quantizers that are in no buffer into one, or into one for each kind of history."""
-    kinds: dict[Any, list[DelayedQuantizer]] = {}
-    for quantizer in quantizers:
-        kind = quantizer.amax.device, len(quantizer.amax_history), quantizer.most_recent
-        kinds.setdefault(kind, []).append(quantizer)
-    for (device, *_), found in kinds.items():
-        if _is_captured(device):
-            raise RuntimeError(
-                f"expected delayed scales that have advanced before, since a CUDA graph is being "
-                f"captured, got {len(found)} new ones or ones that were replaced: run one step "
-                f"before the capture"
-            )
-        ScaleBuffer(found)
-
-
 def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def _tensor(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device; a CUDA graph that is captured can fill tensors, and not copy to them."""
+    with torch.inference_mode(False):
+        if not _is_captured(device):
+            return torch.tensor(numbers, dtype=dtype, device=device)
+        return torch.cat([torch.full((1,), each, dtype=dtype, device=device) for each in numbers])
+
+
 class ScaleBuffer:
-    """The state of several quantizers, one row each; their own tensors become views of it.
+    """The state of several quantizers, one row each.
 
     Args:
         quantizers: Quantizers on one device, with histories of one length and kind.
@@ -96,27 +94,40 @@ class ScaleBuffer:
     """
 
     def __init__(self, quantizers: Sequence[DelayedQuantizer]) -> None:
-        first, names = quantizers[0], DelayedQuantizer.state_names
-        states = [[getattr(quantizer, name) for quantizer in quantizers] for name in names]
+        device, states = quantizers[0].amax.device, _states(quantizers)
         self._settings = [_settings(quantizer) for quantizer in quantizers]
-        facts = [
-            [torch.finfo(dtype).max, 2.0**margin, float(is_grad)]
-            for dtype, margin, is_grad, _ in self._settings
-        ]
-        self._most_recent = first.most_recent
+        facts: list[float] = []
+        for dtype, margin, is_grad, _ in self._settings:
+            facts += [torch.finfo(dtype).max, 2.0**margin, float(is_grad)]
+        self._most_recent = quantizers[0].most_recent
         self._selections: dict[tuple[int, ...], Tensor] = {}
         self._captured: list[Tensor] = []
+        self.facts = _tensor(facts, torch.float32, device).view(-1, 3)
         with torch.inference_mode(False), torch.no_grad():
-            self.facts = torch.tensor(facts, dtype=torch.float32, device=first.amax.device)
-            room = torch.zeros(len(quantizers), 2, 4, dtype=torch.float32, device=first.amax.device)
+            room = torch.zeros(len(quantizers), 2, 4, dtype=torch.float32, device=device)
             self.scales, self.amaxes = room[:, 0, 0], room[:, 1, 0]
             self.scales.copy_(torch.cat(states[0]))
             self.amaxes.copy_(torch.cat(states[1]))
             self.histories = torch.stack(states[2])
-            self._views = [(*each[:, :1], past) for each, past in zip(room, self.histories)]
+            pairs = zip(room, self.histories, strict=True)
+            self._views = [(*each[:, :1], past) for each, past in pairs]
+
+    def take_in(self, quantizers: Sequence[DelayedQuantizer]) -> None:
+        """Advance the quantizers of this buffer, and make their tensors views of it.
+
+        While a CUDA graph is captured, which reads the tensors where they are, they stay there.
+
+        Args:
+            quantizers: Those that it was made of.
+        """
+        self.advance(range(len(quantizers)))
+        if _is_captured(self.scales.device):
+            for old, new in zip(_states(quantizers), zip(*self._views, strict=True), strict=True):
+                torch._foreach_copy_(old, list(new))
+            return
         for row, quantizer in enumerate(quantizers):
             quantizer._shared = self, row
-            for name, view in zip(names, self._views[row], strict=True):
+            for name, view in zip(quantizer.state_names, self._views[row], strict=True):
                 setattr(quantizer, name, view)
 
     @staticmethod
@@ -149,14 +160,19 @@ class ScaleBuffer:
         """The rows as a tensor, int64; one that a CUDA graph reads is kept."""
         device, found = self.scales.device, self._selections.pop(rows, None)
         if found is None:
-            with torch.inference_mode(False):
-                found = torch.tensor(rows, device=device)
+            found = _tensor(rows, torch.int64, device)
             if len(self._selections) >= MOST_SELECTIONS:
                 del self._selections[next(iter(self._selections))]
         self._selections[rows] = found  # the last in their order
         if _is_captured(device):
             self._captured.append(found)
         return found
+
+
+def _states(quantizers: Sequence[DelayedQuantizer]) -> list[list[Tensor]]:
+    """The tensors of each name, of all quantizers."""
+    names = DelayedQuantizer.state_names
+    return [[getattr(quantizer, name) for quantizer in quantizers] for name in names]
 
 
 def _settings(quantizer: DelayedQuantizer) -> tuple[torch.dtype, int, bool, bool]:

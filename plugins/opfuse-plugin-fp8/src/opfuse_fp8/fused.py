@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -144,18 +144,18 @@ class BackwardCast(_Fused):
         return dx, of_params, self._nothing
 
 
-def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
-    return conditions.runs(quantizer_of(ops), env, activation_of(ops))
+def _runs(name: str, ops: Sequence[Any], env: Environment) -> bool | str:
+    return conditions.runs(quantizer_of(ops), env, activation_of(ops), name)
 
 
-def _runs_backward(ops: Sequence[Any], env: Environment) -> bool | str:
+def _runs_backward(name: str, ops: Sequence[Any], env: Environment) -> bool | str:
     quantizer, act = quantizer_of(ops), activation_of(ops)
     of_squares = getattr(quantizer, "block", (1, 1))[0] > 1
     if of_squares and act is not None and act.gated:
         return (
             "its programs hold one block of 128 x 128 values, and a gated gradient has two halves"
         )
-    return _runs(ops, env)
+    return _runs(name, ops, env)
 
 
 # How many tensors as large as the input are not read or written any more, in half precision. A cast
@@ -174,27 +174,24 @@ def _saved_backward(ops: Sequence[Any], env: Environment) -> float:
     return _CAST + 2.0 * (len(ops) - 1) + (3.0 if act is not None and act.gated else 0.0)
 
 
+def _fusion(
+    name: str, pattern: Any, cls: Any, benefit: Any, runs: Callable[..., bool | str] = _runs
+) -> Fusion:
+    return Fusion(pattern, cls, partial(runs, name), benefit, name=name)
+
+
 _ACT = Subclasses(Activation)
 
 FORWARD = [
-    Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
-    Fusion(
-        (Optional(Bias), _ACT, Cast),
-        ForwardActivationCast,
-        _runs,
-        _saved_forward,
-        name="activation+cast",
-    ),
+    _fusion("cast", (Cast,), CastAlone, _CAST),
+    _fusion("activation+cast", (Optional(Bias), _ACT, Cast), ForwardActivationCast, _saved_forward),
 ]
 
 BACKWARD = [
-    Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
-    Fusion((Cast, Bias), BackwardCast, _runs, _saved_backward, name="cast+bias"),
-    Fusion(
-        (Cast, Optional(Bias), _ACT),
-        BackwardCast,
-        _runs_backward,
-        _saved_backward,
-        name="cast+activation",
+    _fusion("cast", (Cast,), CastAlone, _CAST),
+    _fusion("cast+bias", (Cast, Bias), BackwardCast, _saved_backward),
+    _fusion(
+        *("cast+activation", (Cast, Optional(Bias), _ACT), BackwardCast, _saved_backward),
+        runs=_runs_backward,
     ),
 ]

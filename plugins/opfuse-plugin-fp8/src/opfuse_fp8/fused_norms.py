@@ -90,7 +90,8 @@ def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
         return f"its kernels keep rows in registers, up to {many}"
     if getattr(ops[0], "in_place", False):
         return "its kernels do not add in place: AddExtraInput(in_place=False)"
-    return conditions.runs(cast.quantizer, env)
+    name = "add+norm+cast" if isinstance(ops[0], AddExtraInput) else "norm+cast"
+    return conditions.runs(cast.quantizer, env, name=name)
 
 
 _NORM = OneOf(RMSNorm, LayerNorm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ class GemmOperand(NamedTuple):
 
     Attributes:
         data: The codes, ``(outer, inner)``.
-        scale: As its format has it.
+        scale: As its format has it; with one scale per row ``(outer, 1)``.
         kind: How it is scaled.
     """
 
@@ -84,6 +85,41 @@ class GemmOperand(NamedTuple):
             scale = scale[:, start // 32 : stop // 32]
         return self._replace(data=self.data[:, start:stop].contiguous(), scale=scale)
 
+    @classmethod
+    def stacked(cls, parts: Sequence[GemmOperand]) -> GemmOperand:
+        """The rows of several operands, one after the other; all blocks but the last are whole.
+
+        Where each has one scale, every row has that of its part.
+        """
+        kind, scales = parts[0].kind, [part.scale for part in parts]
+        data = _joined([part.data for part in parts], 0)
+        if kind is ScalingType.TensorWise:
+            rows = [part.scale.reshape(1).expand(len(part.data)) for part in parts]
+            return cls(data, torch.cat(rows)[:, None], ScalingType.RowWise)
+        return cls(data, _joined(scales, 1 if kind is ScalingType.BlockWise1x128 else 0), kind)
+
+    @classmethod
+    def chained(cls, parts: Sequence[GemmOperand]) -> GemmOperand:
+        """The sums of several operands as one, longer; all blocks but the last are whole.
+
+        Each must be scaled in blocks along what is summed over.
+        """
+        kind, scales = parts[0].kind, [part.scale for part in parts]
+        data = _joined([part.data for part in parts], 1)
+        if kind is ScalingType.BlockWise128x128:  # a row of blocks is filled up to four
+            known = [
+                scale[:, : -(-part.data.shape[1] // 128)]
+                for scale, part in zip(scales, parts, strict=True)
+            ]
+            scale = torch.cat(known, 1)
+            return cls(data, F.pad(scale, (0, -scale.shape[1] % 4)), kind)
+        return cls(data, _joined(scales, 0 if kind is ScalingType.BlockWise1x128 else 1), kind)
+
+    def by_row(self) -> GemmOperand:
+        """One scale as one for each row."""
+        scale = self.scale.reshape(1, 1).repeat(len(self.data), 1)
+        return self._replace(scale=scale, kind=ScalingType.RowWise)
+
     def filled(self) -> GemmOperand:
         """With codes of zero up to a multiple of :data:`DEPTH`; blocks of scales cover them."""
         short = -self.data.shape[1] % DEPTH
@@ -92,11 +128,25 @@ class GemmOperand(NamedTuple):
         codes = F.pad(self.data.view(torch.uint8), (0, short))
         return self._replace(data=codes.view(self.data.dtype))
 
-    def scaling(self) -> tuple[Tensor, ScalingType]:
-        """The scale as ``scaled_mm`` takes it, and its kind."""
+    def scaling(self, *, right: bool = False) -> tuple[Tensor, ScalingType]:
+        """The scale as ``scaled_mm`` takes it, and its kind.
+
+        Args:
+            right: Whether it is the right operand, which is transposed.
+        """
         if self.kind is ScalingType.BlockWise1x32:
             return swizzled(self.scale), self.kind
-        return self.scale if self.kind is ScalingType.TensorWise else self.scale.t(), self.kind
+        as_it_is = self.kind is ScalingType.TensorWise
+        as_it_is = as_it_is or (self.kind is ScalingType.RowWise and not right)
+        return self.scale if as_it_is else self.scale.t(), self.kind
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Codes or scales side by side; those of one byte are copied as bytes."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat(list(tensors), dim)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors], dim).view(dtype)
 
 
 def multiply(
@@ -119,6 +169,8 @@ def multiply(
     Returns:
         ``(m, n)``.
     """
+    if right.kind is ScalingType.RowWise:
+        left = left.by_row()
     left, right = left.filled(), right.filled()
     mx = left.kind is ScalingType.BlockWise1x32
     swizzle = SwizzleType.SWIZZLE_32_4_4 if mx else SwizzleType.NO_SWIZZLE
@@ -126,7 +178,7 @@ def multiply(
         left.data,
         right.data.t(),
         *left.scaling(),
-        *right.scaling(),
+        *right.scaling(right=True),
         *(swizzle, swizzle),
         bias=bias,
         output_dtype=dtype,

@@ -99,6 +99,15 @@ def why_no_gemm(kind: str, here: Hardware) -> str:
     return ""
 
 
+def scales_rows(here: Hardware) -> bool:
+    """Whether a product has a scale for each row of both operands, in cuBLAS.
+
+    That is on sm_90 from CUDA 12.9 on. Elsewhere PyTorch takes another kernel, which reads outside
+    of its operands at some sizes.
+    """
+    return here.architecture == "sm_90" and here.cuda is not None and here.cuda >= (12, 9)
+
+
 def _built_with() -> tuple[int, int] | None:
     version: Any = torch.version.cuda
     return None if version is None else tuple(int(part) for part in version.split(".")[:2])  # type: ignore[return-value]

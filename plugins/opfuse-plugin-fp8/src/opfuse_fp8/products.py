@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
@@ -14,6 +15,7 @@ from opfuse.ops import BasicLinear, Bias, ParallelLinear
 
 from . import hardware, recipes
 from .gemm import DEPTH, GemmOperand, multiply
+from .hardware import Hardware
 
 Ctxs = list[OperationContext]
 
@@ -27,17 +29,18 @@ class _Product(FusedOperation):
     """The base of both: says whether the hardware may sum the forward's products in fewer bits."""
 
     grad_input = "fresh"
-    _fast = _adds_bias = False
+    _fast = _adds_bias = _is_one = False
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         # as Transformer Engine: the forward of per-tensor scales, and no backward
         self._fast = hardware.kind_of(type(env.recipe)) == "tensor"
         self._adds_bias = not _bias_apart(env)
+        self._is_one = is_one_product(self.basic_ops[0], env)
 
 
 class ForwardProduct(_Product):
-    """Linear [+ bias], or linears side by side: a product of codes for each weight.
+    """Linear [+ bias], or linears side by side: a product of codes for all weights, or for each.
 
     A bias is added in the product where it can be; else before the result is rounded.
     """
@@ -52,22 +55,37 @@ class ForwardProduct(_Product):
             x, weight = BasicLinear.quantized_operands(ctx, input_)
             weights, biases = [weight], [biased[0].params[0] if biased else None]
         dtype, left = ctx.dtype or x.dtype, GemmOperand.of(x, ROWWISE)
-        parts = []
-        for weight, bias in zip(weights, biases, strict=True):
-            inside = bias is not None and self._adds_bias
-            made = torch.float32 if bias is not None and not inside else dtype
-            given = bias.to(dtype) if inside else None
-            right = GemmOperand.of(weight, ROWWISE)
-            part = multiply(left, right, made, bias=given, fast=self._fast)
-            parts.append(part if bias is None or inside else part.add_(bias).to(dtype))
+        rights = [GemmOperand.of(weight, ROWWISE) for weight in weights]
+        if self._is_one:
+            biases = [_joined_bias(biases, op.sizes)]
+            rights = [GemmOperand.stacked(rights)]
+        parts = [self._part(left, *pair, dtype) for pair in zip(rights, biases, strict=True)]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
+
+    def _part(
+        self, left: GemmOperand, right: GemmOperand, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        if bias is None or self._adds_bias:
+            given = None if bias is None else bias.to(dtype)
+            return multiply(left, right, dtype, bias=given, fast=self._fast)
+        return multiply(left, right, torch.float32, fast=self._fast).add_(bias).to(dtype)
+
+
+def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """The biases side by side, with zeros for one that is not there; None if none is."""
+    known = [bias for bias in biases if bias is not None]
+    if not known:
+        return None
+    pairs = zip(biases, sizes, strict=True)
+    return torch.cat([known[0].new_zeros(n) if bias is None else bias for bias, n in pairs])
 
 
 class BackwardProduct(_Product):
     """The backward of a linear: products of codes for the gradients of input and weight.
 
-    The gradients of one input of several linears side by side are added up in fp32.
+    Several linears side by side have one product for the gradients of their weights. That of their
+    input is one product where scales belong to blocks; else a sum of products, in fp32.
     """
 
     def fuser_backward(
@@ -106,21 +124,45 @@ def gradients(
     dx, grads = None, [None] * len(sizes)
     if dgrad:
         left = GemmOperand.of(dy, ROWWISE)
-        wide = dtype if len(sizes) == 1 else torch.float32
-        for span, weight in zip(spans, weights, strict=True):
-            product = multiply(left.inner(*span), GemmOperand.of(weight, COLUMNWISE), wide)
+        rights = [GemmOperand.of(weight, COLUMNWISE) for weight in weights]
+        if len(rights) > 1 and rights[0].kind is not ScalingType.TensorWise:
+            rights, spans_of_dx = [GemmOperand.chained(rights)], [(0, sum(sizes))]
+        else:
+            spans_of_dx = spans
+        wide = dtype if len(rights) == 1 else torch.float32
+        for span, right in zip(spans_of_dx, rights, strict=True):
+            product = multiply(left.inner(*span), right, wide)
             dx = product if dx is None else dx.add_(product)
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
         left, right = GemmOperand.of(dy, COLUMNWISE), GemmOperand.of(x, COLUMNWISE)
-        parts = [left.outer(*span) for span in spans]
-        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
-        grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]
+        wants = ctx.param_requires_grad[: len(sizes)]  # biases come after the weights
+        if all(wants):
+            whole = multiply(left, right, dtype)
+            grads = [whole] if len(spans) == 1 else [whole[slice(*span)] for span in spans]
+        else:
+            pairs = zip(spans, wants, strict=True)
+            grads = [multiply(left.outer(*s), right, dtype) if w else None for s, w in pairs]
     return dx, tuple(grads)
 
 
 # Where they may stand
+
+
+def is_one_product(op: Any, env: Environment) -> bool:
+    """Whether linears side by side have one product in the forward.
+
+    Blocks have their own scales. Where each weight has one, a product must scale each row of the
+    weights: the results differ from those of the parts by the order of two factors in fp32.
+    """
+    if len(_sizes(op)) == 1 or env.recipe is None:
+        return False
+    if hardware.kind_of(type(env.recipe)) != "tensor":
+        return True
+    recipe: Any = env.recipe
+    in_e4m3 = recipe.fp8_format in (recipes.Format.HYBRID, recipes.Format.E4M3)
+    return in_e4m3 and env.dtype is torch.bfloat16 and hardware.scales_rows(Hardware.where(env))
 
 
 def forward_runs(ops: Any, env: Environment) -> bool | str:

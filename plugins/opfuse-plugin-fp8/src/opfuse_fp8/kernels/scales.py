@@ -1,5 +1,5 @@
 """The kernel that advances delayed scales: one launch, however many there are."""
-# ruff: noqa: ANN202  # kernels take what they are given
+# kernels take what they are given
 
 from __future__ import annotations
 
