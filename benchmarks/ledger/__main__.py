@@ -24,7 +24,11 @@ MODEL = (
 
 
 def main() -> None:
-    """Print the ledger of one plugin, or of all that are installed."""
+    """Print the ledger of one plugin, or of all that are installed; or count launches."""
+    if sys.argv[1:2] == ["launches"]:
+        from .launches import main as count_launches
+
+        return count_launches(sys.argv[2:])
     names = [str(target) for target in TARGETS.values()]
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     parser.add_argument("plugin", nargs="?", help="an installed plugin, or module:object")

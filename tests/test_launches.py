@@ -1,0 +1,96 @@
+"""The kernels that ``python -m benchmarks.ledger launches`` counts, and the most that there may be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import opfuse
+
+for package in ("triton", "opfuse_norm", "opfuse_activation", "opfuse_linear", "opfuse_triton"):
+    pytest.importorskip(package)
+opfuse_fp8 = pytest.importorskip("opfuse_fp8")
+launches = pytest.importorskip("ledger.launches")
+
+SMALL = launches.Sizes(rows=256, width=256, hidden=768, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return launches.count(launches.step_of(launches.EagerMLP(SMALL), SMALL))
+
+
+@pytest.fixture(scope="module")
+def chain():
+    return launches.step_of(launches.chain(SMALL), SMALL)
+
+
+def all_of(found):
+    return found.torch + found.triton
+
+
+def test_what_counts_as_a_kernel():
+    x, w = (torch.empty(4, 8, device="meta", requires_grad=True) for _ in range(2))
+
+    def step():
+        y = F.rms_norm(x.view(2, 2, 8), (8,), w[0]).reshape(4, 8) @ w.t()
+        torch.empty_like(y).copy_(y)
+        torch.ones(3) + 1, torch.empty(0, device="meta") + 1  # on the CPU, and of nothing
+        q = x.view(1, 1, 4, 8)
+        F.scaled_dot_product_attention(q, q, q).sum().backward()
+
+    found = launches.count(step)
+    assert not found.triton and not found.scales
+    assert found.torch == {
+        "native_layer_norm": 1,
+        "mm": 1,
+        "copy_": 1,
+        "_scaled_dot_product_flash_attention": 1,
+        "_scaled_dot_product_flash_attention_backward": 3,
+        **{"sum": 1, "ones_like": 1},
+        **{"add": 2, "add_": 1},  # three gradients of one tensor, and that of the step before
+    }
+
+
+def test_eager_pytorch_is_counted_by_hand(eager):
+    """Forward: norm, 3 products, SiLU, a product, a sum. Backward: the same, twice as many products."""
+    assert eager.torch == {
+        **{"mm": 9, "silu": 1, "silu_backward": 1, "mul": 3, "add": 3},
+        **{"native_layer_norm": 1, "native_layer_norm_backward": 2},
+    }
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_chain_launches_no_more_than_eager_pytorch(eager, chain, measured):
+    found = launches.count(chain, measured=measured)
+    assert {"norm_forward", "norm_backward", "activation_backward_kernel"} <= found.triton.keys()
+    assert all_of(found).total() <= 14 < all_of(eager).total() == 20
+    assert ("gemm_by_tiles" in found.triton) is measured
+
+
+def test_a_block_launches_no_more_than_eager_pytorch():
+    pytest.importorskip("transformers")
+    pytest.importorskip("opfuse_transformers")
+    eager, converted = (
+        all_of(launches.count(launches.llama(SMALL, convert=convert))) for convert in (False, True)
+    )
+    assert converted.total() <= 71 < eager.total() == 115
+    assert eager["mm"] == converted["mm"] + converted["addmm_"] == 21
+
+
+def test_scales_are_counted_apart(chain):
+    found = launches.count(chain, opfuse_fp8.DelayedScaling())
+    assert found.torch["_scaled_mm_v2"] == 6 and not found.torch["mm"]
+    assert {"norm_rows", "cast_backward"} <= found.triton.keys()
+    assert found.scales and not found.scales.keys() & {"_scaled_mm_v2", "norm_rows"}
+
+
+def test_nothing_stays_pretended(chain):
+    launches.count(chain)
+    assert torch.cuda.is_available() == (torch.cuda.device_count() > 0)
+    x = torch.empty(2, 8, device="meta")
+    assert x.is_meta and not x.is_cuda
+    with opfuse.plugins.using(""):
+        model = opfuse.Sequential(opfuse.ops.GELU())
+        assert "GELU" in str(opfuse.explain(model, torch.ones(2, 8)))
