@@ -5,7 +5,8 @@ Those under a recipe are in ``_quantized_groups``.
 The rows of a tensor are those of its first dimension; the groups follow one another.
 There are three ways: torch's grouped product, which never reads the sizes of the groups on the
 host; a loop over the groups; and the loop inside custom operators, while ``torch.compile``
-traces, or where the sizes have no values yet.
+traces, or where the sizes have no values yet. A fusion may have another: a subclass of
+:class:`Groups`.
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ class Groups(NamedTuple):
         return torch.stack(list(vectors))[of_rows]
 
 
+GroupsOf = Callable[[Tensor, Tensor, Sequence[int], bool], Groups]
+"""The type of :func:`groups_of`."""
+
+
 def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False) -> Groups:
     """The groups of the rows of ``x``.
 
@@ -124,13 +129,28 @@ def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = 
     """
     rows, inner = x.shape[0], math.prod(x.shape[1:-1])
     if not looped and _takes(x, features) and sizes.device == x.device and rows * inner:
-        ends = sizes.cumsum(0, dtype=torch.int64)
-        torch._assert_async((ends[-1] == rows) & (sizes.amin() >= 0), _EXPECTED)
-        return Groups(sizes, None, (ends * inner).to(torch.int32))
+        return Groups(sizes, None, ends_of(sizes, rows, inner))
     if is_compiling() or sizes.is_meta or type(sizes) is not Tensor:
         return Groups(sizes)
     sizes = sizes.cpu()
     return Groups(sizes, _counts(sizes, rows))
+
+
+def ends_of(sizes: Tensor, rows: int, inner: int = 1) -> Tensor:
+    """The end of each group, as int32; the sizes are not read on the host.
+
+    Args:
+        sizes: Number of rows in each group.
+        rows: The rows of all groups.
+        inner: In how many rows each of them was split.
+
+    Raises:
+        RuntimeError: A size is negative, or they do not sum up to ``rows``; on a GPU at the latest
+            when it synchronizes.
+    """
+    ends = sizes.cumsum(0, dtype=torch.int64)
+    torch._assert_async((ends[-1] == rows) & (sizes.amin() >= 0), _EXPECTED)
+    return (ends * inner).to(torch.int32)
 
 
 _EXPECTED = "GroupedLinear expected split_sizes of at least 0 that sum up to the rows of its input"
