@@ -68,6 +68,10 @@ class Groups(NamedTuple):
         """``dy_i.T @ x_i`` for all groups, in one tensor."""
         if self.ends is not None:
             return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=self.ends)
+        if self.counts is not None and type(dy) is Tensor and not torch.is_grad_enabled():
+            whole = x.new_empty(count, dy.shape[-1], x.shape[-1])
+            _loop_weights(self.counts, dy, x, (True,) * count, whole)
+            return whole
         return _stacked(self.weight_grads(dy, x, (True,) * count))
 
     def row_sums(
@@ -216,9 +220,17 @@ def _loop(counts: list[int], x: Tensor, weights: Matrices, biases: Sequence[Tens
     return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
 
 
-def _loop_weights(counts: list[int], dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    parts = zip(torch.split(dy, counts), torch.split(x, counts), wanted, strict=True)
-    return [dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for dy, x, wants in parts if wants]
+def _loop_weights(
+    counts: list[int], dy: Tensor, x: Tensor, wanted: Sequence[bool], whole: Tensor | None = None
+) -> list[Tensor]:
+    """The wanted products; with ``whole`` they are written there, and not copied afterwards."""
+    into = [None] * len(counts) if whole is None else whole
+    parts = zip(torch.split(dy, counts), torch.split(x, counts), wanted, into, strict=True)
+    return [
+        torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2), out=out)
+        for dy, x, wants, out in parts
+        if wants
+    ]
 
 
 def _loop_sums(counts: list[int], dy: Tensor, wanted: Sequence[bool]) -> list[Tensor]:

@@ -17,10 +17,10 @@ from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
 from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
-from .grouped import Groups, GroupsOf, groups_of
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
 from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw
+from .grouped import Groups, GroupsOf, groups_of
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"

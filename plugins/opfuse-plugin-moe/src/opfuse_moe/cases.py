@@ -1,7 +1,7 @@
 """The grouped products at the sizes of two models, for ``python -m opfuse_triton``.
 
-They are the experts of Qwen3-30B-A3B and of Mixtral 8x7B, for 8192 tokens; ``rows`` are tokens times
-experts per token.
+They are the experts of Qwen3-30B-A3B and of Mixtral 8x7B, for 8192 tokens; ``rows`` are tokens
+times experts per token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
 
-from opfuse.ops import ScaledSwiGLU, SwiGLU
+from opfuse.ops import SwiGLU
 from opfuse.ops.grouped import Groups
 
 from .kernels import library
@@ -44,7 +44,9 @@ def _forward_twin(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _listed(x: Tensor, w: Tensor, bias: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
-    return library.product(x, library.listed(w.unbind()), ends, bias.unbind(), scales)
+    matrices = library.listed(w.unbind())
+    assert matrices is not None
+    return library.product(x, matrices, ends, bias.unbind(), scales)
 
 
 def _listed_twin(x: Tensor, w: Tensor, bias: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
@@ -70,9 +72,7 @@ def _sums_twin(dy: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
 
 
 def _activated(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
-    return library.activated(
-        x, library.matrices_of(w), ends, _activation(scales), keep=True
-    )
+    return library.activated(x, library.matrices_of(w), ends, _activation(scales), keep=True)
 
 
 def _activated_twin(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:

@@ -81,7 +81,8 @@ class BackwardGrouped(_Grouped):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         (op,), (ctx,) = self._ops, basic_op_ctxs
-        maker = self._groups.Maker(self._groups.DeviceGroups, (), config=self._config)
+        saved = [t for t in ctx.saved_tensors or () if t is not None and t.is_floating_point()]
+        maker = self._groups.Maker(self._groups.DeviceGroups, saved, config=self._config)
         dx, grads, of_extras = op.backward_in(maker, ctx, grad_output)
         return dx, (grads,), (of_extras,)
 
@@ -196,13 +197,17 @@ FORWARD = [
 
 BACKWARD = [
     Fusion(
-        (GroupedLinear,), BackwardGrouped, conditions.alone, benefit=_PRODUCT, name="grouped linear"
+        (GroupedLinear,),
+        BackwardGrouped,
+        conditions.backward_alone,
+        benefit=_PRODUCT,
+        name="grouped gradients",
     ),
     Fusion(
         (_SCALED, GroupedLinear),
         BackwardActivated,
         conditions.gradients,
         benefit=_PRODUCT + _ACTIVATION,
-        name="activation+grouped linear",
+        name="activation+grouped gradients",
     ),
 ]

@@ -18,6 +18,9 @@ from .kernels import library
 PLAIN = Tensor, torch.nn.Parameter
 """A subclass has operations of its own."""
 
+MOST_FEATURES = 1 << 23
+"""Places in a tile have 32 bits."""
+
 
 class DeviceGroups(Groups):
     """Groups whose sizes the device reads, with the products of :mod:`.kernels.library`."""
@@ -122,9 +125,7 @@ class Maker:
         made: The groups of the kernels, if there are some.
     """
 
-    def __init__(
-        self, cls: type[DeviceGroups], tensors: Sequence[Tensor], **given: Any
-    ) -> None:
+    def __init__(self, cls: type[DeviceGroups], tensors: Sequence[Tensor], **given: Any) -> None:
         self._cls, self._tensors, self._given = cls, tensors, given
         self.made: Any = None
 
@@ -142,16 +143,14 @@ class Maker:
         return self.made  # type: ignore[no-any-return]
 
 
-def _takes(
-    x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[Tensor]
-) -> bool:
+def _takes(x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels take a call."""
     return (
         all(type(t) in PLAIN and t.device == x.device for t in (x, sizes, *tensors))
         and all(t.dtype in DTYPES for t in tensors)
         and x.dtype in DTYPES
         and x.numel() > 0
-        and all(features)
+        and all(0 < size < MOST_FEATURES for size in features)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -85,35 +84,42 @@ def matrices_of(weights: Sequence[Tensor] | Tensor) -> Matrices:
         return Matrices(weights, None, step, count, tuple(sizes), tuple(strides))  # type: ignore[arg-type]
     if len(weights) == 1:
         return matrices_of(weights[0][None])
-    if all([weight.is_contiguous() for weight in weights]):
-        return listed(weights)
-    return matrices_of(torch.stack(list(weights)))
+    found = listed(weights) if all([weight.is_contiguous() for weight in weights]) else None
+    return matrices_of(torch.stack(list(weights))) if found is None else found
 
 
-def listed(weights: Sequence[Tensor]) -> Matrices:
-    """Matrices in several tensors, each contiguous: a table says where each is."""
+def listed(weights: Sequence[Tensor]) -> Matrices | None:
+    """Matrices in several tensors, each contiguous: a table says where each is.
+
+    None while a CUDA graph is captured, if no call before had the same matrices.
+    """
     first, places = weights[0], [weight.data_ptr() for weight in weights]
     itemsize = first.element_size()
     table = _table(tuple([(place - places[0]) // itemsize for place in places]), first.device)
-    sizes, aligned = tuple(first.shape), all(place % 16 == 0 for place in places)
+    if table is None:
+        return None
+    sizes, aligned = (first.shape[0], first.shape[1]), all(place % 16 == 0 for place in places)
     aligned_to = 16 // itemsize if aligned else 1
-    return Matrices(first, table, 0, len(weights), sizes, (sizes[1], 1), aligned_to)  # type: ignore[arg-type]
+    return Matrices(first, table, 0, len(weights), sizes, (sizes[1], 1), aligned_to)
 
 
-@functools.lru_cache(maxsize=256)
-def _places(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """The table on a device; parameters stay where they are, so it is copied there once."""
-    table = torch.tensor(places, dtype=torch.int64)
-    return table.to(device)
-
-
+_TABLES: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 _CAPTURED: list[Tensor] = []
-"""Tables that a CUDA graph reads: they outlive the cache."""
+"""Tables that a CUDA graph reads: they outlive those above."""
+
+MOST_TABLES = 256
 
 
-def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
-    found = _places(places, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _table(places: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """The table on a device; parameters stay where they are, so it is copied there once."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    found = _TABLES.get((places, device))
+    if found is None and not capturing:
+        if len(_TABLES) >= MOST_TABLES:
+            _TABLES.pop(next(iter(_TABLES)))
+        found = torch.tensor(places, dtype=torch.int64).to(device)
+        _TABLES[places, device] = found
+    if found is not None and capturing:
         _CAPTURED.append(found)
     return found
 
