@@ -18,8 +18,8 @@ from ..core.op_context import OperationContext
 from ..core.quantization import QuantizedTensor, Usage
 from ..core.quantization.state import quantizer_names
 from ._common import rows_of
-from ._grouped import Groups
 from ._products import quantized_backward, quantized_operands
+from .grouped import Groups
 
 _NAMES = "input", "weight", "grad_output"
 

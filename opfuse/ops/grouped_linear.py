@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -16,10 +17,10 @@ from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
 from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
-from ._grouped import Groups, groups_of
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
 from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw
+from .grouped import Groups, GroupsOf, groups_of
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -94,7 +95,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     context_names = ("grad_input_buffer",)
     extras_of_any_dtype = True
     reads_sizes = True  # under a recipe, which torch.compile cannot trace
-    _is_one = False  # whether the weights are one parameter, of another module
+    is_stacked = False  # whether the weights are one parameter, of another module
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         for i in range(groups):
             del op._parameters[f"weight{i}"]
         op.read_parameters({"weight": ParamSource(module, weight)})
-        op._is_one, op.param_names, op.name = True, ("weight",), name
+        op.is_stacked, op.param_names, op.name = True, ("weight",), name
         op._shapes = [(groups, outputs, inputs)]
         return op
 
@@ -186,7 +187,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         # one weight comes before those that a recipe makes of it, scales only if biases are scaled
         groups = range(self.num_groups)
         inputs, weights, biases = [[f"{n}{i}" for i in groups] for n in ("input", "weight", "bias")]
-        one, scaled = ["weight"] * self._is_one, ["scales", *biases] if self.scales_bias else []
+        one, scaled = ["weight"] * self.is_stacked, ["scales", *biases] if self.scales_bias else []
         return ("input", "split_sizes", *one, *weights, *inputs, *scaled)
 
     def extra_repr(self) -> str:
@@ -225,20 +226,42 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
         The split sizes are saved as they came, or as a copy on the CPU where they were read.
         """
-        (ctx,), ((split_sizes, *scales),) = basic_op_ctxs, basic_op_extra_inputs
+        (ctx,), (extras,), (given,) = basic_op_ctxs, basic_op_extra_inputs, basic_op_kwargs
+        return self.forward_in(groups_of, ctx, input_, extras, given), [()]
+
+    def forward_in(
+        self,
+        groups_of: GroupsOf,
+        ctx: Any,
+        input_: Tensor,
+        extras: Sequence[Any],
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Tensor:
+        """The forward, with products of these groups.
+
+        For the op itself, and for fusions of the forward that multiply in another way.
+
+        Args:
+            groups_of: Makes the groups, called as :func:`opfuse.ops.grouped.groups_of`.
+            ctx: The context of the op, on which it leaves what the backward needs.
+            input_: The input.
+            extras: The extra inputs of the op.
+            given: The keyword arguments of the op.
+        """
+        split_sizes, *scales = extras
         self._check(input_, split_sizes, *scales)
         self._check_shapes(ctx.params)
         dtype, params = ctx.dtype or input_.dtype, ctx.params
         x = input_ if ctx.quantizers else cast(input_, dtype)
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))
         groups = groups_of(x, split_sizes, self._features, recorded or bool(ctx.quantizers))
-        into = self._places(basic_op_kwargs[0], input_, dtype, [*params, *scales], recorded)
+        into = self._places(given, input_, dtype, [*params, *scales], recorded)
         biases = [cast(bias, dtype) for bias in params[self._count :]]
         added = () if scales else biases
         if ctx.quantizers:
-            parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
+            parts = QuantizedGroups(self, ctx, groups, stacked=self.is_stacked)
             y, of_x, of_weights = parts.products(x, added, dtype)
-            saved = (None, groups.sizes, *[None] * self._is_one, *of_weights, *of_x)
+            saved = (None, groups.sizes, *[None] * self.is_stacked, *of_weights, *of_x)
         else:
             y, saved = self._products(ctx, groups, x, added, dtype)
         if scales:
@@ -246,7 +269,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(*saved, *self._saved_to_scale(ctx, biases, *scales))
             ctx.grad_input_buffer = into[1]
-        return (y if into[0] is None else into[0].copy_(y).detach()), [()]
+        return y if into[0] is None else into[0].copy_(y).detach()
 
     def _products(
         self, ctx: Any, groups: Groups, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
@@ -254,10 +277,10 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         """The products, and what the backward needs, in the order of ``saved_names``."""
         count = self._count
         weights = [cast(weight, dtype) for weight in ctx.params[:count]]
-        y = groups.products(x, weights[0] if self._is_one else weights, biases)
+        y = groups.products(x, weights[0] if self.is_stacked else weights, biases)
         kept_x = x if any(ctx.param_requires_grad[:count]) else None
         kept = weights if ctx.input_requires_grad else [None] * count
-        return y, (kept_x, groups.sizes, *kept, *[None] * self.num_groups * (1 + self._is_one))
+        return y, (kept_x, groups.sizes, *kept, *[None] * self.num_groups * (1 + self.is_stacked))
 
     def _saved_to_scale(
         self, ctx: Any, biases: Sequence[Tensor], scales: Tensor | None = None
@@ -294,15 +317,24 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         ``dy_i * bias_i`` over the features. All are in the compute dtype; autograd casts them at
         the end.
         """
-        (ctx,) = basic_op_ctxs
+        dx, grads, of_extras = self.backward_in(groups_of, basic_op_ctxs[0], grad_output)
+        return dx, [grads], [of_extras]
+
+    def backward_in(
+        self, groups_of: GroupsOf, ctx: Any, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """The gradients of input, parameters and extra inputs, with products of these groups.
+
+        Arguments as for :meth:`forward_in`.
+        """
         x, split_sizes, *rest = ctx.saved_tensors
         weights, rest = rest[: self._count], rest[self._count :]
         dy = grad_output if ctx.dtype is None else cast(grad_output, ctx.dtype)
         groups = groups_of(dy, split_sizes, self._features, bool(ctx.quantizers))
         if ctx.quantizers:
-            if self._is_one:
+            if self.is_stacked:
                 weights, rest = rest[: self.num_groups], rest[self.num_groups :]
-            parts = QuantizedGroups(self, ctx, groups, stacked=self._is_one)
+            parts = QuantizedGroups(self, ctx, groups, stacked=self.is_stacked)
             dx, grads = parts.grads(grad_output, rest[: self.num_groups], weights)
         else:
             dx, grads = self._grads(ctx, groups, dy, x, weights)
@@ -310,7 +342,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         of_biases, of_scales = self._bias_grads(ctx, groups, dy, *to_scale)
         if dx is not None and ctx.grad_input_buffer is not None:
             dx = ctx.grad_input_buffer.copy_(dx)  # the last of all: it may be what was read above
-        return dx, [(*grads, *of_biases)], [(None, *of_scales)]
+        return dx, (*grads, *of_biases), (None, *of_scales)
 
     def _grads(
         self, ctx: Any, groups: Groups, dy: Tensor, x: Tensor | None, weights: Sequence[Any]
@@ -318,10 +350,10 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         """The gradients of the input and of the weights."""
         dx = None
         if weights[0] is not None:
-            dx = groups.input_grads(dy, weights[0] if self._is_one else weights)
+            dx = groups.input_grads(dy, weights[0] if self.is_stacked else weights)
         if x is None:
             return dx, [None] * self._count
-        if self._is_one:
+        if self.is_stacked:
             return dx, [groups.stacked_grads(dy, x, self.num_groups)]
         return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
 
@@ -342,7 +374,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     @property
     def _count(self) -> int:
         """The number of weight parameters; those of the biases follow."""
-        return 1 if self._is_one else self.num_groups
+        return 1 if self.is_stacked else self.num_groups
 
     @property
     def _features(self) -> tuple[int, int]:

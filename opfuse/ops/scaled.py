@@ -90,14 +90,23 @@ class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
             what = f"scales of shape {shape[:-1]} for an input of shape {shape}"
             raise ValueError(expected(self, what, tuple(scales.shape)))
         x = input_.to(ctx.dtype or input_.dtype)
-        if ctx.requires_grad:
-            ctx.numbers = self.numbers_of()
-            ctx.scales_requires_grad = self.wants_gradient(scales)
-            needs_x = ctx.input_requires_grad
-            kept_x = x if needs_x or ctx.scales_requires_grad else None
-            ctx.to_save = kept_x, scales if needs_x else None
+        if self.keeps_input(ctx, scales):
+            ctx.to_save = x, *ctx.to_save[1:]
         y = self.activation.forward_value(widen(x)) * widen(scales).unsqueeze(-1)
         return y.to(x.dtype), [()]
+
+    def keeps_input(self, ctx: Any, scales: Tensor) -> bool:
+        """Leave on ``ctx`` what the backward needs; return whether that includes the input.
+
+        The input itself is then the first of ``ctx.to_save``, which is None here. For the op, and
+        for fusions of the forward that compute in another way.
+        """
+        if not ctx.requires_grad:
+            return False
+        ctx.numbers = self.numbers_of()
+        ctx.scales_requires_grad = self.wants_gradient(scales)
+        ctx.to_save = None, scales if ctx.input_requires_grad else None
+        return bool(ctx.input_requires_grad or ctx.scales_requires_grad)
 
     def numbers_of(self) -> tuple[tuple[str, Any], ...]:
         """Those of the activation; see :meth:`opfuse.ops.Activation.numbers_of`."""

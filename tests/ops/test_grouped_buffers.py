@@ -6,7 +6,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.ops import _grouped
+from opfuse.ops import grouped
 from opfuse.ops.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -16,7 +16,7 @@ SIZES = [(4, 0, 3), (0, 0, 7), (1, 5, 1), (0, 0, 0)]
 @pytest.fixture(params=["loop", "kernel"])
 def way(request, monkeypatch):
     if request.param == "kernel":
-        monkeypatch.setattr(_grouped, "_takes", lambda x, features: x.dtype in (BF16, FP32))
+        monkeypatch.setattr(grouped, "_takes", lambda x, features: x.dtype in (BF16, FP32))
     return request.param
 
 

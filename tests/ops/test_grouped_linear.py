@@ -9,7 +9,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.ops import _grouped
+from opfuse.ops import grouped
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -26,7 +26,7 @@ def by_loop(x, sizes, params):
 def way(request, monkeypatch):
     """Which way is taken; on the CPU torch's grouped product loops itself, but takes what the GPU takes."""
     if request.param == "kernel":
-        monkeypatch.setattr(_grouped, "_takes", takes)
+        monkeypatch.setattr(grouped, "_takes", takes)
     return request.param
 
 
@@ -204,13 +204,13 @@ def test_sizes_that_do_not_sum_up(sizes, compiled):
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (6, -1)])
 def test_sizes_that_the_device_looks_at(sizes, monkeypatch):
-    monkeypatch.setattr(_grouped, "_takes", takes)
+    monkeypatch.setattr(grouped, "_takes", takes)
     with pytest.raises(RuntimeError, match="expected split_sizes of at least 0 that sum up"):
         ops.GroupedLinear(2, 8, 8)(torch.randn(5, 8), torch.tensor(sizes))
 
 
 def test_the_kernel_never_reads_sizes_on_the_host(monkeypatch):
-    monkeypatch.setattr(_grouped, "_takes", takes)
+    monkeypatch.setattr(grouped, "_takes", takes)
 
     class Unread(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -384,7 +384,7 @@ def test_the_custom_operators_are_as_torch_wants_them():
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_a_compiled_chain_takes_any_split(way, dtype, autocast, monkeypatch):
     if way == "kernel":  # torch traces it for bf16 alone
-        monkeypatch.setattr(_grouped, "_takes", lambda x, features: x.dtype is BF16)
+        monkeypatch.setattr(grouped, "_takes", lambda x, features: x.dtype is BF16)
     chain = opfuse.Sequential(ops.SiLU(), ops.GroupedLinear(3, 8, 16, dtype=dtype))
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in ([2, 3, 4], [0, 5, 2], [2, 1, 1]):

@@ -5,7 +5,8 @@ Those under a recipe are in ``_quantized_groups``.
 The rows of a tensor are those of its first dimension; the groups follow one another.
 There are three ways: torch's grouped product, which never reads the sizes of the groups on the
 host; a loop over the groups; and the loop inside custom operators, while ``torch.compile``
-traces, or where the sizes have no values yet.
+traces, or where the sizes have no values yet. A fusion may have another: a subclass of
+:class:`Groups`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ class Groups(NamedTuple):
         """``dy_i.T @ x_i`` for all groups, in one tensor."""
         if self.ends is not None:
             return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=self.ends)
+        if self.counts is not None and type(dy) is Tensor and not torch.is_grad_enabled():
+            whole = x.new_empty(count, dy.shape[-1], x.shape[-1])
+            _loop_weights(self.counts, dy, x, (True,) * count, whole)
+            return whole
         return _stacked(self.weight_grads(dy, x, (True,) * count))
 
     def row_sums(
@@ -108,6 +113,10 @@ class Groups(NamedTuple):
         return torch.stack(list(vectors))[of_rows]
 
 
+GroupsOf = Callable[[Tensor, Tensor, Sequence[int], bool], Groups]
+"""The type of :func:`groups_of`."""
+
+
 def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False) -> Groups:
     """The groups of the rows of ``x``.
 
@@ -124,13 +133,28 @@ def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = 
     """
     rows, inner = x.shape[0], math.prod(x.shape[1:-1])
     if not looped and _takes(x, features) and sizes.device == x.device and rows * inner:
-        ends = sizes.cumsum(0, dtype=torch.int64)
-        torch._assert_async((ends[-1] == rows) & (sizes.amin() >= 0), _EXPECTED)
-        return Groups(sizes, None, (ends * inner).to(torch.int32))
+        return Groups(sizes, None, ends_of(sizes, rows, inner))
     if is_compiling() or sizes.is_meta or type(sizes) is not Tensor:
         return Groups(sizes)
     sizes = sizes.cpu()
     return Groups(sizes, _counts(sizes, rows))
+
+
+def ends_of(sizes: Tensor, rows: int, inner: int = 1) -> Tensor:
+    """The end of each group, as int32; the sizes are not read on the host.
+
+    Args:
+        sizes: Number of rows in each group.
+        rows: The rows of all groups.
+        inner: In how many rows each of them was split.
+
+    Raises:
+        RuntimeError: A size is negative, or they do not sum up to ``rows``; on a GPU at the latest
+            when it synchronizes.
+    """
+    ends = sizes.cumsum(0, dtype=torch.int64)
+    torch._assert_async((ends[-1] == rows) & (sizes.amin() >= 0), _EXPECTED)
+    return (ends * inner).to(torch.int32)
 
 
 _EXPECTED = "GroupedLinear expected split_sizes of at least 0 that sum up to the rows of its input"
@@ -196,9 +220,17 @@ def _loop(counts: list[int], x: Tensor, weights: Matrices, biases: Sequence[Tens
     return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
 
 
-def _loop_weights(counts: list[int], dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    parts = zip(torch.split(dy, counts), torch.split(x, counts), wanted, strict=True)
-    return [dy.flatten(0, -2).t().mm(x.flatten(0, -2)) for dy, x, wants in parts if wants]
+def _loop_weights(
+    counts: list[int], dy: Tensor, x: Tensor, wanted: Sequence[bool], whole: Tensor | None = None
+) -> list[Tensor]:
+    """The wanted products; with ``whole`` they are written there, and not copied afterwards."""
+    into = [None] * len(counts) if whole is None else whole
+    parts = zip(torch.split(dy, counts), torch.split(x, counts), wanted, into, strict=True)
+    return [
+        torch.mm(dy.flatten(0, -2).t(), x.flatten(0, -2), out=out)
+        for dy, x, wants, out in parts
+        if wants
+    ]
 
 
 def _loop_sums(counts: list[int], dy: Tensor, wanted: Sequence[bool]) -> list[Tensor]:

@@ -1,0 +1,163 @@
+"""The groups of a call whose products are the kernels'; imported where these can run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from opfuse_triton import Config
+from torch import Tensor
+
+from opfuse.ops.grouped import Groups, ends_of, groups_of
+
+from .conditions import DTYPES
+from .kernels import library
+
+PLAIN = Tensor, torch.nn.Parameter
+"""A subclass has operations of its own."""
+
+MOST_FEATURES = 1 << 23
+"""Places in a tile have 32 bits."""
+
+
+class DeviceGroups(Groups):
+    """Groups whose sizes the device reads, with the products of :mod:`.kernels.library`."""
+
+    config: Config | None = None
+
+    def products(self, x: Tensor, weights: Any, biases: Sequence[Tensor]) -> Tensor:
+        """See :meth:`opfuse.ops.grouped.Groups.products`."""
+        matrices = library.matrices_of(weights)
+        y = library.product(_rows(x), matrices, self._ends, biases, config=self.config)
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    def input_grads(self, dy: Tensor, weights: Any) -> Tensor:
+        """See :meth:`opfuse.ops.grouped.Groups.input_grads`."""
+        matrices = library.matrices_of(weights).transposed()
+        dx = library.product(_rows(dy), matrices, self._ends, config=self.config)
+        return dx.view(*dy.shape[:-1], dx.shape[1])
+
+    def weight_grads(self, dy: Tensor, x: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """See :meth:`opfuse.ops.grouped.Groups.weight_grads`."""
+        whole = self.stacked_grads(dy, x, len(wanted))
+        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+
+    def stacked_grads(self, dy: Tensor, x: Tensor, count: int) -> Tensor:
+        """See :meth:`opfuse.ops.grouped.Groups.stacked_grads`."""
+        return library.weight_grads(_rows(dy), _rows(x), self._ends)
+
+    def row_sums(
+        self, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """See :meth:`opfuse.ops.grouped.Groups.row_sums`."""
+        scales = None if scales is None else scales.reshape(-1)
+        whole = library.row_sums(_rows(grad_output), self._ends, scales)
+        return [whole[i] if wants else None for i, wants in enumerate(wanted)]
+
+    @property
+    def _ends(self) -> Tensor:
+        assert self.ends is not None
+        return self.ends
+
+
+class Activated(DeviceGroups):
+    """Groups whose product ends with a scaled activation.
+
+    Attributes:
+        activation: The activation.
+        keep: Whether its input is needed.
+        result: Its output, once the product was computed.
+    """
+
+    activation: library.Activation
+    keep = True
+    result: Tensor | None = None
+
+    def products(self, x: Tensor, weights: Any, biases: Sequence[Tensor]) -> Tensor:
+        """The input of the activation, or if that is not needed, an empty tensor in its place."""
+        given = library.matrices_of(weights), self._ends, self.activation, biases, self.keep
+        y, hidden = library.activated(_rows(x), *given, config=self.config)
+        self.result = y.view(*x.shape[:-1], y.shape[1])
+        hidden = y.new_empty(0) if hidden is None else hidden
+        return hidden.view(*x.shape[:-1], hidden.shape[1]) if hidden.ndim == 2 else hidden
+
+
+class Gradients(DeviceGroups):
+    """Groups whose gradient of the input goes on to that of the scaled activation before them.
+
+    Attributes:
+        activation: The activation.
+        hidden: Its input.
+        with_scales: Whether the gradient of its scales is needed.
+        of_scales: That gradient.
+    """
+
+    activation: library.Activation
+    hidden: Tensor
+    with_scales = True
+    done = False
+    of_scales: Tensor | None = None
+
+    def input_grads(self, dy: Tensor, weights: Any) -> Tensor:
+        """The gradient of the activation's input."""
+        given = library.matrices_of(weights), self._ends, self.activation
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1]).contiguous()
+        of_hidden, of_scales = library.gradients(
+            _rows(dy), *given, hidden, self.with_scales, config=self.config
+        )
+        self.done = True
+        if of_scales is not None:
+            self.of_scales = of_scales.view(self.hidden.shape[:-1])
+        return of_hidden.view(self.hidden.shape)
+
+
+class Maker:
+    """Makes the groups of one call: the kernels' where they take the tensors, else the op's.
+
+    Args:
+        cls: The class of the groups.
+        tensors: The other tensors that the kernels read.
+        **given: Attributes of the groups.
+
+    Attributes:
+        made: The groups of the kernels, if there are some.
+    """
+
+    def __init__(self, cls: type[DeviceGroups], tensors: Sequence[Tensor], **given: Any) -> None:
+        self._cls, self._tensors, self._given = cls, tensors, given
+        self.made: Any = None
+
+    def __call__(
+        self, x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False
+    ) -> Groups:
+        """See :func:`opfuse.ops.grouped.groups_of`."""
+        if looped or not _takes(x, sizes, features, self._tensors):
+            return groups_of(x, sizes, features, looped)
+        inner = math.prod(x.shape[1:-1])
+        if sizes.is_cpu:  # where the kernels are interpreted
+            sizes = groups_of(x, sizes, features, True).sizes
+        self.made = self._cls(sizes, None, ends_of(sizes, x.shape[0], inner))
+        vars(self.made).update(self._given)
+        return self.made  # type: ignore[no-any-return]
+
+
+def _takes(x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels take a call."""
+    return (
+        all(type(t) in PLAIN and t.device == x.device for t in (x, sizes, *tensors))
+        and all(t.dtype in DTYPES for t in tensors)
+        and x.dtype in DTYPES
+        and x.numel() > 0
+        and all(0 < size < MOST_FEATURES for size in features)
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def configured(given: Mapping[str, Any] | None) -> Config | None:
+    """A configuration that was measured."""
+    return None if given is None else Config(**given)

@@ -1,0 +1,1 @@
+"""The Triton kernels, their tiles, and their launches."""

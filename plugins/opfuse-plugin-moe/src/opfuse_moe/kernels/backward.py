@@ -1,0 +1,129 @@
+"""The gradients of grouped products, in Triton; arguments as in ``forward``.
+
+The gradient of an input is a grouped product too, with the matrices transposed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .forward import halves_of, matrix_of, place_of, row_product, tiles_of
+
+
+@triton.jit
+def grouped_gradients(
+    dy, w, table, ends, scales, hidden, d_hidden, partial, numbers,
+    groups, rows, features, depth, dy_stride, w_group, w_feature, w_depth,
+    VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    LINEAR_VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of ``hidden`` in ``act(hidden) * scales``, whose gradient is ``dy @ w``.
+
+    ``partial`` is ``(columns of tiles, rows)``: in each column of tiles, the sum over its features
+    of what a row adds to the gradient of its scale. None: that is not needed.
+    """
+    dtype: tl.constexpr = d_hidden.dtype.element_ty
+    wide = features if LINEAR_VALUE is None else 2 * features
+    columns = tl.cdiv(features, BLOCK_N)
+    first, stop, tiles = tiles_of(ends, groups, rows, columns, GROUPS, BLOCK_M)
+    for tile in range(tl.program_id(0), tl.sum(tiles), tl.num_programs(0)):
+        group, start, end, column = place_of(tile, first, stop, tiles, GROUPS, BLOCK_M)
+        row = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        feature = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        matrix = matrix_of(group, w, table, w_group, ALIGNED)
+        product = row_product(
+            dy, matrix, tl.minimum(row, end - 1), feature % features, depth,
+            dy_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        gradient = product.to(dtype).to(tl.float32)
+        inside = (row < end)[:, None] & (feature < features)[None, :]
+        gate_at, apart = halves_of(feature, features, INTERLEAVED, LINEAR_VALUE)
+        within = tl.arange(0, BLOCK_M)[:, None] * wide + gate_at[None, :]
+        of_hidden = hidden + start.to(tl.int64) * wide
+        of_result = d_hidden + start.to(tl.int64) * wide
+        scale = tl.load(scales + row, row < end, other=0.0).to(tl.float32)[:, None]
+        gate = tl.load(of_hidden + within, inside, other=0.0).to(tl.float32)
+        output = VALUE(gate, *numbers)
+        scaled = gradient * scale
+        if LINEAR_VALUE is None:
+            result = scaled * DERIVATIVE(gate, *numbers)
+            tl.store(of_result + within, result.to(dtype), inside)
+        else:
+            linear = tl.load(of_hidden + apart + within, inside, other=0.0).to(tl.float32)
+            result = scaled * output * LINEAR_DERIVATIVE(linear, *numbers)
+            tl.store(of_result + apart + within, result.to(dtype), inside)
+            factor = LINEAR_VALUE(linear, *numbers)
+            result = scaled * factor * DERIVATIVE(gate, *numbers)
+            tl.store(of_result + within, result.to(dtype), inside)
+            output *= factor
+        if partial is not None:
+            total = tl.sum(tl.where(inside, output * gradient, 0.0), 1)
+            tl.store(partial + column.to(tl.int64) * rows + row, total, row < end)
+
+
+@triton.jit
+def bounds_of(ends, group, rows):
+    """The first row of a group, and its end."""
+    first = tl.load(ends + group - 1, group > 0, other=0)
+    first = tl.minimum(tl.maximum(first, 0), rows)
+    return first, tl.minimum(tl.maximum(tl.load(ends + group), first), rows)
+
+
+@triton.jit
+def grouped_wgrad(
+    dy, x, ends, dw,
+    rows, features, depth, dy_stride, x_stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``dw[g] = dy.T @ x`` over the rows of group ``g``: a tile of ``BLOCK_M`` features of ``dy``.
+
+    ``dw`` is ``(groups, features, depth)``, and zero where a group has no rows. Each program has
+    one tile, and adds up ``BLOCK_K`` rows at a time.
+    """
+    across = tl.cdiv(depth, BLOCK_N)
+    each = tl.cdiv(features, BLOCK_M) * across
+    group, tile = tl.program_id(0) // each, tl.program_id(0) % each
+    first, stop = bounds_of(ends, group, rows)
+    feature = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = first.to(tl.int64) + tl.arange(0, BLOCK_K)
+    of_dy = dy + row[:, None] * dy_stride + feature[None, :]
+    of_x = x + row[:, None] * x_stride + column[None, :]
+    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(stop - first, BLOCK_K)):
+        inside = (tl.arange(0, BLOCK_K) < stop - first - step * BLOCK_K)[:, None]
+        left = tl.load(of_dy, inside & (feature < features)[None, :], other=0.0)
+        right = tl.load(of_x, inside & (column < depth)[None, :], other=0.0)
+        product = tl.dot(left.T, right, product, input_precision=PRECISION)
+        of_dy += tl.full((), BLOCK_K, tl.int64) * dy_stride
+        of_x += tl.full((), BLOCK_K, tl.int64) * x_stride
+    place = (group.to(tl.int64) * features + feature)[:, None] * depth + column[None, :]
+    stored = (feature < features)[:, None] & (column < depth)[None, :]
+    tl.store(dw + place, product.to(dw.dtype.element_ty), stored)
+
+
+@triton.jit
+def group_sums(
+    dy, scales, ends, sums, rows, features, dy_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``sums[g]``: the sum of the rows of group ``g``, each times its scale if there are scales."""
+    columns = tl.cdiv(features, BLOCK_N)
+    group, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    first, stop = bounds_of(ends, group, rows)
+    feature = column.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(first, stop, BLOCK_M):
+        row = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        inside = (row < stop)[:, None] & (feature < features)[None, :]
+        values = tl.load(dy + row[:, None] * dy_stride + feature[None, :], inside, other=0.0)
+        values = values.to(tl.float32)
+        if scales is not None:
+            values *= tl.load(scales + row, row < stop, other=0.0).to(tl.float32)[:, None]
+        total += tl.sum(values, 0)
+    place = group.to(tl.int64) * features + feature
+    tl.store(sums + place, total.to(sums.dtype.element_ty), feature < features)

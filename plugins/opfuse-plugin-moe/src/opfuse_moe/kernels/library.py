@@ -1,0 +1,295 @@
+"""Launching the grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from opfuse_triton import Config, DeviceFunctions, Kernel, current_target
+from torch import Tensor
+
+from opfuse.core.authoring import matmul_precision
+
+from . import backward, forward, tiles
+
+PRODUCT = Kernel(forward.grouped_product, tiles.of_product)
+ACTIVATED = Kernel(forward.grouped_activated, tiles.of_gated)
+GRADIENTS = Kernel(backward.grouped_gradients, tiles.of_gradients)
+WGRAD = Kernel(backward.grouped_wgrad, tiles.of_wgrad)
+SUMS = Kernel(backward.group_sums, [Config({"BLOCK_M": 32, "BLOCK_N": 128})])
+
+PER_MULTIPROCESSOR = 2
+"""Programs that a multiprocessor has registers and shared memory for."""
+
+
+class Matrices(NamedTuple):
+    """The matrix of each group, wherever it is.
+
+    Attributes:
+        first: That of the first group, or all in one tensor.
+        table: How many elements after it each is; None: they follow one another.
+        step: From one to the next, in elements.
+        count: Number of groups.
+        sizes: Rows and columns of each.
+        strides: Of a row and of a column.
+        aligned: What divides every element of the table.
+    """
+
+    first: Tensor
+    table: Tensor | None
+    step: int
+    count: int
+    sizes: tuple[int, int]
+    strides: tuple[int, int]
+    aligned: int = 1
+
+    def transposed(self) -> Matrices:
+        """The same with rows as columns."""
+        return self._replace(sizes=self.sizes[::-1], strides=self.strides[::-1])
+
+
+class Activation(NamedTuple):
+    """An activation times a scale for each row, as the kernels compute it.
+
+    Attributes:
+        functions: Its device functions.
+        numbers: Its numbers, as the functions take them.
+        interleaved: How many features of each half alternate; 0: the halves are contiguous.
+        scales: ``(rows,)``, contiguous.
+    """
+
+    functions: DeviceFunctions
+    numbers: tuple[float, ...]
+    interleaved: int
+    scales: Tensor
+
+    @property
+    def ratio(self) -> int:
+        """Features of the input for each of the output."""
+        return 1 if self.functions.linear_value is None else 2
+
+
+def matrices_of(weights: Sequence[Tensor] | Tensor) -> Matrices:
+    """Where the matrices are; they are copied only if they are not contiguous.
+
+    Args:
+        weights: One tensor ``(groups, rows, columns)``, or a matrix for each group.
+    """
+    if isinstance(weights, Tensor):
+        weights = weights if weights.stride(2) == 1 else weights.contiguous()
+        count, *sizes = weights.shape
+        step, *strides = weights.stride()
+        return Matrices(weights, None, step, count, tuple(sizes), tuple(strides))  # type: ignore[arg-type]
+    if len(weights) == 1:
+        return matrices_of(weights[0][None])
+    found = listed(weights) if all([weight.is_contiguous() for weight in weights]) else None
+    return matrices_of(torch.stack(list(weights))) if found is None else found
+
+
+def listed(weights: Sequence[Tensor]) -> Matrices | None:
+    """Matrices in several tensors, each contiguous: a table says where each is.
+
+    None while a CUDA graph is captured, if no call before had the same matrices.
+    """
+    first, places = weights[0], [weight.data_ptr() for weight in weights]
+    itemsize = first.element_size()
+    table = _table(tuple([(place - places[0]) // itemsize for place in places]), first.device)
+    if table is None:
+        return None
+    sizes, aligned = (first.shape[0], first.shape[1]), all(place % 16 == 0 for place in places)
+    aligned_to = 16 // itemsize if aligned else 1
+    return Matrices(first, table, 0, len(weights), sizes, (sizes[1], 1), aligned_to)
+
+
+_TABLES: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+_CAPTURED: list[Tensor] = []
+"""Tables that a CUDA graph reads: they outlive those above."""
+
+MOST_TABLES = 256
+
+
+def _table(places: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """The table on a device; parameters stay where they are, so it is copied there once."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    found = _TABLES.get((places, device))
+    if found is None and not capturing:
+        if len(_TABLES) >= MOST_TABLES:
+            _TABLES.pop(next(iter(_TABLES)))
+        found = torch.tensor(places, dtype=torch.int64).to(device)
+        _TABLES[places, device] = found
+    if found is not None and capturing:
+        _CAPTURED.append(found)
+    return found
+
+
+def product(
+    x: Tensor,
+    matrices: Matrices,
+    ends: Tensor,
+    biases: Sequence[Tensor] = (),
+    scales: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """``x_i @ matrix_i.T + bias_i`` for each group; a scaled bias is times the scale of the row.
+
+    Args:
+        x: ``(rows, columns of a matrix)``.
+        matrices: One for each group.
+        ends: The end of each group, int32.
+        biases: One for each group, or none.
+        scales: ``(rows,)``.
+        config: The configuration; None: the table's.
+
+    Returns:
+        ``(rows, rows of a matrix)``.
+    """
+    x = _dense(x)
+    y = x.new_empty((x.shape[0], matrices.sizes[0]))
+    scales = None if scales is None else scales.contiguous()
+    tensors = matrices.first, matrices.table, ends, _stacked(biases), scales, y
+    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config)
+    return y
+
+
+def activated(
+    x: Tensor,
+    matrices: Matrices,
+    ends: Tensor,
+    activation: Activation,
+    biases: Sequence[Tensor] = (),
+    keep: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The activation of :func:`product`, times the scales; and if ``keep``, its input."""
+    x, wide = _dense(x), matrices.sizes[0]
+    y = x.new_empty((x.shape[0], wide // activation.ratio))
+    hidden = x.new_empty((x.shape[0], wide)) if keep else None
+    tensors = matrices.first, matrices.table, ends, _stacked(biases), activation.scales, y, hidden
+    constants = {
+        "VALUE": activation.functions.value,
+        "LINEAR_VALUE": activation.functions.linear_value,
+        "INTERLEAVED": activation.interleaved,
+    }
+    given = *tensors, activation.numbers
+    _launch(ACTIVATED, x, given, matrices, y.shape[1], config, **constants)
+    return y, hidden
+
+
+def gradients(
+    dy: Tensor,
+    matrices: Matrices,
+    ends: Tensor,
+    activation: Activation,
+    hidden: Tensor,
+    with_scales: bool = False,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of ``hidden`` in ``act(hidden_i) * scales @ matrix_i.T``, and of the scales.
+
+    Args:
+        dy: The gradient of that product, ``(rows, rows of a matrix)``.
+        matrices: One for each group.
+        ends: As for :func:`product`.
+        activation: As for :func:`activated`.
+        hidden: The activation's input, contiguous.
+        with_scales: Whether the gradient of the scales is needed, in fp32.
+        config: As for :func:`product`.
+    """
+    dy, of_input = _dense(dy), matrices.transposed()
+    d_hidden, features = torch.empty_like(hidden), of_input.sizes[0]
+    functions = activation.functions
+    chosen = config or _configured(GRADIENTS, dy, matrices.count)
+    columns = triton.cdiv(features, chosen["BLOCK_N"])
+    partial = None
+    if with_scales:
+        partial = dy.new_empty((columns, dy.shape[0]), dtype=torch.float32)
+    tensors = of_input.first, of_input.table, ends, activation.scales, hidden, d_hidden, partial
+    constants = {
+        "VALUE": functions.value,
+        "DERIVATIVE": functions.derivative,
+        "LINEAR_VALUE": functions.linear_value,
+        "LINEAR_DERIVATIVE": functions.linear_derivative,
+        "INTERLEAVED": activation.interleaved,
+    }
+    given = *tensors, activation.numbers
+    _launch(GRADIENTS, dy, given, of_input, features, chosen, **constants)
+    return d_hidden, None if partial is None else partial.sum(0)
+
+
+def weight_grads(dy: Tensor, x: Tensor, ends: Tensor, config: Config | None = None) -> Tensor:
+    """``dy_i.T @ x_i`` for each group, in one tensor; zeros where a group has no rows."""
+    dy, x = _dense(dy), _dense(x)
+    rows, features, depth, groups = *dy.shape, x.shape[1], ends.shape[0]
+    dw = x.new_empty((groups, features, depth))
+
+    def grid(config: Config) -> tuple[int]:
+        down, across = config["BLOCK_M"], config["BLOCK_N"]
+        return (groups * triton.cdiv(features, down) * triton.cdiv(depth, across),)
+
+    sizes = rows, features, depth, dy.stride(0), x.stride(0)
+    WGRAD.launch(grid, dy, x, ends, dw, *sizes, config=config, PRECISION=_precision(x))
+    return dw
+
+
+def row_sums(dy: Tensor, ends: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The sum of the rows of each group, each times its scale if there are scales."""
+    dy, groups = _dense(dy), ends.shape[0]
+    sums = dy.new_empty((groups, dy.shape[1]))
+
+    def grid(config: Config) -> tuple[int]:
+        return (groups * triton.cdiv(dy.shape[1], config["BLOCK_N"]),)
+
+    scales = None if scales is None else scales.contiguous()
+    SUMS.launch(grid, dy, scales, ends, sums, *dy.shape, dy.stride(0))
+    return sums
+
+
+def _launch(
+    kernel: Kernel,
+    x: Tensor,
+    tensors: tuple[Any, ...],
+    matrices: Matrices,
+    features: int,
+    config: Config | None,
+    **constants: Any,
+) -> None:
+    """Launch a kernel over the tiles of all groups, which it counts by itself."""
+    (rows, depth), groups = x.shape, matrices.count
+    target = current_target(x.device)
+
+    def grid(config: Config) -> tuple[int]:
+        # each group may have a tile that its rows do not fill
+        most = (triton.cdiv(rows, config["BLOCK_M"]) + groups) * triton.cdiv(
+            features, config["BLOCK_N"]
+        )
+        return (min(most, PER_MULTIPROCESSOR * target.multiprocessors),)
+
+    sizes = groups, rows, features, depth, x.stride(0), matrices.step, *matrices.strides
+    kernel.launch(
+        grid, x, *tensors, *sizes, config=config, PRECISION=_precision(x),
+        ALIGNED=matrices.aligned, GROUPS=triton.next_power_of_2(groups), **constants,
+    )  # fmt: skip
+
+
+def _configured(kernel: Kernel, x: Tensor, groups: int) -> Config:
+    """The configuration that a launch would pick, where its workspace depends on it."""
+    return kernel.pick(
+        current_target(x.device), {"x": x.dtype, "rows": x.shape[0], "groups": groups}
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Rows with contiguous features, each at a place of its own."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _stacked(biases: Sequence[Tensor]) -> Tensor | None:
+    return torch.stack(list(biases)) if biases else None
+
+
+def _precision(x: Tensor) -> str:
+    """How fp32 operands are multiplied: in TF32 where PyTorch may do so."""
+    allowed = x.dtype is torch.float32 and current_target(x.device).backend == "cuda"
+    return matmul_precision("cuda") if allowed else "ieee"

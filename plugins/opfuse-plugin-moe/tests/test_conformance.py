@@ -1,0 +1,60 @@
+"""The plugin against the contract; where Triton interprets, with the kernels."""
+
+import dataclasses
+
+import pytest
+
+from opfuse.testing import FusionSuite, machine
+
+
+def as_large_as_the_matrices(rows, target, facts):
+    """A configuration for the interpreter: few programs, no larger than what they multiply."""
+    from opfuse_triton import Config
+
+    sizes = ("BLOCK_M", "rows", 128), ("BLOCK_N", "features", 512), ("BLOCK_K", "depth", 512)
+    known = [(name, facts.get(of, 64), most) for name, of, most in sizes]
+    return [Config({n: min(max(16, 1 << (size - 1).bit_length()), m) for n, size, m in known})]
+
+
+class TestConformance(FusionSuite):
+    plugin = "moe"
+    limits = (
+        {
+            f"{name}: aliasing": "the gradients of all groups are one tensor, as torch's are on a GPU"
+            for name in ("grouped gradients", "activation+grouped gradients")
+        }
+        if machine.is_interpreting()
+        else {}
+    )
+
+    @classmethod
+    def chains(cls, subject, device):
+        """Where kernels are interpreted, few: ``test_kernels`` has shapes and dtypes."""
+        found = super().chains(subject, device)
+        if cls.thorough or not machine.is_interpreting():
+            return found
+        few = {
+            "all": (*found.plain, found.all[-1]),
+            "models": (),
+            "tiles": (),
+            "quantized": found.quantized[:1],
+        }
+        return dataclasses.replace(found, **few)
+
+    @pytest.fixture(autouse=True)
+    def _few_programs(self, request, monkeypatch):
+        """On a GPU of one multiprocessor, few programs are interpreted."""
+        if not machine.is_interpreting():
+            yield
+            return
+        if request.node.originalname == "test_plugin":
+            pytest.skip("its processes do not interpret: the other tier has run them")
+        from opfuse_moe.kernels import tiles
+        from opfuse_triton import TARGETS, target
+
+        monkeypatch.setattr(tiles, "_fitting", as_large_as_the_matrices)
+        with target(dataclasses.replace(TARGETS[90], multiprocessors=1)):
+            yield
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
