@@ -117,9 +117,8 @@ def gpu_command(
     for line in lines(found):
         click.echo(line)
     click.echo(f"everything is in {report}, the fastest configurations in {table}")
-    click.echo(
-        f"kernels look for them at {kernels_path(device) or 'OPFUSE_TUNING, which is empty'}"
-    )
+    where = kernels_path(device) or "no place, since OPFUSE_TUNING is empty"
+    click.echo(f"kernels look for them at {where}")
     failed = [row for row in found["rows"] if row["wrong"] or isinstance(row.get("seconds"), str)]
     if found["ended"] or failed or not found["rows"]:
         sys.exit(1)
