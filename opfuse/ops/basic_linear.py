@@ -85,8 +85,8 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             to the compute dtype first. ``weight.grad`` does not change. If the weight has an
             attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so
             that its hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is
-            replaced. This holds for every fusion. ``torch.autograd.grad`` still returns the requested gradients;
-            second derivatives, functorch and ``torch.compile`` are refused.
+            replaced. This holds for every fusion. ``torch.autograd.grad`` still returns the
+            requested gradients; second derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
     Raises:

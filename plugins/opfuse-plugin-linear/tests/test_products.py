@@ -436,7 +436,7 @@ TILES = Config({"BLOCK_M": 64}, num_warps=4).to_dict()
 def test_a_product_is_used_only_where_it_was_measured():
     chain = LINEAR, GELU
     unmeasured = choice.refusal(chain, environment())
-    assert unmeasured == "a Triton product is used on a GPU only where opfuse tune measured it"
+    assert "it was not measured on this GPU" in unmeasured and "1.07x as fast" in unmeasured
     assert choice.refusal(chain, environment(measured=math.inf)) == ""
     slow = choice.refusal(chain, environment(measured=1.0))
     assert slow == "opfuse tune found no Triton product faster than the library's"

@@ -19,12 +19,12 @@ def opfuse_forward_fusions() -> list[Fusion]:
 def opfuse_backward_fusions() -> list[Fusion]:
     """The backward of a linear with the ops around it, and of bias + activation.
 
-    The runs with a linear are linear [+ bias] [+ activation], linear + scale, and extra output +
-    linear.
+    The runs with a linear are linear [+ bias] [+ activation], linear + scale, extra output +
+    linear, and [bias +] activation + linear.
     """
-    from . import fused
+    from . import activation_gradient, fused
 
-    return fused.BACKWARD
+    return [*fused.BACKWARD, *activation_gradient.BACKWARD]
 
 
 @hookimpl

@@ -17,7 +17,7 @@ from opfuse.ops.cross_entropy import LossNumbers
 
 from . import chunks
 from .kernels import DTYPES
-from .products import BY_POINTERS, BY_TILES, multiply
+from .products import BY_POINTERS, BY_TILES, activation_gradient, multiply
 from .softmax import row_gradients, row_losses, softmax_in_place
 
 BF16 = torch.bfloat16
@@ -68,6 +68,30 @@ def _kept_twin(act: Any) -> Callable[..., Any]:
         return act.value(hidden), hidden
 
     return twin
+
+
+def _before_linear(dy: Tensor, weight: Tensor, hidden: Tensor, *, act: Any) -> Any:
+    return activation_gradient(dy, weight, hidden, functions_of(act), sums=True)  # type: ignore[arg-type]
+
+
+def _before_linear_apart(dy: Tensor, weight: Tensor, hidden: Tensor, *, act: Any) -> Any:
+    dx = torch.ops.aten.gelu_backward(dy.mm(weight), hidden, approximate=act.approximate)
+    return dx, dx.sum(0)
+
+
+def _gradient_operands(rows: int, outputs: int, features: int) -> Mapping[str, Operand]:
+    full = Operand((rows, features), BF16)
+    return {
+        "dy": Operand((rows, outputs), BF16),
+        "weight": Operand((outputs, features), BF16),
+        "hidden": full,
+        "dx": replace(full, output=True),
+        "db": Operand((features,), BF16, "vector", output=True),
+    }
+
+
+def _gradient_operations(rows: int, outputs: int, features: int) -> int:
+    return _operations(rows, outputs, features)
 
 
 def _gated_apart(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
@@ -208,10 +232,14 @@ _MLP = [
     {"rows": 512, "depth": 768, "features": 3072},
 ]
 _GATED = [{"rows": 8192, "depth": 4096, "features": 14336}]
-_DOWN = [{"rows": 8192, "depth": 4096, "features": 1024}]
+_DOWN = [
+    {"rows": 8192, "depth": 4096, "features": 1024},
+    {"rows": 8192, "depth": 14336, "features": 4096},
+]
 _WIDE = [{"rows": 8192, "depth": 4096, "features": 4096}]
+_TANH = GELU()
 _KEPT = {
-    "GELU (tanh), wide": GELU(),
+    "GELU (tanh), wide": _TANH,
     "GELU (erf)": GELU(approximate="none"),
     "QGELU": QGELU(),
     "ReLU": ReLU(),
@@ -219,6 +247,15 @@ _KEPT = {
     "SiLU": SiLU(),
 }
 """The activations of one value: which tiles of 128x256 spill differs between them."""
+_BACK = [
+    {"rows": 8192, "outputs": 1024, "features": 4096},
+    {"rows": 8192, "outputs": 12288, "features": 49152},
+    {"rows": 1000, "outputs": 129, "features": 771},
+]
+_BACK_SMALL = [
+    {"rows": 130, "outputs": 64, "features": 264},
+    {"rows": 3, "outputs": 65, "features": 31},
+]
 _ODD = [{"rows": 1000, "depth": 129, "features": 771}]
 _SMALL = [{"rows": 127, "depth": 64, "features": 264}, {"rows": 3, "depth": 65, "features": 31}]
 
@@ -238,8 +275,17 @@ CASES = [
         KernelCase(
             f"linear + {name}, kept", _product(functions_of(act), keep=True), _operands("hidden"),
             _WIDE, [], gemms=_GEMMS, flops=_operations, twin=_kept_twin(act), turn=80,
+            separate=_training_apart if act is _TANH else None,
         )
         for name, act in _KEPT.items()
+    ],
+    *[
+        KernelCase(
+            f"gradient of {name} before a linear", functools.partial(_before_linear, act=act),
+            _gradient_operands, _BACK, _BACK_SMALL, gemms=_GEMMS, flops=_gradient_operations,
+            separate=functools.partial(_before_linear_apart, act=act), turn=70,
+        )
+        for name, act in (("GELU", GELU()), ("GELU (erf)", GELU(approximate="none")))
     ],
     KernelCase(
         "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL,
@@ -259,6 +305,7 @@ CASES = [
     KernelCase(
         "gate and up + SwiGLU, kept", _product(_SWIGLU, keep=True), _operands("up", "hidden"),
         _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, twin=_gated_kept_apart,
+        separate=_gated_apart,
     ),
     *[
         KernelCase(

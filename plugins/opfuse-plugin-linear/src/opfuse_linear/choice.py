@@ -10,7 +10,7 @@ from typing import Any
 from opfuse_triton import is_interpreting, why_unmeasured
 
 from opfuse import Environment
-from opfuse.ops import ParallelLinear
+from opfuse.ops import AddExtraInput, ConstantScale, ParallelLinear
 
 from .kernels import DTYPES
 
@@ -19,10 +19,19 @@ MIN_CAPABILITY = 8, 0
 MANY_ROWS = 8192
 """Rows for which configurations are ordered."""
 
-PREDICTED = {"cross entropy": 4.0}
+PREDICTED = {
+    "linear+bias+activation": 1.07,
+    "parallel linear+activation": 1.09,
+    "linear+bias+add": 1.03,
+    "linear+scale+add": 1.05,
+    "activation+linear": 1.05,
+    "cross entropy": 9.0,
+}
 """The speed of a fusion on a GPU by the model of the ledger, relative to the separate ops (1.0).
 
-It is the lowest over the shapes of the fusion's cases and over the GPUs they are compiled for.
+It is the lowest over the shapes of the fusion's cases and over the GPUs they are compiled for. A
+product is taken to be as fast as the library's. The separate ops take their bytes at the full
+bandwidth, or their product at the peak.
 """
 
 
@@ -53,8 +62,16 @@ def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> s
     if env.device.type == "cpu" or not measured or env.measured == math.inf:
         return ""
     if env.measured is None:
-        return "a Triton product is used on a GPU only where opfuse tune measured it"
+        return waits(_fusion(ops), env)
     return "" if found(env) else "opfuse tune found no Triton product faster than the library's"
+
+
+def _fusion(ops: Sequence[Any]) -> str:
+    """The name of the forward fusion of these ops."""
+    if isinstance(ops[-1], AddExtraInput):
+        return "linear+scale+add" if isinstance(ops[1], ConstantScale) else "linear+bias+add"
+    parallel = isinstance(ops[0], ParallelLinear)
+    return "parallel linear+activation" if parallel else "linear+bias+activation"
 
 
 def found(env: Environment) -> Mapping[str, Any] | None:
@@ -102,6 +119,45 @@ def product(ops: Sequence[Any], env: Environment) -> Any:
     from .products import Product
 
     return Product(ops[-1], found(env))
+
+
+def activation_gradient_refusal(ops: Sequence[Any], env: Environment) -> str:
+    """Why no Triton product gives the gradient of an activation before a linear; empty: one does.
+
+    Args:
+        ops: A bias or not, the activation, the linear.
+        env: The environment.
+    """
+    if env.compiling:
+        return "under torch.compile no Triton product was measured"
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
+    if said := cannot_run(env, "a Triton product"):
+        return said
+    from opfuse_triton import functions_of
+
+    act = ops[-2]
+    if act.gated:
+        return "the gradient of a gated activation has two halves, and a Triton product gives one"
+    if functions_of(act) is None:
+        return f"{type(act).__name__} has no device functions for a Triton product"
+    return waits("activation+linear", env)
+
+
+def gradient_configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:
+    """The configurations of the Triton product for an activation and a linear, on a GPU."""
+    refused = activation_gradient_refusal(ops, env._replace(measured=1.0))
+    if env.device.type == "cpu" or refused:
+        return ()
+    from opfuse_triton import functions_of
+
+    from . import products
+
+    sizes = MANY_ROWS, ops[-1].in_features, ops[-1].out_features
+    functions = functions_of(ops[-2])
+    return products.configurations(
+        env.device, env.dtype, sizes, gated=False, functions=functions, turned=True
+    )
 
 
 def configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:

@@ -1,7 +1,8 @@
 """Matrix products with an epilogue, in Triton.
 
 ``y = act(x @ w.T + bias)``, of one product or of a gate and its factor, or
-``y = addend + scale * (x @ w.T + bias)``. The activation is a device function, see
+``y = addend + scale * (x @ w.T + bias)``, or ``y = act'(addend) * (x @ w)``, the gradient of an
+activation before a linear. The activation is a device function, see
 :func:`opfuse_triton.functions_of`. Products are added up in fp32, and rounded before the activation
 as the linear layer rounds them: the activation gets what its backward reads.
 
@@ -10,8 +11,11 @@ features:
 
 - ``x``: ``(rows, depth)``. ``w``, and ``up`` of a gated activation: ``(features, depth)``.
 - ``bias``, ``up_bias``: ``(features,)``, or None.
-- ``addend``: ``(rows, features)``, or None; then ``VALUE`` is None. ``scale``: a float, or None.
+- ``addend``: ``(rows, features)``, or None. With it ``VALUE`` is None, or a derivative of which it
+  is the argument. ``scale``: a float, or None.
 - ``y``: ``(rows, features)``, contiguous.
+- ``partial``: where a derivative's program stores the sums of its columns, in fp32, of shape
+  ``(rows of tiles, features)``; or None.
 - ``hidden``, ``up_hidden``: where to store what the activation gets, or None.
 - ``numbers``: those of the activation.
 """
@@ -54,6 +58,25 @@ def _activate(gate, up, numbers, VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr
 
 
 @triton.jit
+def _with_addend(product, given, scale, numbers, dtype: tl.constexpr, VALUE: tl.constexpr):
+    """The addend and the scaled product; or a product times the derivative at the addend."""
+    if VALUE is not None:  # a gradient, rounded as the linear layer rounds it
+        result = product.to(dtype).to(tl.float32) * VALUE(given, *numbers)
+    elif scale is not None:
+        result = product * scale + given
+    else:
+        result = product + given
+    return result
+
+
+@triton.jit
+def _store_sums(partial, result, tile_row, feature, features, dtype: tl.constexpr):
+    """Store the sums of a tile's columns, of what is rounded."""
+    sums = tl.sum(result.to(dtype).to(tl.float32), 0)
+    tl.store(partial + tile_row.to(tl.int64) * features + feature, sums, feature < features)
+
+
+@triton.jit
 def _half(tile, INDEX: tl.constexpr):
     """The left or the right half of the columns of a tile."""
     return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()[INDEX]
@@ -73,24 +96,27 @@ def _part(tile, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def gemm_by_tiles(
-    x, w, up, bias, up_bias, addend, y, hidden, up_hidden,
+    x, w, up, bias, up_bias, addend, y, hidden, up_hidden, partial,
     rows, features, depth,
     x_stride, w_stride, up_stride, addend_stride, hidden_stride,
     scale, numbers,
     VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, SPECIALIZE: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, SPECIALIZE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Tiles move by TMA: rows begin at multiples of 16 bytes, and features are contiguous.
 
     Each program takes every ``num_programs``-th tile. The epilogue works on ``PARTS`` parts of its
     columns, one after the other, which leaves shared memory for the pipeline. ``SPECIALIZE``: some
-    warps load, others multiply.
+    warps load, others multiply. ``TURNED``: ``w`` is ``(depth, features)``.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     of_x = tl.make_tensor_descriptor(x, [rows, depth], [x_stride, 1], [BLOCK_M, BLOCK_K])
-    of_w = tl.make_tensor_descriptor(w, [features, depth], [w_stride, 1], [BLOCK_N, BLOCK_K])
+    if TURNED:
+        of_w = tl.make_tensor_descriptor(w, [depth, features], [w_stride, 1], [BLOCK_K, BLOCK_N])
+    else:
+        of_w = tl.make_tensor_descriptor(w, [features, depth], [w_stride, 1], [BLOCK_N, BLOCK_K])
     of_y = tl.make_tensor_descriptor(y, [rows, features], [features, 1], [BLOCK_M, WIDTH])
     if up is not None:
         of_up = tl.make_tensor_descriptor(up, [features, depth], [up_stride, 1], [BLOCK_N, BLOCK_K])
@@ -117,7 +143,11 @@ def gemm_by_tiles(
         for step in range(tl.cdiv(depth, BLOCK_K)):
             at = step * BLOCK_K
             left = of_x.load([row, at])
-            product = tl.dot(left, of_w.load([column, at]).T, product, input_precision=PRECISION)
+            if TURNED:
+                right = of_w.load([at, column])
+            else:
+                right = of_w.load([column, at]).T
+            product = tl.dot(left, right, product, input_precision=PRECISION)
             if up is not None:
                 up_product = tl.dot(
                     left, of_up.load([column, at]).T, up_product, input_precision=PRECISION
@@ -127,9 +157,10 @@ def gemm_by_tiles(
             feature = start + tl.arange(0, WIDTH)
             result = _plus_bias(_part(product, i, PARTS), bias, feature, features, dtype)
             if addend is not None:
-                if scale is not None:
-                    result *= scale
-                result += of_addend.load([row, start]).to(tl.float32)
+                given = of_addend.load([row, start]).to(tl.float32)
+                result = _with_addend(result, given, scale, numbers, dtype, VALUE)
+                if partial is not None:
+                    _store_sums(partial, result, tile_row, feature, features, dtype)
             else:
                 gate = result.to(dtype)
                 other = gate
@@ -148,7 +179,7 @@ def gemm_by_tiles(
 
 @triton.jit
 def gemm_by_pointers(
-    x, w, up, bias, up_bias, addend, y, hidden, up_hidden,
+    x, w, up, bias, up_bias, addend, y, hidden, up_hidden, partial,
     rows, features, depth,
     x_stride, x_step, w_stride, w_step, up_stride, up_step, addend_stride, addend_step,
     hidden_stride, scale, numbers,
@@ -187,10 +218,12 @@ def gemm_by_pointers(
     stored = (row < rows)[:, None] & (feature < features)[None, :]
     result = _plus_bias(product, bias, feature, features, dtype)
     if addend is not None:
-        if scale is not None:
-            result *= scale
         place = row[:, None] * addend_stride + feature[None, :] * addend_step
-        result += tl.load(addend + place, stored, other=0.0).to(tl.float32)
+        given = tl.load(addend + place, stored, other=0.0).to(tl.float32)
+        result = _with_addend(result, given, scale, numbers, dtype, VALUE)
+        if partial is not None:
+            result = tl.where(stored, result, 0.0)
+            _store_sums(partial, result, tile_row, feature, features, dtype)
     else:
         gate = result.to(dtype)
         other = gate

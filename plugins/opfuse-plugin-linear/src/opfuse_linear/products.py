@@ -131,40 +131,104 @@ def multiply(
     (w, *more), (bias, *more_biases) = weights, biases
     up, up_bias = (more[0], more_biases[0]) if more else (None, None)
     left = x.reshape(-1, x.shape[-1])
-    (rows, depth), features = left.shape, w.shape[0]
+    rows, features = len(left), w.shape[0]
     added = None if addend is None else addend.reshape(rows, features)
     y = x.new_empty((rows, features))
     hidden = x.new_empty((rows, features * len(weights))) if keep else None
     halves = (None, None) if hidden is None else (*hidden.split(features, 1), None)[:2]
-    tensors = left, w, up, _dense(bias), _dense(up_bias), added, y, *halves
-    target = current_target(x.device)
-    precision = _precision(x.dtype, target)
+    tensors = left, w, up, _dense(bias), _dense(up_bias), added, y, *halves, None
+    values = (None, None) if functions is None else (functions.value, functions.linear_value)
+    factor = None if scale == 1.0 else float(scale)
+    _launch(tensors, features * len(weights), factor, numbers, *values, config)
+    lead = x.shape[:-1]
+    return y.view(*lead, features), None if hidden is None else hidden.view(*lead, hidden.shape[1])
+
+
+def activation_gradient(
+    grad_output: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    functions: DeviceFunctions,
+    numbers: tuple[float, ...] = (),
+    *,
+    sums: bool = False,
+    config: Config | Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``act'(hidden) * (grad_output @ weight)`` in one kernel: of an activation before a linear.
+
+    Args:
+        grad_output: Gradient of the linear's output, ``(..., out)``.
+        weight: ``(out, in)``.
+        hidden: The input of the activation, ``(..., in)``.
+        functions: Those of the activation, which is not gated.
+        numbers: Those of the activation.
+        sums: Whether to add up the result over all rows, too: the gradient of a bias before it.
+        config: As for :func:`multiply`.
+
+    Returns:
+        ``(..., in)``; and if ``sums``, ``(in,)``.
+    """
+    dy, features = grad_output.reshape(-1, grad_output.shape[-1]), weight.shape[1]
+    before = hidden.reshape(-1, features)
+    y = before.new_empty(before.shape)
+    partial = None
+    if sums:  # for tiles of any height
+        count = triton.cdiv(len(dy), tiles.LEAST_HEIGHT)
+        partial = dy.new_zeros((count, features), dtype=torch.float32)
+    tensors = dy, weight, None, None, None, before, y, None, None, partial
+    _launch(tensors, features, None, numbers, functions.derivative, None, config, turned=True)
+    return y.view(hidden.shape), None if partial is None else partial.sum(0).to(dy.dtype)
+
+
+def _launch(
+    tensors: Sequence[Tensor | None],
+    hidden_stride: int,
+    scale: float | None,
+    numbers: tuple[float, ...],
+    value: Any,
+    linear_value: Any,
+    config: Config | Mapping[str, Any] | None,
+    *,
+    turned: bool = False,
+) -> None:
+    """Launch the kernel that takes these tensors, in the order of its parameters.
+
+    Args:
+        tensors: Those that are absent are None.
+        hidden_stride: Of the rows of what is kept.
+        scale: With an addend.
+        numbers: Of the activation.
+        value: Of the activation.
+        linear_value: Of the activation.
+        config: As for :func:`multiply`.
+        turned: Whether the second tensor is ``(depth, features)``.
+    """
+    left, w, up, added, y = [tensors[i] for i in (0, 1, 2, 5, 6)]
+    assert left is not None and w is not None and y is not None
+    (rows, depth), features = left.shape, y.shape[1]
+    target = current_target(left.device)
+    precision = _precision(left.dtype, target)
     by_tiles = tiles.moves_tiles(target) and all(map(_moves, tensors))
-    by_tiles = by_tiles and (x.dtype is not torch.float32 or precision == "tf32")
-    fixed = {
-        "VALUE": None if functions is None else functions.value,
-        "LINEAR_VALUE": None if functions is None else functions.linear_value,
-        "PRECISION": precision,
-    }
-    sizes = rows, features, depth
-    rest = features * len(weights), None if scale == 1.0 else float(scale), numbers
+    wide = left.dtype is torch.float32  # which is multiplied only where depth is contiguous
+    by_tiles = by_tiles and (not wide or (precision == "tf32" and not turned))
+    fixed: dict[str, Any] = {"VALUE": value, "LINEAR_VALUE": linear_value, "PRECISION": precision}
     config = config if config is not None and _is_for_tiles(config) == by_tiles else None
-    matrices = left, w, up, added
+    matrices = left, w if by_tiles or not turned else w.t(), up, added
     if by_tiles:
-        _lend_memory(x)
+        _lend_memory(left)
         strides = [0 if t is None else t.stride(0) for t in matrices]
+        fixed["TURNED"] = turned
     else:
         strides = [stride for t in matrices for stride in ((0, 0) if t is None else t.stride())]
+    kernel = BY_TILES if by_tiles else BY_POINTERS
+    given = *tensors, rows, features, depth, *strides, hidden_stride, scale, numbers
 
     def grid(config: Config) -> tuple[int]:
         tall, wide = config["BLOCK_M"], config["BLOCK_N"]
         count = triton.cdiv(rows, tall) * triton.cdiv(features, wide)
         return (min(target.multiprocessors, count) if by_tiles else count,)
 
-    kernel = BY_TILES if by_tiles else BY_POINTERS
-    kernel.launch(grid, *tensors, *sizes, *strides, *rest, config=config, **fixed)
-    lead = x.shape[:-1]
-    return y.view(*lead, features), None if hidden is None else hidden.view(*lead, hidden.shape[1])
+    kernel.launch(grid, *given, config=config, **fixed)
 
 
 def configurations(
@@ -175,6 +239,7 @@ def configurations(
     gated: bool,
     functions: DeviceFunctions | None = None,
     keep: bool = False,
+    turned: bool = False,
 ) -> list[dict[str, Any]]:
     """The possible values of ``config`` of :func:`multiply`, for JSON, the best guess first.
 
@@ -185,14 +250,17 @@ def configurations(
         gated: Whether there are two weights.
         functions: Those of the activation.
         keep: Whether its input is stored too.
+        turned: Whether they are for :func:`activation_gradient`.
     """
     rows, features, depth = sizes
     target = current_target(device)
     facts = {"x": dtype, "rows": rows, "features": features, "depth": depth}
     facts |= {"up": dtype if gated else None, "hidden": dtype if keep else None}
     facts["VALUE"] = None if functions is None else functions.value
+    facts["addend"] = dtype if turned else None
     aligned = features * dtype.itemsize % 16 == depth * dtype.itemsize % 16 == 0
     in_units = dtype is not torch.float32 or _precision(dtype, target) == "tf32"
+    in_units = in_units and not (turned and dtype is torch.float32)
     kernel = BY_TILES if aligned and in_units and tiles.moves_tiles(target) else BY_POINTERS
     return kernel.candidates(target, facts)
 

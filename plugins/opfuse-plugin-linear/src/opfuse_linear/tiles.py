@@ -12,6 +12,9 @@ from opfuse_triton.functions import gelu_tanh, qgelu, relu, silu, srelu
 CAN_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Whether Triton's compiler can divide the work of these kernels among warps; that of 3.6 fails."""
 
+LEAST_HEIGHT = 64
+"""No tile has fewer rows, unless it has all of them."""
+
 _EXTRA = 2048
 """Bytes of shared memory for barriers and the like."""
 
@@ -131,7 +134,8 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
     if parts:
         stored = height * width // parts * facts["x"].itemsize
         shared += stored * (2 if specialize and facts.get("addend") is not None else 1) + _EXTRA
-    fp32, stores = facts["x"].itemsize == 4, facts.get("hidden") is not None
+    turned = facts.get("addend") is not None and facts.get("VALUE") is not None
+    fp32, stores = facts["x"].itemsize == 4, facts.get("hidden") is not None or turned
     if specialize and not CAN_SPECIALIZE:
         return False
     if not parts:  # each thread holds so many products
@@ -143,11 +147,11 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
     elif not stores:
         crowded = False
     elif specialize:  # the threads that store have 168 registers each
-        crowded = fp32 or (gated and warps == 4)
+        crowded = fp32 or (gated and warps == 4) or turned
     else:
         in_registers = int(target.arch) < 100 and not gated and height * width > 128 * 128
         light = any(facts.get("VALUE") is known for known in LIGHT)
-        crowded = in_registers and parts < 4 and not light
+        crowded = in_registers and (turned or (parts < 4 and not light))
     return shared <= target.shared_memory and not crowded
 
 
