@@ -205,7 +205,8 @@ def test_under_torchs_autocast_of_another_device(name):
     assert ", ".join(found) == AUTOCAST[name]["torch, CUDA"]
 
 
-@pytest.mark.parametrize("name", AUTOCAST)
+# the output of one is the other tensor
+@pytest.mark.parametrize("name", [name for name in AUTOCAST if name != "SwapExtraInput"])
 def test_which_ops_round_their_input(name):
     cls = getattr(ops, name)
     first = ops.BasicLinear if cls is ops.Linear else cls

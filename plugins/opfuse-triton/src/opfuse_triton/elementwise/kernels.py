@@ -424,7 +424,7 @@ def backward(
         STRIP=strip,
         **formula.backward,
     )
-    if strips > 1:
+    if sums is not None and out is not None and strips > 1:
         sum_strips(sums, out)
     return dx, out, y
 
