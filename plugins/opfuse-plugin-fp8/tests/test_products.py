@@ -333,6 +333,7 @@ def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
         gemm.GemmOperand.of(made[role].quantize(torch.randn(size), BOTH), ROWWISE)
         for role, size in sizes.items()
     ]
+    operands.append(gemm.GemmOperand.stacked(operands[1:] * 2))
     with FakeTensorMode():
         on_gpu = [
             operand._replace(
@@ -341,9 +342,8 @@ def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
             )
             for operand in operands
         ]
-        y = gemm.multiply(*on_gpu, torch.bfloat16)
-        left, right = on_gpu
-        wide = gemm.multiply(left, gemm.GemmOperand.stacked([right, right]), torch.bfloat16)
+        left, *rights = on_gpu
+        y, wide = [gemm.multiply(left, right, torch.bfloat16) for right in rights]
     assert (y.shape, y.dtype, y.device.type) == ((256, 384), torch.bfloat16, "cuda")
     assert (wide.shape, wide.dtype, wide.device.type) == ((256, 768), torch.bfloat16, "cuda")
 
