@@ -84,8 +84,8 @@ def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tenso
 class BackwardProduct(_Product):
     """The backward of a linear: products of codes for the gradients of input and weight.
 
-    Several linears side by side have one product for the gradients of their weights. That of their
-    input is one product where scales belong to blocks; else a sum of products, in fp32.
+    The gradient of the input of several linears side by side is one product where scales belong to
+    blocks; else a sum of products, in fp32.
     """
 
     def fuser_backward(
@@ -137,13 +137,9 @@ def gradients(
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
         left, right = GemmOperand.of(dy, COLUMNWISE), GemmOperand.of(x, COLUMNWISE)
-        wants = ctx.param_requires_grad[: len(sizes)]  # biases come after the weights
-        if all(wants):
-            whole = multiply(left, right, dtype)
-            grads = [whole] if len(spans) == 1 else [whole[slice(*span)] for span in spans]
-        else:
-            pairs = zip(spans, wants, strict=True)
-            grads = [multiply(left.outer(*s), right, dtype) if w else None for s, w in pairs]
+        parts = [left.outer(*span) for span in spans]  # a product each: no two share memory
+        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
+        grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]
     return dx, tuple(grads)
 
 
