@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 import os
 import shutil
@@ -10,13 +11,14 @@ import sys
 from typing import Any
 
 import torch
-from opfuse_triton import why_no_kernel
+from opfuse_triton import why_no_kernel, why_unmeasured
 from torch import Tensor
 
 from opfuse import Environment
 from opfuse.core.authoring import op_class
 from opfuse.ops import Identity
 
+from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -26,7 +28,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = Tensor, torch.nn.Parameter
 """A subclass of them has its own operations."""
 
+FP4_SPEED = 28.9
+"""Of a cast to NVFP4, by the model of the ledger, relative to the separate ops: the lowest."""
+
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+_FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 _COMMON = frozenset(
     {*vars(Identity()), "_caches", "_captured", "_numbers", "_numbers_as_of", "_path"}
@@ -34,9 +40,17 @@ _COMMON = frozenset(
 """Attributes that every op has, and those that do not affect an activation's formulas."""
 
 
-def of_quantizer(quantizer: Any) -> str:
-    """Why the kernels cannot cast as a quantizer does, as a sentence; empty: they can."""
+def of_quantizer(quantizer: Any, alone: bool = False) -> str:
+    """Why the kernels cannot cast as a quantizer does, as a sentence; empty: they can.
+
+    Args:
+        quantizer: The quantizer.
+        alone: Whether nothing but a cast is fused.
+    """
     name = type(quantizer).__name__
+    if type(quantizer) in _FP4:
+        late = "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
+        return "" if alone else late
     if type(quantizer) not in _KNOWN:
         known = ", ".join(cls.__name__ for cls in _KNOWN)
         return f"its kernels cast as {known} do, and this is a {name}"
@@ -47,15 +61,16 @@ def of_quantizer(quantizer: Any) -> str:
     return ""
 
 
-def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
+def why_not(env: Environment, quantizer: Any, activation: Any = None, alone: bool = False) -> str:
     """Why a kernel cannot run, as a sentence; empty: it can.
 
     Args:
         env: Where it would run.
         quantizer: The quantizer that it would cast with.
         activation: The activation in it, or None.
+        alone: Whether nothing but a cast is fused.
     """
-    if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer):
+    if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer, alone):
         return why
     if env.dtype not in DTYPES:
         return f"its kernels compute in fp32, and the ops in {str(env.dtype)[6:]}"
@@ -92,16 +107,19 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
     return ""
 
 
-def chosen(env: Environment, quantizer: Any, activation: Any = None) -> tuple[str, str]:
+def chosen(
+    env: Environment, quantizer: Any, activation: Any = None, alone: bool = False
+) -> tuple[str, str]:
     """Which module computes a fused cast, and if that is the twins, why it is not the kernels.
 
     Args:
         env: Where it would run.
         quantizer: The quantizer that it would cast with.
         activation: The activation in it, or None.
+        alone: Whether nothing but a cast is fused.
     """
     given = env, quantizer, activation
-    if not (why := why_not(*given)):
+    if not (why := why_not(*given, alone)):
         return "library", ""
     if env.options.get("fp8.twins") or why_not_compiled(*given):
         return "twins", why
@@ -139,12 +157,16 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (numbers.Number, str, enum.Enum, torch.dtype))
 
 
-def runs(quantizer: Any, env: Environment, activation: Any = None) -> bool | str:
+def runs(
+    quantizer: Any, env: Environment, activation: Any = None, alone: bool = False
+) -> bool | str:
     """Where a kernel can run, or its twin is wanted or measured to pay; else the sentence."""
     if env.options.get("fp8.twins"):
-        return of_quantizer(quantizer) or True
+        return of_quantizer(quantizer, alone) or True
     if env.device.type != "cpu" or not why_no_kernel(env.device):
-        return why_not(env, quantizer, activation) or True
+        predicted = FP4_SPEED if type(quantizer) in _FP4 else math.inf
+        why = why_not(env, quantizer, activation, alone) or why_unmeasured(env, predicted)
+        return why or True
     if why := why_not_compiled(env, quantizer, activation):
         return why
     if env.measured is None:
@@ -165,9 +187,10 @@ def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
     quantizer, usage, _ = into
     columns = shape[-1]
     rows = shape.numel() // max(columns, 1)
-    if isinstance(quantizer, MXQuantizer):
-        across = usage.rowwise and columns % (32 * parts)
-        return not (across or (usage.columnwise and rows % 32))
+    if isinstance(quantizer, (MXQuantizer, NVFP4Quantizer)):
+        wide = quantizer.row_multiple
+        across, down = [used or quantizer.square for used in usage]
+        return not ((across and columns % (wide * parts)) or (down and rows % wide))
     if isinstance(quantizer, BlockQuantizer) and parts > 1:
         return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
     return True

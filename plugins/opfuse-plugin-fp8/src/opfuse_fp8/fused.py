@@ -34,6 +34,7 @@ class _Fused(FusedOperation):
     """The base of all: it has the functions that compute it."""
 
     _call = ""  # of the functions in twins, library and compiled
+    _alone = False
     _run: Any
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -46,7 +47,8 @@ class _Fused(FusedOperation):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         (act,) = self._act
-        module, self.fallback = conditions.chosen(env, quantizer_of(self.basic_ops), act)
+        given = env, quantizer_of(self.basic_ops), act, self._alone
+        module, self.fallback = conditions.chosen(*given)
         self._run = getattr(import_module(f".{module}", __package__), self._call)
         if module == "library" and self._call != "cast":
             from .formulas import formula_of
@@ -57,7 +59,7 @@ class _Fused(FusedOperation):
 class CastAlone(_Fused):
     """A cast: its codes, their transpose and the largest magnitude, in one pass if it can be."""
 
-    _call = "cast"
+    _call, _alone = "cast", True
     grad_input = "fresh"
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Any, Any]:
@@ -144,6 +146,10 @@ class BackwardCast(_Fused):
         return dx, of_params, self._nothing
 
 
+def _runs_alone(ops: Sequence[Any], env: Environment) -> bool | str:
+    return conditions.runs(quantizer_of(ops), env, alone=True)
+
+
 def _runs(ops: Sequence[Any], env: Environment) -> bool | str:
     return conditions.runs(quantizer_of(ops), env, activation_of(ops))
 
@@ -177,7 +183,7 @@ def _saved_backward(ops: Sequence[Any], env: Environment) -> float:
 _ACT = Subclasses(Activation)
 
 FORWARD = [
-    Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
+    Fusion((Cast,), CastAlone, _runs_alone, benefit=_CAST, name="cast"),
     Fusion(
         (Optional(Bias), _ACT, Cast),
         ForwardActivationCast,
@@ -188,7 +194,7 @@ FORWARD = [
 ]
 
 BACKWARD = [
-    Fusion((Cast,), CastAlone, _runs, benefit=_CAST, name="cast"),
+    Fusion((Cast,), CastAlone, _runs_alone, benefit=_CAST, name="cast"),
     Fusion((Cast, Bias), BackwardCast, _runs, _saved_backward, name="cast+bias"),
     Fusion(
         (Cast, Optional(Bias), _ACT),
