@@ -666,6 +666,7 @@ EACH_KERNEL = (
     "RMSNorm + cast, delayed",
     "LayerNorm + cast, MX",
     "delayed scales",
+    "cast, NVFP4 drawn",
 )
 
 
@@ -741,6 +742,7 @@ def test_floors_say_what_has_to_be_read_twice():
     full = 8192 * 4096
     assert floors["cast, delayed"] == full * (2 + 1 + 1)
     assert floors["cast, current"] == full * (2 + 2 + 1 + 1)
+    assert floors["cast, NVFP4"] == full * (2 + 2 + 0.5 + 0.5)
     assert floors["cast, 1 x 128"] == floors["cast, MX"] == floors["cast, delayed"]
     assert floors["RMSNorm + cast, delayed"] == full * (2 + 1 + 1 + 1)
     assert floors["RMSNorm + cast, MX"] == full * (2 + 2 + 1 + 1)

@@ -7,6 +7,7 @@ import opfuse_fp8 as fp8
 import pytest
 import torch
 from opfuse_fp8 import gemm, hardware, products
+from opfuse_quantized.swizzle import swizzled, unswizzled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType
 
@@ -310,7 +311,7 @@ def test_products_of_real_width_match_the_expected_values(recipe, request):
 def test_swizzled_scales_by_their_formula():
     rows, columns = 130, 6
     scale = torch.arange(rows * columns).remainder(251).to(torch.uint8).view(rows, columns)
-    got = gemm.swizzled(scale.view(torch.float8_e8m0fnu))
+    got = swizzled(scale.view(torch.float8_e8m0fnu))
     assert got.dtype is torch.float8_e8m0fnu and got.numel() == 256 * 8
     flat, expected_sum = got.view(torch.uint8), 0
     for r in range(rows):
@@ -319,6 +320,41 @@ def test_swizzled_scales_by_their_formula():
             assert flat[place] == scale[r, c]
             expected_sum += int(scale[r, c])
     assert int(flat.long().sum()) == expected_sum  # all others are zero
+    assert torch.equal(unswizzled(got, rows, columns).view(torch.uint8), scale)
+
+
+@pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE], ids=["rowwise", "columnwise"])
+def test_parts_of_an_operand_that_was_swizzled(usage):
+    """Those of the one that was not: along tiles, and within them."""
+    x = torch.randn(320, 416) * torch.logspace(-3, 3, 416)
+    wanted, got = (
+        gemm.GemmOperand.of(fp8.MXQuantizer(E4M3, swizzles=swizzles)(x, usage), usage)
+        for swizzles in (False, True)
+    )
+    assert got.swizzled and got.scaling()[0] is got.scale, "swizzled before the product"
+    last = got.data.shape
+    for start, stop in ((0, 128), (128, 256), (256, None), (32, 96), (96, 288), (0, None)):
+        parts = [
+            (one.outer(start, stop or last[0]), one.inner(start, stop or last[1]))
+            for one in (got, wanted)
+        ]
+        for mine, other in zip(*parts, strict=True):
+            assert mine.kind is ScalingType.BlockWise1x32
+            assert torch.equal(mine.data.view(torch.uint8), other.data.view(torch.uint8))
+            scales = [one.scaling()[0].view(torch.uint8) for one in (mine, other)]
+            assert torch.equal(*scales), (start, stop)
+
+
+def test_scales_are_swizzled_where_a_product_reads_them(monkeypatch):
+    """By the quantizers of an op that runs there; a stored weight is made for no device."""
+    roles = [QuantizerRole("linear", kind) for kind in ("input", "weight", "grad_output")]
+    recipe = fp8.MXFP8BlockScaling()
+    for arch, swizzles in ((100, True), (90, False)):
+        where = hardware.Hardware("cuda", (arch // 10, 0), f"sm_{arch}", (13, 0))
+        monkeypatch.setattr(hardware.Hardware, "of", classmethod(lambda cls, device, x=where: x))
+        made = [fp8.make(recipe, role, torch.device("cuda")) for role in roles]
+        assert [quantizer.swizzles for quantizer in made] == [swizzles] * 3
+        assert not fp8.make(recipe, roles[1], None).swizzles
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8"])

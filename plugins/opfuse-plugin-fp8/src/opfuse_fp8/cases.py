@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from opfuse_quantized.swizzle import swizzled_size
 from opfuse_triton import KernelCase, Operand
 from torch import Tensor
 
@@ -16,12 +17,14 @@ from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
 
 from . import delayed, formulas, library, twins
 from .kernels import launch, launch_norms, scales
+from .nvfp4 import LESS_OF_SCALES, MAE, MSE, SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
 Call = Callable[..., Any]
 
 _E4M3, _E5M2, _BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+_E2M1 = torch.float4_e2m1fn_x2
 _HIDDEN = {"rows": 8192, "features": 16384}
 _MODEL = {"rows": 8192, "features": 4096}
 _LLAMA = {"rows": 8192, "features": 14336}
@@ -34,11 +37,21 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "1 x 128": lambda dtype, device: BlockQuantizer(dtype, (1, 128)),
     "128 x 128": lambda dtype, device: BlockQuantizer(dtype, (128, 128)),
     "MX": lambda dtype, device: MXQuantizer(dtype),
+    "swizzled MX": lambda dtype, device: MXQuantizer(dtype, swizzles=True),
+    "NVFP4": lambda dtype, device: NVFP4Quantizer(signs=SIGNS),
+    "NVFP4 16 x 16": lambda dtype, device: NVFP4Quantizer(square=True),
+    "NVFP4 drawn": lambda dtype, device: StochasticNVFP4Quantizer(signs=SIGNS, device=device),
+    "NVFP4 at 4 or 6": lambda dtype, device: NVFP4Quantizer(four_over_six=MSE),
+    "NVFP4 16 x 16 at 4 or 6": lambda dtype, device: NVFP4Quantizer(
+        square=True, four_over_six=MAE, most_of_scales=LESS_OF_SCALES
+    ),
 }
 """The quantizers by the names that cases call them, for an FP8 dtype and a device."""
 
 
 _FORMS = "delayed", "current", "1 x 128", "MX"
+_FP4 = tuple([form for form in QUANTIZERS if form.startswith("NVFP4")])
+_BY_AMAX = "current", *_FP4
 
 
 def _into(form: str, dtype: torch.dtype, x: Any = None, usage: Usage = BOTH) -> Into:
@@ -59,10 +72,16 @@ def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: in
             "1 x 128": ((across, outer), torch.float32),
             "128 x 128": ((down, 4 * -(-across // 4)), torch.float32),
             "MX": ((outer, inner // 32), torch.float8_e8m0fnu),
+            "swizzled MX": ((swizzled_size(outer, inner // 32),), torch.float8_e8m0fnu),
+            **dict.fromkeys(_FP4, ((outer, inner // 16), _E4M3)),
         }
-        found[f"{name} codes"] = Operand((outer, inner), dtype, output=True)
+        codes = ((outer, inner // 2), _E2M1) if form in _FP4 else ((outer, inner), dtype)
+        found[f"{name} codes"] = Operand(*codes, output=True)
         if form in scales:
             found[f"{name} scales"] = Operand(*scales[form], "vector", True)
+    if form in _FP4:
+        ways = [way for way, used in zip(("row", "column"), usage, strict=True) if used]
+        found |= {f"{way} inverse": Operand((1,), torch.float32, "vector", True) for way in ways}
     if form in ("delayed", "current"):
         found["inverse"] = Operand((1,), torch.float32, "vector", True)
     if form == "delayed":
@@ -123,10 +142,10 @@ def _forward(
     def run(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
         shape = torch.Size((*x.shape[:-1], x.shape[-1] // (2 if formula.gated else 1)))
         kept = None if bias is None else torch.empty_like(x)
-        known = x if op is None else None
-        casting = launch.Casting(_into(form, _E4M3, x, usage), shape, x.dtype, x.device, known)
-        numbers = formula.numbers(() if op is None else op.numbers_of())
-        launch.forward(formula, numbers, x, bias, kept, casting)
+        if op is None:
+            return _outputs(library.cast(x, _into(form, _E4M3, x, usage)))
+        casting = launch.Casting(_into(form, _E4M3, x, usage), shape, x.dtype, x.device)
+        launch.forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
         return _outputs(casting.made(), kept, casting.values if values else None)
 
     def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
@@ -138,7 +157,7 @@ def _forward(
     def activated(x: Tensor, bias: Any = None) -> Tensor:
         return op.forward_value(x if bias is None else (x + bias).to(x.dtype))  # type: ignore[no-any-return]
 
-    again = () if form != "current" else ("values",) if values else ("x",)
+    again = () if form not in _BY_AMAX else ("values",) if values else ("x",)
     what = activated if values else None
     return _case(f"{name}, {form}", run, separate, tensors, shapes, again, what, exact=op is None)
 
@@ -265,12 +284,14 @@ _BUT_CURRENT = "delayed", "1 x 128", "MX"
 
 CASES = [
     *_each(_forward, "cast", None, _MODEL, _HIDDEN),
-    _forward("cast", None, "128 x 128", _MODEL),
-    *_each(_forward, "rowwise cast", None, _MODEL, usage=ROWWISE, forms=_BUT_CURRENT),
+    *_each(_forward, "cast", None, _MODEL, forms=("128 x 128", "swizzled MX")),
+    *_each(_forward, "cast", None, _MODEL, forms=_FP4),
+    *_each(_forward, "rowwise cast", None, _MODEL, usage=ROWWISE, forms=(*_BUT_CURRENT, "NVFP4")),
     *_each(_forward, "bias + GELU + cast", _GELU, _HIDDEN, inputs="x bias"),
     *_each(_forward, "SwiGLU + cast", _SWIGLU, _LLAMA),
+    _forward("SwiGLU + cast", _SWIGLU, "swizzled MX", _LLAMA),
     _forward("SwiGLU by 32 + cast", _BY_32, "delayed", _LLAMA),
-    *_each(_backward, "cast + bias", None, _MODEL, sums=True),
+    *_each(_backward, "cast + bias", None, _MODEL, sums=True, forms=(*_FORMS, "swizzled MX")),
     *_each(_backward, "cast + bias + GELU", _GELU, _HIDDEN, sums=True),
     *_each(_backward, "cast + SwiGLU", _SWIGLU, _LLAMA),
     *_each(_backward, "cast + bias + SwiGLU", _SWIGLU, _LLAMA, sums=True, forms=("delayed", "MX")),

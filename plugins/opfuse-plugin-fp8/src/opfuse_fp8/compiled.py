@@ -58,8 +58,9 @@ class CompiledCasting:
     def __init__(self, into: Into) -> None:
         quantizer, usage, again = into
         self._into, self._quantizer, self._usage = into, quantizer, usage
-        block, power_of_2 = (getattr(quantizer, name, None) for name in ("block", "power_of_2"))
-        self.key = type(quantizer), quantizer.dtype, block, power_of_2, usage
+        names = "block", "power_of_2", "swizzles"
+        settings = tuple([getattr(quantizer, name, None) for name in names])
+        self.key = type(quantizer), quantizer.dtype, settings, usage
         self.scale: Any = None
         if isinstance(quantizer, DelayedQuantizer):  # the result must not follow the state
             self.scale = quantizer.scale.clone() if again is None else again.scale

@@ -17,6 +17,7 @@ from opfuse import Environment
 from opfuse.core.authoring import op_class
 from opfuse.ops import Identity
 
+from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -27,6 +28,7 @@ PLAIN = Tensor, torch.nn.Parameter
 """A subclass of them has its own operations."""
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+_FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 _COMMON = frozenset(
     {*vars(Identity()), "_caches", "_captured", "_numbers", "_numbers_as_of", "_path"}
@@ -34,9 +36,17 @@ _COMMON = frozenset(
 """Attributes that every op has, and those that do not affect an activation's formulas."""
 
 
-def of_quantizer(quantizer: Any) -> str:
-    """Why the kernels cannot cast as a quantizer does, as a sentence; empty: they can."""
+def of_quantizer(quantizer: Any, alone: bool = False) -> str:
+    """Why the kernels cannot cast as a quantizer does, as a sentence; empty: they can.
+
+    Args:
+        quantizer: The quantizer.
+        alone: Whether nothing but a cast is fused.
+    """
     name = type(quantizer).__name__
+    if type(quantizer) in _FP4:
+        late = "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
+        return "" if alone else late
     if type(quantizer) not in _KNOWN:
         known = ", ".join(cls.__name__ for cls in _KNOWN)
         return f"its kernels cast as {known} do, and this is a {name}"
@@ -47,15 +57,16 @@ def of_quantizer(quantizer: Any) -> str:
     return ""
 
 
-def why_not(env: Environment, quantizer: Any, activation: Any = None) -> str:
+def why_not(env: Environment, quantizer: Any, activation: Any = None, alone: bool = False) -> str:
     """Why a kernel cannot run, as a sentence; empty: it can.
 
     Args:
         env: Where it would run.
         quantizer: The quantizer that it would cast with.
         activation: The activation in it, or None.
+        alone: Whether nothing but a cast is fused.
     """
-    if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer):
+    if why := why_no_kernel(env.device, env.capability) or of_quantizer(quantizer, alone):
         return why
     if env.dtype not in DTYPES:
         return f"its kernels compute in fp32, and the ops in {str(env.dtype)[6:]}"
@@ -92,16 +103,19 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
     return ""
 
 
-def chosen(env: Environment, quantizer: Any, activation: Any = None) -> tuple[str, str]:
+def chosen(
+    env: Environment, quantizer: Any, activation: Any = None, alone: bool = False
+) -> tuple[str, str]:
     """Which module computes a fused cast, and if that is the twins, why it is not the kernels.
 
     Args:
         env: Where it would run.
         quantizer: The quantizer that it would cast with.
         activation: The activation in it, or None.
+        alone: Whether nothing but a cast is fused.
     """
     given = env, quantizer, activation
-    if not (why := why_not(*given)):
+    if not (why := why_not(*given, alone)):
         return "library", ""
     if env.options.get("fp8.twins") or why_not_compiled(*given):
         return "twins", why
@@ -162,11 +176,13 @@ def runs(
         activation: The activation in it, or None.
         name: That of the fusion.
     """
+    alone = name == "cast"
     if env.options.get("fp8.twins"):
-        return of_quantizer(quantizer) or True
+        return of_quantizer(quantizer, alone) or True
     if env.device.type != "cpu" or not why_no_kernel(env.device):
         _, predicted = PREDICTED[name]
-        return why_not(env, quantizer, activation) or why_unmeasured(env, predicted) or True
+        why = why_not(env, quantizer, activation, alone) or why_unmeasured(env, predicted)
+        return why or True
     if why := why_not_compiled(env, quantizer, activation):
         return why
     if env.measured is None:
@@ -187,9 +203,10 @@ def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
     quantizer, usage, _ = into
     columns = shape[-1]
     rows = shape.numel() // max(columns, 1)
-    if isinstance(quantizer, MXQuantizer):
-        across = usage.rowwise and columns % (32 * parts)
-        return not (across or (usage.columnwise and rows % 32))
+    if isinstance(quantizer, (MXQuantizer, NVFP4Quantizer)):
+        wide = quantizer.row_multiple
+        across, down = [used or quantizer.square for used in usage]
+        return not ((across and columns % (wide * parts)) or (down and rows % wide))
     if isinstance(quantizer, BlockQuantizer) and parts > 1:
         return not ((usage.rowwise or quantizer.block[0] > 1) and columns % (128 * parts))
     return True

@@ -34,6 +34,7 @@ class _Fused(FusedOperation):
     """The base of all: it has the functions that compute it."""
 
     _call = ""  # of the functions in twins, library and compiled
+    _alone = False
     _run: Any
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -46,7 +47,8 @@ class _Fused(FusedOperation):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         (act,) = self._act
-        module, self.fallback = conditions.chosen(env, quantizer_of(self.basic_ops), act)
+        given = env, quantizer_of(self.basic_ops), act, self._alone
+        module, self.fallback = conditions.chosen(*given)
         self._run = getattr(import_module(f".{module}", __package__), self._call)
         if module == "library" and self._call != "cast":
             from .formulas import formula_of
@@ -57,7 +59,7 @@ class _Fused(FusedOperation):
 class CastAlone(_Fused):
     """A cast: its codes, their transpose and the largest magnitude, in one pass if it can be."""
 
-    _call = "cast"
+    _call, _alone = "cast", True
     grad_input = "fresh"
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from opfuse_quantized.formats import BlockScaledTensor, MXTensor
+from opfuse_quantized.swizzle import ROWS, swizzled, unswizzled
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
@@ -17,9 +18,6 @@ from opfuse.core.quantization.formats import ScaledTensor
 DEPTH = 16
 """On a GPU, the size that a product sums over must be a multiple of this; zeros fill it up."""
 
-MX_ROWS, MX_SCALES = 128, 4
-"""A tile of MX scales, as tensor cores read them."""
-
 
 class GemmOperand(NamedTuple):
     """A copy of a quantized tensor as a matrix whose last dimension is summed over.
@@ -28,11 +26,13 @@ class GemmOperand(NamedTuple):
         data: The codes, ``(outer, inner)``.
         scale: As its format has it; with one scale per row ``(outer, 1)``.
         kind: How it is scaled.
+        swizzled: Whether scales of MX blocks are in the order of tensor cores.
     """
 
     data: Tensor
     scale: Tensor
     kind: ScalingType
+    swizzled: bool = False
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, usage: Usage) -> GemmOperand:
@@ -61,7 +61,7 @@ class GemmOperand(NamedTuple):
             raise TypeError(f"PyTorch has no product of {type(tensor).__name__}")
         if data is None or scale is None:
             raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
-        return cls(data.reshape(sides), scale, kind)
+        return cls(data.reshape(sides), scale, kind, getattr(tensor, "swizzled", False))
 
     def outer(self, start: int, stop: int) -> GemmOperand:
         """Some of the rows."""
@@ -71,8 +71,22 @@ class GemmOperand(NamedTuple):
         if self.kind is ScalingType.BlockWise1x128:
             scale = scale[:, start:stop].contiguous()
         elif self.kind is ScalingType.BlockWise1x32:
-            scale = scale[start:stop]
+            if self.swizzled and (start % ROWS or (stop % ROWS and stop < self.data.shape[0])):
+                return self.plain().outer(start, stop)
+            if self.swizzled:  # rows of tiles follow each other
+                scale = scale.view(-(-self.data.shape[0] // ROWS), -1)
+                start_tile, stop_tile = start // ROWS, -(-stop // ROWS)
+                scale = scale[start_tile:stop_tile].reshape(-1)
+            else:
+                scale = scale[start:stop]
         return self._replace(data=self.data[start:stop], scale=scale)
+
+    def plain(self) -> GemmOperand:
+        """The same with scales of MX blocks as a matrix."""
+        if not self.swizzled:
+            return self
+        rows, columns = self.data.shape
+        return self._replace(scale=unswizzled(self.scale, rows, columns // 32), swizzled=False)
 
     def inner(self, start: int, stop: int) -> GemmOperand:
         """A part of the summed dimension; all blocks except the last one must be whole."""
@@ -82,7 +96,14 @@ class GemmOperand(NamedTuple):
         if self.kind is ScalingType.BlockWise1x128:
             scale = scale[start // 128 : -(-stop // 128)]
         elif self.kind is ScalingType.BlockWise1x32:
-            scale = scale[:, start // 32 : stop // 32]
+            if self.swizzled and (start % 128 or (stop % 128 and stop < self.data.shape[1])):
+                return self.plain().inner(start, stop)
+            if self.swizzled:  # tiles of a row, which are copied as the codes are
+                across = -(-self.data.shape[1] // 128)
+                tiles = scale.view(-(-self.data.shape[0] // ROWS), across, -1)
+                scale = tiles[:, start // 128 : -(-stop // 128)].reshape(-1)
+            else:
+                scale = scale[:, start // 32 : stop // 32]
         return self._replace(data=self.data[:, start:stop].contiguous(), scale=scale)
 
     @classmethod
@@ -91,6 +112,7 @@ class GemmOperand(NamedTuple):
 
         Where each has one scale, every row has that of its part.
         """
+        parts = [part.plain() for part in parts]
         kind, scales = parts[0].kind, [part.scale for part in parts]
         data = _joined([part.data for part in parts], 0)
         if kind is ScalingType.TensorWise:
@@ -104,6 +126,7 @@ class GemmOperand(NamedTuple):
 
         Each must be scaled in blocks along what is summed over.
         """
+        parts = [part.plain() for part in parts]
         kind, scales = parts[0].kind, [part.scale for part in parts]
         data = _joined([part.data for part in parts], 1)
         if kind is ScalingType.BlockWise128x128:  # a row of blocks is filled up to four
@@ -135,7 +158,7 @@ class GemmOperand(NamedTuple):
             right: Whether it is the right operand, which is transposed.
         """
         if self.kind is ScalingType.BlockWise1x32:
-            return swizzled(self.scale), self.kind
+            return self.scale if self.swizzled else swizzled(self.scale), self.kind
         as_it_is = self.kind is ScalingType.TensorWise
         as_it_is = as_it_is or (self.kind is ScalingType.RowWise and not right)
         return self.scale if as_it_is else self.scale.t(), self.kind
@@ -184,23 +207,3 @@ def multiply(
         output_dtype=dtype,
         use_fast_accum=fast,
     )
-
-
-def swizzled(scale: Tensor) -> Tensor:
-    """MX scales in the order in which tensor cores read them.
-
-    Tiles of 128 rows and 4 scales follow each other, row after row of tiles; those that jut out are
-    filled with zeros. In a tile, scale ``c`` of row ``r`` is number ``16 (r % 32) + 4 (r // 32) +
-    c``.
-
-    Args:
-        scale: ``(rows, scales)``, of one byte each.
-
-    Returns:
-        A flat tensor of the same dtype.
-    """
-    rows, columns = scale.shape
-    room = F.pad(scale.view(torch.uint8), (0, -columns % MX_SCALES, 0, -rows % MX_ROWS))
-    down, across = room.shape[0] // MX_ROWS, room.shape[1] // MX_SCALES
-    tiles = room.view(down, 4, 32, across, MX_SCALES).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(scale.dtype)

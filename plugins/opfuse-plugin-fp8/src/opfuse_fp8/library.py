@@ -12,8 +12,10 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 from . import twins
 from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
 from .formulas import ActivationFormula
+from .kernels import launch_nvfp4
 from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
 from .kernels.launch_norms import norm
+from .nvfp4 import NVFP4Quantizer
 from .twins import Into
 
 __all__ = ["activation", "cast", "gradient", "norm"]
@@ -25,6 +27,8 @@ def cast(x: Any, into: Into) -> QuantizedTensor:
         x = x.contiguous()
     if not (takes(x) and has_blocks(into, x.shape)):
         return twins.cast(x, into)
+    if isinstance(into.quantizer, NVFP4Quantizer):
+        return launch_nvfp4.cast(x, into)
     casting = Casting(into, x.shape, x.dtype, x.device, values=x)
     forward(IDENTITY, (), x, None, None, casting)
     return casting.made()

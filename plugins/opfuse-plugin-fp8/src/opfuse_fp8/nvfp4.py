@@ -45,10 +45,10 @@ class NVFP4Quantizer(BaseQuantizer):
             :class:`opfuse_quantized.formats.NVFP4Tensor`.
         what: Which tensor it casts, for messages.
         four_over_six: ``"MAE"`` or ``"MSE"``: each block is also cast with its largest magnitude
-            at 4 instead of 6, and the one with the lower mean absolute or squared error stays. None:
-            always 6.
-        most_of_scales: The scale of the tensor's largest block: 448, or 256 with ``four_over_six``,
-            which leaves room for a scale that is 1.5 times as large.
+            at 4 instead of 6, and the one with the lower mean absolute or squared error stays.
+            None: always 6.
+        most_of_scales: The scale of the tensor's largest block: 448; or 256, with
+            ``four_over_six``, which leaves room for a scale that is 1.5 times as large.
     """
 
     row_multiple = BLOCK
@@ -69,13 +69,14 @@ class NVFP4Quantizer(BaseQuantizer):
             )
         if four_over_six not in (None, MAE, MSE):
             raise ValueError(
-                f"NVFP4Quantizer: expected four_over_six=None, 'MAE' or 'MSE', got {four_over_six!r}"
+                f"NVFP4Quantizer: expected four_over_six=None, 'MAE' or 'MSE', got "
+                f"{four_over_six!r}"
             )
         known = (MOST_OF_SCALES, LESS_OF_SCALES) if four_over_six else (MOST_OF_SCALES,)
         if most_of_scales not in known:
             raise ValueError(
-                f"NVFP4Quantizer: expected most_of_scales to be 448, or 256 with four_over_six, got "
-                f"{most_of_scales!r}"
+                f"NVFP4Quantizer: expected most_of_scales to be 448, or 256 with four_over_six, "
+                f"got {most_of_scales!r}"
             )
         self.square, self.signs, self.what = square, signs, what
         self.four_over_six, self.most_of_scales = four_over_six, float(most_of_scales)
@@ -168,11 +169,11 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
     """Rounds up or down at random, so that the mean over steps is the value.
 
     The random numbers are those of Philox4x32-10. The key is the seed. The words of the counter are
-    a quarter of the place of a value in its copy, the copy's columns, the number of steps, and twice
-    the copy's rows, plus 1 for the columnwise copy. A value takes the word of the result that the
-    rest of its place names, and of that the upper 24 bits. So the numbers do not follow from the
-    values: one that differs in its last bit, because a fusion computed it, is rounded alike. The
-    seed is torch's (:func:`torch.initial_seed`) when the
+    a quarter of the place of a value in its copy, the copy's columns, the number of steps, and
+    twice the copy's rows, plus 1 for the columnwise copy. A value takes the word of the result that
+    the rest of its place names, and of that the upper 24 bits. So the numbers do not follow from
+    the values: one that differs in its last bit, because a fusion computed it, is rounded alike.
+    The seed is torch's (:func:`torch.initial_seed`) when the
     quantizer is made, mixed with the name of the layer: layers with names from
     :func:`opfuse.assign_names` draw different numbers, and all others the same. Seed and steps are
     state, so a checkpoint resumes to the bit; torch's own generator is left alone. A repeated cast
@@ -339,4 +340,3 @@ def _mixed_as_it_came(matrix: Tensor, signs: int) -> Tensor:
     groups = wide.reshape(matrix.shape[0], matrix.shape[1] // BLOCK, BLOCK)
     finite = groups.isfinite().all(-1, keepdim=True).expand(groups.shape).reshape(wide.shape)
     return torch.where(finite, found.clamp(-most, most), torch.nan).to(matrix.dtype)
-

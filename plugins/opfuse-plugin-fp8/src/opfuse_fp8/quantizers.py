@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from opfuse_quantized.formats import BlockScaledTensor, MXTensor
+from opfuse_quantized.swizzle import swizzled
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -322,13 +323,21 @@ class MXQuantizer(_BlockwiseQuantizer):
         dtype: An FP8 dtype.
         square: Whether 32 x 32 values share a scale.
         who: What errors call the tensor.
+        swizzles: Whether scales are written in the order in which tensor cores read them, see
+            :class:`opfuse_quantized.formats.MXTensor`: then a product does not have to.
     """
 
-    format = MXTensor
     row_multiple = 32
 
-    def __init__(self, dtype: torch.dtype, square: bool = False, *, who: str = "a tensor") -> None:
-        self.dtype, self.square, self._who = dtype, square, who
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        square: bool = False,
+        *,
+        who: str = "a tensor",
+        swizzles: bool = False,
+    ) -> None:
+        self.dtype, self.square, self._who, self.swizzles = dtype, square, who, swizzles
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
@@ -347,9 +356,11 @@ class MXQuantizer(_BlockwiseQuantizer):
 
     def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
         """See :meth:`BaseQuantizer.over`."""
-        codes, scales = tensors[::2], tensors[1::2]
+        (row, column), scales = tensors[::2], tensors[1::2]
+        data = None if row is None else row.view(shape)
         exponents = [None if s is None else s.view(torch.float8_e8m0fnu) for s in scales]
-        return super().over(shape, dtype, (codes[0], exponents[0], codes[1], exponents[1]))
+        parts = data, exponents[0], column, exponents[1]
+        return MXTensor(shape, dtype, self, *parts, swizzled=self.swizzles)
 
     def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = matrix.shape
@@ -358,7 +369,7 @@ class MXQuantizer(_BlockwiseQuantizer):
         exponent = casts.e8m0_of(casts.largest(blocks, (1, 3)), self.dtype)
         codes = casts.cast(blocks, casts.e8m0_scale(exponent), self.dtype).view(rows, columns)
         each = exponent.expand(-1, tall, -1, 1).reshape(rows, columns // 32)
-        return codes.contiguous(), each.contiguous()
+        return codes.contiguous(), swizzled(each) if self.swizzles else each.contiguous()
 
 
 class IdentityQuantizer(BaseQuantizer):

@@ -18,7 +18,7 @@ import opfuse
 from opfuse import Quantizer, QuantizerRole, Recipe
 
 from .delayed import update_delayed
-from .hardware import Hardware, Support, how
+from .hardware import Hardware, Support, how, why_no_gemm
 from .nvfp4 import (
     LESS_OF_SCALES,
     MAE,
@@ -293,7 +293,9 @@ class MXFP8BlockScaling(_FP8Recipe):
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
         """See :meth:`_FP8Recipe.new_quantizer`."""
         square = self.enable_2d_quantization and role.tensor_type == "weight"
-        return MXQuantizer(self.fp8_format.dtype(role), square, who=named(role))
+        native = device is not None and not why_no_gemm(self.scales, Hardware.of(device))
+        dtype = self.fp8_format.dtype(role)
+        return MXQuantizer(dtype, square, who=named(role), swizzles=native)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,9 +312,9 @@ class NVFP4BlockScaling(_FP8Recipe):
         disable_stochastic_rounding: Whether gradients are rounded to the nearest, too.
         disable_2d_quantization: Whether weights have a scale for each 1 x 16 values, as others do.
         row_scaled_activation: Only False: the format has one scale for the whole tensor.
-        nvfp4_4over6: Which blocks may have their largest magnitude at 4 in place of 6, where that has
-            the lower error: "none", "weights", "activations" or "all". Gradients never do, and inputs
-            only with ``disable_rht=True``.
+        nvfp4_4over6: Whose blocks may have their largest magnitude at 4 in place of 6, where that
+            has the lower error: "none", "weights", "activations" or "all". Gradients never do, and
+            inputs only with ``disable_rht=True``.
         nvfp4_4over6_e4m3_use_256: Of which of these tensors the largest scale of a block is 256 in
             place of 448: the same four.
         nvfp4_4over6_err_mode: The error: "MAE", its mean magnitude, or "MSE", its mean square.

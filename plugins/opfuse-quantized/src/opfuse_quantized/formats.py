@@ -29,6 +29,7 @@ from opfuse.core.quantization.formats import (
 )
 
 from .hadamard import unmixed
+from .swizzle import swizzled_size, unswizzled
 
 _BLOCKS = ((1, 128), (128, 128))
 
@@ -82,7 +83,7 @@ class _TwoCopies(QuantizedTensor):
         return values.reshape(self.shape) if usage.rowwise else untransposed(values, self.shape)
 
     @abstractmethod
-    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, ...]:
         """The shape of the scales of a matrix whose blocks lie along ``inner``."""
 
     def _unpacked(self, data: Tensor) -> Tensor:
@@ -145,11 +146,16 @@ class BlockScaledTensor(_TwoCopies):
         return _times(values, scale.repeat_interleave(128, 0)[: values.shape[0]], 128)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class MXTensor(_TwoCopies):
     """OCP microscaling: a power of two, in E8M0, for each block of 1 x 32 fp8 values.
 
-    The scales are neither swizzled nor padded. A copy's blocks are whole: the rowwise copy needs
-    a multiple of 32 columns, the columnwise copy a multiple of 32 rows, as MX GEMMs do.
+    A copy's blocks are whole: the rowwise copy needs a multiple of 32 columns, the columnwise copy
+    a multiple of 32 rows, as MX GEMMs do.
+
+    ``swizzled`` says how the scales are laid out. False: as a matrix, not padded. True: flat, as
+    tensor cores of NVIDIA's read them (:mod:`opfuse_quantized.swizzle`). The shapes differ, so no
+    tensor passes for the other.
 
     Args:
         shape: The logical shape.
@@ -159,16 +165,31 @@ class MXTensor(_TwoCopies):
         rowwise_scale_inv: float8_e8m0fnu, ``(rows, columns / 32)``.
         columnwise_data: The copy for GEMMs that reduce over the rows: ``(columns, rows)``.
         columnwise_scale_inv: float8_e8m0fnu, ``(columns, rows / 32)``.
+        swizzled: Whether the scales of both copies are swizzled. Then they have one dimension, of
+            512 for each 128 rows of the copy and 128 values of these, rounded up.
     """
 
+    swizzled: bool = dataclasses.field(default=False, kw_only=True)
     data_dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
     scale_dtype = torch.float8_e8m0fnu
 
-    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
-        return outer, _whole_blocks(self, copy, inner, 32)
+    def without_padding(self, name: str) -> Tensor | None:
+        """One of its tensors; of swizzled scales, those that there are, as a matrix."""
+        part = super().without_padding(name)
+        if part is None or name in self.data_names or not self.swizzled:
+            return part
+        rows, columns = matrix_of(self.shape)
+        outer, inner = (rows, columns) if name.startswith("rowwise") else (columns, rows)
+        return unswizzled(part, outer, inner // 32)
+
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, ...]:
+        blocks = _whole_blocks(self, copy, inner, 32)
+        return (swizzled_size(outer, blocks),) if self.swizzled else (outer, blocks)
 
     def _scaled(self, copy: str, values: Tensor) -> Tensor:
-        return _times(values, getattr(self, f"{copy}_scale_inv").float(), 32)
+        scale = self.without_padding(f"{copy}_scale_inv")
+        assert scale is not None  # it is there along with the data
+        return _times(values, scale.float(), 32)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

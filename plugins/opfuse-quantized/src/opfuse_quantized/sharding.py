@@ -132,6 +132,8 @@ def _why_values(there: QuantizedTensor, ranks: int, outer: torch.Size, wanted: A
     rows = there.shape[0] if len(there.shape) else 1
     if not isinstance(there, (MXTensor, BlockScaledTensor)) or len(there.shape) != 2:
         return f"{type(there).__name__} has a scale for more than a shard"
+    if isinstance(there, MXTensor) and there.swizzled:
+        return "swizzled scales of shards do not follow each other in those of the whole"
     if isinstance(there, BlockScaledTensor):
         high = 128 if there.block == _SQUARE or wanted.columnwise else 1
     else:

@@ -6,6 +6,8 @@ this imports no Triton.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 _ROUNDS = 10
@@ -34,11 +36,12 @@ def philox(
         Four tensors of the words in their order: int32, with the shape of ``c0``.
     """
     k0, k1 = seed & _WORD, seed >> 32 & _WORD
-    c0, c1, c2, c3 = c0 & _WORD, c1 & _WORD, c2 & _WORD, c3 & _WORD
+    words: tuple[Any, ...] = c0 & _WORD, c1 & _WORD, c2 & _WORD, c3 & _WORD
     for _ in range(_ROUNDS):
-        one, other = c0 * _FACTORS[0], c2 * _FACTORS[1]  # int64 wraps around, and keeps the bits
-        c0, c1 = (other >> 32 & _WORD) ^ c1 ^ k0, other & _WORD
-        c2, c3 = (one >> 32 & _WORD) ^ c3 ^ k1, one & _WORD
+        # int64 wraps around, and keeps the bits
+        one, other = words[0] * _FACTORS[0], words[2] * _FACTORS[1]
+        first, third = (other >> 32 & _WORD) ^ words[1] ^ k0, (one >> 32 & _WORD) ^ words[3] ^ k1
+        words = first, other & _WORD, third, one & _WORD
         k0, k1 = k0 + _STEPS[0] & _WORD, k1 + _STEPS[1] & _WORD
-    words: list[Tensor] = [word.int() for word in (c0, c1, c2, c3)]  # type: ignore[union-attr]
-    return words[0], words[1], words[2], words[3]
+    w0, w1, w2, w3 = [word.int() for word in words]
+    return w0, w1, w2, w3

@@ -99,10 +99,20 @@ def _emit_square(
 
 
 @triton.jit
+def _place(row, block, blocks, SWIZZLED: tl.constexpr):
+    """Where the scale of a block is, see :mod:`opfuse_quantized.swizzle`; rows are int64."""
+    if SWIZZLED:
+        tile = (row // 128) * tl.cdiv(blocks, 4) + block // 4
+        return tile * 512 + (row % 32) * 16 + (row // 32 % 4) * 4 + block % 4
+    else:
+        return row * blocks + block
+
+
+@triton.jit
 def _emit_mx(
     v, first_row, first_column, row, column, inside, rows, columns, stop,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    MANTISSA: tl.constexpr, NATIVE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """A power of two for 32 values: along the rows for one copy, the columns for the other."""
     tall: tl.constexpr = v.shape[0]
@@ -114,7 +124,7 @@ def _emit_mx(
         codes = tl.reshape(codes, (tall, wide))
         tl.store(row_ptr + row * columns + column, codes, inside)
         block = first_column // 32 + tl.arange(0, wide // 32)[None, :]
-        at = row * (columns // 32) + block
+        at = _place(row, block, columns // 32, SWIZZLED)
         exponent = tl.reshape(exponent, (tall, wide // 32)).to(tl.uint8)
         tl.store(row_scale_ptr + at, exponent, (row < rows) & (block < stop // 32))
     if column_ptr is not None:
@@ -124,7 +134,7 @@ def _emit_mx(
         codes = tl.reshape(codes, (tall, wide))
         tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
         block = first_row // 32 + tl.arange(0, tall // 32)[:, None]
-        at = column.to(tl.int64) * (rows // 32) + block
+        at = _place(column.to(tl.int64), block, rows // 32, SWIZZLED)
         exponent = tl.reshape(exponent, (tall // 32, wide)).to(tl.uint8)
         tl.store(column_scale_ptr + at, exponent, (column < stop) & (block < rows // 32))
 
@@ -152,7 +162,8 @@ def emit(
         column_scale_ptr: Where their scales go; of one scale, where that goes itself, or None.
         scale_ptr: The one scale for ``"tensor"``, the largest magnitude of all for ``"amax"``.
         amax_ptr: The largest magnitude so far, raised to that of the tile; or None.
-        FORMAT: ``"none"``, ``"tensor"``, ``"amax"``, ``"block"``, ``"square"`` or ``"mx"``.
+        FORMAT: ``"none"``, ``"tensor"``, ``"amax"``, ``"block"``, ``"square"``, ``"mx"`` or
+            ``"swizzled mx"``.
         MANTISSA: 3 or 2 bits.
         NATIVE: See :func:`opfuse_fp8.kernels.device.codes_of`.
         POWER_OF_2: Whether scales are powers of two.
@@ -183,8 +194,9 @@ def emit(
             row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
             MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
-    elif FORMAT == "mx":
+    elif FORMAT == "mx" or FORMAT == "swizzled mx":
         _emit_mx(
             v, first_row, first_column, row, column, inside, rows, columns, stop,
-            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, MANTISSA, NATIVE,
+            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
+            MANTISSA, NATIVE, FORMAT == "swizzled mx",
         )  # fmt: skip

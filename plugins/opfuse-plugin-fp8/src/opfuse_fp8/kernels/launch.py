@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, current_target
+from opfuse_quantized.swizzle import swizzled_size
+from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor
@@ -18,7 +19,7 @@ from ..twins import Into
 from . import elementwise, tiles
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
-_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 IDENTITY: Any = formula_of(None)
 
 FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
@@ -31,8 +32,13 @@ def format_of(quantizer: Any) -> str:
     if isinstance(quantizer, BlockQuantizer):
         return "block" if quantizer.block[0] == 1 else "square"
     if isinstance(quantizer, MXQuantizer):
-        return "mx"
+        return "swizzled mx" if quantizer.swizzles else "mx"
     return "none" if isinstance(quantizer, CurrentQuantizer) else "tensor"
+
+
+def converts(target: Target) -> bool:
+    """Whether fp32 becomes FP8 of the OCP in one instruction, which rounds once."""
+    return target.backend == "cuda" and int(target.arch) >= 89
 
 
 class Casting:
@@ -71,11 +77,10 @@ class Casting:
         self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
         self._amax: Tensor | None = None
         self.constants: dict[str, Any] = {
-            "DTYPE": _TL[dtype],
+            "DTYPE": TL[dtype],
             "FORMAT": format_of(quantizer),
             "MANTISSA": _MANTISSA[quantizer.dtype],
-            # whether fp32 becomes FP8 of the OCP in one instruction, which rounds once
-            "NATIVE": target.backend == "cuda" and int(target.arch) >= 89,
+            "NATIVE": converts(target),
             "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
             "IF_INFINITE": torch.finfo(dtype).max,
         }
@@ -153,6 +158,10 @@ class Casting:
             make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
             shape = down, 4 * triton.cdiv(across, 4)
             return make(shape, dtype=torch.float32, device=self._device)
+        if form == "swizzled mx":
+            make = torch.zeros if outer % 128 or inner % 128 else torch.empty  # likewise
+            size = swizzled_size(outer, inner // 32)
+            return make(size, dtype=torch.uint8, device=self._device)
         return self._empty((outer, inner // 32), torch.uint8) if form == "mx" else None
 
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:

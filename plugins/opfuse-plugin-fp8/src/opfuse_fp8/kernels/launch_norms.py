@@ -35,7 +35,7 @@ TRANSPOSE = Kernel(norms.transpose_codes, [Config({"BLOCK_ROWS": 128, "BLOCK_COL
 def takes_two_reads(into: Into) -> bool:
     """Whether tiles read the input once more than the statistics do."""
     form = format_of(into.quantizer)
-    return form == "square" or (form in ("block", "mx") and into.usage.columnwise)
+    return form == "square" or (form in ("block", "mx", "swizzled mx") and into.usage.columnwise)
 
 
 def norm(

@@ -36,7 +36,7 @@ def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tile for a launch of a kernel that casts."""
     return [_config(
         target.backend == "hip",
-        facts["FORMAT"],
+        facts["FORMAT"].removeprefix("swizzled "),
         facts["column_ptr"] is not None,
         facts.get("sums_ptr") is not None,
         _up_to(facts["rows"], 128),

@@ -1,0 +1,94 @@
+"""Launches the kernels of NVFP4, and makes a quantized tensor of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from opfuse_triton import Config, Kernel, Target, current_target
+from torch import Tensor
+
+from opfuse.core.quantization import QuantizedTensor
+
+from ..nvfp4 import BLOCK, NVFP4Quantizer
+from ..twins import Into
+from . import nvfp4
+from .launch import TL, converts
+from .tiles import programs
+
+
+def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Wide tiles; for a columnwise copy rows of two blocks, 16 bytes of its codes."""
+    tall = facts.get("column_ptr", facts["SIGNS"]) is not None
+    tile = {"BLOCK_ROWS": 32 if tall else 16, "BLOCK_COLUMNS": 128 if tall else 256}
+    return [Config(tile, 2 if target.backend == "hip" else 4)]
+
+
+AMAX = Kernel(nvfp4.nvfp4_amax, _configs)
+SCALES = Kernel(nvfp4.nvfp4_scales, [Config({"BLOCK": 2048}, 8)])
+CAST = Kernel(nvfp4.nvfp4_cast, _configs)
+
+
+def cast(x: Tensor, into: Into) -> QuantizedTensor:
+    """Cast a tensor, in two passes over it: its largest magnitude comes first.
+
+    Args:
+        x: Contiguous and not empty, with whole blocks in the copies that are needed.
+        into: What it is cast into, by an :class:`opfuse_fp8.NVFP4Quantizer`.
+    """
+    quantizer, usage, _ = into
+    columns, target = x.shape[-1], current_target(x.device)
+    rows = x.numel() // columns
+    signs = quantizer.signs if usage.columnwise else None
+    row = _room(x, rows, columns) if usage.rowwise else (None,) * 3
+    column = _room(x, columns, rows) if usage.columnwise else (None,) * 3
+    most: Any = {"MOST_OF_SCALES": quantizer.most_of_scales}
+    how: Any = {"SIGNS": signs, "MOST": torch.finfo(x.dtype).max, "DTYPE": TL[x.dtype]}
+    config = AMAX.pick(target, {"SIGNS": signs})
+    count = programs(rows, columns, config)
+    plain = usage.rowwise or signs is None
+    maxima = plain + (signs is not None)  # of the values, and of those that are mixed
+    amax = torch.empty((maxima, count), dtype=torch.float32, device=x.device)
+    AMAX.launch((count,), x, amax, rows, columns, count, config=config, ROW=plain, **how)
+    state: Any = [getattr(quantizer, name, None) for name in ("seed", "step", "arrived")]
+    SCALES.launch((maxima,), *(amax, row[2], column[2], state[2], count), **most)
+    CAST.launch(
+        lambda config: (programs(rows, columns, config),),
+        *(
+            x,
+            *row[:2],
+            *column[:2],
+            amax,
+            *state[:2],
+            rows,
+            columns,
+            columns // 2,
+            rows // 2,
+            count,
+        ),
+        SQUARE=quantizer.square,
+        FOUR=quantizer.four_over_six,
+        NATIVE=converts(target),
+        **most,
+        **how,
+    )
+    return _made(quantizer, x, row, column)
+
+
+def _room(x: Tensor, outer: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the codes of a copy with blocks along ``inner``, their scales, and the copy's."""
+    shapes: Any = (outer, inner // 2), (outer, inner // BLOCK)
+    codes, scales = [torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in shapes]
+    return codes, scales, torch.empty(1, dtype=torch.float32, device=x.device)
+
+
+def _made(quantizer: NVFP4Quantizer, x: Tensor, row: Any, column: Any) -> QuantizedTensor:
+    """The quantized tensor over both copies, of which one may be None."""
+    dtypes = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+    parts = [
+        None if part is None else part.view(dtype)
+        for copy in (row, column)
+        for part, dtype in zip(copy, dtypes, strict=False)
+    ]
+    return quantizer.over(x.shape, x.dtype, (*parts, row[2], column[2]))

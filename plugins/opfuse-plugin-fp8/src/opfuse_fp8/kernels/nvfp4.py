@@ -1,0 +1,310 @@
+"""The kernels of NVFP4: the largest magnitudes, the scales of the tensor, and the casts.
+
+Bit for bit those of :mod:`opfuse_fp8.nvfp4`. A copy of a tile has its blocks along the last
+dimension: of the columnwise copy the tile is transposed.
+"""
+# ruff: noqa: ANN202  # kernels take what they are given
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .device import codes_of, magnitude
+
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _sums_apart(v, APART: tl.constexpr):
+    """Sums and differences of numbers that are so far apart, of 16 in the last dimension."""
+    outer: tl.constexpr = v.shape[0]
+    wide: tl.constexpr = v.shape[1]
+    pairs = tl.reshape(v, (outer, wide // (2 * APART), 2, APART))
+    one, other = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(one + other, one - other), (0, 1, 3, 2)), (outer, wide))
+
+
+@triton.jit
+def mixed(v, SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr):
+    """The Hadamard transform of each 16 neighbours, rounded; NaN where one is not finite."""
+    outer: tl.constexpr = v.shape[0]
+    wide: tl.constexpr = v.shape[1]
+    place = tl.arange(0, wide)[None, :] % 16
+    sums = v * 0.0625
+    sums = tl.where((SIGNS >> place) & 1 == 1, -sums, sums)
+    for apart in tl.static_range(4):
+        sums = _sums_apart(sums, 1 << apart)
+    found = sums * 0.25 * 16.0
+    found = tl.minimum(tl.maximum(found, -MOST), MOST)
+    endless = tl.where(tl.abs(v) < float("inf"), 0, 1)  # NaN is not less either
+    bad = tl.max(tl.reshape(endless, (outer, wide // 16, 16)), 2, keep_dims=True)
+    found = tl.where(bad > 0, float("nan"), tl.reshape(found, (outer, wide // 16, 16)))
+    return tl.reshape(found, (outer, wide)).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _turned(v, SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr):
+    """The tile of the columnwise copy, in fp32."""
+    turned = tl.trans(v).to(tl.float32)
+    if SIGNS is not None:
+        turned = mixed(turned, SIGNS, MOST, DTYPE)
+    return turned
+
+
+@triton.jit
+def _tile(x_ptr, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """The values of a tile, 0 outside, its first row and its first column."""
+    tiles = tl.cdiv(columns, BLOCK_COLUMNS)
+    first = tl.program_id(0) % tiles * BLOCK_COLUMNS
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    v = tl.load(x_ptr + row * columns + column, (row < rows) & (column < columns), 0)
+    return v, first_row, first
+
+
+@triton.jit
+def nvfp4_amax(
+    x_ptr, amax_ptr, rows, columns, programs,
+    ROW: tl.constexpr, SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of a tile: of its values, and of those that are mixed."""
+    v, _, _ = _tile(x_ptr, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    if ROW:
+        tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(magnitude(v.to(tl.float32)), 1), 0))
+    if SIGNS is not None:
+        turned = magnitude(_turned(v, SIGNS, MOST, DTYPE))
+        place = programs + tl.program_id(0) if ROW else tl.program_id(0)
+        tl.store(amax_ptr + place, tl.max(tl.max(turned, 1), 0))
+
+
+@triton.jit
+def _encode(amax, MOST_OF_SCALES: tl.constexpr):
+    """The factor of all values, see :func:`opfuse_fp8.nvfp4.tensor_scale`."""
+    scale = tl.div_rn(tl.zeros_like(amax) + 6.0 * MOST_OF_SCALES, amax)
+    scale = tl.where(scale == float("inf"), FP32_MAX, scale)
+    return tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
+
+
+@triton.jit
+def nvfp4_scales(
+    amax_ptr, row_ptr, column_ptr, arrived_ptr, programs,
+    MOST_OF_SCALES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of the tensor goes to its first place, and its inverse scale out.
+
+    The first program does it for the rowwise copy, and the last one for the columnwise copy.
+    ``arrived_ptr`` is None, or of what says that there was a cast.
+    """
+    first = amax_ptr + tl.program_id(0) * programs
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, programs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(first + at, at < programs, 0.0))
+    amax = tl.max(largest, 0)
+    inverse = tl.div_rn(1.0, _encode(amax, MOST_OF_SCALES))
+    tl.store(first, amax)
+    if tl.program_id(0) == 0:
+        if row_ptr is not None:
+            tl.store(row_ptr, inverse)
+        if arrived_ptr is not None:
+            tl.store(arrived_ptr, 0.0)
+    if column_ptr is not None:
+        tl.store(column_ptr, inverse, tl.program_id(0) == tl.num_programs(0) - 1)
+
+
+@triton.jit
+def _value_of(code):
+    """What a code of E4M3 without sign stands for; by arithmetic, for targets without E4M3."""
+    code = code.to(tl.int32)
+    exponent, rest = code >> 3, code & 7
+    normal = (((exponent + 120) << 23) | (rest << 20)).to(tl.float32, bitcast=True)
+    return tl.where(exponent > 0, normal, rest.to(tl.float32) * 0.001953125)
+
+
+@triton.jit
+def _scaled(v, scale, decode):
+    """Numbers without their scales, up to a magnitude of 6."""
+    factor = tl.div_rn(tl.zeros_like(scale) + 1.0, scale * decode)
+    return tl.minimum(tl.maximum(v * tl.minimum(factor, FP32_MAX), -6.0), 6.0)
+
+
+@triton.jit
+def _places(size):
+    """Where magnitudes lie, see :func:`opfuse_fp8.nvfp4._places`."""
+    low, middle = size < 2.0, size < 4.0
+    place = size * tl.where(low, 2.0, tl.where(middle, 1.0, 0.5))
+    return place, tl.where(low, 0, tl.where(middle, 2, 4))
+
+
+@triton.jit
+def _nearest(size):
+    """The codes of magnitudes up to 6: the nearest, of two the even one; int32."""
+    place, first = _places(size)
+    # the sum has 1 as its last bit
+    return ((place + 8388608.0).to(tl.int32, bitcast=True) & 7) + first
+
+
+@triton.jit
+def _drawn(size, seed_ptr, step_ptr, row, first, rows, columns, WHICH: tl.constexpr):
+    """The codes of magnitudes up to 6, rounded up or down at random; int32."""
+    tall: tl.constexpr = size.shape[0]
+    across: tl.constexpr = size.shape[1]
+    each: tl.constexpr = across * 4  # of four values
+    at = (row * (columns // 4) + first // 4 + tl.arange(0, each)[None, :]).to(tl.uint32)
+    columns, rows = tl.to_tensor(columns), tl.to_tensor(rows)
+    step = tl.load(step_ptr).to(tl.uint32)
+    which = (2 * rows + WHICH).to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(seed_ptr), at, columns.to(tl.uint32), step, which)
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # the last dimension changes first
+    draw = (tl.reshape(words, (tall, across, 16)) >> 8).to(tl.float32) * 5.960464477539063e-08
+    place, low = _places(size)
+    below = tl.floor(place)
+    return (below + tl.where(place - below > draw, 1.0, 0.0)).to(tl.int32) + low
+
+
+@triton.jit
+def _in_pairs(v):
+    """The even and the odd places of the last dimension."""
+    return tl.split(tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2] // 2, 2)))
+
+
+@triton.jit
+def _folded(v):
+    """The sums of the first and the second half of the rows of each block."""
+    shape: tl.constexpr = (v.shape[0], 2, v.shape[1] // 2, v.shape[2])
+    one, other = tl.split(tl.permute(tl.reshape(v, shape), (0, 2, 3, 1)))
+    return one + other
+
+
+@triton.jit
+def _summed(v, SQUARE: tl.constexpr):
+    """The sums of blocks, see :func:`opfuse_fp8.nvfp4._summed`: ``(tall, across, 1)``."""
+    tall: tl.constexpr = v.shape[0]
+    across: tl.constexpr = v.shape[1]
+    even, odd = _in_pairs(v)
+    at_0, at_2 = _in_pairs(even)
+    at_1, at_3 = _in_pairs(odd)
+    a0, a4 = _in_pairs(at_0)
+    a1, a5 = _in_pairs(at_1)
+    a2, a6 = _in_pairs(at_2)
+    a3, a7 = _in_pairs(at_3)
+    v0, v8 = _in_pairs(a0)
+    v1, v9 = _in_pairs(a1)
+    v2, v10 = _in_pairs(a2)
+    v3, v11 = _in_pairs(a3)
+    v4, v12 = _in_pairs(a4)
+    v5, v13 = _in_pairs(a5)
+    v6, v14 = _in_pairs(a6)
+    v7, v15 = _in_pairs(a7)
+    total = v0 + v1 + v2 + v3 + v4 + v5 + v6 + v7 + v8 + v9 + v10 + v11 + v12 + v13 + v14 + v15
+    if SQUARE:
+        down: tl.constexpr = tall // 16
+        total = tl.reshape(total, (down, 16, across))
+        for _ in tl.static_range(4):
+            total = _folded(total)
+        total = tl.broadcast_to(tl.reshape(total, (down, 1, across)), (down, 16, across))
+    return tl.reshape(total, (tall, across, 1))
+
+
+@triton.jit
+def _candidate(
+    v, wanted, amax, decode,
+    NATIVE: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
+):  # fmt: skip
+    """The code of a block's scale, and the error of the values with it."""
+    scale = codes_of(tl.minimum(wanted, 448.0), 1.0, 3, NATIVE)
+    value = _value_of(scale)
+    size = tl.abs(v)
+    codes = _nearest(tl.abs(_scaled(v, value, decode)))
+    low = codes.to(tl.float32) * 0.5
+    high = ((2 + (codes & 1)) << (codes > 5).to(tl.int32)).to(tl.float32)
+    full: tl.constexpr = 6.0 * MOST_OF_SCALES
+    made = tl.where(codes < 4, low, high) * value * amax
+    error = tl.div_rn(made, tl.zeros_like(made) + full) - size
+    if FOUR == "MSE":
+        error = error * error
+        error = tl.where(error < float("inf"), error, float("inf"))  # not fused with the sum
+    else:
+        error = tl.abs(error)
+    return scale, _summed(error, SQUARE)
+
+
+@triton.jit
+def _copy(
+    v, first_row, first, rows, columns, pitch, data_ptr, scale_ptr, amax, seed_ptr, step_ptr,
+    WHICH: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr,
+    MOST_OF_SCALES: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Write the codes of a tile, two in a byte, and the scales of its blocks.
+
+    ``pitch``, half of the columns, is an argument, so that Triton sees by what it can be divided.
+    """
+    tall: tl.constexpr = v.shape[0]
+    across: tl.constexpr = v.shape[1] // 16
+    v = tl.reshape(v, (tall, across, 16))
+    endless = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), 2, keep_dims=True)
+    v = tl.where(v == v, v, 0.0)
+    most = tl.max(tl.abs(v), 2, keep_dims=True)
+    if SQUARE:
+        down: tl.constexpr = tall // 16
+        squares = tl.max(tl.reshape(most, (down, 16, across)), 1, keep_dims=True)
+        most = tl.reshape(tl.broadcast_to(squares, (down, 16, across)), (tall, across, 1))
+        squares = tl.max(tl.reshape(endless, (down, 16, across)), 1, keep_dims=True)
+        endless = tl.reshape(tl.broadcast_to(squares, (down, 16, across)), (tall, across, 1))
+    encode = _encode(amax, MOST_OF_SCALES)
+    decode = tl.div_rn(1.0, encode)
+    row = first_row + tl.arange(0, tall)[:, None]
+    if FOUR is not None:
+        six = tl.div_rn(most, tl.zeros_like(most) + 6.0) * encode
+        scale, error = _candidate(
+            v, six * 1.5, amax, decode, NATIVE, SQUARE, FOUR, MOST_OF_SCALES
+        )  # fmt: skip
+        scale_6, error_6 = _candidate(
+            v, six, amax, decode, NATIVE, SQUARE, FOUR, MOST_OF_SCALES
+        )  # fmt: skip
+        scale = tl.where(error < error_6, scale, scale_6)
+    else:
+        sixth: tl.constexpr = 0.1666666716337204
+        scale = codes_of(tl.minimum(most * (encode * sixth), 448.0), 1.0, 3, NATIVE)
+    scaled = _scaled(v, _value_of(scale), decode)
+    if seed_ptr is not None:
+        codes = _drawn(tl.abs(scaled), seed_ptr, step_ptr, row, first, rows, columns, WHICH)
+    else:
+        codes = _nearest(tl.abs(scaled))
+    codes |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+    low, high = tl.split(tl.reshape(codes, (tall, across * 8, 2)))
+    byte = first // 2 + tl.arange(0, across * 8)[None, :]
+    inside = (row < rows) & (byte < pitch)
+    tl.store(data_ptr + row * pitch + byte, (low | (high << 4)).to(tl.uint8), inside)
+    scale = tl.reshape(tl.where(endless > 0, 0x7F, scale.to(tl.int32)), (tall, across))
+    block = first // 16 + tl.arange(0, across)[None, :]
+    inside = (row < rows) & (block < columns // 16)
+    tl.store(scale_ptr + row * (columns // 16) + block, scale.to(tl.uint8), inside)
+
+
+@triton.jit
+def nvfp4_cast(
+    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, amax_ptr, seed_ptr, step_ptr,
+    rows, columns, row_pitch, column_pitch, programs,
+    SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
+    SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Both copies of a tile, with the largest magnitude that :func:`nvfp4_scales` has left."""
+    v, first_row, first = _tile(x_ptr, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+    if row_ptr is not None:
+        _copy(
+            v.to(tl.float32), first_row, first, rows, columns, row_pitch, row_ptr, row_scale_ptr,
+            tl.load(amax_ptr), seed_ptr, step_ptr, 0, SQUARE, FOUR, MOST_OF_SCALES, NATIVE,
+        )  # fmt: skip
+    if column_ptr is not None:
+        largest = amax_ptr if SIGNS is None or row_ptr is None else amax_ptr + programs
+        turned = _turned(v, SIGNS, MOST, DTYPE)
+        _copy(
+            turned, first.to(tl.int64), first_row, columns, rows, column_pitch, column_ptr,
+            column_scale_ptr, tl.load(largest), seed_ptr, step_ptr, 1, SQUARE, FOUR, MOST_OF_SCALES,
+            NATIVE,
+        )  # fmt: skip
