@@ -44,7 +44,7 @@ def advance_scales(
         if not MOST_RECENT:
             largest = tl.maximum(largest, tl.max(past, 0))
             usable = (largest < float("inf")) & (tl.max(broken, 0) == 0)
-        scale = tl.div_rn(tl.div_rn(most, largest), power)
+        scale = tl.div_rn(tl.div_rn(most, tl.where(largest > 0.0, largest, 1.0)), power)
         scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
         if usable & (largest > 0.0):
             tl.store(scale_ptr + APART * row, scale)
