@@ -1,5 +1,7 @@
 """The plugin against the contract."""
 
+import dataclasses
+
 import opfuse_linear.chunks
 import opfuse_linear.conditions
 import opfuse_linear.kernels
@@ -15,18 +17,9 @@ TRITON = {
     ("forward", "parallel linear+activation"),
     ("forward", "linear+bias+add"),
     ("forward", "linear+scale+add"),
-    ("backward", "activation+linear"),
     ("joint", "cross entropy"),
 }
 """The fusions that launch kernels, or whose product a kernel can compute."""
-
-
-MOST_ROWS = 8
-
-
-def few_rows(takes):
-    """Whether kernels take tensors, of which the first has few rows."""
-    return lambda *given: takes(*given) and given[0].shape[:-1].numel() <= MOST_ROWS
 
 
 def as_large_as_the_matrices(rows, target, facts):
@@ -41,6 +34,7 @@ def as_large_as_the_matrices(rows, target, facts):
 
 class TestConformance(FusionSuite):
     plugin = "linear"
+    most_rows = 8  # the loss has a program for each row; other tests have products of more
 
     @pytest.fixture(autouse=True)
     def _even_where_it_does_not_pay(self, monkeypatch):
@@ -65,12 +59,10 @@ class TestConformance(FusionSuite):
         params = getattr(getattr(request.node, "callspec", None), "params", {})
         subject = params.get("subject")
         if "plugin_check" in params or (subject and (subject.passes, subject.name) not in TRITON):
-            pytest.skip("it launches no kernel")
-        from opfuse_linear import activation_gradient, cross_entropy, tiles
+            pytest.skip("it launches no kernel, or some of the checks are below")
+        from opfuse_linear import tiles
 
         monkeypatch.setattr(tiles, "_fitting", as_large_as_the_matrices)
-        for module in (cross_entropy, activation_gradient):  # PyTorch computes what has many rows
-            monkeypatch.setattr(module, "_takes", few_rows(module._takes))
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True  # fp32 by tiles too; the interpreter is exact
         yield
@@ -104,3 +96,15 @@ def test_as_on_a_gpu_and_on_other_cpus(monkeypatch, passes, name):
         if passes in check.passes:
             outcome = testing.run_all(check, chains)
             assert outcome.failure is None and outcome.ran, str(outcome)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="it launches a kernel")
+@pytest.mark.parametrize("name", ["aliasing", "unmodified_gradients", "nan_and_inf"])
+def test_the_gradient_of_an_activation_before_a_linear(monkeypatch, name):
+    """All other checks take the interpreter minutes."""
+    from opfuse_linear import tiles
+
+    monkeypatch.setattr(tiles, "_fitting", as_large_as_the_matrices)
+    chains = testing.make_chains(testing.find("linear", "backward", "activation+linear"))
+    outcome = testing.run_all(testing.CHECKS[name], dataclasses.replace(chains, most_rows=8))
+    assert outcome.failure is None and outcome.ran, str(outcome)

@@ -231,7 +231,7 @@ def test_the_output_is_computed_again_where_that_is_wanted():
 
 
 @interpreted
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in cases.CASES if c.gemms], ids=lambda case: case.name)
 def test_each_tile_is_stored_once(case):
     """Tiles are read again by other programs, from the cache; what is written is written once."""
     from ledger import counting
@@ -242,8 +242,13 @@ def test_each_tile_is_stored_once(case):
             given = case.run(**case.inputs(shape, "cpu"))
         (launch,) = launches
         outputs = given if isinstance(given, tuple) else (given,)
-        wanted = {storage_of(y): y.nbytes for y in outputs if y is not None}
-        assert launch.total("written") == wanted
+        operands = [operand for operand in case.tensors(**shape).values() if operand.output]
+        pairs = zip(outputs, operands, strict=True)
+        wanted = {storage_of(y): y.nbytes for y, operand in pairs if operand.role == "full"}
+        written = launch.total("written")
+        assert {place: written.pop(place) for place in wanted} == wanted
+        sums = 4 * -(-shape["rows"] // tiles.LEAST_HEIGHT) * shape["features"]
+        assert sum(written.values()) <= (sums if len(wanted) < len(operands) else 0)
 
 
 def test_tensors_that_the_kernels_do_not_take():
