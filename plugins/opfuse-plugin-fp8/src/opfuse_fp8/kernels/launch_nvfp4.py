@@ -19,9 +19,12 @@ from .tiles import programs
 
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """Wide tiles; for a columnwise copy rows of two blocks, 16 bytes of its codes."""
+    """Wide tiles; for a columnwise copy with two blocks of rows, 16 bytes of its codes."""
     tall = facts.get("column_ptr", facts["SIGNS"]) is not None
-    tile = {"BLOCK_ROWS": 32 if tall else 16, "BLOCK_COLUMNS": 128 if tall else 256}
+    rows, columns = (32, 128) if tall else (16, 256)
+    if tall and facts.get("FOUR") is not None and not facts["SQUARE"]:
+        rows, columns = 64, 64  # the wide one spills registers
+    tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}
     return [Config(tile, 2 if target.backend == "hip" else 4)]
 
 
