@@ -152,7 +152,8 @@ CASES = [
     ),
     KernelCase(
         "gate and up + SwiGLU, kept", _product(_SWIGLU, keep=True), _operands("up", "hidden"),
-        _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, unaligned=_ODD, twin=_gated_kept_apart,
+        _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, unaligned=_ODD,
+        twin=_gated_kept_apart,
     ),
     *[
         KernelCase(
