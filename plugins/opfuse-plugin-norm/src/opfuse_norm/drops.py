@@ -50,9 +50,11 @@ class _Dropping(FusedOperation):
 
     def _gradient(self, ctx: Any, dy: Tensor | None) -> Tensor | None:
         """The gradient of the input."""
+        if dy is None or not (ctx.requires_grad and ctx.input_requires_grad):
+            return None
         (saved,) = ctx.saved_tensors
-        if dy is None or saved is None or saved.dtype is torch.bool:
-            return None if dy is None else self._drop.op_backward(ctx, dy)[0]
+        if saved is None or saved.dtype is torch.bool:
+            return self._drop.op_backward(ctx, dy)[0]  # type: ignore[no-any-return]
         return self._run(dy, None, Drop(saved, ctx.p))
 
 
