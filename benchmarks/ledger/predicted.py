@@ -10,7 +10,7 @@ from opfuse_triton import KernelCase, Target
 from opfuse_triton.floor import TorchBytes
 from torch.utils.flop_counter import flop_registry
 
-from .entries import estimate
+from .entries import SAMPLE, estimate
 
 
 class _SeparateTime(TorchBytes):
@@ -48,8 +48,13 @@ def separate_seconds(case: KernelCase, shape: Mapping[str, int], target: Target)
     return given / target.bandwidth if isinstance(given, int) else counted.seconds
 
 
-def predicted_speed(case: KernelCase, target: Target) -> float:
+def predicted_speed(case: KernelCase, target: Target, sample: int = SAMPLE) -> float:
     """The modelled speed of a case, relative to the separate operations (1.0).
+
+    Args:
+        case: The case.
+        target: The target.
+        sample: Programs of each launch that run.
 
     Returns:
         The lowest over its real shapes.
@@ -63,5 +68,5 @@ def predicted_speed(case: KernelCase, target: Target) -> float:
         separate = separate_seconds(case, shape, target)
         if separate is None:
             raise ValueError(f"{case.name} has no separate operations to compare with")
-        speeds.append(separate / estimate(case, shape, target).seconds)
+        speeds.append(separate / estimate(case, shape, target, sample).seconds)
     return min(speeds)

@@ -692,17 +692,12 @@ def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
 
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 def test_predictions_are_those_of_the_model():
-    from ledger.entries import count_separate, estimate
+    from ledger.predicted import predicted_speed
 
     named = {case.name: case for case in cases.CASES}
     for name, predicted in conditions.PREDICTED.values():
-        case, found = named[name], []
-        for shape in case.shapes:
-            separate, counted = count_separate(case, shape), {}
-            for target in (TARGETS[90], TARGETS[100]):
-                seconds = estimate(case, shape, target, 4, counted).seconds
-                found.append(separate / target.bandwidth / seconds)
-        assert min(found) == pytest.approx(predicted, rel=0.05), name
+        found = predicted_speed(named[name], TARGETS[90], sample=4)
+        assert found == pytest.approx(predicted, rel=0.05), name
 
 
 @compiles

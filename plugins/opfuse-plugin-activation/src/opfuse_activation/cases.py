@@ -72,10 +72,12 @@ def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Kernel
     peer = _LIGER.get((inputs, outputs)) if op is _SWIGLU else None
     peers = {} if peer is None else {"liger-kernel": peer}
     tensors = _tensors(op, inputs, outputs)
-    both = _BF16, _FP32
+    both, width = (_BF16, _FP32), 5024 if getattr(op, "glu_interleave_size", None) else 5001
+    unaligned = [{"rows": 8192, "features": width}]
     return KernelCase(
-        name, run, tensors, shapes, _SMALL, separate=separate, peers=peers, dtypes=both, turn=30
-    )
+        name, run, tensors, shapes, _SMALL, separate=separate, peers=peers, dtypes=both,
+        unaligned=unaligned, turn=30,
+    )  # fmt: skip
 
 
 def _liger_swiglu(x: Tensor) -> Tensor:

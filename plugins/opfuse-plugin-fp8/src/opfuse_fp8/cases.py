@@ -118,6 +118,10 @@ def _case(
         return (*separate(**given), *([values(**given)] if values else []))
 
     more: Any = {"separate": separate, "twin": twin, "exact": exact, "turn": 40}
+    # blocks of MX, and halves, are whole; so are the 128 x 128 weights of models
+    whole = any(word in name for word in ("MX", "SwiGLU", "128 x 128"))
+    width = 4224 if whole else 5001
+    more["unaligned"] = [{"rows": 8192, "features": width}]
     return KernelCase(name, run, tensors, shapes, _SMALL, floor, **more)
 
 
@@ -190,7 +194,7 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         return _outputs(*twins.gradient(op, numbers, dy, x, sums, _into(form, _E5M2, dy)))
 
     again: tuple[str, ...] = () if form != "current" else ("values",) if values else ("dy",)
-    if form == "1 x 128" and launch.takes_two_passes(formula, _into(form, _E5M2)):
+    if form == "1 x 128" and formula.gated and not formula.size:  # a pass for each copy
         again = "dy", "x"
 
     def gradient(dy: Tensor, x: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
+from opfuse.core.quantization import QuantizedTensor
 
 from . import twins
 from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
 from .formulas import ActivationFormula
 from .kernels import launch_nvfp4
-from .kernels.launch import IDENTITY, Casting, backward, forward, takes_two_passes
+from .kernels.launch import IDENTITY, Casting, backward, forward
 from .kernels.launch_norms import norm
 from .nvfp4 import NVFP4Quantizer
 from .twins import Into
@@ -72,14 +72,6 @@ def gradient(
     if not (fits and takes(dy, x) and has_blocks(into, shape, parts)):
         return twins.gradient(op, numbers, dy, x, needs_sums, into)
 
-    def launched(into: Into, sums_too: bool) -> tuple[QuantizedTensor, Tensor | None]:
-        casting = Casting(into, shape, dy.dtype, dy.device, values=known)
-        sums = backward(formula, formula.numbers(numbers or ()), dy, x, sums_too, casting)
-        return casting.made(), sums
-
-    if not takes_two_passes(formula, into):
-        return launched(into, needs_sums)
-    row, sums = launched(into._replace(usage=ROWWISE), needs_sums)
-    column, _ = launched(into._replace(usage=COLUMNWISE), False)
-    pairs = zip(row.tensors(), column.tensors(), strict=True)
-    return row.rebuild([a if b is None else b for a, b in pairs]), sums
+    casting = Casting(into, shape, dy.dtype, dy.device, values=known)
+    sums = backward(formula, formula.numbers(numbers or ()), dy, x, needs_sums, casting)
+    return casting.made(), sums

@@ -259,16 +259,18 @@ _BACK_SMALL = [
 _ODD = [{"rows": 1000, "depth": 129, "features": 771}]
 _SMALL = [{"rows": 127, "depth": 64, "features": 264}, {"rows": 3, "depth": 65, "features": 31}]
 
+_UNALIGNED_CLASSES = [{"rows": 512, "classes": 50257}]
+
 CASES = [
     KernelCase(
         "linear + GELU", _product(_GELU), _operands(), _MLP + _ODD, _SMALL,
-        gemms=_GEMMS, flops=_operations,
+        gemms=_GEMMS, flops=_operations, unaligned=_ODD,
         separate=lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
         peers={"quack-kernels": _quack_gelu},
     ),
     KernelCase(
         "linear + GELU, kept", _product(_GELU, keep=True), _operands("hidden"), _MLP + _ODD,
-        _SMALL, gemms=_GEMMS, flops=_operations, separate=_training_apart,
+        _SMALL, gemms=_GEMMS, flops=_operations, unaligned=_ODD, separate=_training_apart,
         peers={"quack-kernels": _quack_gelu_kept},
     ),
     *[
@@ -289,29 +291,29 @@ CASES = [
     ],
     KernelCase(
         "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL,
-        gemms=_GEMMS, flops=_operations,
+        gemms=_GEMMS, flops=_operations, unaligned=_ODD,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) + addend,
         peers={"quack-kernels": _quack_add},
     ),
     KernelCase(
         "linear + scale + add", _product(scale=0.5), _operands("addend"), _DOWN, _SMALL[:1],
-        gemms=_GEMMS, flops=_operations,
+        gemms=_GEMMS, flops=_operations, unaligned=_ODD,
         separate=lambda x, weight, bias, addend: F.linear(x, weight, bias) * 0.5 + addend,
     ),
     KernelCase(
         "gate and up + SwiGLU", _product(_SWIGLU), _operands("up"), _GATED + _ODD, _SMALL,
-        gemms=_GEMMS, flops=_both_operations, separate=_gated_apart,
+        gemms=_GEMMS, flops=_both_operations, unaligned=_ODD, separate=_gated_apart,
     ),
     KernelCase(
         "gate and up + SwiGLU, kept", _product(_SWIGLU, keep=True), _operands("up", "hidden"),
-        _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, twin=_gated_kept_apart,
-        separate=_gated_apart,
+        _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, unaligned=_ODD,
+        twin=_gated_kept_apart, separate=_gated_apart,
     ),
     *[
         KernelCase(
             name, functools.partial(_softmax, numbers=numbers), _softmax_operands, _VOCABULARIES,
             _FEW, floor=_twice_and_once, twin=functools.partial(_softmax_twin, numbers=numbers),
-            draw=_draw_targets, turn=20, peers=peers,
+            draw=_draw_targets, unaligned=_UNALIGNED_CLASSES, turn=20, peers=peers,
         )
         for name, numbers, peers in (
             ("softmax of a loss", LossNumbers(), _QUACK_LOSS), ("with all options", _ALL, {})
@@ -327,7 +329,7 @@ CASES = [
                 for peer, run in (("liger_kernel", _by_liger), ("quack", _by_quack))
                 if numbers == LossNumbers() or peer != "quack"
             },
-            draw=_draw_targets, dtypes=DTYPES, turn=20,
+            draw=_draw_targets, dtypes=DTYPES, unaligned=_UNALIGNED_CLASSES, turn=20,
         )
         for name, numbers in (
             ("cross entropy", LossNumbers()), ("cross entropy with all options", _ALL)

@@ -44,7 +44,11 @@ def _gradients(name: str, op: Any, with_sums: bool) -> KernelCase:
     def separate(dy: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         return given(twins.backward(op, numbers, dy, z, *needs))
 
-    return KernelCase(name, run, tensors, _MODELS, _SMALL, separate=separate, turn=60)
+    size = getattr(op, "glu_interleave_size", None)
+    unaligned = [{"rows": 8192, "features": 5024 if size else 5001}]  # halves of 32 in turns
+    return KernelCase(
+        name, run, tensors, _MODELS, _SMALL, separate=separate, unaligned=unaligned, turn=60
+    )
 
 
 def _norm(name: str, kind: str) -> KernelCase:

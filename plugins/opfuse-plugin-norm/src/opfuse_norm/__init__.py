@@ -1,4 +1,4 @@
-"""Fusions of normalizations with the residual add before them and the fork of the residual."""
+"""Fusions of normalizations, dropouts, and the adds of residuals around them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ def opfuse_backward_fusions() -> list[Fusion]:
     from . import fused
 
     return fused.BACKWARD
+
+
+@hookimpl
+def opfuse_joint_fusions() -> list[Fusion]:
+    """A dropout, the add of a residual after it, and a norm after that."""
+    from . import drops
+
+    return drops.JOINT
 
 
 @hookimpl

@@ -10,8 +10,10 @@ import torch
 from opfuse_triton import KernelCase, Operand
 from opfuse_triton import norms as kernels
 from opfuse_triton.norms import backward as backward_kernels
+from opfuse_triton.norms import drop, twins
+from opfuse_triton.norms import dropout as dropout_kernels
 from opfuse_triton.norms import forward as forward_kernels
-from opfuse_triton.norms import twins
+from opfuse_triton.norms.drop import Drop
 from torch import Tensor
 
 _WIDTHS = [{"rows": 8192, "features": features} for features in (2048, 4096, 8192)]
@@ -227,6 +229,40 @@ def _case(
     )  # fmt: skip
 
 
+def _dropout_case(name: str, kind: str = "") -> KernelCase:
+    """A dropout, with an addition or not, and with a norm of that kind."""
+    adds, p = "add" in name, 0.1
+    outputs = "y sum rstd" if kind else "y"
+
+    def tensors(rows: int, features: int) -> dict[str, Operand]:
+        weight = " weight" if kind else ""
+        found = _tensors("x" + " extra" * adds + weight, outputs)(rows, features)
+        return {"seed": Operand((1,), torch.int64, "vector")} | found
+
+    def by(dropout: Any, norm: Any) -> Callable[..., Any]:
+        def run(seed: Tensor, x: Tensor, extra: Any = None, weight: Any = None) -> Any:
+            drop = Drop(seed, p)
+            if not kind:
+                return dropout(x, extra, drop)
+            given = x, extra, weight, None, 1e-5, kernels.Norm(kind, 1, False), None, True, True
+            y, total, _, rstd = norm(*given, drop=drop)
+            return y, total, rstd
+
+        return run
+
+    def separate(seed: Tensor, x: Tensor, extra: Any = None, **others: Tensor) -> Any:
+        y, _ = torch.native_dropout(x, p, True)
+        y = y if extra is None else y + extra
+        return _separate(_forward(twins.forward, kind), kind)(x=y, **others) if kind else y
+
+    return KernelCase(
+        name, by(dropout_kernels.dropout, forward_kernels.forward), tensors, _WIDTHS, _SMALL,
+        separate=separate, twin=by(drop.dropout, twins.forward), unaligned=_UNALIGNED[1:],
+        draw=lambda **shape: {"seed": torch.tensor([2**40 + 7])}, turn=15,
+        dtypes=(torch.bfloat16, torch.float32),
+    )  # fmt: skip
+
+
 CASES = [
     _case("RMSNorm forward", kernels.RMS, "x weight", "y rstd"),
     _case("RMSNorm backward", kernels.RMS, "dy x weight rstd", "dx dw"),
@@ -244,6 +280,9 @@ CASES = [
     ),
     _case("L2Normalization forward", kernels.L2, "x", "y rstd", _HEADS),
     _case("L2Normalization backward", kernels.L2, "dy x rstd", "dx", _HEADS),
+    _dropout_case("dropout"),
+    _dropout_case("dropout + add"),
+    _dropout_case("dropout + add + RMSNorm", kernels.RMS),
     _case("RMSNorm forward, wide rows", kernels.RMS, "x weight", "y rstd", _WIDE, []),
     _case("RMSNorm backward, wide rows", kernels.RMS, "dy x weight rstd", "dx dw", _WIDE, []),
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from opfuse_triton import norms as kernels
 from opfuse_triton import why_no_kernel, why_unmeasured
+from opfuse_triton.norms.drop import Drop, dropout
 from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
 
@@ -54,12 +55,20 @@ class ForwardNorm(_Fused):
         self._forks = len(basic_ops) > 1 and isinstance(basic_ops[-2], MakeExtraOutput)
 
     def fuser_forward(
-        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **given: Any
+        self,
+        basic_op_ctxs: Ctxs,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Extras,
+        drop: Drop | None = None,
+        **given: Any,
     ) -> tuple[Tensor, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`; ``drop``: of the input."""
         ctx = basic_op_ctxs[-1]
         extra = basic_op_extra_inputs[0][0] if self._adds else None
         if not self._takes(ctx, input_, extra):  # the ops say what is wrong
+            if drop is not None:
+                input_ = dropout(input_, None, drop)
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
             )
@@ -67,7 +76,8 @@ class ForwardNorm(_Fused):
         if extra is not None:
             if self._ops[0].check_extra(basic_op_ctxs[0], extra, input_.shape):
                 into = extra.detach()
-        y, x = self._norm.forward(ctx, input_, extra, into, self._forks or into is not None)
+        keep = self._forks or into is not None
+        y, x = self._norm.forward(ctx, input_, extra, into, keep, drop)
         outputs: tuple[Any, ...] = self._nothing
         if self._forks:
             outputs = (*outputs[:-2], (x.view_as(x),), ())
@@ -110,12 +120,15 @@ def _features(ops: Sequence[Any], env: Environment) -> int | None:
     return env.features if shape is None else math.prod(shape)
 
 
-def _why_not(ops: Sequence[Any], env: Environment) -> str:
+def in_which_dtypes(env: Environment) -> str:
+    """The sentence that refuses a dtype."""
+    return f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
+
+
+def why_not(ops: Sequence[Any], env: Environment) -> str:
     """Why the fused op does not take this, as a sentence; empty: it does."""
     if env.dtype not in kernels.DTYPES:
-        return (
-            f"its kernels compute in fp32, and the ops in {str(env.dtype).removeprefix('torch.')}"
-        )
+        return in_which_dtypes(env)
     if (features := _features(ops, env)) is not None and features > kernels.MOST_FEATURES:
         return f"its kernels take up to {kernels.MOST_FEATURES} features, and these are {features}"
     if env.options.get("norm.twins"):
@@ -127,15 +140,19 @@ def _runs(predicted: float) -> Callable[[Sequence[Any], Environment], bool | str
     """The condition of a fusion of that speed by the model."""
 
     def when(ops: Sequence[Any], env: Environment) -> bool | str:
-        return _why_not(ops, env) or why_unmeasured(env, predicted) or True
+        return why_not(ops, env) or why_unmeasured(env, predicted) or True
 
     return when
 
 
-SPEEDS = {"forward": {"norm": 5.0, "add+norm": 3.25}, "backward": {"norm": 4.5, "norm+add": 4.0}}
+SPEEDS = {
+    "forward": {"norm": 5.0, "add+norm": 3.25},
+    "backward": {"norm": 4.5, "norm+add": 4.0},
+    "joint": {"dropout": 1.25, "dropout+add": 1.25, "dropout+add+norm": 1.25},
+}
 """The speed of each fusion on an H100 by the ledger's model, relative to the separate ops.
 
-It is the lowest over the norms and widths of :mod:`.cases`.
+It is the lowest over the passes, norms and widths of :mod:`.cases`.
 """
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)

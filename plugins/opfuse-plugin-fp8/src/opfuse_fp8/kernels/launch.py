@@ -11,7 +11,7 @@ from opfuse_quantized.swizzle import swizzled_size
 from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
-from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
 from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
@@ -57,6 +57,7 @@ class Casting:
     Attributes:
         rows: How many rows there are.
         columns: How many columns.
+        usage: The copies that are wanted.
         values: The values, where a kernel reads or writes them in addition to their codes.
         constants: The constants of the kernel for this cast.
     """
@@ -70,7 +71,7 @@ class Casting:
         values: Tensor | None = None,
     ) -> None:
         quantizer, target = into.quantizer, current_target(device)
-        self._quantizer, self._usage, self._again = into
+        self._quantizer, self.usage, self._again = into
         self._shape, self._dtype, self._device = shape, dtype, device
         self.columns, self.values = shape[-1], values
         self.rows = shape.numel() // self.columns
@@ -85,13 +86,27 @@ class Casting:
             "IF_INFINITE": torch.finfo(dtype).max,
         }
 
-    def facts(self) -> dict[str, Any]:
-        """The facts that tiles depend on."""
-        column = self._usage.columnwise and self.constants["FORMAT"] != "none"
+    def passes(self, x: Tensor, apart: bool = False) -> list[Usage]:
+        """The copies that each launch writes.
+
+        A block of the one copy and a block of the other meet in 128 x 128 values. A program holds
+        no second tile besides, nor the address of each value where rows are not aligned.
+
+        Args:
+            x: What is read.
+            apart: Whether a program has two tiles, of halves that lie side by side.
+        """
+        form = self.constants["FORMAT"]
+        many = (apart and form == "square") or (form == "block" and (apart or _is_unaligned(x)))
+        return [ROWWISE, COLUMNWISE] if many and all(self.usage) else [self.usage]
+
+    def facts(self, usage: Usage) -> dict[str, Any]:
+        """The facts that the tiles of a launch depend on that writes these copies."""
+        column = usage.columnwise and self.constants["FORMAT"] != "none"
         return {**self.constants, "column_ptr": torch.uint8 if column else None, "rows": self.rows}
 
-    def pointers(self) -> tuple[Tensor | None, ...]:
-        """The tensors that a kernel writes or reads for the cast.
+    def pointers(self, usage: Usage) -> tuple[Tensor | None, ...]:
+        """The tensors that a kernel writes or reads for these copies.
 
         They are the values, the rowwise codes and their scales, the columnwise ones and theirs, the
         scale, and the largest magnitude so far.
@@ -102,11 +117,16 @@ class Casting:
             if self.values is None:
                 wide = self.values = self._empty(self._shape, self._dtype)
             return wide, None, None, None, None, None, amax
-        self._allocate()
+        if self._codes == (None, None):
+            self._allocate()
         if self.constants["FORMAT"] == "tensor":
             scale = quantizer.scale if self._again is None else self._again.scale
             amax = quantizer.amax if self._again is None else None
         (row, column), (row_scale, column_scale) = self._codes, self._scales
+        if usage != self.usage and usage.rowwise:
+            column = column_scale = None
+        elif usage != self.usage:
+            row = row_scale = None
         return wide, row, row_scale, column, column_scale, scale, amax
 
     def made(self) -> QuantizedTensor:
@@ -138,9 +158,9 @@ class Casting:
         """Make room for codes and scales, as the format has them."""
         rows, columns, form = self.rows, self.columns, self.constants["FORMAT"]
         row = column = row_scale = column_scale = None
-        if self._usage.rowwise:
+        if self.usage.rowwise:
             row, row_scale = self._empty(self._shape, torch.uint8), self._room(rows, columns)
-        if self._usage.columnwise:
+        if self.usage.columnwise:
             column = self._empty((columns, rows), torch.uint8)
             column_scale = self._room(columns, rows)
         if form in ("tensor", "amax"):  # the inverse, and the scale to cast again
@@ -168,14 +188,9 @@ class Casting:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def takes_two_passes(formula: ActivationFormula, into: Into) -> bool:
-    """Whether a gradient is computed once for each copy.
-
-    A block of the one copy and a block of the other meet in 128 x 128 values. Of two halves that
-    lie side by side a program would have twice as many, more than its registers hold.
-    """
-    apart = formula.gated and not formula.size
-    return apart and all(into.usage) and isinstance(into.quantizer, BlockQuantizer)
+def _is_unaligned(x: Tensor) -> bool:
+    """Return whether a row may begin at no multiple of 16 bytes."""
+    return bool(x.shape[-1] % 16 or x.storage_offset() * x.itemsize % 16)
 
 
 # The launches. The tensors are contiguous, and not empty
@@ -190,17 +205,20 @@ def forward(
     casting: Casting,
 ) -> None:
     """Launch ``act(x + bias)`` into a cast, and what the activation is applied to into ``kept``."""
-    rows, features = casting.rows, casting.columns
-    facts = {**casting.facts(), **formula.forward, "features": features}
-    config = FORWARD.pick(current_target(x.device), facts)
-    count = tiles.programs(rows, features, config)
-    FORWARD.launch(
-        (count,),
-        *(x, bias, kept, *casting.pointers(), rows, features, numbers),
-        config=config,
-        **casting.constants,
-        **formula.forward,
-    )
+    rows, features, target = casting.rows, casting.columns, current_target(x.device)
+    for usage in casting.passes(x):
+        facts = {**casting.facts(usage), **formula.forward, "features": features}
+        facts["unaligned"] = _is_unaligned(x)
+        config = FORWARD.pick(target, facts)
+        count = tiles.programs(rows, features, config)
+        FORWARD.launch(
+            (count,),
+            *(x, bias, kept, *casting.pointers(usage), rows, features, numbers),
+            config=config,
+            **casting.constants,
+            **formula.forward,
+        )
+        kept = None  # it is written once
 
 
 def backward(
@@ -213,21 +231,27 @@ def backward(
 ) -> Tensor | None:
     """Launch ``act'(x) dy`` into a cast; gives the sums over rows, if they are needed."""
     rows, width, features = casting.rows, casting.columns, dy.shape[-1]
-    sums_ptr = torch.float32 if needs_sums else None
-    facts = {**casting.facts(), **formula.backward, "features": features, "sums_ptr": sums_ptr}
-    config = BACKWARD.pick(current_target(dy.device), facts)
-    count, strips = tiles.programs(rows, features, config), triton.cdiv(rows, config["BLOCK_ROWS"])
-    out = dy.new_empty(width) if needs_sums else None
-    # the one tile of few rows writes the result itself
-    sums = dy.new_empty((strips, width), dtype=torch.float32) if needs_sums and strips > 1 else out
-    BACKWARD.launch(
-        (count,),
-        *(dy, x, sums, *casting.pointers(), rows, features, numbers),
-        config=config,
-        **casting.constants,
-        **formula.backward,
-    )
-    if needs_sums and strips > 1:
+    out = sums = dy.new_empty(width) if needs_sums else None
+    strips, target = 1, current_target(dy.device)
+    apart = formula.gated and not formula.size
+    for number, usage in enumerate(casting.passes(dy, apart)):
+        sums_ptr = torch.float32 if needs_sums and not number else None
+        facts = {**casting.facts(usage), **formula.backward}
+        config = BACKWARD.pick(target, {**facts, "features": features, "sums_ptr": sums_ptr})
+        count = tiles.programs(rows, features, config)
+        if sums_ptr is not None:  # the one tile of few rows writes the result itself
+            strips = triton.cdiv(rows, config["BLOCK_ROWS"])
+            if strips > 1:
+                sums = dy.new_empty((strips, width), dtype=torch.float32)
+        BACKWARD.launch(
+            (count,),
+            *(dy, x, None if number else sums, *casting.pointers(usage)),
+            *(rows, features, numbers),
+            config=config,
+            **casting.constants,
+            **formula.backward,
+        )
+    if strips > 1:
         SUMS.launch(
             lambda config: (triton.cdiv(width, config["BLOCK_COLUMNS"]),),
             *(sums, out, strips, width),

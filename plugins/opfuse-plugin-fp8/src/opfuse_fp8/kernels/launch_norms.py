@@ -85,7 +85,7 @@ def _launch_rows(
     pointers: Any = (None,) * 7
     constants = {**casting.constants, "FORMAT": "statistics"}
     if not twice:
-        pointers, constants = casting.pointers(), casting.constants
+        pointers, constants = casting.pointers(casting.usage), casting.constants
     row, column = pointers[1], pointers[3]
     ROWS.launch(
         (count,),
@@ -103,14 +103,14 @@ def _launch_rows(
 
 def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
     rows, features = casting.rows, casting.columns
-    config = TILES.pick(
-        current_target(tensors[0].device), {**casting.facts(), "features": features}
-    )
-    _, *pointers, _, _ = casting.pointers()
-    TILES.launch(
-        (tiles.programs(rows, features, config),),
-        *(*tensors, *pointers, rows, features),
-        config=config,
-        ZERO_CENTERED=op.zero_centered_gamma,
-        **casting.constants,
-    )
+    for usage in casting.passes(tensors[0]):
+        facts = {**casting.facts(usage), "features": features}
+        config = TILES.pick(current_target(tensors[0].device), facts)
+        _, *pointers, _, _ = casting.pointers(usage)
+        TILES.launch(
+            (tiles.programs(rows, features, config),),
+            *(*tensors, *pointers, rows, features),
+            config=config,
+            ZERO_CENTERED=op.zero_centered_gamma,
+            **casting.constants,
+        )

@@ -34,12 +34,14 @@ LEAST = 32
 
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tile for a launch of a kernel that casts."""
+    # woven halves that are not aligned take an address for each number
+    small = facts["FORMAT"] == "tensor" and facts.get("unaligned") and facts.get("SIZE")
     return [_config(
         target.backend == "hip",
         facts["FORMAT"].removeprefix("swizzled "),
         facts["column_ptr"] is not None,
         facts.get("sums_ptr") is not None,
-        _up_to(facts["rows"], 128),
+        _up_to(facts["rows"], 64 if small else 128),
         _up_to(facts["features"], 256),
         _halves(facts),
     )]  # fmt: skip

@@ -296,9 +296,16 @@ def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Conf
     found: dict[Config, None] = {}
     for columns in _columns(facts["features"]):
         for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:
+            if kernel == activation_backward_kernel.__name__ and _spills(facts, elements, warps):
+                continue
             rows = min(max(1, elements // columns), TALLEST)
             found[_tile(target, rows, columns, warps)] = None
     return list(found)
+
+
+def _spills(facts: Mapping[str, Any], elements: int, warps: int) -> bool:
+    """Return whether a gradient in fp32 spills registers at this size of a tile."""
+    return facts.get("dy_ptr") is torch.float32 and elements > 256 * warps
 
 
 def _tile(target: Target, rows: int, columns: int, warps: int) -> Config:
@@ -318,6 +325,7 @@ def _scaled_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     return [
         _tile(target, max(1, elements // columns), columns, warps)
         for elements, warps in ((2048, 4), (1024, 4), (4096, 8), (4096, 4))
+        if not _spills(facts, elements, warps)
     ]
 
 

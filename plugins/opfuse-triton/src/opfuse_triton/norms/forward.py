@@ -14,6 +14,8 @@ from torch import Tensor
 from opfuse_triton import Config, Kernel, Target
 
 from . import LAYER, Norm, normalized_dtype
+from .drop import Drop
+from .dropout import keep_factors
 from .twins import Forward
 
 WHOLE = 16384
@@ -33,9 +35,12 @@ def norm_forward(
     sum_ptr,
     mean_ptr,
     rstd_ptr,
+    seed_ptr,
     rows,
     features,
     eps,
+    threshold,
+    scale,
     KIND: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -48,6 +53,9 @@ def norm_forward(
     inside = (row < rows) & valid
     at = row.to(tl.int64) * features + column
     x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+    if seed_ptr is not None:
+        x *= keep_factors(seed_ptr, row, 0, threshold, scale, BLOCK)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if extra_ptr is not None:
         x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
         if sum_ptr is not None:  # rounded, as between the separate ops
@@ -86,8 +94,11 @@ def norm_forward_wide(
     sum_ptr,
     mean_ptr,
     rstd_ptr,
+    seed_ptr,
     features,
     eps,
+    threshold,
+    scale,
     KIND: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -102,6 +113,10 @@ def norm_forward_wide(
         inside = first + columns < features
         at = start + first + columns
         x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+        if seed_ptr is not None:
+            row_of = tl.full([1, 1], 0, tl.int32) + row
+            kept = keep_factors(seed_ptr, row_of, first, threshold, scale, BLOCK)
+            x = (x * tl.reshape(kept, (BLOCK,))).to(x_ptr.dtype.element_ty).to(tl.float32)
         if extra_ptr is not None:
             x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
             total = x.to(sum_ptr.dtype.element_ty)
@@ -145,7 +160,7 @@ def norm_forward_wide(
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Tiles of about ``size`` numbers: 32 per thread, or 16."""
-    block = triton.next_power_of_2(facts["features"])
+    block = max(4, int(triton.next_power_of_2(facts["features"])))
     found = []
     for size, share in ((4096, 32), (4096, 16), (8192, 32), (2048, 16)):
         rows = max(1, size // block)
@@ -176,6 +191,7 @@ def forward(
     keep: bool,
     save: bool,
     into: Tensor | None = None,
+    drop: Drop | None = None,
     config: Config | Mapping[str, Any] | None = None,
 ) -> Forward:
     """Launch :func:`opfuse_triton.norms.twins.forward` for contiguous tensors with elements.
@@ -191,6 +207,7 @@ def forward(
         keep: See ``x``.
         save: See ``x``.
         into: See ``x``.
+        drop: See ``x``; with it, there is ``extra``.
         config: One of :func:`candidates`; None: the first.
     """
     features = math.prod(x.shape[-norm.dims :])
@@ -205,14 +222,17 @@ def forward(
         shape = (*x.shape[: -norm.dims], *(1,) * norm.dims)
         rstd = x.new_empty(shape, dtype=torch.float32)
         mean = torch.empty_like(rstd) if norm.kind == LAYER else None
-    tensors = x, extra, weight, bias, y, total, mean, rstd
+    seed, numbers = None, (eps, 0.0, 1.0)
+    if drop is not None:
+        seed, numbers = drop.seed, (eps, drop.threshold, drop.scale)
+    tensors = x, extra, weight, bias, y, total, mean, rstd, seed
     constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
     if features > WHOLE:
-        WIDE_KERNEL.launch((rows,), *tensors, features, eps, config=config, **constants)
+        WIDE_KERNEL.launch((rows,), *tensors, features, *numbers, config=config, **constants)
     else:
         WHOLE_KERNEL.launch(
             lambda chosen: (triton.cdiv(rows, chosen["ROWS"]),),
-            *(*tensors, rows, features, eps),
+            *(*tensors, rows, features, *numbers),
             config=config,
             **constants,
         )

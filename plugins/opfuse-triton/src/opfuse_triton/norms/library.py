@@ -18,28 +18,34 @@ from opfuse_triton import Config, current_target
 from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
 from . import again as again_kernels
 from . import backward as backward_kernels
+from . import drop as drop_twin
+from . import dropout as dropout_kernels
 from . import forward as forward_kernels
+from .drop import Drop
 from .twins import Backward, Forward
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may do something else
 
 
-def forward(*given: Any, into: Tensor | None = None, config: Config | None = None) -> Forward:
+def forward(
+    *given: Any, into: Tensor | None = None, drop: Drop | None = None, config: Config | None = None
+) -> Forward:
     """:func:`opfuse_triton.norms.twins.forward`, by a kernel if it takes the call.
 
     Args:
         *given: As there.
         into: As there.
+        drop: As there; not while ``torch.compile`` traces.
         config: The configuration of the kernel, or None.
     """
     *tensors, eps, norm, dtype, keep, save = given
     if not takes(norm, *tensors):
-        return twins.forward(*given, into=into)
+        return twins.forward(*given, into=into, drop=drop)
     if is_compiling():
         made = torch.ops.opfuse_triton.norm_forward(*tensors, eps, *norm, dtype, keep, save)
         sums = tensors[1] is not None and keep
         return _named(made, True, sums, save and norm.kind == LAYER, save)
-    made = forward_kernels.forward(*given, into=into, config=config)
+    made = forward_kernels.forward(*given, into=into, drop=drop, config=config)
     if into is not None and not into.is_inference():
         torch.autograd.graph.increment_version(into)
     return made
@@ -77,6 +83,21 @@ def again(*given: Any) -> Tensor:
     return again_kernels.again(*given)
 
 
+def dropout(x: Tensor, extra: Tensor | None, drop: Drop, config: Config | None = None) -> Tensor:
+    """:func:`opfuse_triton.norms.drop.dropout`, by a kernel if it takes the call.
+
+    Args:
+        x: As there.
+        extra: As there.
+        drop: As there.
+        config: The configuration of the kernel, or None.
+    """
+    x = x.contiguous()  # autograd gives expanded ones, from a sum
+    if not _are_plain(x, extra):
+        return drop_twin.dropout(x, extra, drop)
+    return dropout_kernels.dropout(x, extra, drop, config)
+
+
 def candidates(
     which: str, device: torch.device, features: int, kind: str, dtype: torch.dtype
 ) -> Sequence[Mapping[str, Any]]:
@@ -96,7 +117,12 @@ def candidates(
 def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
     """Return whether the kernels take these tensors."""
     features = first.shape[-norm.dims :].numel()
-    if not first.numel() or features > MOST_FEATURES:
+    return features <= MOST_FEATURES and _are_plain(first, *others)
+
+
+def _are_plain(first: Tensor, *others: Tensor | None) -> bool:
+    """Return whether tensors are contiguous, of the dtypes of the kernels, and not empty."""
+    if not first.numel():
         return False
     for tensor in (first, *others):
         if tensor is not None and not (

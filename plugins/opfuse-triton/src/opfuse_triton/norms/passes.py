@@ -13,6 +13,7 @@ from opfuse.ops import L2Normalization, LayerNorm, RMSNorm
 
 from ..machine import why_no_kernel
 from . import L2, LAYER, RMS, Norm
+from .drop import Drop
 
 _KINDS = {RMSNorm: RMS, LayerNorm: LAYER, L2Normalization: L2}
 _PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
@@ -80,6 +81,7 @@ class NormPasses:
         extra: Tensor | None = None,
         into: Tensor | None = None,
         keep: bool = False,
+        drop: Drop | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The norm of ``x``, or of ``x + extra``; see :func:`opfuse_triton.norms.twins.forward`.
 
@@ -89,6 +91,7 @@ class NormPasses:
             extra: As there.
             into: As there.
             keep: Return the sum, even if no backward needs it.
+            drop: As there.
 
         Returns:
             The output, and what was normalized: ``x``, or the sum if it was kept.
@@ -99,7 +102,7 @@ class NormPasses:
         zero_centered = getattr(self._op, "zero_centered_gamma", False)
         norm = Norm(self.kind, len(self.shape), zero_centered)
         call = x, extra, weight, bias, self._op.eps, norm, ctx.dtype, keep or save, save
-        y, total, mean, rstd = self._forward(*call, into=into)
+        y, total, mean, rstd = self._forward(*call, into=into, drop=drop)
         x = x if extra is None else total
         if ctx.requires_grad:
             saved = x, weight if needs_x else None, mean, rstd

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import L2, LAYER, Norm, normalized_dtype
+from .drop import Drop, dropout
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """The results of a forward: output, sum, mean and rstd."""
@@ -28,6 +29,7 @@ def forward(
     keep: bool,
     save: bool,
     into: Tensor | None = None,
+    drop: Drop | None = None,
 ) -> Forward:
     """The norm of ``x``, or of ``x + extra`` rounded to its dtype; formulas: :mod:`opfuse.ops`.
 
@@ -42,6 +44,7 @@ def forward(
         keep: Return the sum, too.
         save: Return the statistics, too.
         into: The memory of ``extra``, for the sum; None: a new tensor.
+        drop: What is dropped from ``x`` first; None: nothing.
 
     Returns:
         The output; the sum; the mean of each row, for ``LAYER``; and ``rstd``, what a row is
@@ -49,6 +52,8 @@ def forward(
         is missing or not wanted.
     """
     total = None
+    if drop is not None:
+        x = dropout(x, None, drop)
     if extra is not None:
         x = total = x + extra if into is None else into.add_(x)
     wide, axes = _wide(x.dtype), tuple(range(-norm.dims, 0))
