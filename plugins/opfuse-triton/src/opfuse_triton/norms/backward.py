@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -366,22 +366,15 @@ def backward(
     if needs[0]:
         dtype = normalized_dtype(x, extra)
         dx = dy if owns and dy.dtype is dtype else torch.empty_like(x, dtype=dtype)
-    facts = {"dy_ptr": dy.dtype, "x_ptr": x.dtype, "features": features, "KIND": norm.kind}
     target = current_target(x.device)
-    if config is None:
-        config = (TILES_KERNEL if _reads_twice(features, norm.kind) else WHOLE_KERNEL).pick(
-            target, facts
-        )
-    elif not isinstance(config, Config):
-        config = Config(**config)
+    config = _config(config, target, dy, x, features, norm)
     columns = triton.cdiv(features, config["BLOCK"])
     tiles = triton.cdiv(rows, config["ROWS"])
     partial = of_weight = of_bias = None
     if sums:
         each: int = triton.cdiv(target.multiprocessors, columns)
-        moved = rows * sum([t.dtype.itemsize for t in (dy, x, extra, dx) if t is not None])
-        most = int(PARTIAL * moved / (2 * 4 * sums))  # in fp32, written and read
-        tiles = min(tiles, max(1, min(config["PROGRAMS"], most // each)) * each)
+        most = _most_tiles(rows, sums, (dy, x, extra, dx)) // each
+        tiles = min(tiles, max(1, min(config["PROGRAMS"], most)) * each)
         partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
         of_weight = partial[0] if needs[1] else None
         of_bias = partial[-1] if needs[2] else None
@@ -395,6 +388,21 @@ def backward(
     if partial is None:
         return dx, None, None
     return dx, *_sum_partial(partial, x.shape[-norm.dims :], weight, needs)
+
+
+def _config(given: Any, target: Target, dy: Tensor, x: Tensor, features: int, norm: Norm) -> Config:
+    """The configuration that was given, or that of a launch."""
+    if given is not None:
+        return given if isinstance(given, Config) else Config(**given)
+    facts = {"dy_ptr": dy.dtype, "x_ptr": x.dtype, "features": features, "KIND": norm.kind}
+    kernel = TILES_KERNEL if _reads_twice(features, norm.kind) else WHOLE_KERNEL
+    return kernel.pick(target, facts)
+
+
+def _most_tiles(rows: int, sums: int, tensors: Sequence[Tensor | None]) -> int:
+    """The number of tiles whose sums, in fp32, are written and read in few bytes."""
+    moved = rows * sum([tensor.dtype.itemsize for tensor in tensors if tensor is not None])
+    return int(PARTIAL * moved / (2 * 4 * sums))
 
 
 def _reads_twice(features: int, kind: str) -> bool:
