@@ -43,7 +43,7 @@ class _Side:
             zero_centered = getattr(self.norm_op, "zero_centered_gamma", False)
         if x.shape[-1:] != (self.op.head_dim,) or dtype not in layouts.DTYPES:
             return None
-        if weight is not None and not (weight.is_contiguous() and weight.shape == x.shape[-1:]):
+        if weight is not None and weight.shape != x.shape[-1:]:
             return None
         if not layouts.takes(x, weight):
             return None
@@ -74,7 +74,7 @@ class _Side:
             return Heads(dy, dy.dtype, into=into) if layouts.takes(dy) else None
         ctx: Any = ctxs[self.norm]
         x, *weight, rstd = ctx.saved_tensors
-        if x is None or not layouts.takes(x, dy, *weight):
+        if x is None or not layouts.takes(x, dy, rstd, *weight):
             return None
         into = into if dy.dtype is x.dtype else None
         needs = ctx.input_requires_grad, any(ctx.param_requires_grad[:1])

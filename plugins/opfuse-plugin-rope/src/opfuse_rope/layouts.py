@@ -110,12 +110,15 @@ def flat_stride(x: Tensor) -> int | None:
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether the kernels take a tensor with heads, and others with it."""
+    """Return whether the kernels take a tensor with heads, and contiguous ones with it."""
     if x.ndim < 2 or not x.numel() or x.stride(-1) != 1 or flat_stride(x) is None:
         return False
     for tensor in (x, *others):
         if tensor is not None and not (
-            type(tensor) in _PLAIN and tensor.dtype in DTYPES and tensor.device == x.device
+            type(tensor) in _PLAIN
+            and tensor.dtype in DTYPES
+            and tensor.device == x.device
+            and (tensor is x or tensor.is_contiguous())
         ):
             return False
     return True
