@@ -133,6 +133,13 @@ def test_with_norms(kind, dtype, first):
     check(alone, draw((5,), dtype)[:1], angles((5,), kind, True))
 
 
+def test_a_weight_with_gaps():
+    gaps = norm("rms")
+    gaps[0].weight = torch.nn.Parameter(torch.randn(2 * DIM, device=DEVICE)[::2])
+    chain = opfuse.Sequential(*gaps, rotation({}, True), ops.SwapExtraInput(), rotation({}, True))
+    check(chain, draw((2, 5), torch.float32), angles((5,), {}, True))
+
+
 def plan(chain, *given):
     data = opfuse.explain(chain, *given).to_dict()
     return [[row["fusion"] for row in data[passes]] for passes in ("forward", "backward")]
