@@ -63,7 +63,8 @@ def check(plugin: str | None = None, *, candidates: bool = False) -> list[Checke
     Args:
         plugin: Name of an installed plugin, or ``module:object``, a list of cases; None: every
             installed plugin that has cases.
-        candidates: Compile every candidate of each kernel, not only the one that is launched.
+        candidates: Compile every candidate of each kernel at the case's ``shapes`` in bfloat16, not
+            only the one that is launched.
 
     Raises:
         ValueError: There is no such plugin, or a case does not do what it declares.
@@ -91,7 +92,7 @@ def check_case(
         where: ``module:object``, its cases.
         number: Which of the cases.
         arch: Key of the target in :data:`opfuse_triton.TARGETS`.
-        candidates: Compile every candidate of each kernel.
+        candidates: See :func:`check`.
     """
     case = load_cases(where)[number]
     rows = []
@@ -99,7 +100,7 @@ def check_case(
         run = record(case, shape, arch, None, dtype, offset)
         for launch in run.launches:
             configs = [launch.config]
-            if candidates:
+            if candidates and dtype is torch.bfloat16 and not offset:
                 possible = launch.kernel.candidates(launch.target, launch.facts)
                 configs = [Config(**candidate) for candidate in possible]
             for config in configs:
