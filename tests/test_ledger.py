@@ -24,8 +24,8 @@ import triton.language as tl
 import triton_toys as toys
 from ledger import Moved, count_separate, count_small, counting, estimate, estimate_peer
 from ledger.model import LaunchWork, launch_seconds
-from ledger.predicted import predicted_speed, separate_seconds
-from opfuse_triton import TARGETS, KernelCase
+from ledger.predicted import assert_predicted, case_seconds, predicted_speed, separate_seconds
+from opfuse_triton import TARGETS, KernelCase, Predicted
 from opfuse_triton.recorded import storage_of
 from opfuse_triton.targets import LATENCY
 
@@ -307,6 +307,12 @@ def test_a_speed_is_predicted_against_each_separate_operation():
     assert predicted_speed(case, target) == speed == pytest.approx(5, rel=0.01)
     with pytest.raises(ValueError, match="scale has no separate operations"):
         predicted_speed(replace(case, separate=None), target)
+    assert_predicted(Predicted("toys", {"scale": (5.0, ["scale"])}), [case])
+    with pytest.raises(AssertionError, match="predicts 4.50x of scale, and the model 5.0"):
+        assert_predicted(Predicted("toys", {"scale": (4.5, ["scale"])}), [case])
+    # of a product the model says nothing: it takes its operations, or its floor
+    product = replace(case, gemms=("scale_kernel",), flops=lambda **shape: 10**15)
+    assert case_seconds(product, shape, target, 3) == 1e15 / target.flops
 
 
 def test_a_separate_product_takes_its_bytes_or_its_operations():

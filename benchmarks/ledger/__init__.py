@@ -11,5 +11,14 @@ each with all of its work, and represent the others.
 from .counting import counting
 from .entries import Moved, count_separate, count_small, estimate
 from .peers import estimate_peer
+from .predicted import assert_predicted
 
-__all__ = ["Moved", "count_separate", "count_small", "counting", "estimate", "estimate_peer"]
+__all__ = [
+    "Moved",
+    "assert_predicted",
+    "count_separate",
+    "count_small",
+    "counting",
+    "estimate",
+    "estimate_peer",
+]

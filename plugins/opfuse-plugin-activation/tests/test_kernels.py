@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_activation import cases, fused
+from opfuse_activation import cases, conditions, fused
 from opfuse_triton import TARGETS, recording
 from opfuse_triton.elementwise import formulas, kernels, library
 
@@ -496,6 +496,31 @@ def test_every_byte_is_moved_once(case):
     from opfuse_triton.floor import assert_floor
 
     assert_floor(case)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_predictions_are_those_of_the_model():
+    from ledger import assert_predicted
+
+    assert_predicted(conditions.PREDICTED, cases.CASES)
+
+
+@compiles
+def test_each_fusion_waits_where_it_would_gain_little(monkeypatch):
+    cuda = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
+    glu = ops.SwiGLU()
+    matched = {
+        "bias+activation": (ops.Bias(8), glu),
+        "activation": (glu,),
+        "scaled activation": (ops.ScaledSwiGLU(),),
+    }
+    for passes, fusions in (("", fused.FORWARD), (" backward", fused.BACKWARD)):
+        assert [fusion.name for fusion in fusions] == [*matched]
+        for fusion in fusions:
+            assert fusion.when(matched[fusion.name], cuda) is True
+            name = f"{fusion.name}{passes}"
+            monkeypatch.setitem(conditions.PREDICTED.fusions, name, (1.05, ()))
+            assert "1.05x" in fusion.when(matched[fusion.name], cuda)
 
 
 def test_rows_and_features_may_pass_32_bits():

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from opfuse_fp8 import cases, conditions, formulas, fused, fused_norms, library
 from opfuse_fp8.kernels import device, launch, launch_norms, tiles
-from opfuse_triton import TARGETS, recording
+from opfuse_triton import TARGETS, Predicted, recording
 
 GPU = torch.cuda.is_available() and not is_interpreting()
 DEVICE = "cuda" if GPU else "cpu"
@@ -692,12 +692,9 @@ def test_every_byte_is_moved_as_often_as_it_has_to_be(case):
 
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 def test_predictions_are_those_of_the_model():
-    from ledger.predicted import predicted_speed
+    from ledger import assert_predicted
 
-    named = {case.name: case for case in cases.CASES}
-    for name, predicted in conditions.PREDICTED.values():
-        found = predicted_speed(named[name], TARGETS[90], sample=4)
-        assert found == pytest.approx(predicted, rel=0.05), name
+    assert_predicted(conditions.PREDICTED, cases.CASES)
 
 
 @compiles
@@ -707,8 +704,8 @@ def test_a_cast_asks_whether_it_pays_on_a_gpu_where_it_was_not_measured(monkeypa
     cast, made = ops.Cast(fp8.CurrentQuantizer(E4M3), BOTH), {}
     norm, fusions = ops.RMSNorm(64), [*fused.FORWARD, *fused.BACKWARD, *fused_norms.FORWARD]
     for predicted in (1.09, 1.11):
-        slow = {name: (case, predicted) for name, (case, _) in conditions.PREDICTED.items()}
-        monkeypatch.setattr(conditions, "PREDICTED", slow)
+        speeds = {name: (predicted, ()) for name in conditions.PREDICTED.fusions}
+        monkeypatch.setattr(conditions, "PREDICTED", Predicted("fp8", speeds))
         for fusion in fusions:
             first = ops.GELU() if "activation" in fusion.name else ops.Bias(64)
             matched = {"cast": (cast,), "norm+cast": (norm, cast)}.get(fusion.name, (first, cast))
@@ -716,7 +713,7 @@ def test_a_cast_asks_whether_it_pays_on_a_gpu_where_it_was_not_measured(monkeypa
             made[fusion.name, predicted] = fusion.when(matched, env)
         measured = opfuse.Environment(torch.device("cuda"), **given, measured=1.0)
         assert fusions[0].when((cast,), measured) is True
-    assert {name for name, _ in made} == {*conditions.PREDICTED}
+    assert {name for name, _ in made} == {*conditions.PREDICTED.fusions}
     for (_, predicted), answer in made.items():
         assert answer is True if predicted > 1.1 else "would be 1.09x as fast" in answer
 

@@ -32,4 +32,5 @@ def test_quack_computes_the_same(case, peer, monkeypatch):
 def test_which_cases_it_has_kernels_for():
     assert [case.name for case in CASES if case.peers] == [
         "linear + GELU", "linear + GELU, kept", "linear + add", "softmax of a loss",
+        "cross entropy", "cross entropy with all options",
     ]  # fmt: skip

@@ -5,7 +5,6 @@ Without a GPU they run in a process with ``TRITON_INTERPRET=1``, and are compile
 
 import dataclasses
 
-import opfuse_moe.conditions
 import pytest
 import torch
 
@@ -14,11 +13,12 @@ from opfuse import ops
 from opfuse.testing import assert_close, interpreter, machine
 
 pytest.importorskip("triton")
-from ledger.model import LaunchWork, launch_seconds
+from ledger import assert_predicted
+from opfuse_moe import conditions
 from opfuse_moe.cases import CASES
+from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
 from opfuse_triton import TARGETS, functions_of, recording, target
-from opfuse_triton.floor import TorchBytes
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
 
@@ -211,58 +211,17 @@ def test_nothing_reads_the_sizes_on_the_host():
     assert len(launches) == 4
 
 
-def seconds(on, case, shape, *other):
-    """Of a case by the ledger's model: each full operand once; and of bytes that others move."""
-    flops = case.flops(**shape)
-    work = LaunchWork(1 << 20, 8, case.floor_bytes(shape), 0, 0, 0, flops)
-    return launch_seconds(on, work) + sum(other) / on.bandwidth
-
-
-def torch_bytes(function, *shapes):
-    with TorchBytes() as counted:
-        function(*[torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes])
-    return counted.moved.total()
-
-
-def model(on, up, down):
-    """The separate ops by the model over the fusions: torch copies matrices, or joins results."""
-    product, gradient, wgrad = [
-        BY_NAME[name] for name in ("grouped product", "its gradient", "gradient of the matrices")
-    ]
-    size = {name: operand.nbytes for name, operand in product.tensors(**up).items()}
-    forward, dgrad, of_w = [seconds(on, case, up) for case in (product, gradient, wgrad)]
-    copies, joins = [2 * size[name] / on.bandwidth for name in ("w", "y")]
-    fused = [
-        seconds(on, BY_NAME[name], shape)
-        for name, shape in (
-            ("grouped product + SwiGLU", up),
-            ("its gradient + that of SwiGLU", down),
-        )
-    ]
-    rows, inner = up["rows"], up["features"] // 2
-    op = ops.SwiGLU()
-    activation = torch_bytes(
-        lambda x, scales: (op.forward_value(x.float()) * scales.float()[:, None]).to(x.dtype),
-        *((rows, 2 * inner), (rows,)),
-    )
-    derivative = torch_bytes(
-        lambda dy, x, scales: op.backward_value(dy.float() * scales.float()[:, None], x.float()),
-        *((rows, inner), (rows, 2 * inner), (rows,)),
-    )
-    of_down = seconds(on, gradient, down)
-    return {
-        "forward": (forward + min(copies, joins)) / forward,
-        "backward": (dgrad + of_w + min(copies, joins)) / (dgrad + of_w),
-        "stacked": 1.0,
-        "activated": (forward + activation / on.bandwidth) / fused[0],
-        "gradients": (of_down + derivative / on.bandwidth) / fused[1],
-    }
+@pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")
+def test_predictions_are_those_of_the_model():
+    assert_predicted(PREDICTED, CASES)
 
 
 @needs_compiler
-def test_speeds_are_the_lowest_by_the_model():
-    cases = BY_NAME["grouped product"], BY_NAME["its gradient + that of SwiGLU"]
-    shapes = list(zip(*[case.shapes for case in cases], strict=True))
-    found = [model(on, *pair) for on in TARGETS.values() for pair in shapes]
-    lowest = {key: min(each[key] for each in found) for key in found[0]}
-    assert lowest == pytest.approx(opfuse_moe.conditions.SPEEDS, abs=0.005)
+def test_what_gains_little_waits_until_it_is_measured():
+    cuda = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
+    linear = ops.GroupedLinear(2, 16, 32, device="meta")
+    said = conditions.alone((linear,), cuda)
+    assert "not measured on this GPU" in said and "1.07x" in said
+    assert "1.00x" in conditions.backward_alone((linear,), cuda)
+    assert conditions.alone((linear,), cuda._replace(measured=1.0)) is True
+    assert conditions.activated((linear, ops.ScaledSwiGLU()), cuda) is True

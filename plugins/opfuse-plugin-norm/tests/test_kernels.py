@@ -298,19 +298,8 @@ def test_they_take_no_longer_than_ligers_kernels(name):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("which", fused.SPEEDS)
-def test_fusions_wait_for_a_measurement_by_the_speed_of_the_model(which):
-    """The lowest is at the narrowest rows, where partial sums weigh most."""
-    for name, predicted in fused.SPEEDS[which].items():
-        found = []
-        for case in CASES:
-            same = ("add" in case.name) == ("add" in name)
-            # the backward of each dropout is the kernel of a dropout alone
-            if (which in case.name and same) or (which == "joint" and case.name == "dropout"):
-                shape, on = case.shapes[0], TARGETS[90]
-                seconds = ledger.estimate(case, shape, on, sample=3).seconds
-                found.append(ledger.count_separate(case, shape) / on.bandwidth / seconds)
-        assert predicted == pytest.approx(min(found), rel=0.05)
+def test_predictions_are_those_of_the_model():
+    ledger.assert_predicted(fused.PREDICTED, CASES)
 
 
 @needs_interpreter

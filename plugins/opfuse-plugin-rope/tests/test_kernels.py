@@ -78,20 +78,8 @@ def test_offsets_beyond_32_bits():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("what", ["alone", "norm"])
-@pytest.mark.parametrize("passes", ["forward", "backward"])
-def test_the_predicted_speed_is_the_models(passes, what):
-    """The lowest over all cases and their shapes, on an H100."""
-    on, speeds = TARGETS[90], []
-    for case in CASES:
-        if ("Norm" in case.name) != (what == "norm"):
-            continue
-        if ("backward" in case.name) != (passes == "backward"):
-            continue
-        for shape in case.shapes:
-            separate = ledger.count_separate(case, shape) / on.bandwidth
-            speeds.append(separate / ledger.estimate(case, shape, on, sample=3).seconds)
-    assert fused.PREDICTED[passes][what] == pytest.approx(min(speeds), rel=0.05)
+def test_predictions_are_those_of_the_model():
+    ledger.assert_predicted(fused.PREDICTED, CASES)
 
 
 def test_a_fusion_that_would_be_slower_waits(monkeypatch):
@@ -99,6 +87,6 @@ def test_a_fusion_that_would_be_slower_waits(monkeypatch):
     from opfuse import ops
 
     env = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
-    monkeypatch.setitem(fused.PREDICTED["forward"], "alone", 1.0)
+    monkeypatch.setitem(fused.PREDICTED.fusions, "rope", (1.0, ()))
     assert "was not measured on this GPU" in fused._forward_runs((ops.RoPE(64),), env)
     assert fused._backward_runs((ops.RoPE(64),), env) is True

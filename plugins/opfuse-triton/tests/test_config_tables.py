@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import math
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import opfuse
 pytestmark = pytest.mark.alone
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from opfuse_triton import TARGETS, Config, Kernel, config_tables, recording  # noqa: E402
+from opfuse_triton import TARGETS, Config, Kernel, Predicted, config_tables, recording  # noqa: E402
+from opfuse_triton import target as pretend  # noqa: E402
 from opfuse_triton.gpu import winners  # noqa: E402
 from triton_toys import scale_kernel  # noqa: E402
 
@@ -26,13 +28,18 @@ FAST = KERNEL.candidates(HERE, FACTS)[1]
 def path(tmp_path, monkeypatch):
     """The file of the toy GPU; each test reads it anew."""
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
-    config_tables._choices.cache_clear()
+    config_tables._table.cache_clear()
     yield tmp_path / "nvidia-toy-9.kernels.json"
-    config_tables._choices.cache_clear()
+    config_tables._table.cache_clear()
 
 
 def entry(config=FAST, facts=FACTS, **changed):
     return winners.entry("toys:CASES", HERE.name, KERNEL, facts, config) | changed
+
+
+def slow_case(speed=1.04, shape=None, **changed):
+    shape = shape or {"rows": 8, "n": 4}
+    return winners.speed_entry("toys", HERE.name, "toy", shape, speed) | changed
 
 
 def block(target=HERE, **changed):
@@ -60,7 +67,7 @@ def test_a_configuration_that_is_given_goes_before_the_table(path):
     with recording(HERE) as launches:
         KERNEL.launch((1,), x, None, x, 40)
     assert launches[0].config["BLOCK"] == 64  # read once: what runs already stays as it is
-    config_tables._choices.cache_clear()
+    config_tables._table.cache_clear()
     with recording(HERE) as launches:
         KERNEL.launch((1,), x, None, x, 40)
     assert launches[0].config["BLOCK"] == 32
@@ -82,6 +89,33 @@ def test_what_was_measured_elsewhere_does_not_count(path, changed):
     assert block() == 64
 
 
+def test_a_case_that_was_measured_decides_in_place_of_the_model(path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and the GPU is the toy
+    on_gpu = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16)
+    table = Predicted("toys", {"one": (1.05, ["toy"]), "two": (1.2, ["toy", "other"])})
+
+    def said(env=on_gpu, target=HERE):
+        config_tables._table.cache_clear()
+        with pretend(target):
+            return [table.why_not(name, env) for name in table.fusions]
+
+    one, two = said()
+    assert "not measured on this GPU" in one and "1.05x" in one and not two
+    winners.write(path, [slow_case(), slow_case(3.0, {"rows": 1, "n": 1})])
+    one, two = said()
+    assert one == two and "measured by opfuse_triton gpu: 1.04x" in one  # the lowest over shapes
+    assert "1.05x" in said(target=TARGETS[90])[0]  # one that is only simulated has no table
+    assert (
+        said(on_gpu._replace(measured=1.0))
+        == said(on_gpu._replace(device=torch.device("cpu")))
+        == ["", ""]
+    )
+    winners.write(path, [slow_case(1.1), slow_case(0.5, case="toys: unknown"), entry()])
+    assert said() == ["", ""] and block() == 32
+    winners.write(path, [slow_case(0.5, setting=config_tables.setting("NVIDIA Toy 8"))])
+    assert said() == ["", ""]
+
+
 def test_an_empty_variable_means_no_table(path, monkeypatch):
     winners.write(path, [entry()])
     monkeypatch.setenv("OPFUSE_TUNING", "")
@@ -97,6 +131,8 @@ def test_an_empty_variable_means_no_table(path, monkeypatch):
         (json.dumps({"format": 1, "entries": [entry(facts={}) | {"facts": {"n": 4}}]}), "strings"),
         (json.dumps({"format": 1, "entries": [entry(config={"BLOCK": 32})]}), "BLOCK"),
         (json.dumps({"format": 1, "entries": [entry(package=["x"])]}), "x"),
+        (json.dumps({"format": 1, "entries": [slow_case(math.nan)]}), "speed nan"),
+        (json.dumps({"format": 1, "entries": [slow_case(case=7)]}), "strings"),
     ],
 )
 def test_a_file_that_is_no_table_is_refused_with_a_sentence(path, content, what, monkeypatch):
@@ -105,7 +141,7 @@ def test_a_file_that_is_no_table_is_refused_with_a_sentence(path, content, what,
         assert block() == 64
     assert what in str(told[0].message) and "it is not used" in str(told[0].message)
     assert block() == 64  # told once
-    config_tables._choices.cache_clear()
+    config_tables._table.cache_clear()
     monkeypatch.setenv("OPFUSE_STRICT", "1")
     with pytest.raises(opfuse.TuningWarning, match="delete it"):
         block()

@@ -59,12 +59,19 @@ def test_a_sound_case_passes_and_is_timed(tmp_path, monkeypatch):
     assert any(line.startswith("  rows=3 features=40 ") for line in lines)
     assert max(map(len, lines[:-2])) <= 100 and report["left"] == {"gpu_toys:SOUND": []}
     kept = config_tables.read(tmp_path / "interpreter.kernels.json")
-    assert kept and kept == report["rows"][1]["entries"]
+    found = [one for row in report["rows"] for one in row.get("entries", ())]
+    assert all(one in kept for one in found) and all(one in found for one in kept)
+    speeds = {one["case"]: one for one in kept if "case" in one}
+    assert {*speeds} == {"gpu_toys:SOUND: scale", "gpu_toys:SOUND: later"}
+    fastest = min(row["seconds"], row["best"]["scale_kernel"]["seconds"])
+    speed = speeds["gpu_toys:SOUND: scale"]
+    assert speed["shape"] == {"rows": 3, "features": 40}
+    assert speed["speed"] == row["others"]["separate"] / fastest
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
-    config_tables._choices.cache_clear()
+    config_tables._table.cache_clear()
     facts = {"x_ptr": torch.bfloat16, "s_ptr": torch.float32, "y_ptr": torch.bfloat16, "n": 120}
-    assert toys.SCALE.pick(INTERPRETER, facts).to_dict() == kept[0]["config"]
-    config_tables._choices.cache_clear()
+    assert toys.SCALE.pick(INTERPRETER, facts).to_dict() == found[0]["config"]
+    config_tables._table.cache_clear()
 
 
 @pytest.mark.parametrize(

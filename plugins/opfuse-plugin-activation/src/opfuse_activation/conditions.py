@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from opfuse_triton import Predicted
 from opfuse_triton.elementwise.passes import why_not
 
 from opfuse import Environment, has_same_math
 from opfuse.ops import GELU, ReLU, SiLU
 
+PREDICTED = Predicted(
+    "activation",
+    {
+        "bias+activation": (1.33, ["bias + GELU", "bias + GELU, inference", "bias + SwiGLU"]),
+        "bias+activation backward": (
+            1.29,
+            [
+                "bias + GELU backward",
+                "bias + GELU (erf) backward",
+                "bias + GELU backward, bias only",
+            ],
+        ),
+        "activation": (6.33, ["SwiGLU", "SwiGLU, by 32"]),
+        "activation backward": (11.4, ["SwiGLU backward"]),
+        "scaled activation": (7.66, ["scaled SwiGLU"]),
+        "scaled activation backward": (13.0, ["scaled SwiGLU backward", "scaled SReLU backward"]),
+    },
+)
+"""The speed of each fusion by the model."""
 
-def runs(ops: Any, env: Environment) -> bool | str:
-    """Accept if a kernel can run, or its twin is wanted."""
-    return bool(env.options.get("activation.twins")) or why_not(ops[-1], env) or True
 
+def runs(name: str) -> Callable[[Any, Environment], bool | str]:
+    """The condition of a fusion: a kernel can run and does not wait, or its twin is wanted.
 
-def runs_alone(ops: Any, env: Environment) -> bool | str:
-    """The same, for ops that take several passes over memory in PyTorch."""
-    if is_one_kernel(ops[-1]):
-        return f"PyTorch has a kernel for {type(ops[-1]).__name__}"
-    return runs(ops, env)
+    Args:
+        name: One of :data:`PREDICTED`. What is named ``"activation"`` is no single op of PyTorch.
+    """
+    alone = name.startswith("activation")
+
+    def when(ops: Any, env: Environment) -> bool | str:
+        if alone and is_one_kernel(ops[-1]):
+            return f"PyTorch has a kernel for {type(ops[-1]).__name__}"
+        twins = bool(env.options.get("activation.twins"))
+        return twins or why_not(ops[-1], env) or PREDICTED.why_not(name, env) or True
+
+    return when
 
 
 def is_one_kernel(op: Any) -> bool:

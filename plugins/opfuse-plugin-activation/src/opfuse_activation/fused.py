@@ -140,14 +140,20 @@ class BackwardScaledActivation(_Fused):
 _ACT, _SCALED = Subclasses(Activation), Subclasses(ScaledActivation)
 
 
-def _fusions(fused: Any, benefit: Any, scaled: Any, benefit_of_scaled: float) -> list[Fusion]:
-    runs, alone = conditions.runs, conditions.runs_alone
+def _fusions(
+    fused: Any, benefit: Any, scaled: Any, benefit_of_scaled: float, passes: str = ""
+) -> list[Fusion]:
+    def fusion(pattern: tuple[Any, ...], name: str, of: Any, benefit: Any) -> Fusion:
+        return Fusion(pattern, of, conditions.runs(f"{name}{passes}"), benefit, name=name)
+
     return [
-        Fusion((Bias, _ACT), fused, runs, benefit, name="bias+activation"),
-        Fusion((_ACT,), fused, alone, benefit, name="activation"),
-        Fusion((_SCALED,), scaled, runs, benefit_of_scaled, name="scaled activation"),
+        fusion((Bias, _ACT), "bias+activation", fused, benefit),
+        fusion((_ACT,), "activation", fused, benefit),
+        fusion((_SCALED,), "scaled activation", scaled, benefit_of_scaled),
     ]
 
 
 FORWARD = _fusions(ForwardActivation, conditions.saved_forward, ForwardScaledActivation, 2.0)
-BACKWARD = _fusions(BackwardActivation, conditions.saved_backward, BackwardScaledActivation, 4.0)
+BACKWARD = _fusions(
+    BackwardActivation, conditions.saved_backward, BackwardScaledActivation, 4.0, " backward"
+)

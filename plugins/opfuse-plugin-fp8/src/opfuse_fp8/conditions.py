@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from opfuse_triton import why_no_kernel, why_unmeasured
+from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment
@@ -153,16 +153,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (numbers.Number, str, enum.Enum, torch.dtype))
 
 
-PREDICTED = {
-    "cast": ("cast, current", 15.8),
-    "cast+bias": ("cast + bias, current", 14.9),
-    "activation+cast": ("bias + GELU + cast, current", 10.3),
-    "cast+activation": ("cast + bias + GELU, current", 9.8),
-    "norm+cast": ("RMSNorm + cast, current", 17.9),
-    "add+norm+cast": ("add + RMSNorm + cast, current", 12.4),
-}
-"""The speed of each fusion by the ledger's model, relative to the separate ops: in the slowest of
-its cases at their real shapes, which is named. The separate ops cast in fp32, in many passes."""
+PREDICTED = Predicted(
+    "fp8",
+    {
+        "cast": (15.8, ["cast, current"]),
+        "cast+bias": (14.9, ["cast + bias, current"]),
+        "activation+cast": (10.3, ["bias + GELU + cast, current"]),
+        "cast+activation": (9.8, ["cast + bias + GELU, current"]),
+        "norm+cast": (17.9, ["RMSNorm + cast, current"]),
+        "add+norm+cast": (12.4, ["add + RMSNorm + cast, current"]),
+    },
+)
+"""The speed of each fusion by the model, in the slowest of its cases. The separate ops cast in
+fp32, in many passes."""
 
 
 def runs(
@@ -180,8 +183,7 @@ def runs(
     if env.options.get("fp8.twins"):
         return of_quantizer(quantizer, alone) or True
     if env.device.type != "cpu" or not why_no_kernel(env.device):
-        _, predicted = PREDICTED[name]
-        why = why_not(env, quantizer, activation, alone) or why_unmeasured(env, predicted)
+        why = why_not(env, quantizer, activation, alone) or PREDICTED.why_not(name, env)
         return why or True
     if why := why_not_compiled(env, quantizer, activation):
         return why

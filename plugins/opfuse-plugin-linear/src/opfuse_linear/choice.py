@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opfuse_triton import is_interpreting, why_unmeasured
+from opfuse_triton import Predicted, is_interpreting
 
 from opfuse import Environment
 from opfuse.ops import AddExtraInput, ConstantScale, ParallelLinear
@@ -19,30 +19,27 @@ MIN_CAPABILITY = 8, 0
 MANY_ROWS = 8192
 """Rows for which configurations are ordered."""
 
-PREDICTED = {
-    "linear+bias+activation": 1.07,
-    "parallel linear+activation": 1.09,
-    "linear+bias+add": 1.03,
-    "linear+scale+add": 1.05,
-    "activation+linear": 1.05,
-    "cross entropy": 9.0,
-}
-"""The speed of a fusion on a GPU by the model of the ledger, relative to the separate ops (1.0).
-
-It is the lowest over the shapes of the fusion's cases and over the GPUs they are compiled for. A
-product is taken to be as fast as the library's. The separate ops take their bytes at the full
-bandwidth, or their product at the peak.
-"""
-
-
-def waits(name: str, env: Environment) -> str:
-    """Why a fusion waits until ``opfuse tune`` measured it here, as a sentence; empty: it does not.
-
-    Args:
-        name: One of :data:`PREDICTED`.
-        env: The environment.
-    """
-    return why_unmeasured(env, PREDICTED[name])
+PREDICTED = Predicted(
+    "linear",
+    {
+        "linear+bias+activation": (
+            1.07,
+            ["linear + GELU", "linear + GELU, kept", "linear + GELU (tanh), wide, kept"],
+        ),
+        "parallel linear+activation": (
+            1.09,
+            ["gate and up + SwiGLU", "gate and up + SwiGLU, kept"],
+        ),
+        "linear+bias+add": (1.03, ["linear + add"]),
+        "linear+scale+add": (1.05, ["linear + scale + add"]),
+        "activation+linear": (
+            1.05,
+            ["gradient of GELU before a linear", "gradient of GELU (erf) before a linear"],
+        ),
+        "cross entropy": (8.86, ["cross entropy", "cross entropy with all options"]),
+    },
+)
+"""The speed of each fusion by the model. A product is taken to be as fast as the library's."""
 
 
 def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> str:
@@ -62,7 +59,7 @@ def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> s
     if env.device.type == "cpu" or not measured or env.measured == math.inf:
         return ""
     if env.measured is None:
-        return waits(_fusion(ops), env)
+        return PREDICTED.why_not(_fusion(ops), env)
     return "" if found(env) else "opfuse tune found no Triton product faster than the library's"
 
 
@@ -113,8 +110,8 @@ def _does_not_compute(ops: Sequence[Any]) -> str:
 
 def product(ops: Sequence[Any], env: Environment) -> Any:
     """The :class:`opfuse_linear.products.Product` for these ops; None: the library has it."""
-    on_gpu = env.device.type != "cpu"
-    if refusal(ops, env, measured=False) or (on_gpu and found(env) is None):
+    tuned = env.device.type != "cpu" and env.measured is not None
+    if refusal(ops, env) or (tuned and found(env) is None):
         return None
     from .products import Product
 
@@ -141,7 +138,7 @@ def activation_gradient_refusal(ops: Sequence[Any], env: Environment) -> str:
         return "the gradient of a gated activation has two halves, and a Triton product gives one"
     if functions_of(act) is None:
         return f"{type(act).__name__} has no device functions for a Triton product"
-    return waits("activation+linear", env)
+    return PREDICTED.why_not("activation+linear", env)
 
 
 def gradient_configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:

@@ -85,7 +85,8 @@ def _pays(ops: Sequence[Any], env: Environment) -> bool | str:
     """Asked while planning."""
     if env.compiling:
         return "under torch.compile the compiler fuses the loss"
-    return choice.cannot_run(env, "its kernel") or choice.waits("cross entropy", env) or True
+    refused = choice.cannot_run(env, "its kernel")
+    return refused or choice.PREDICTED.why_not("cross entropy", env) or True
 
 
 # a fusion that takes the linear too goes first

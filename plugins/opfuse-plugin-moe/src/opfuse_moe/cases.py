@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse.ops import SwiGLU
 from opfuse.ops.grouped import Groups
@@ -33,6 +34,45 @@ def _groups(ends: Tensor) -> Groups:
         raise NotImplementedError
     sizes = ends.diff(prepend=ends.new_zeros(1))
     return Groups(sizes.cpu(), sizes.tolist())
+
+
+def _apart(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Torch's grouped product; on the meta device one that counts the same, of equal groups."""
+    if not x.is_meta:
+        return F.grouped_mm(x, matrices, offs=ends)
+    count = len(matrices)
+    groups = x.new_empty(count, -(-len(x) // count), x.shape[1])
+    return torch.bmm(groups, matrices).flatten(0, 1)[: len(x)]
+
+
+def _forward_apart(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return _apart(x, w.transpose(1, 2), ends)
+
+
+def _list(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    matrices = library.listed(w.unbind())
+    assert matrices is not None
+    return library.product(x, matrices, ends)
+
+
+def _list_apart(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """On a GPU the matrices are copied into one tensor. Joining the results moves less."""
+    if x.is_meta:
+        return _forward_apart(x, w, ends).clone()
+    return _forward_apart(x, torch.stack(w.unbind()), ends)
+
+
+def _dgrad_apart(dy: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return _apart(dy, w, ends)
+
+
+def _wgrad_apart(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    if not x.is_meta:
+        return F.grouped_mm(dy.t(), x, offs=ends)
+    count = len(ends)
+    each = -(-len(x) // count)
+    left = dy.new_empty(count, dy.shape[1], each)
+    return torch.bmm(left, x.new_empty(count, each, x.shape[1]))
 
 
 def _forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -80,6 +120,11 @@ def _activated_twin(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
     return _scaled(hidden, scales), hidden
 
 
+def _activated_apart(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
+    hidden = _forward_apart(x, w, ends)
+    return _scaled(hidden, scales), hidden
+
+
 def _scaled(hidden: Tensor, scales: Tensor) -> Tensor:
     wide = torch.promote_types(hidden.dtype, torch.float32)
     y = SwiGLU().forward_value(hidden.to(wide)) * scales.to(wide)[:, None]
@@ -92,8 +137,16 @@ def _gradients(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tens
 
 
 def _gradients_twin(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tensor) -> Any:
+    return _unscaled(_dgrad_twin(dy, w, ends), scales, hidden)
+
+
+def _gradients_apart(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tensor) -> Any:
+    return _unscaled(_dgrad_apart(dy, w, ends), scales, hidden)
+
+
+def _unscaled(gradient: Tensor, scales: Tensor, hidden: Tensor) -> Any:
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    gradient, x = _dgrad_twin(dy, w, ends).to(wide), hidden.to(wide)
+    gradient, x = gradient.to(wide), hidden.to(wide)
     of_hidden = SwiGLU().backward_value(gradient * scales.to(wide)[:, None], x)
     of_scales = (SwiGLU().forward_value(x) * gradient).sum(-1)
     return of_hidden.to(hidden.dtype), of_scales
@@ -155,25 +208,41 @@ _DTYPES = BF16, torch.float16, torch.float32
 
 
 def _case(
-    name: str, run: Any, twin: Any, tensors: tuple[str, str], shapes: Any, kernel: Any
+    name: str,
+    run: Any,
+    twin: Any,
+    tensors: tuple[str, str],
+    shapes: Any,
+    kernel: Any,
+    separate: Any = None,
 ) -> KernelCase:
     gemms = () if kernel is library.SUMS else (kernel.name,)
     return KernelCase(
         name, run, _operands(*tensors), shapes, _SMALL, gemms=gemms, twin=twin, draw=_draw,
-        dtypes=_DTYPES, flops=_flops if gemms else None, turn=30,
+        dtypes=_DTYPES, flops=_flops if gemms else None, turn=30, separate=separate,
     )  # fmt: skip
 
 
 CASES = [
-    _case("grouped product", _forward, _forward_twin, ("x w ends", "y"), _UP, library.PRODUCT),
+    _case(
+        "grouped product", _forward, _forward_twin, ("x w ends", "y"), _UP, library.PRODUCT,
+        _forward_apart,
+    ),
+    _case(
+        "grouped product of a list", _list, _forward_twin, ("x w ends", "y"), _UP,
+        library.PRODUCT, _list_apart,
+    ),
     _case(
         "grouped product, listed", _listed, _listed_twin,
         ("x w bias scales ends", "y"), _DOWN, library.PRODUCT,
     ),
-    _case("its gradient", _dgrad, _dgrad_twin, ("dy w ends", "dx"), _UP, library.PRODUCT),
+    _case(
+        "its gradient", _dgrad, _dgrad_twin, ("dy w ends", "dx"), _UP, library.PRODUCT,
+        _dgrad_apart,
+    ),
     _case(
         "gradient of the matrices", library.weight_grads, _wgrad_twin,
-        ("dy x ends", "dw"), _UP, library.WGRAD,
+        ("dy x ends", "dw"), _UP, library.WGRAD, _wgrad_apart,
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),
@@ -181,10 +250,11 @@ CASES = [
     ),
     _case(
         "grouped product + SwiGLU", _activated, _activated_twin,
-        ("x w scales ends", "activated kept"), _UP, library.ACTIVATED,
+        ("x w scales ends", "activated kept"), _UP, library.ACTIVATED, _activated_apart,
     ),
     _case(
         "its gradient + that of SwiGLU", _gradients, _gradients_twin,
         ("dy w scales hidden ends", "d_hidden d_scales"), _DOWN, library.GRADIENTS,
+        _gradients_apart,
     ),
 ]  # fmt: skip

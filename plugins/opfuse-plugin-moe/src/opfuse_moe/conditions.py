@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opfuse_triton import why_no_kernel, why_unmeasured
+from opfuse_triton import Predicted, why_no_kernel
 
 from opfuse import Environment
 from opfuse.ops import GroupedLinear
@@ -17,10 +17,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_GROUPS = 1024
 """Groups whose ends a program looks through at once."""
 
-SPEEDS = {"forward": 1.07, "backward": 1.04, "stacked": 1.0, "activated": 1.43, "gradients": 2.53}
-"""Speed by the ledger's model, relative to the separate ops: the lowest at the sizes of two models,
-on five GPUs. A test computes them again.
-"""
+PREDICTED = Predicted(
+    "moe",
+    {
+        "grouped linear": (1.07, ["grouped product of a list"]),
+        "grouped linear of one tensor": (1.0, ["grouped product"]),
+        "grouped linear backward": (1.0, ["its gradient", "gradient of the matrices"]),
+        "activated": (1.43, ["grouped product + SwiGLU"]),
+        "gradients": (3.43, ["its gradient + that of SwiGLU"]),
+    },
+)
+"""The speed of each fusion by the model: torch's product needs its matrices in one tensor."""
 
 
 def why_not(op: GroupedLinear, env: Environment) -> str:
@@ -39,18 +46,15 @@ def why_not(op: GroupedLinear, env: Environment) -> str:
     return ""
 
 
-def alone(ops: Sequence[Any], env: Environment, passes: str = "forward") -> bool | str:
-    """Whether a grouped linear is multiplied by the kernels.
-
-    Of matrices in one tensor torch's grouped product needs no copy.
-    """
-    speed = SPEEDS["stacked" if ops[0].is_stacked else passes]
-    return why_not(ops[0], env) or why_unmeasured(env, speed) or True
+def alone(ops: Sequence[Any], env: Environment) -> bool | str:
+    """Whether a grouped linear is multiplied by the kernels."""
+    name = "grouped linear of one tensor" if ops[0].is_stacked else "grouped linear"
+    return why_not(ops[0], env) or PREDICTED.why_not(name, env) or True
 
 
 def backward_alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """The same for its gradients."""
-    return alone(ops, env, "backward")
+    return why_not(ops[0], env) or PREDICTED.why_not("grouped linear backward", env) or True
 
 
 def activated(ops: Sequence[Any], env: Environment) -> bool | str:
@@ -59,7 +63,7 @@ def activated(ops: Sequence[Any], env: Environment) -> bool | str:
     if linear.scales_bias:
         return "its product is rounded before a scaled bias is added, and after that it activates"
     said = why_not(linear, env) or _why_no_functions(scaled, linear.out_features)
-    return said or why_unmeasured(env, SPEEDS["activated"]) or True
+    return said or PREDICTED.why_not("activated", env) or True
 
 
 def gradients(ops: Sequence[Any], env: Environment) -> bool | str:
@@ -67,7 +71,7 @@ def gradients(ops: Sequence[Any], env: Environment) -> bool | str:
     scaled, linear = ops
     width = linear.in_features * scaled.feature_ratio
     said = why_not(linear, env) or _why_no_functions(scaled, width)
-    return said or why_unmeasured(env, SPEEDS["gradients"]) or True
+    return said or PREDICTED.why_not("gradients", env) or True
 
 
 def _why_no_functions(scaled: Any, width: int) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from opfuse_triton import norms as kernels
-from opfuse_triton import why_unmeasured
 from opfuse_triton.norms import drop as twin
 from opfuse_triton.norms.drop import Drop
 from torch import Tensor
@@ -16,7 +15,7 @@ from opfuse import Environment, FusedOperation, Fusion, OneOf, Optional
 from opfuse.ops import AddExtraInput, Dropout, LayerNorm, MakeExtraOutput, RMSNorm
 
 from . import fused
-from .fused import SPEEDS, BackwardNorm, Ctxs, Extras, ForwardNorm
+from .fused import PREDICTED, BackwardNorm, Ctxs, Extras, ForwardNorm
 
 
 class _Dropping(FusedOperation):
@@ -142,7 +141,7 @@ def _draws(name: str) -> Any:
     """The condition of a fusion without a norm."""
 
     def when(ops: Sequence[Any], env: Environment) -> bool | str:
-        return _why_not(ops, env) or why_unmeasured(env, SPEEDS["joint"][name]) or True
+        return _why_not(ops, env) or PREDICTED.why_not(name, env) or True
 
     return when
 
@@ -150,9 +149,8 @@ def _draws(name: str) -> Any:
 def _draws_before_a_norm(ops: Sequence[Any], env: Environment) -> bool | str:
     if len(getattr(ops[-1], "normalized_shape", (0,))) > 1:
         return "its kernel draws along the last dimension, and the norm has several"
-    predicted = SPEEDS["joint"]["dropout+add+norm"]
     refused = _why_not(ops, env) or fused.why_not(ops, env)
-    return refused or why_unmeasured(env, predicted) or True
+    return refused or PREDICTED.why_not("dropout+add+norm", env) or True
 
 
 JOINT = [

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from opfuse_triton import Predicted, why_no_kernel
 from opfuse_triton import norms as kernels
-from opfuse_triton import why_no_kernel, why_unmeasured
 from opfuse_triton.norms.drop import Drop, dropout
 from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
@@ -136,35 +136,43 @@ def why_not(ops: Sequence[Any], env: Environment) -> str:
     return why_no_kernel(env.device, env.capability)
 
 
-def _runs(predicted: float) -> Callable[[Sequence[Any], Environment], bool | str]:
-    """The condition of a fusion of that speed by the model."""
+def _runs(name: str) -> Callable[[Sequence[Any], Environment], bool | str]:
+    """The condition of a fusion."""
 
     def when(ops: Sequence[Any], env: Environment) -> bool | str:
-        return why_not(ops, env) or why_unmeasured(env, predicted) or True
+        return why_not(ops, env) or PREDICTED.why_not(name, env) or True
 
     return when
 
 
-SPEEDS = {
-    "forward": {"norm": 5.0, "add+norm": 3.25},
-    "backward": {"norm": 4.5, "norm+add": 4.0},
-    "joint": {"dropout": 1.25, "dropout+add": 1.25, "dropout+add+norm": 1.25},
-}
-"""The speed of each fusion on an H100 by the ledger's model, relative to the separate ops.
-
-It is the lowest over the passes, norms and widths of :mod:`.cases`.
-"""
+PREDICTED = Predicted(
+    "norm",
+    {
+        "norm": (5.0, ["RMSNorm forward", "LayerNorm forward", "L2Normalization forward"]),
+        "add+norm": (3.25, ["add + RMSNorm forward", "add + LayerNorm forward"]),
+        "norm backward": (
+            4.47,
+            ["RMSNorm backward", "LayerNorm backward", "L2Normalization backward"],
+        ),
+        "norm+add backward": (4.11, ["RMSNorm backward + add", "LayerNorm backward + add"]),
+        # the backward of each dropout is the kernel of a dropout alone
+        "dropout": (1.25, ["dropout"]),
+        "dropout+add": (1.25, ["dropout", "dropout + add"]),
+        "dropout+add+norm": (1.25, ["dropout", "dropout + add + RMSNorm"]),
+    },
+)
+"""The speed of each fusion by the model."""
 
 _NORM = OneOf(RMSNorm, LayerNorm, L2Normalization)
 _FORWARD, _BACKWARD = 4, 6
 """Additional passes over memory of a norm in PyTorch's operations, in half precision."""
 
 FORWARD = [
-    Fusion((_NORM,), ForwardNorm, _runs(SPEEDS["forward"]["norm"]), benefit=_FORWARD, name="norm"),
+    Fusion((_NORM,), ForwardNorm, _runs("norm"), benefit=_FORWARD, name="norm"),
     Fusion(
         (AddExtraInput, Optional(MakeExtraOutput), _NORM),
         ForwardNorm,
-        _runs(SPEEDS["forward"]["add+norm"]),
+        _runs("add+norm"),
         # the sum is not written and read again; a GEMM that adds would copy what it adds to
         benefit=_FORWARD + 3,
         name="add+norm",
@@ -172,13 +180,11 @@ FORWARD = [
 ]
 
 BACKWARD = [
-    Fusion(
-        (_NORM,), BackwardNorm, _runs(SPEEDS["backward"]["norm"]), benefit=_BACKWARD, name="norm"
-    ),
+    Fusion((_NORM,), BackwardNorm, _runs("norm backward"), benefit=_BACKWARD, name="norm"),
     Fusion(
         (MakeExtraOutput, _NORM),
         BackwardNorm,
-        _runs(SPEEDS["backward"]["norm+add"]),
+        _runs("norm+add backward"),
         benefit=_BACKWARD + 2,
         name="norm+add",
     ),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opfuse_triton import why_no_kernel, why_unmeasured
+from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
@@ -268,21 +268,36 @@ def _why_not(ops: Sequence[Any], env: Environment) -> str:
     return why_no_kernel(env.device, env.capability)
 
 
-def _runs(predicted: Mapping[str, float], ops: Sequence[Any], env: Environment) -> bool | str:
-    what = "norm" if any(isinstance(op, _NORMS) for op in ops) else "alone"
-    return _why_not(ops, env) or why_unmeasured(env, predicted[what]) or True
+PREDICTED = Predicted(
+    "rope",
+    {
+        "rope": (
+            6.88,
+            [
+                "RoPE of queries and keys",
+                "RoPE",
+                "interleaved RoPE of queries and keys",
+                "RoPE of half of queries and keys",
+            ],
+        ),
+        "norm+rope": (20.4, ["RMSNorm + RoPE of queries and keys"]),
+        "rope backward": (11.6, ["RoPE of queries and keys, backward"]),
+        "norm+rope backward": (
+            17.2,
+            ["RMSNorm + RoPE of queries and keys, backward", "L2Normalization + RoPE, backward"],
+        ),
+    },
+)
+"""The speed of each fusion by the model."""
 
 
-PREDICTED = {"forward": {"alone": 6.88, "norm": 20.4}, "backward": {"alone": 11.6, "norm": 18.7}}
-"""Speeds by the model of the ledger, relative to the separate ops: the lowest over real shapes."""
-
-
-def _forward_runs(ops: Sequence[Any], env: Environment) -> bool | str:
-    return _runs(PREDICTED["forward"], ops, env)
+def _forward_runs(ops: Sequence[Any], env: Environment, passes: str = "") -> bool | str:
+    name = "norm+rope" if any(isinstance(op, _NORMS) for op in ops) else "rope"
+    return _why_not(ops, env) or PREDICTED.why_not(f"{name}{passes}", env) or True
 
 
 def _backward_runs(ops: Sequence[Any], env: Environment) -> bool | str:
-    return _runs(PREDICTED["backward"], ops, env)
+    return _forward_runs(ops, env, " backward")
 
 
 _NORMS = RMSNorm, L2Normalization

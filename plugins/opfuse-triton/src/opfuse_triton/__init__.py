@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .launches import recording as recording
     from .machine import is_interpreting as is_interpreting
     from .machine import why_no_kernel as why_no_kernel
-    from .machine import why_unmeasured as why_unmeasured
+    from .predicted import Predicted as Predicted
     from .targets import TARGETS as TARGETS
     from .targets import Target as Target
     from .targets import current_target as current_target
@@ -34,7 +34,8 @@ _NAMES = {
     "configs": ("Config",),
     "kernels": ("Kernel",),
     "launches": ("Launch", "recording"),
-    "machine": ("is_interpreting", "why_no_kernel", "why_unmeasured"),
+    "machine": ("is_interpreting", "why_no_kernel"),
+    "predicted": ("Predicted",),
     "targets": ("TARGETS", "Target", "current_target", "target"),
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -44,7 +45,7 @@ __all__ = sorted(_WHERE)
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'opfuse_triton' has no attribute {name!r}")
-    if _WHERE[name] != "machine" and importlib.util.find_spec("triton") is None:
+    if _WHERE[name] not in ("machine", "predicted") and importlib.util.find_spec("triton") is None:
         what = f"opfuse_triton.{name} needs Triton, which is not installed"
         raise ImportError(f"{what}: on Linux, python -m pip install triton")
     return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,9 +1,10 @@
-"""Tables of configurations that were measured on a GPU: what :meth:`Kernel.pick` looks in first.
+"""Tables of what was measured on a GPU: configurations of kernels, and speeds of cases.
 
 ``python -m opfuse_triton gpu`` writes one file for each GPU. It is looked for next to the tuning
 table of that GPU. An entry counts only on the GPU and with the versions that it was measured with,
-and only as a choice among the configurations that the kernel has for a launch. So a table may make
-a kernel faster or slower, and nothing else.
+and only as a choice among the configurations that the kernel has for a launch. The speed of a case
+decides whether a fusion waits, see :class:`opfuse_triton.Predicted`. So a table may make a kernel
+or a chain faster or slower, and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ COUNTS = frozenset({"rows", "count"})
 
 Entry = dict[str, Any]
 _Choices = Mapping[str, Mapping[str, str]]
+_Speeds = Mapping[str, float]
 
 
 def chosen(
@@ -44,11 +47,22 @@ def chosen(
         facts: See :attr:`opfuse_triton.Launch.facts`.
         possible: The configurations of the kernel.
     """
-    of_kernel = _choices(device).get(kernel) if device else None
+    of_kernel = _table(device)[0].get(kernel) if device else None
     wanted = of_kernel and of_kernel.get(as_key(as_text(facts)))
     if not wanted:
         return possible[0]
     return next((one for one in possible if as_key(one.to_dict()) == wanted), possible[0])
+
+
+def lowest_speed(device: str, cases: Iterable[str]) -> float | None:
+    """The lowest speed in the table of a GPU, relative to the separate ops; None: it has none.
+
+    Args:
+        device: As for :func:`chosen`.
+        cases: Names of cases, each after that of its plugin, as in ``"norm: RMSNorm forward"``.
+    """
+    speeds = _table(device)[1] if device else {}
+    return min([speeds[case] for case in cases if case in speeds], default=None)
 
 
 def as_text(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -78,21 +92,25 @@ def setting(device: str) -> Entry:
     return {"device": device, "torch": torch.__version__, "triton": triton.__version__}
 
 
-@functools.cache  # once in a process: launches that are remembered know no later table
-def _choices(device: str) -> _Choices:
-    """The entries that count here, by kernel and facts."""
-    path, found = kernels_path(device), dict[str, dict[str, str]]()
+@functools.cache  # once in a process: launches and plans that are remembered know no later table
+def _table(device: str) -> tuple[_Choices, _Speeds]:
+    """What counts here: the configurations by kernel and facts, the lowest speed of each case."""
+    path, choices, speeds = kernels_path(device), dict[str, dict[str, str]](), dict[str, float]()
     try:
         entries = read(path) if path else []
     except (OSError, ValueError) as error:
         warn_of(error, "run `python -m opfuse_triton gpu` again")
-        return {}
+        return {}, {}
     here = setting(device)
     for entry in entries:
-        if entry["setting"] == here and _is_installed(*entry["package"]):
-            of_kernel = found.setdefault(entry["kernel"], {})
+        if entry["setting"] != here or not _is_installed(*entry["package"]):
+            continue
+        if case := entry.get("case"):
+            speeds[case] = min(entry["speed"], speeds.get(case, math.inf))
+        else:
+            of_kernel = choices.setdefault(entry["kernel"], {})
             of_kernel[as_key(entry["facts"])] = as_key(entry["config"])
-    return found
+    return choices, speeds
 
 
 @functools.cache
@@ -133,8 +151,13 @@ def read(path: Path) -> list[Entry]:
 
 def _check(entry: Entry) -> None:
     """Refuse what :func:`opfuse_triton.gpu.winners.write` cannot have written."""
-    package, kernel, facts = (entry[name] for name in ("package", "kernel", "facts"))
-    strings = [kernel, *package, *facts, *facts.values(), *entry["setting"].values()]
+    package, is_case = entry["package"], "case" in entry
+    name, facts = (entry[key] for key in (("case", "shape") if is_case else ("kernel", "facts")))
+    strings = [name, *package, *facts, *entry["setting"].values()]
+    strings += () if is_case else facts.values()
     if len(package) != 2 or not all(isinstance(text, str) for text in strings):
-        raise ValueError(f"{kernel!r} of {package!r} has facts or a setting that are no strings")
-    Config(**entry["config"])
+        raise ValueError(f"{name!r} of {package!r} has facts or a setting that are no strings")
+    if not is_case:
+        Config(**entry["config"])
+    elif not (isinstance(entry["speed"], float) and 0 < entry["speed"] < math.inf):
+        raise ValueError(f"{name!r} of {package!r} has the speed {entry['speed']!r}")

@@ -7,11 +7,6 @@ import os
 
 import torch
 
-from opfuse import Environment
-
-PAYS = 1.1
-"""A fusion that no GPU has measured is used where the model says that it is this much faster."""
-
 
 def is_interpreting() -> bool:
     """Return whether Triton runs kernels in Python, to test them."""
@@ -32,19 +27,3 @@ def why_no_kernel(device: torch.device, capability: tuple[int, int] | None = Non
     if torch.version.hip is None and capability is not None and capability < (8, 0):
         return "its kernels need a GPU of compute capability 8.0 or newer"
     return ""
-
-
-def why_unmeasured(env: Environment, predicted: float) -> str:
-    """Return why a fusion waits on a GPU until it is measured there, as a sentence; ``""`` if not.
-
-    Args:
-        env: What a fusion's ``when`` was given. On other devices than CUDA nothing waits.
-        predicted: The speed by the model of the ledger, relative to the separate ops (1.0): the
-            lowest over the shapes of real models.
-    """
-    if env.device.type != "cuda" or env.measured is not None or predicted >= PAYS:
-        return ""
-    return (
-        f"it was not measured on this GPU, and by a model of its bytes and products it would be "
-        f"{predicted:.2f}x as fast as the separate ops: opfuse tune measures it"
-    )

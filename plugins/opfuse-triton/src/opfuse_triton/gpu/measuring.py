@@ -15,7 +15,7 @@ from ..tables import settings_as_text
 from ..targets import TARGETS, current_target
 from .judging import judge
 from .timing import Clock, bound
-from .winners import entry
+from .winners import entry, speed_entry
 
 Row = dict[str, Any]
 Given = TypeVar("Given")
@@ -97,7 +97,7 @@ def measure(
         ``wrong``, a sentence for each fault; ``seconds`` with the default configurations, or why
         there are none, and then nothing else; ``floor``, bytes that it has to move, and ``flops``;
         ``modelled`` seconds; ``best``: for each kernel with several configurations the fastest,
-        with its ``seconds``; ``entries`` of these for a table; ``others``: of ``separate``,
+        with its ``seconds``; ``entries`` for a table; ``others``: of ``separate``,
         ``compiled`` and each of ``peers``, seconds or why there are none; ``refused``: what
         ``check`` says.
     """
@@ -136,7 +136,16 @@ def measure(
     others = {"separate": apart, "compiled": _compiled(apart, clock), **case.peers}
     found = {name: timed(other) for name, other in others.items() if other}
     row["others"] = {name: taken for name, taken in found.items() if taken is not None}
+    if not row["wrong"] and (speed := _speed(row)):
+        row["entries"].append(speed_entry(plugin, target.name, case.name, shape, speed))
     return row
+
+
+def _speed(row: Row) -> float | None:
+    """The speed with the fastest configuration, relative to the separate ops, if timed."""
+    separate = row["others"].get("separate")
+    fastest = min([row["seconds"], *[best["seconds"] for best in row["best"].values()]])
+    return separate / fastest if isinstance(separate, float) else None
 
 
 def _recorded(

@@ -1,4 +1,4 @@
-"""The fastest configurations as entries of a table, and writing them."""
+"""The fastest configurations, and speeds of cases, as entries of a table, and writing them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..recorded import GROUP
 def entry(
     plugin: str, device: str, kernel: Any, facts: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Entry:
-    """One entry of a table.
+    """The entry of a configuration.
 
     Args:
         plugin: Name of the plugin, or ``module:object``, cases of no package.
@@ -27,14 +27,35 @@ def entry(
         facts: What it was asked with for a configuration.
         config: The fastest.
     """
-    found = [one.dist for one in entry_points(group=GROUP, name=plugin) if one.dist]
-    package = [found[0].name, found[0].version] if found else ["", ""]
-    key = {"setting": setting(device), "package": package, "kernel": kernel.full_name}
+    key = _of(plugin, device) | {"kernel": kernel.full_name}
     return {**key, "facts": as_text(facts), "config": dict(config)}
 
 
+def speed_entry(
+    plugin: str, device: str, case: str, shape: Mapping[str, int], speed: float
+) -> Entry:
+    """The entry of a case.
+
+    Args:
+        plugin: As for :func:`entry`.
+        device: As for :func:`entry`.
+        case: Name of the case.
+        shape: One of its real shapes.
+        speed: With the fastest configuration, relative to the separate ops (1.0).
+    """
+    key = _of(plugin, device) | {"case": f"{plugin}: {case}"}
+    return {**key, "shape": dict(shape), "speed": speed}
+
+
+def _of(plugin: str, device: str) -> Entry:
+    """What entries of a plugin on a device have in common."""
+    found = [one.dist for one in entry_points(group=GROUP, name=plugin) if one.dist]
+    package = [found[0].name, found[0].version] if found else ["", ""]
+    return {"setting": setting(device), "package": package}
+
+
 def write(path: Path, entries: Iterable[Entry]) -> None:
-    """Put entries into a file, in place of those of the same setting, package, kernel and facts.
+    """Put entries into a file, in place of those of the same setting, package and what they are of.
 
     Of two new ones the first counts. Entries of other versions of the same packages, in the same
     setting, go.
@@ -61,4 +82,4 @@ def write(path: Path, entries: Iterable[Entry]) -> None:
 
 
 def _identity(one: Entry) -> str:
-    return as_key([one[name] for name in ("setting", "package", "kernel", "facts")])
+    return as_key({name: one[name] for name in one if name not in ("config", "speed")})
