@@ -79,11 +79,23 @@ def test_a_block_launches_no_more_than_eager_pytorch():
     assert eager["mm"] == converted["mm"] + converted["addmm_"] == 21
 
 
-def test_scales_are_counted_apart(chain):
+def test_under_delayed_fp8_a_chain_launches_no_more_than_eager_pytorch(eager, chain):
+    """Each weight is cast by one kernel, as are two tensors that nothing else casts."""
     found = launches.count(chain, opfuse_fp8.DelayedScaling())
     assert found.torch["_scaled_mm_v2"] == 6 and not found.torch["mm"]
+    assert found.triton["cast_forward"] == 4
     assert {"norm_rows", "cast_backward"} <= found.triton.keys()
-    assert found.scales and not found.scales.keys() & {"_scaled_mm_v2", "norm_rows"}
+    assert all_of(found).total() <= 18 < all_of(eager).total() == 20
+    assert found.scales == {"advance_scales": 1}
+
+
+def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
+    """Linears side by side are one product: of 6 weights, in 2 forwards, 6 and 6 gradients."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("opfuse_transformers")
+    found = launches.count(launches.llama(SMALL, convert=True), opfuse_fp8.DelayedScaling())
+    assert all_of(found).total() <= 91 < 115
+    assert found.torch["_scaled_mm_v2"] == 15 and found.scales == {"advance_scales": 1}
 
 
 def test_nothing_stays_pretended(chain):

@@ -18,6 +18,9 @@ from opfuse.core.engine import planner, selection
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.tuning_table import Measurement
 
+CUDA = "13.0"
+"""The version of CUDA that PyTorch counts as built with."""
+
 
 @contextlib.contextmanager
 def planned_for(target: Target, *, measured: bool = False) -> Iterator[None]:
@@ -59,6 +62,7 @@ def planned_for(target: Target, *, measured: bool = False) -> Iterator[None]:
         mock.patch.object(planner, "_environment", there),
         mock.patch.object(FusibleOperation, "engine", engine._replace(new_quantizer=new_quantizer)),
         mock.patch.object(planner, "device_name", _giving(str(target))),
+        mock.patch.object(torch.version, "cuda", CUDA),
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
         mock.patch.object(F, "rms_norm", lambda x, shape, *given: F.layer_norm(x, shape, given[0])),
     ]

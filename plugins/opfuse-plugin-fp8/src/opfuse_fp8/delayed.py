@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opfuse_triton import why_no_kernel
+from opfuse_triton import kernels_run
 from torch import Tensor
 
 from opfuse import Quantizer
@@ -151,7 +151,7 @@ class ScaleBuffer:
         """
         chosen = None if len(rows) == len(self._views) else self._selection(tuple(rows))
         run = advance
-        if not why_no_kernel(self.scales.device):
+        if kernels_run(self.scales.device):
             from .kernels.scales import advance as run
         state = self.scales, self.amaxes, self.histories
         run(*state, self.facts, chosen, most_recent=self._most_recent)

@@ -17,6 +17,7 @@ from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recor
 from opfuse.core.quantization.formats import ScaledTensor
 
 from . import casts
+from .twins import Into
 
 __all__ = [
     "BlockQuantizer",
@@ -67,9 +68,32 @@ class BaseQuantizer(Quantizer):
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         """See :meth:`opfuse.Quantizer.quantize`."""
+        made = self._cast(Into(self, usage), tensor)
         with torch.no_grad():
-            made = self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
             return _written(made, out)
+
+    def _cast(self, into: Into, tensor: Tensor) -> QuantizedTensor:
+        """The cast by the kernels where they run, and elsewhere by PyTorch's operations."""
+        from . import conditions
+
+        if not conditions.by_kernels(tensor, self):
+            return self.reference(tensor, into.usage, into.again)
+        from . import library
+
+        with torch.no_grad():
+            return library.cast(tensor, into)
+
+    def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
+        """The cast by PyTorch's operations, wherever the tensor is: kernels are compared with it.
+
+        Args:
+            tensor: The values.
+            usage: Which copies are needed.
+            again: What this quantizer made of the same values before: its scales are used, and
+                nothing is recorded. None: it is the first cast.
+        """
+        with torch.no_grad():
+            return self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """The tensors of the format, in its order; exponents of MX scales as bytes.
@@ -243,9 +267,14 @@ class DelayedQuantizer(_TensorQuantizer):
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Cast again with the earlier scale; see :meth:`opfuse.Quantizer.requantize`."""
-        assert isinstance(scales, RescaledTensor) and scales.scale is not None
+        return self._cast(Into(self, usage, scales), tensor)
+
+    def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
+        """See :meth:`BaseQuantizer.reference`."""
+        if again is None:
+            return super().reference(tensor, usage)
         with torch.no_grad():
-            made = *self.with_scale(tensor, usage, scales.scale), scales.scale
+            made = *self.with_scale(tensor, usage, again.scale), again.scale
             return self.over(tensor.shape, tensor.dtype, made)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -381,12 +410,10 @@ class IdentityQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return "unchanged"
 
-    def quantize(
-        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
-    ) -> QuantizedTensor:
-        """See :meth:`opfuse.Quantizer.quantize`."""
+    def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
+        """See :meth:`BaseQuantizer.reference`."""
         with torch.no_grad():
-            return _written(unchanged(tensor, usage, self), out)
+            return unchanged(tensor, usage, self)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The kernels' arithmetic in PyTorch's operations: where no kernel can run, and to compare.
 
-The cast is the quantizer's own, so codes and scales are those of the separate ops, bit for bit.
+The cast is :meth:`opfuse_fp8.quantizers.BaseQuantizer.reference`: codes and scales are exact.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Into(NamedTuple):
 def cast(x: Tensor, into: Into) -> QuantizedTensor:
     """``x``, quantized."""
     quantizer, usage, again = into
-    if again is not None:
-        return quantizer.requantize(x, again, usage)  # type: ignore[no-any-return]
-    return quantizer(x, usage)  # type: ignore[no-any-return]
+    return quantizer.reference(x, usage, again)  # type: ignore[no-any-return]
 
 
 def activation(

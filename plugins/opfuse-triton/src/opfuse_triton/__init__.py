@@ -2,7 +2,7 @@
 
 The rest of opfuse never imports this package, and importing opfuse never imports Triton. A plugin
 imports Triton where its kernels are, see the page "Write a Triton kernel"; its conditions ask
-``why_no_kernel``, which needs no Triton.
+``why_no_kernel``, and code that no plan chooses ``kernels_run``: these need no Triton.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .launches import Launch as Launch
     from .launches import recording as recording
     from .machine import is_interpreting as is_interpreting
+    from .machine import kernels_run as kernels_run
     from .machine import why_no_kernel as why_no_kernel
     from .predicted import Predicted as Predicted
     from .targets import TARGETS as TARGETS
@@ -34,7 +35,7 @@ _NAMES = {
     "configs": ("Config",),
     "kernels": ("Kernel",),
     "launches": ("Launch", "recording"),
-    "machine": ("is_interpreting", "why_no_kernel"),
+    "machine": ("is_interpreting", "kernels_run", "why_no_kernel"),
     "predicted": ("Predicted",),
     "targets": ("TARGETS", "Target", "current_target", "target"),
 }

@@ -12,7 +12,8 @@ import triton
 from . import config_tables
 from .configs import Config
 from .launcher import Launcher, on_device
-from .launches import Launch, asked, facts_of, recorded
+from .launches import Launch, asked, facts_of
+from .machine import recorded
 from .targets import Target, current_target
 
 MOST_CANDIDATES = 8

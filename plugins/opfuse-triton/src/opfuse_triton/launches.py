@@ -14,9 +14,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
 from .configs import Config
+from .machine import recorded
 from .targets import Target, target
 
-recorded: ContextVar[list[Launch] | None] = ContextVar("opfuse_launches", default=None)
 asked: ContextVar[list[tuple[Any, Mapping[str, Any]]] | None] = ContextVar(
     "opfuse_asked", default=None
 )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+from contextvars import ContextVar
+from typing import Any
 
 import torch
+
+recorded: ContextVar[list[Any] | None] = ContextVar("opfuse_launches", default=None)
+"""Takes each launch while launches are recorded; None: kernels run."""
 
 
 def is_interpreting() -> bool:
@@ -27,3 +33,21 @@ def why_no_kernel(device: torch.device, capability: tuple[int, int] | None = Non
     if torch.version.hip is None and capability is not None and capability < (8, 0):
         return "its kernels need a GPU of compute capability 8.0 or newer"
     return ""
+
+
+def kernels_run(device: torch.device) -> bool:
+    """Return whether kernels run on the tensors of a call, for code that no plan chooses.
+
+    The meta device counts as a GPU while launches are recorded.
+
+    Args:
+        device: The device of the tensors.
+    """
+    if device.type == "meta":
+        return recorded.get() is not None
+    return not why_no_kernel(device, _capability(device) if device.type == "cuda" else None)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
