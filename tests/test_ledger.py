@@ -25,7 +25,7 @@ import triton_toys as toys
 from ledger import Moved, count_separate, count_small, counting, estimate, estimate_peer
 from ledger.model import LaunchWork, launch_seconds
 from ledger.predicted import assert_predicted, case_seconds, predicted_speed, separate_seconds
-from opfuse_triton import TARGETS, KernelCase, Predicted
+from opfuse_triton import TARGETS, Config, Kernel, KernelCase, Operand, Predicted
 from opfuse_triton.recorded import storage_of
 from opfuse_triton.targets import LATENCY
 
@@ -56,6 +56,13 @@ def twice_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 def broadcast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     rows, columns = tl.arange(0, 4)[:, None], tl.arange(0, BLOCK)[None, :]
     tl.store(y_ptr + rows * BLOCK + columns, tl.load(x_ptr + rows * 0 + columns))
+
+
+@triton.jit
+def first_rows_kernel(x_ptr, count_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(count_ptr)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=inside), mask=inside)
 
 
 def counted(kernel, grid, *args, sample=None, **constants):
@@ -234,6 +241,50 @@ def test_programs_with_more_work_are_seen():
     )
     (launch,) = estimate(uneven, uneven.shapes[0], TARGETS[90], sample=64).launches
     assert launch.longest == pytest.approx((2 * 2048 + 4096) / (65 * 2048 / 64 + 4096))
+
+
+@interpreted
+def test_values_that_a_case_draws_are_there_at_real_shapes():
+    """They may say how much work there is: here, how many numbers are copied."""
+    kernel = Kernel(first_rows_kernel, [Config({"BLOCK": 1024})])
+
+    def copied(x, count):
+        y = torch.empty_like(x)
+        kernel.launch((1,), x, count, y)
+        return y
+
+    def tensors(n):
+        x, count = Operand((n,), torch.bfloat16), Operand((1,), torch.int64, "vector")
+        return {"x": x, "count": count, "y": replace(x, output=True)}
+
+    def draw(n):
+        return {"count": torch.tensor([n // 4], dtype=torch.int32)}
+
+    def peer(x, count):
+        y = torch.empty_like(x)
+        first_rows_kernel[(1,)](x, count, y, BLOCK=1024)
+        return y
+
+    case = KernelCase("first", copied, tensors, [{"n": 1000}], [], draw=draw)
+    (launch,) = estimate(case, {"n": 1000}, TARGETS[90]).launches
+    assert launch.moved == Moved(full=2 * 2 * 250, vector=8)
+    (launch,) = estimate_peer(case, {"n": 1000}, TARGETS[90], peer).launches
+    assert launch.moved == Moved(full=2 * 2 * 250, vector=8)
+
+
+@interpreted
+def test_a_grouped_product_takes_the_time_of_its_operations():
+    def product(x, w, ends):
+        return torch.nn.functional.grouped_mm(x, w, offs=ends)
+
+    def tensors(rows):
+        of_x, of_w = Operand((rows, 4096), torch.bfloat16), (4, 4096, 4096)
+        ends = Operand((4,), torch.int32, "vector")
+        return {"x": of_x, "w": Operand(of_w, torch.bfloat16), "ends": ends}
+
+    case = KernelCase("grouped", product, tensors, [], [], separate=product)
+    seconds = separate_seconds(case, {"rows": 65536}, TARGETS[90])
+    assert seconds == 2 * 65536 * 4096 * 4096 / TARGETS[90].flops
 
 
 @interpreted

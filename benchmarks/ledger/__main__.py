@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     parser.add_argument("plugin", nargs="?", help="an installed plugin, or module:object")
     parser.add_argument("--target", action="append", choices=names, help="only for this target")
+    parser.add_argument("--sample", type=int, default=SAMPLE, help="programs of a launch that run")
     asked = parser.parse_args()
     if not is_interpreting():  # Triton decides when it is imported
         command = [sys.executable, "-m", str(__package__), *sys.argv[1:]]
@@ -41,13 +42,13 @@ def main() -> None:
     for name, where in case_lists(asked.plugin).items():
         for case in load_cases(where):
             print(f"{name}: {case.name}")
-            for line in _ledger_of(case, chosen):
+            for line in _ledger_of(case, chosen, asked.sample):
                 print(line, flush=True)
             print()
     print(MODEL)
 
 
-def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
+def _ledger_of(case: KernelCase, targets: list[Target], sample: int) -> Iterator[str]:
     for shape in case.small:
         rows: dict[str, Moved | int | str] = {"opfuse": count_small(case, shape)}
         separate = count_separate(case, shape)
@@ -63,8 +64,8 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
         yield from small_table(shape, case.floor_bytes(shape), rows)
     for shape in case.shapes:
         counted: dict[Any, Any] = {}
-        entries = [estimate(case, shape, target, counted=counted) for target in targets]
-        yield from target_table(case, shape, entries, SAMPLE)
+        entries = [estimate(case, shape, target, sample, counted) for target in targets]
+        yield from target_table(case, shape, entries, sample)
         separate_times = [separate_seconds(case, shape, target) for target in targets]
         pairs = zip(entries, separate_times, strict=True)
         speeds = [f"{entry.target} {time / entry.seconds:.2f}x" for entry, time in pairs if time]
@@ -72,7 +73,7 @@ def _ledger_of(case: KernelCase, targets: list[Target]) -> Iterator[str]:
             yield f"    over the separate ops*: {', '.join(speeds)}"
         for name, run in case.peers.items():
             try:
-                others = [estimate_peer(case, shape, target, run) for target in targets]
+                others = [estimate_peer(case, shape, target, run, sample) for target in targets]
                 yield from peer_lines(case, shape, name, others)
             except Exception as error:  # another package's
                 if not case.small:  # where it was not said before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -138,9 +139,11 @@ def estimate(
     Raises:
         RuntimeError: Triton does not interpret in this process.
     """
-    run, host = _around(case, shape, target)
+    inputs = case.inputs(shape)
+    run, host = _around(case, shape, target, inputs)
+    drawn = drawn_memory(case, shape, inputs)
     entries = tuple(
-        _entry(run, launch, *_count(launch, sample, counted)) for launch in run.launches
+        _entry(run, launch, *_count(launch, sample, drawn, counted)) for launch in run.launches
     )
     return target_entry(case, shape, target, entries, host)
 
@@ -164,9 +167,10 @@ def target_entry(
     )
 
 
-def _around(case: KernelCase, shape: Mapping[str, int], target: Target) -> tuple[CaseRun, Moved]:
+def _around(
+    case: KernelCase, shape: Mapping[str, int], target: Target, inputs: Mapping[str, torch.Tensor]
+) -> tuple[CaseRun, Moved]:
     """What a case launches, and what PyTorch's operations around the launches move."""
-    inputs = case.inputs(shape)
     with TorchBytes() as counted:
         run = record(case, shape, target, inputs)
     return run, by_role(counted.moved, run.operands)
@@ -178,7 +182,7 @@ def by_role(bytes_: Mapping[int, float], operands: Mapping[int, tuple[str, Opera
 
 
 def _count(
-    launch: Launch, sample: int, counted: _Counted | None
+    launch: Launch, sample: int, drawn: Mapping[int, torch.UntypedStorage], counted: _Counted | None
 ) -> tuple[LaunchCount, dict[int, int]]:
     """Run some programs of a launch, or find what the same launch gave for another target.
 
@@ -192,7 +196,7 @@ def _count(
     key = (launch.kernel.name, repr(facts), repr(launch.constants), launch.config, launch.grid)
     if counted is not None and key in counted:
         return counted[key]
-    args = with_memory(launch.args)
+    args = with_memory(launch.args, drawn)
     with counting(sample) as counts:
         launch.kernel.fn[launch.grid](*args, **launch.constants, **launch.config.constants)
     places = {storage_of(new): i for i, value in enumerate(args) for new in tensors_of([value])}
@@ -275,12 +279,26 @@ def _work(warps: int, pipelined: int, count: LaunchCount, dram: float) -> Launch
     )
 
 
-def with_memory(args: Iterable[Any]) -> list[Any]:
+def drawn_memory(
+    case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, torch.Tensor]
+) -> dict[int, torch.UntypedStorage]:
+    """The memory of the inputs that a case draws, by the storage of those on the meta device."""
+    drawn = {} if case.draw is None else case.draw(**shape)
+    return {
+        storage_of(inputs[name]): values.to(inputs[name].dtype, copy=True).untyped_storage()
+        for name, values in drawn.items()
+    }
+
+
+def with_memory(
+    args: Iterable[Any], drawn: Mapping[int, torch.UntypedStorage] = MappingProxyType({})
+) -> list[Any]:
     """Arguments with memory in place of meta tensors.
 
-    The memory is zeros that the system hands out when it is touched.
+    The memory is zeros that the system hands out when it is touched, and where the case draws an
+    input, that: it may say how much work there is.
     """
-    memory: dict[int, torch.UntypedStorage] = {}
+    memory = dict(drawn)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         key = storage_of(tensor)

@@ -16,7 +16,7 @@ from opfuse_triton.recorded import find_operands
 from torch.overrides import TorchFunctionMode
 
 from .counting import counting
-from .entries import SAMPLE, TargetEntry, by_role, entry_of, target_entry, with_memory
+from .entries import SAMPLE, TargetEntry, by_role, drawn_memory, entry_of, target_entry, with_memory
 
 _device_of: Any = torch.Tensor.device.__get__
 
@@ -71,7 +71,8 @@ def estimate_peer(
         RuntimeError: Triton does not interpret in this process.
     """
     meta = case.inputs(shape)
-    inputs = dict(zip(meta, with_memory(meta.values()), strict=True))
+    memory = with_memory(meta.values(), drawn_memory(case, shape, meta))
+    inputs = dict(zip(meta, memory, strict=True))
     with TorchBytes() as around, counting(sample) as counts, as_on(target):
         given = run(**inputs)
     operands = find_operands(case, shape, inputs, given)

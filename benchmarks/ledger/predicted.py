@@ -15,6 +15,14 @@ from torch.utils.flop_counter import flop_registry
 from .entries import SAMPLE, estimate
 
 
+def _of_grouped(left: torch.Tensor, right: torch.Tensor, *unused: Any, **more: Any) -> int:
+    """Of torch's grouped product, where groups divide the rows or what is added up."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+_FLOPS = {**flop_registry, torch.ops.aten._grouped_mm: _of_grouped}
+
+
 class _SeparateTime(TorchBytes):
     """Within this context, adds up what PyTorch's operations take on a target, one by one.
 
@@ -30,7 +38,7 @@ class _SeparateTime(TorchBytes):
     ) -> Any:
         before = self.moved.total()
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        count = flop_registry.get(func.overloadpacket)
+        count = _FLOPS.get(func.overloadpacket)
         flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
         bytes_ = self.moved.total() - before
         self.seconds += max(bytes_ / self._target.bandwidth, flops / self._target.flops)

@@ -19,6 +19,7 @@ from opfuse_moe.cases import CASES
 from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
 from opfuse_triton import TARGETS, functions_of, recording, target
+from opfuse_triton.floor import assert_floor
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
 
@@ -179,6 +180,28 @@ def test_experts_are_fused_in_both_passes():
         chain.zero_grad()
     for one, other in zip(*found, strict=True):
         assert_close(one, other.double())
+
+
+WIDE = {"depth": 32, "features": 1024}
+TALL = {"depth": 1024, "features": 64}
+ONE_COLUMN = {
+    "grouped product": TALL,
+    "grouped product of a list": TALL,
+    "grouped product of a list, with biases": TALL,
+    "its gradient": WIDE,
+    "gradient of the matrices": {"depth": 64, "features": 64},
+    "gradient of the biases": WIDE,
+    "grouped product + SwiGLU": TALL,
+    "its gradient + that of SwiGLU": WIDE,
+}
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="bytes are counted in Triton's interpreter")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_tensor_is_read_and_written_once_where_one_column_of_tiles_has_all(case):
+    """With more columns each reads the rows again. Matrices of groups without rows are not read."""
+    shape = {"groups": 5, "rows": 131, **ONE_COLUMN[case.name]}
+    assert_floor(dataclasses.replace(case, small=[shape]))
 
 
 # Without a GPU

@@ -6,13 +6,16 @@ times experts per token.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from opfuse_triton import KernelCase, Operand, functions_of
+import triton
+from opfuse_triton import KernelCase, Operand, functions_of, is_interpreting
 from torch import Tensor
-from torch.nn import functional as F
 
 from opfuse.ops import SwiGLU
 from opfuse.ops.grouped import Groups
@@ -28,25 +31,34 @@ def _activation(scales: Tensor) -> library.Activation:
     return library.Activation(_SWIGLU, (), 0, scales)
 
 
-def _groups(ends: Tensor) -> Groups:
+GroupsOf = Callable[[Tensor, int], Groups]
+
+
+def _looped(ends: Tensor, rows: int) -> Groups:
     """The same groups, whose sizes the host reads; on the meta device all are alike."""
     if ends.is_meta:
         raise NotImplementedError
-    sizes = ends.diff(prepend=ends.new_zeros(1))
+    sizes = _sizes(ends)
     return Groups(sizes.cpu(), sizes.tolist())
 
 
-def _apart(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Torch's grouped product; on the meta device one that counts the same, of equal groups."""
-    if not x.is_meta:
-        return F.grouped_mm(x, matrices, offs=ends)
-    count = len(matrices)
-    groups = x.new_empty(count, -(-len(x) // count), x.shape[1])
-    return torch.bmm(groups, matrices).flatten(0, 1)[: len(x)]
+def _torch(ends: Tensor, rows: int) -> Groups:
+    """The same groups, for torch's grouped product; one group needs none."""
+    return Groups(
+        _sizes(ends), [rows] if len(ends) == 1 else None, None if len(ends) == 1 else ends
+    )
 
 
-def _forward_apart(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return _apart(x, w.transpose(1, 2), ends)
+def _sizes(ends: Tensor) -> Tensor:
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def _forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return library.product(x, library.matrices_of(w), ends)
+
+
+def _forward_apart(of: GroupsOf, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return of(ends, len(x)).products(x, w, ())
 
 
 def _list(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -55,32 +67,11 @@ def _list(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return library.product(x, matrices, ends)
 
 
-def _list_apart(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """On a GPU the matrices are copied into one tensor. Joining the results moves less."""
+def _list_apart(of: GroupsOf, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """On a GPU the matrices are copied into one tensor, or the results joined, which moves less."""
     if x.is_meta:
-        return _forward_apart(x, w, ends).clone()
-    return _forward_apart(x, torch.stack(w.unbind()), ends)
-
-
-def _dgrad_apart(dy: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return _apart(dy, w, ends)
-
-
-def _wgrad_apart(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    if not x.is_meta:
-        return F.grouped_mm(dy.t(), x, offs=ends)
-    count = len(ends)
-    each = -(-len(x) // count)
-    left = dy.new_empty(count, dy.shape[1], each)
-    return torch.bmm(left, x.new_empty(count, each, x.shape[1]))
-
-
-def _forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return library.product(x, library.matrices_of(w), ends)
-
-
-def _forward_twin(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return _groups(ends).products(x, w, ())
+        return _forward_apart(of, x, w, ends).clone()
+    return of(ends, len(x)).products(x, w.unbind(), ())
 
 
 def _listed(x: Tensor, w: Tensor, bias: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
@@ -89,46 +80,39 @@ def _listed(x: Tensor, w: Tensor, bias: Tensor, scales: Tensor, ends: Tensor) ->
     return library.product(x, matrices, ends, bias.unbind(), scales)
 
 
-def _listed_twin(x: Tensor, w: Tensor, bias: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
-    groups = _groups(ends)
-    return groups.add_scaled(groups.products(x, w, ()), bias.unbind(), scales)
+def _listed_apart(
+    of: GroupsOf, x: Tensor, w: Tensor, bias: Tensor, scales: Tensor, ends: Tensor
+) -> Tensor:
+    groups = of(ends, len(x))
+    return groups.add_scaled(groups.products(x, w.unbind(), ()), bias.unbind(), scales)
 
 
 def _dgrad(dy: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return library.product(dy, library.matrices_of(w).transposed(), ends)
 
 
-def _dgrad_twin(dy: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return _groups(ends).input_grads(dy, w)
+def _dgrad_apart(of: GroupsOf, dy: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    return of(ends, len(dy)).input_grads(dy, w)
 
 
-def _wgrad_twin(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return _groups(ends).stacked_grads(dy, x, ends.shape[0])
+def _wgrad_apart(of: GroupsOf, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return of(ends, len(x)).stacked_grads(dy, x, ends.shape[0])
 
 
-def _sums_twin(dy: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
-    groups = _groups(ends)
-    return torch.stack(groups.row_sums(dy, (True,) * ends.shape[0], scales))  # type: ignore[arg-type]
+def _sums_apart(of: GroupsOf, dy: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
+    sums = of(ends, len(dy)).row_sums(dy, (True,) * ends.shape[0], scales)
+    return torch.stack(sums)  # type: ignore[arg-type]
 
 
 def _activated(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
     return library.activated(x, library.matrices_of(w), ends, _activation(scales), keep=True)
 
 
-def _activated_twin(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
-    hidden = _forward_twin(x, w, ends)
-    return _scaled(hidden, scales), hidden
-
-
-def _activated_apart(x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
-    hidden = _forward_apart(x, w, ends)
-    return _scaled(hidden, scales), hidden
-
-
-def _scaled(hidden: Tensor, scales: Tensor) -> Tensor:
+def _activated_apart(of: GroupsOf, x: Tensor, w: Tensor, scales: Tensor, ends: Tensor) -> Any:
+    hidden = _forward_apart(of, x, w, ends)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     y = SwiGLU().forward_value(hidden.to(wide)) * scales.to(wide)[:, None]
-    return y.to(hidden.dtype)
+    return y.to(hidden.dtype), hidden
 
 
 def _gradients(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tensor) -> Any:
@@ -136,20 +120,82 @@ def _gradients(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tens
     return library.gradients(dy, matrices, ends, _activation(scales), hidden, True)
 
 
-def _gradients_twin(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tensor) -> Any:
-    return _unscaled(_dgrad_twin(dy, w, ends), scales, hidden)
-
-
-def _gradients_apart(dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tensor) -> Any:
-    return _unscaled(_dgrad_apart(dy, w, ends), scales, hidden)
-
-
-def _unscaled(gradient: Tensor, scales: Tensor, hidden: Tensor) -> Any:
+def _gradients_apart(
+    of: GroupsOf, dy: Tensor, w: Tensor, scales: Tensor, hidden: Tensor, ends: Tensor
+) -> Any:
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    gradient, x = gradient.to(wide), hidden.to(wide)
+    gradient, x = _dgrad_apart(of, dy, w, ends).to(wide), hidden.to(wide)
     of_hidden = SwiGLU().backward_value(gradient * scales.to(wide)[:, None], x)
     of_scales = (SwiGLU().forward_value(x) * gradient).sum(-1)
     return of_hidden.to(hidden.dtype), of_scales
+
+
+# Peers: Liger-Kernel as of 0.8. Its product with SwiGLU has no scales, and is no peer
+
+
+def _by_liger(kernel: str) -> Any:
+    """One of its kernels, which finds out by itself how it runs fastest, but not interpreted."""
+    given = {"LIGER_FUSED_MOE_AUTOTUNE": "0"} if is_interpreting() else {}
+    with mock.patch.dict(os.environ, given):
+        from liger_kernel.ops import fused_moe_kernels  # type: ignore[import-not-found]
+
+    return getattr(fused_moe_kernels, kernel)
+
+
+_TILE = 64
+"""Rows of its tiles."""
+
+
+def _tiles(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The bounds of the groups; the first row and the group of each of its tiles.
+
+    Liger's host reads how many there are; here some may have no rows.
+    """
+    starts = torch.cat([ends.new_zeros(1), ends])
+    last = ((_sizes(ends) + _TILE - 1) // _TILE).cumsum(0)
+    tile = torch.arange(triton.cdiv(rows, _TILE) + len(ends), device=ends.device)
+    group = torch.searchsorted(last, tile, right=True)
+    within = tile - torch.cat([last.new_zeros(1), last])[group]
+    group = group.clamp(max=len(ends) - 1)
+    return starts, (starts[group] + within * _TILE).int(), group.int()
+
+
+def _forward_by_liger(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    kernel, (starts, row, group) = _by_liger("_fused_down_proj_kernel"), _tiles(ends, len(x))
+    y = x.new_empty((len(x), w.shape[1]))
+    kernel[lambda meta: (len(row), triton.cdiv(w.shape[1], meta["BLOCK_N"]))](
+        *(x, w, starts, row, group, y, *w.shape[1:], *x.stride(), *w.stride(), *y.stride()),
+        BLOCK_M=_TILE,
+    )
+    return y
+
+
+def _dgrad_by_liger(dy: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    kernel, (starts, row, group) = _by_liger("_moe_bwd_dX_expanded_kernel"), _tiles(ends, len(dy))
+    _, features, depth = w.shape
+    dx = dy.new_empty((len(dy), depth))
+    sizes = depth, features // 2
+    kernel[lambda meta: (len(row), triton.cdiv(depth, meta["BLOCK_N"]))](
+        *(dy, w, starts, row, group, dx, *sizes, *dy.stride(), *w.stride(), *dx.stride()),
+        BLOCK_M=_TILE,
+    )
+    return dx
+
+
+def _wgrad_by_liger(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """It reads the place of each row, and leaves zeros where a group has no rows."""
+    kernel, groups = _by_liger("_moe_bwd_dW1_kernel"), len(ends)
+    starts = torch.cat([ends.new_zeros(1), ends])
+    place = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    dw = x.new_zeros((groups, dy.shape[1], x.shape[1]))
+    sizes = x.shape[1], dy.shape[1] // 2
+
+    def grid(meta: Mapping[str, int]) -> tuple[int, int]:
+        down, across = triton.cdiv(x.shape[1], meta["BLOCK_M"]), meta["BLOCK_N"]
+        return groups * down, triton.cdiv(dy.shape[1], across)
+
+    kernel[grid](x, dy, place, starts, dw, *sizes, *x.stride(), *dy.stride(), *dw.stride())
+    return dw
 
 
 def _draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
@@ -207,54 +253,61 @@ _SMALL = [
 _DTYPES = BF16, torch.float16, torch.float32
 
 
+def _floor(operands: Callable[..., Mapping[str, Operand]], **shape: int) -> int:
+    """The matrix of the first of several groups, which is empty, is not read."""
+    found = operands(**shape)
+    unread = found["w"].nbytes // shape["groups"] if "w" in found and shape["groups"] > 1 else 0
+    return sum(each.nbytes for each in found.values() if each.role == "full") - unread
+
+
 def _case(
     name: str,
     run: Any,
-    twin: Any,
+    apart: Any,
     tensors: tuple[str, str],
     shapes: Any,
     kernel: Any,
-    separate: Any = None,
+    liger: Any = None,
 ) -> KernelCase:
-    gemms = () if kernel is library.SUMS else (kernel.name,)
+    gemms, operands = () if kernel is library.SUMS else (kernel.name,), _operands(*tensors)
     return KernelCase(
-        name, run, _operands(*tensors), shapes, _SMALL, gemms=gemms, twin=twin, draw=_draw,
-        dtypes=_DTYPES, flops=_flops if gemms else None, turn=30, separate=separate,
+        name, run, operands, shapes, _SMALL, partial(_floor, operands), gemms,
+        separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw, dtypes=_DTYPES,
+        flops=_flops if gemms else None, peers={"liger_kernel": liger} if liger else {}, turn=30,
     )  # fmt: skip
 
 
 CASES = [
     _case(
-        "grouped product", _forward, _forward_twin, ("x w ends", "y"), _UP, library.PRODUCT,
-        _forward_apart,
+        "grouped product", _forward, _forward_apart,
+        ("x w ends", "y"), _UP, library.PRODUCT, _forward_by_liger,
     ),
     _case(
-        "grouped product of a list", _list, _forward_twin, ("x w ends", "y"), _UP,
-        library.PRODUCT, _list_apart,
+        "grouped product of a list", _list, _list_apart,
+        ("x w ends", "y"), _UP, library.PRODUCT,
     ),
     _case(
-        "grouped product, listed", _listed, _listed_twin,
+        "grouped product of a list, with biases", _listed, _listed_apart,
         ("x w bias scales ends", "y"), _DOWN, library.PRODUCT,
     ),
     _case(
-        "its gradient", _dgrad, _dgrad_twin, ("dy w ends", "dx"), _UP, library.PRODUCT,
-        _dgrad_apart,
+        "its gradient", _dgrad, _dgrad_apart,
+        ("dy w ends", "dx"), _UP, library.PRODUCT, _dgrad_by_liger,
     ),
     _case(
-        "gradient of the matrices", library.weight_grads, _wgrad_twin,
-        ("dy x ends", "dw"), _UP, library.WGRAD, _wgrad_apart,
+        "gradient of the matrices", library.weight_grads, _wgrad_apart,
+        ("dy x ends", "dw"), _UP, library.WGRAD, _wgrad_by_liger,
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),
-        _sums_twin, ("dy scales ends", "sums"), _DOWN, library.SUMS,
+        _sums_apart, ("dy scales ends", "sums"), _DOWN, library.SUMS,
     ),
     _case(
-        "grouped product + SwiGLU", _activated, _activated_twin,
-        ("x w scales ends", "activated kept"), _UP, library.ACTIVATED, _activated_apart,
+        "grouped product + SwiGLU", _activated, _activated_apart,
+        ("x w scales ends", "activated kept"), _UP, library.ACTIVATED,
     ),
     _case(
-        "its gradient + that of SwiGLU", _gradients, _gradients_twin,
+        "its gradient + that of SwiGLU", _gradients, _gradients_apart,
         ("dy w scales hidden ends", "d_hidden d_scales"), _DOWN, library.GRADIENTS,
-        _gradients_apart,
     ),
 ]  # fmt: skip
