@@ -23,7 +23,8 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_fp8 import cases, conditions, formulas, fused, fused_norms, library, twins
+from opfuse_fp8 import cases, conditions, formulas, fused, fused_norms, library, together, twins
+from opfuse_fp8.gemm import GemmOperand
 from opfuse_fp8.kernels import device, launch, launch_norms, tiles
 from opfuse_triton import TARGETS, Kernel, Predicted, recording
 
@@ -286,6 +287,30 @@ def test_ops_that_nothing_fuses_cast_by_kernels_as_by_the_reference(recipe, monk
     assert all(map(torch.equal, mine, other))
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+@computes
+@every
+def test_weights_side_by_side_are_cast_into_one_tensor(form):
+    """The operand of one product is that of codes that are put together, and copies none."""
+    weights = [t.to(torch.bfloat16) for t in drawn((128, 64), (256, 64), (128, 64))]
+    some, others = ([quantizer_of(form) for _ in weights] for _ in range(2))
+    whole = [q.reference(w, BOTH) for w, q in zip(weights, others, strict=True)]
+    with together.side_by_side(some, [len(weight) for weight in weights]):
+        library.cast(weights[0], Into(quantizer_of(form), BOTH))  # of another tensor
+        parts = [library.cast(w, Into(q, BOTH)) for w, q in zip(weights, some, strict=True)]
+        again = library.cast(weights[0], Into(some[0], BOTH))  # as if two weights had one quantizer
+    for got, expected in zip((*parts, again), (*whole, whole[0]), strict=True):
+        assert_same(got, expected)
+    got, expected = (
+        GemmOperand.stacked([GemmOperand.of(t, ROWWISE) for t in made]) for made in (parts, whole)
+    )
+    assert got.data.data_ptr() == parts[0].rowwise_data.data_ptr()
+    assert torch.equal(got.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(got.scale.float(), expected.scale.float())
+    codes = [part.rowwise_data for part in parts]
+    for apart in (codes[::-1], codes[::2], [codes[0], whole[1].rowwise_data]):
+        assert together.as_one(apart) is None
 
 
 def test_where_a_cast_that_nothing_fuses_is_a_kernel():

@@ -1,12 +1,14 @@
 """Products in FP8: what they compute, how they call PyTorch, where they stand, and what is said elsewhere."""
 
+import copy
 import math
 import re
 
 import opfuse_fp8 as fp8
 import pytest
 import torch
-from opfuse_fp8 import gemm, hardware, products
+from opfuse_fp8 import conditions, gemm, hardware, products
+from opfuse_fp8.together import as_one
 from opfuse_quantized.swizzle import swizzled, unswizzled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType
@@ -14,6 +16,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 import opfuse
 from opfuse import QuantizerRole, ops
 from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
+from opfuse.testing import interpreter
+from opfuse.testing.machine import is_interpreting
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = {"fp8-delayed": 1, "fp8-current": 1, "fp8-block": 4, "mxfp8": 32}
@@ -297,6 +301,28 @@ def test_linears_side_by_side_are_one_product(gpu, monkeypatch, scales, biased):
     rows = (ScalingType.RowWise, ScalingType.RowWise)
     assert by_block or (kinds[0], kinds.count(rows)) == (rows, 1)
     check(got, expected(given, model, x, dy), torch.bfloat16, 512)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
+def test_kernels_cast_linears_side_by_side_into_one_tensor(gpu, monkeypatch, recipe):
+    """So that no codes are copied, and all bits are those of codes that are."""
+    interpreter.install()
+    sizes, results = (128, 256, 96), []
+    torch.manual_seed(0)
+    linears = [ops.Linear(160, size, bias=False) for size in sizes]
+    model = opfuse.Sequential(ops.ParallelLinear(linears)).to(torch.bfloat16)
+    x, dy = data((32, 160), sum(sizes), torch.bfloat16)
+    monkeypatch.setattr(hardware, "scales_rows", lambda here: True)
+    for kernels in (True, False):
+        found = []
+        monkeypatch.setattr(conditions, "by_kernels", lambda x, quantizer, k=kernels: k)
+        watched = lambda codes, found=found: found.append(as_one(codes)) or found[-1]  # noqa: E731
+        monkeypatch.setattr(gemm, "as_one", watched)
+        results.append(run(copy.deepcopy(model), x, dy, recipe))
+        assert [whole is not None for whole in found] == [kernels]
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -15,6 +15,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.core.quantization.formats import ScaledTensor
 
+from .together import as_one
+
 DEPTH = 16
 """On a GPU, the size that a product sums over must be a multiple of this; zeros fill it up."""
 
@@ -114,7 +116,9 @@ class GemmOperand(NamedTuple):
         """
         parts = [part.plain() for part in parts]
         kind, scales = parts[0].kind, [part.scale for part in parts]
-        data = _joined([part.data for part in parts], 0)
+        codes = [part.data for part in parts]
+        data = as_one(codes)
+        data = _joined(codes, 0) if data is None else data
         if kind is ScalingType.TensorWise:
             rows = [part.scale.reshape(1).expand(len(part.data)) for part in parts]
             return cls(data, torch.cat(rows)[:, None], ScalingType.RowWise)

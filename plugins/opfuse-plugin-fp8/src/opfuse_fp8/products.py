@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from opfuse.ops import BasicLinear, Bias, ParallelLinear
 from . import hardware, recipes
 from .gemm import DEPTH, GemmOperand, multiply
 from .hardware import Hardware
+from .together import side_by_side
 
 Ctxs = list[OperationContext]
 
@@ -50,7 +52,10 @@ class ForwardProduct(_Product):
         op: Any = self.basic_ops[0]
         ctx, *biased = basic_op_ctxs
         if isinstance(op, ParallelLinear):
-            x, weights, biases = op.quantized_operands(ctx, input_)
+            named = ctx.quantizers.items()
+            of_weights = [each for name, each in named if name.startswith("weight")]
+            with side_by_side(of_weights, op.sizes) if self._is_one else nullcontext():
+                x, weights, biases = op.quantized_operands(ctx, input_)
         else:
             x, weight = BasicLinear.quantized_operands(ctx, input_)
             weights, biases = [weight], [biased[0].params[0] if biased else None]

@@ -15,6 +15,7 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
 from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
+from ..together import room_for
 from ..twins import Into
 from . import elementwise, tiles
 
@@ -159,7 +160,8 @@ class Casting:
         rows, columns, form = self.rows, self.columns, self.constants["FORMAT"]
         row = column = row_scale = column_scale = None
         if self.usage.rowwise:
-            row, row_scale = self._empty(self._shape, torch.uint8), self._room(rows, columns)
+            row = room_for(self._quantizer, self._shape, self._device)
+            row_scale = self._room(rows, columns)
         if self.usage.columnwise:
             column = self._empty((columns, rows), torch.uint8)
             column_scale = self._room(columns, rows)

@@ -1,0 +1,82 @@
+"""The codes of several weights as rows of one tensor, which one product then reads as they are.
+
+The core has each weight cast by itself, so the rows wait here for the kernels that write codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+_waiting: ContextVar[_Rows | None] = ContextVar("opfuse_fp8_rows", default=None)
+
+
+class _Rows:
+    """Rows for the codes of weights, by their quantizers; memory is taken for the first of them."""
+
+    def __init__(self, quantizers: Sequence[Any], sizes: Sequence[int]) -> None:
+        self._quantizers, self._sizes = list(quantizers), sizes
+        self._parts: Sequence[Tensor] = ()
+
+    def take(self, quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor | None:
+        """The rows of a quantizer, once; None: there are none of this shape."""
+        sizes = enumerate(zip(self._quantizers, self._sizes, strict=False))
+        wanted = quantizer, tuple(shape[:-1])
+        place = next((i for i, (known, size) in sizes if (known, (size,)) == wanted), None)
+        if place is None:
+            return None
+        self._quantizers[place] = None
+        if not self._parts:
+            whole = torch.empty((sum(self._sizes), shape[-1]), dtype=torch.uint8, device=device)
+            self._parts = torch.split_with_sizes(whole, self._sizes)
+        part = self._parts[place]
+        return part if (part.shape, part.device) == (shape, device) else None
+
+
+@contextlib.contextmanager
+def side_by_side(quantizers: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+    """Within the context, kernels write the rowwise codes of some weights into one tensor.
+
+    Args:
+        quantizers: Those of the weights, in the order of the rows.
+        sizes: How many rows each weight has.
+    """
+    token = _waiting.set(_Rows(quantizers, sizes))
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+
+
+def room_for(quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor:
+    """Memory for the rowwise codes that a quantizer's kernel writes, as bytes.
+
+    Args:
+        quantizer: The quantizer.
+        shape: The shape of the codes.
+        device: Their device.
+    """
+    waiting = _waiting.get()
+    rows = None if waiting is None else waiting.take(quantizer, shape, device)
+    return torch.empty(shape, dtype=torch.uint8, device=device) if rows is None else rows
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Matrices as one, if each begins where the one before ends in the same memory; or None."""
+    first, *others = tensors
+    if is_compiling() or any(type(t) is not Tensor or not t.is_contiguous() for t in tensors):
+        return None
+    end, memory = first.storage_offset() + first.numel(), first.untyped_storage()._cdata
+    for tensor in others:
+        if tensor.storage_offset() != end or tensor.untyped_storage()._cdata != memory:
+            return None
+        if (tensor.dtype, tensor.shape[1]) != (first.dtype, first.shape[1]):
+            return None
+        end += tensor.numel()
+    return first.as_strided((sum([len(t) for t in tensors]), first.shape[1]), first.stride())
