@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +63,7 @@ class BaseQuantizer(Quantizer):
     """
 
     format: ClassVar[type[QuantizedTensor]]
+    _by_kernels: ClassVar[Callable[[Tensor, Into], QuantizedTensor | None] | None] = None
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
@@ -74,14 +75,9 @@ class BaseQuantizer(Quantizer):
 
     def _cast(self, into: Into, tensor: Tensor) -> QuantizedTensor:
         """The cast by the kernels where they run, and elsewhere by PyTorch's operations."""
-        from . import conditions
-
-        if not conditions.by_kernels(tensor, self):
-            return self.reference(tensor, into.usage, into.again)
-        from . import library
-
         with torch.no_grad():
-            return library.cast(tensor, into)
+            made = None if self._by_kernels is None else self._by_kernels(tensor, into)
+        return self.reference(tensor, into.usage, into.again) if made is None else made
 
     def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
         """The cast by PyTorch's operations, wherever the tensor is: kernels are compared with it.
@@ -414,6 +410,14 @@ class IdentityQuantizer(BaseQuantizer):
         """See :meth:`BaseQuantizer.reference`."""
         with torch.no_grad():
             return unchanged(tensor, usage, self)
+
+
+def bind_kernels(cast: Callable[[Tensor, Into], QuantizedTensor | None]) -> None:
+    """Let quantizers cast by a function that gives None where it does not.
+
+    The kernels know the quantizers, so these are told of them.
+    """
+    BaseQuantizer._by_kernels = staticmethod(cast)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ class LossByKernel(FusedOperation):
     """Cross entropy in two kernels: one reads the logits, the other reads them and writes once.
 
     A row that is ignored is not read: its gradient is 0, where the op passes on NaN of its logits.
-    Logits, targets, and two numbers of each row are kept. Nothing is overwritten: a gradient that
-    the forward wrote over the logits would have to be read and written again in the backward, which
-    knows what it is scaled by.
+    Logits, targets, and two numbers of each row are kept. Nothing is overwritten, since others may
+    have the logits. ``linear+loss``, which makes them itself, writes their gradient over them.
     """
 
     grad_input = "fresh"
