@@ -118,8 +118,8 @@ def _case(
         return (*separate(**given), *([values(**given)] if values else []))
 
     more: Any = {"separate": separate, "twin": twin, "exact": exact, "turn": 40}
-    # blocks of MX and NVFP4, and halves, are whole; so are the 128 x 128 weights of models
-    whole = any(word in name for word in ("MX", "NVFP4", "SwiGLU", "128 x 128"))
+    # blocks of MX, and halves, are whole; so are the 128 x 128 weights of models
+    whole = any(word in name for word in ("MX", "SwiGLU", "128 x 128"))
     width = 4224 if whole else 5001
     more["unaligned"] = [{"rows": 8192, "features": width}]
     return KernelCase(name, run, tensors, shapes, _SMALL, floor, **more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,13 @@ __all__ = [
 
 
 Tensors = Sequence[Tensor | None]
+_by_kernels: Callable[[Tensor, Into], QuantizedTensor | None] | None = None
+
+
+def bind_kernels(cast: Callable[[Tensor, Into], QuantizedTensor | None]) -> None:
+    """Hand down what casts by kernels, or gives None; the kernels know the quantizers."""
+    global _by_kernels
+    _by_kernels = cast
 
 
 def named(role: QuantizerRole) -> str:
@@ -74,14 +81,8 @@ class BaseQuantizer(Quantizer):
 
     def _cast(self, into: Into, tensor: Tensor) -> QuantizedTensor:
         """The cast by the kernels where they run, and elsewhere by PyTorch's operations."""
-        from . import conditions
-
-        if not conditions.by_kernels(tensor, self):
-            return self.reference(tensor, into.usage, into.again)
-        from . import library
-
-        with torch.no_grad():
-            return library.cast(tensor, into)
+        made = None if _by_kernels is None else _by_kernels(tensor, into)
+        return self.reference(tensor, into.usage, into.again) if made is None else made
 
     def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
         """The cast by PyTorch's operations, wherever the tensor is: kernels are compared with it.
