@@ -23,7 +23,17 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from opfuse_fp8 import cases, conditions, formulas, fused, fused_norms, library, together, twins
+from opfuse_fp8 import (
+    cases,
+    conditions,
+    direct,
+    formulas,
+    fused,
+    fused_norms,
+    library,
+    together,
+    twins,
+)
 from opfuse_fp8.gemm import GemmOperand
 from opfuse_fp8.kernels import device, launch, launch_norms, tiles
 from opfuse_triton import TARGETS, Kernel, Predicted, recording
@@ -250,7 +260,7 @@ def test_a_weight_is_cast_by_one_kernel_as_by_the_reference(recipe, monkeypatch)
     launched = Kernel.launch
     record = lambda self, *args, **given: (names.append(self.name), launched(self, *args, **given))  # noqa: E731
     monkeypatch.setattr(Kernel, "launch", record)
-    monkeypatch.setattr(conditions, "by_kernels", everywhere)
+    monkeypatch.setattr(direct, "by_kernels", everywhere)
     made = {"fp8-delayed": 1, "fp8-current": 2, "fp8-block": 1, "mxfp8": 1, "nvfp4": 3}[recipe]
     x = special(torch.bfloat16, 96, 160)
     for weight in (x, torch.nn.Parameter(x.float()), x.t(), x[:, ::5], x[:0]):
@@ -280,7 +290,7 @@ def test_ops_that_nothing_fuses_cast_by_kernels_as_by_the_reference(recipe, monk
     """Three steps to the bit, and the state: a largest magnitude that counted twice would show."""
     x, found = drawn((64, 64), dtype=torch.bfloat16)[0], []
     for where in (everywhere, nowhere):
-        monkeypatch.setattr(conditions, "by_kernels", where)
+        monkeypatch.setattr(direct, "by_kernels", where)
         with opfuse.options(fusion_limit=0):
             found.append(trained(mlp(ops.SwiGLU), x, WEIGHTS[recipe], steps=3))
     (mine, state), (other, expected) = found
@@ -316,15 +326,15 @@ def test_weights_side_by_side_are_cast_into_one_tensor(form):
 def test_where_a_cast_that_nothing_fuses_is_a_kernel():
     """On a GPU, and where launches are recorded; never on a CPU, of a subclass, or transformed."""
     quantizer, seen = fp8.CurrentQuantizer(E4M3), []
-    assert not conditions.by_kernels(torch.ones(2, 2), quantizer)
+    assert not direct.by_kernels(torch.ones(2, 2), quantizer)
     x = torch.empty(64, 64, device="meta")
-    assert not conditions.by_kernels(x, quantizer)
+    assert not direct.by_kernels(x, quantizer)
     with recording(90) as launches:
-        assert not conditions.by_kernels(torch.ones(2, 2), quantizer)
-        assert not conditions.by_kernels(x.as_subclass(type("Own", (torch.Tensor,), {})), quantizer)
-        assert not conditions.by_kernels(x, Own(E4M3))
-        assert not conditions.by_kernels(x, fp8.MXQuantizer(E4M3, square=True))
-        torch.func.vmap(lambda t: seen.append(conditions.by_kernels(t, quantizer)) or t)(x)
+        assert not direct.by_kernels(torch.ones(2, 2), quantizer)
+        assert not direct.by_kernels(x.as_subclass(type("Own", (torch.Tensor,), {})), quantizer)
+        assert not direct.by_kernels(x, Own(E4M3))
+        assert not direct.by_kernels(x, fp8.MXQuantizer(E4M3, square=True))
+        torch.func.vmap(lambda t: seen.append(direct.by_kernels(t, quantizer)) or t)(x)
         assert seen == [False]
         made = quantizer.quantize(torch.nn.Parameter(x), BOTH)
         quantizer.quantize(x.double(), BOTH)

@@ -7,7 +7,7 @@ import re
 import opfuse_fp8 as fp8
 import pytest
 import torch
-from opfuse_fp8 import conditions, gemm, hardware, products
+from opfuse_fp8 import direct, gemm, hardware, products
 from opfuse_fp8.together import as_one
 from opfuse_quantized.swizzle import swizzled, unswizzled
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -317,7 +317,7 @@ def test_kernels_cast_linears_side_by_side_into_one_tensor(gpu, monkeypatch, rec
     monkeypatch.setattr(hardware, "scales_rows", lambda here: True)
     for kernels in (True, False):
         found = []
-        monkeypatch.setattr(conditions, "by_kernels", lambda x, quantizer, k=kernels: k)
+        monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer, k=kernels: k)
         watched = lambda codes, found=found: found.append(as_one(codes)) or found[-1]  # noqa: E731
         monkeypatch.setattr(gemm, "as_one", watched)
         results.append(run(copy.deepcopy(model), x, dy, recipe))

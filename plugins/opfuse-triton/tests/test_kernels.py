@@ -17,6 +17,7 @@ from opfuse.testing.machine import is_interpreting
 pytestmark = pytest.mark.alone
 pytest.importorskip("triton")
 
+import opfuse_triton  # noqa: E402
 import triton  # noqa: E402
 import triton_activation as support  # noqa: E402
 from opfuse_triton import (  # noqa: E402
@@ -155,6 +156,11 @@ def test_a_small_gpu_is_not_taken_for_a_large_one():
 
 
 def test_launches_are_recorded_and_nothing_runs():
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    with recording(80):
+        assert opfuse_triton.kernels_run(meta)
+    assert not opfuse_triton.kernels_run(meta)
+    assert opfuse_triton.kernels_run(cpu) == is_interpreting()
     kernel = Kernel(scale, by_size)
     x, bias = fake(64, 64, offset=3), fake(4096)
     with recording(80) as launches:

@@ -6,7 +6,7 @@ from typing import Any
 
 from opfuse import Environment, Fusion, Quantizer, QuantizerRole, Recipe, hookimpl
 
-from . import kernel_casts, nvfp4, quantizers, recipes, te_checkpoint
+from . import direct, nvfp4, quantizers, recipes, te_checkpoint
 from .nvfp4 import *  # noqa: F403
 from .quantizers import *  # noqa: F403
 from .recipes import *  # noqa: F403
@@ -14,8 +14,7 @@ from .te_checkpoint import *  # noqa: F403
 
 __all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
 
-
-quantizers.bind_kernels(kernel_casts.cast)
+quantizers.bind_kernels(direct.cast)
 
 
 @hookimpl

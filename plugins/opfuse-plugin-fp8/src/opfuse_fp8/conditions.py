@@ -10,10 +10,8 @@ import sys
 from typing import Any
 
 import torch
-from opfuse_triton import Predicted, kernels_run, why_no_kernel
+from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from opfuse import Environment
 from opfuse.core.authoring import op_class
@@ -57,20 +55,6 @@ def of_quantizer(quantizer: Any, alone: bool = False) -> str:
     if getattr(quantizer, "square", False):
         return "its kernels have a scale for 1 x 32 values, and here 32 x 32 share one"
     return ""
-
-
-def by_kernels(x: Tensor, quantizer: Any) -> bool:
-    """Whether the kernels make a cast that no fusion took, as of a weight: on a GPU with Triton.
-
-    Args:
-        x: The values.
-        quantizer: The quantizer.
-    """
-    if x.device.type == "cpu" or type(x) not in PLAIN or is_compiling():
-        return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return kernels_run(x.device) and not of_quantizer(quantizer, alone=True)
 
 
 def why_not(env: Environment, quantizer: Any, activation: Any = None, alone: bool = False) -> str:
@@ -181,7 +165,7 @@ PREDICTED = Predicted(
 )
 """The speed of each fusion by the model, relative to the separate ops and a kernel that casts
 alone, in the slowest of its cases. A cast alone is not in it: on a GPU the quantizer launches the
-same kernel, see :func:`by_kernels`."""
+same kernel, see :mod:`opfuse_fp8.direct`."""
 
 
 def runs(

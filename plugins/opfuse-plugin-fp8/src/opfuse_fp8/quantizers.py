@@ -29,6 +29,13 @@ __all__ = [
 
 
 Tensors = Sequence[Tensor | None]
+_by_kernels: Callable[[Tensor, Into], QuantizedTensor | None] | None = None
+
+
+def bind_kernels(cast: Callable[[Tensor, Into], QuantizedTensor | None]) -> None:
+    """Hand down what casts by kernels, or gives None; the kernels know the quantizers."""
+    global _by_kernels
+    _by_kernels = cast
 
 
 def named(role: QuantizerRole) -> str:
@@ -63,7 +70,6 @@ class BaseQuantizer(Quantizer):
     """
 
     format: ClassVar[type[QuantizedTensor]]
-    _by_kernels: ClassVar[Callable[[Tensor, Into], QuantizedTensor | None] | None] = None
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
@@ -75,8 +81,7 @@ class BaseQuantizer(Quantizer):
 
     def _cast(self, into: Into, tensor: Tensor) -> QuantizedTensor:
         """The cast by the kernels where they run, and elsewhere by PyTorch's operations."""
-        with torch.no_grad():
-            made = None if self._by_kernels is None else self._by_kernels(tensor, into)
+        made = None if _by_kernels is None else _by_kernels(tensor, into)
         return self.reference(tensor, into.usage, into.again) if made is None else made
 
     def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
@@ -410,14 +415,6 @@ class IdentityQuantizer(BaseQuantizer):
         """See :meth:`BaseQuantizer.reference`."""
         with torch.no_grad():
             return unchanged(tensor, usage, self)
-
-
-def bind_kernels(cast: Callable[[Tensor, Into], QuantizedTensor | None]) -> None:
-    """Let quantizers cast by a function that gives None where it does not.
-
-    The kernels know the quantizers, so these are told of them.
-    """
-    BaseQuantizer._by_kernels = staticmethod(cast)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
