@@ -75,7 +75,7 @@ def test_a_block_launches_no_more_than_eager_pytorch():
     eager, converted = (
         all_of(launches.count(launches.llama(SMALL, convert=convert))) for convert in (False, True)
     )
-    assert converted.total() <= 71 < eager.total() == 115
+    assert converted.total() <= 70 < eager.total() == 115
     assert eager["mm"] == converted["mm"] + converted["addmm_"] == 21
 
 
