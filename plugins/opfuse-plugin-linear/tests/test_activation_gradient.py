@@ -18,7 +18,7 @@ from opfuse_triton import TARGETS, functions_of, recording, target
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-ACTS = ops.GELU(approximate="none"), ops.SiLU(), ops.SReLU()
+ACTS = ops.GELU(approximate="none"), ops.SiLU(), ops.SReLU(), ops.SwiGLU(), ops.SiTUGLU()
 NAME = "activation+linear"
 
 if is_interpreting():
@@ -40,7 +40,7 @@ def draw(dtype, *shapes):
 
 def truth(act, dy, weight, hidden):
     x = hidden.double().requires_grad_()
-    (dx,) = torch.autograd.grad(act.value(x), x, dy.double() @ weight.double())
+    (dx,) = torch.autograd.grad(act.forward_value(x), x, dy.double() @ weight.double())
     return dx
 
 
@@ -49,22 +49,25 @@ def truth(act, dy, weight, hidden):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_and_sums_match_fp64(dtype, sizes):
     rows, outputs, features = sizes
-    dy, weight, hidden = draw(dtype, (rows, outputs), (outputs, features), (rows, features))
-    for act in ACTS if rows == 3 else ACTS[:1]:
-        functions = functions_of(act)
-        dx, db = products.activation_gradient(dy, weight, hidden, functions, sums=True)
+    dy, weight, both = draw(dtype, (rows, outputs), (outputs, features), (rows, 2 * features))
+    for act in ACTS if rows == 3 else (ACTS[0], ACTS[3]):
+        hidden, functions = both[:, : act.feature_ratio * features].contiguous(), functions_of(act)
+        given = dy, weight, hidden, functions, functions.numbers(act.numbers_of())
+        dx, db = products.activation_gradient(*given, sums=True)
         exact = truth(act, dy, weight, hidden)
         assert_close(dx, exact, gemm=True)
         torch.testing.assert_close(db, dx.float().sum(0).to(dtype), rtol=2e-2, atol=1e-3)
-        again, nothing = products.activation_gradient(dy, weight, hidden, functions)
+        again, nothing = products.activation_gradient(*given)
         assert nothing is None and torch.equal(again, dx)
 
 
 @interpreted
+@pytest.mark.parametrize("act", [ACTS[1], ACTS[3]], ids=["one half", "two"])
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_every_configuration_gives_the_same(arch):
-    dy, weight, hidden = draw(torch.bfloat16, (130, 80), (80, 144), (130, 144))
-    exact, functions = truth(ACTS[1], dy, weight, hidden), functions_of(ACTS[1])
+def test_every_configuration_gives_the_same(arch, act):
+    width = 144 * act.feature_ratio
+    dy, weight, hidden = draw(torch.bfloat16, (130, 80), (80, 144), (130, width))
+    exact, functions = truth(act, dy, weight, hidden), functions_of(act)
     with target(arch):
         offered = products.configurations(
             dy.device, dy.dtype, (130, 144, 80), gated=False, functions=functions, turned=True
@@ -119,10 +122,12 @@ def test_tma_takes_the_weight_as_it_is():
 @interpreted
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "bias", "before"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_chain_launches_it(monkeypatch, bias, frozen):
+@pytest.mark.parametrize("act", [ops.GELU(), ops.SwiGLU()], ids=["one half", "two"])
+def test_a_chain_launches_it(monkeypatch, act, bias, frozen):
     torch.manual_seed(0)
-    act = ops.GELU() if bias else ops.SiLU()
-    chain = opfuse.Sequential(ops.Linear(12, 24, bias=bias), act, ops.Linear(24, 8))
+    chain = opfuse.Sequential(
+        ops.Linear(12, 24, bias=bias), act, ops.Linear(24 // act.feature_ratio, 8)
+    )
     if frozen == "weight":
         chain[2].weight.requires_grad_(False)
     elif frozen == "bias" and bias:
@@ -152,7 +157,7 @@ def test_where_it_is_used_and_why_not():
     for said, chain, changes in (
         ("under torch.compile", (ACTS[0], linear), {"compiling": True}),
         ("takes no float64", (ACTS[0], linear), {"dtype": torch.float64}),
-        ("two halves", (ops.SwiGLU(), linear), {}),
+        ("one after the other", (ops.SwiGLU(glu_interleave_size=8), linear), {}),
         ("has no device functions", (Softsign(), linear), {}),
     ):
         assert said in fusion.when(chain, measured._replace(**changes))

@@ -12,7 +12,7 @@ from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.ops import GELU, QGELU, ReLU, SiLU, SReLU, SwiGLU, cross_entropy
+from opfuse.ops import GELU, QGELU, ReLU, SiLU, SiTUGLU, SReLU, SwiGLU, cross_entropy
 from opfuse.ops.cross_entropy import LossNumbers
 
 from . import chunks
@@ -71,7 +71,9 @@ def _kept_twin(act: Any) -> Callable[..., Any]:
 
 
 def _before_linear(dy: Tensor, weight: Tensor, hidden: Tensor, *, act: Any) -> Any:
-    return activation_gradient(dy, weight, hidden, functions_of(act), sums=True)  # type: ignore[arg-type]
+    functions: Any = functions_of(act)
+    numbers = functions.numbers(act.numbers_of())
+    return activation_gradient(dy, weight, hidden, functions, numbers, sums=True)
 
 
 def _before_linear_apart(dy: Tensor, weight: Tensor, hidden: Tensor, *, act: Any) -> Any:
@@ -79,14 +81,28 @@ def _before_linear_apart(dy: Tensor, weight: Tensor, hidden: Tensor, *, act: Any
     return dx, dx.sum(0)
 
 
-def _gradient_operands(rows: int, outputs: int, features: int) -> Mapping[str, Operand]:
-    full = Operand((rows, features), BF16)
+def _before_swiglu_apart(dy: Tensor, weight: Tensor, hidden: Tensor) -> Any:
+    gradient, (gate, up) = dy.mm(weight), hidden.chunk(2, 1)
+    of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+    dx = torch.cat([of_gate, gradient * F.silu(gate)], 1)
+    return dx, dx.sum(0)
+
+
+def _before_linear_twin(dy: Tensor, weight: Tensor, hidden: Tensor, *, act: Any) -> Any:
+    dx = act.backward_value(dy.mm(weight), hidden)
+    return dx, dx.sum(0)
+
+
+def _gradient_operands(
+    rows: int, outputs: int, features: int, halves: int = 1
+) -> Mapping[str, Operand]:
+    full = Operand((rows, halves * features), BF16)
     return {
         "dy": Operand((rows, outputs), BF16),
         "weight": Operand((outputs, features), BF16),
         "hidden": full,
         "dx": replace(full, output=True),
-        "db": Operand((features,), BF16, "vector", output=True),
+        "db": Operand((halves * features,), BF16, "vector", output=True),
     }
 
 
@@ -252,6 +268,7 @@ _BACK = [
     {"rows": 8192, "outputs": 12288, "features": 49152},
     {"rows": 1000, "outputs": 129, "features": 771},
 ]
+_BACK_GATED = [{"rows": 8192, "outputs": 4096, "features": 14336}, _BACK[-1]]
 _BACK_SMALL = [
     {"rows": 130, "outputs": 64, "features": 264},
     {"rows": 3, "outputs": 65, "features": 31},
@@ -288,6 +305,17 @@ CASES = [
             separate=functools.partial(_before_linear_apart, act=act), turn=70,
         )
         for name, act in (("GELU", GELU()), ("GELU (erf)", GELU(approximate="none")))
+    ],
+    *[
+        KernelCase(
+            f"gradient of {name} before a linear", functools.partial(_before_linear, act=act),
+            functools.partial(_gradient_operands, halves=2), _BACK_GATED, _BACK_SMALL,
+            gemms=_GEMMS, flops=_gradient_operations, separate=separate, turn=70,
+            twin=functools.partial(_before_linear_twin, act=act),
+        )
+        for name, act, separate in (
+            ("SwiGLU", SwiGLU(), _before_swiglu_apart), ("SiTUGLU", SiTUGLU(), None)
+        )
     ],
     KernelCase(
         "linear + add", _product(), _operands("addend"), _DOWN + _ODD, _SMALL,

@@ -34,7 +34,11 @@ PREDICTED = Predicted(
         "linear+scale+add": (1.05, ["linear + scale + add"]),
         "activation+linear": (
             1.05,
-            ["gradient of GELU before a linear", "gradient of GELU (erf) before a linear"],
+            [
+                "gradient of GELU before a linear",
+                "gradient of GELU (erf) before a linear",
+                "gradient of SwiGLU before a linear",
+            ],
         ),
         "cross entropy": (8.86, ["cross entropy", "cross entropy with all options"]),
     },
@@ -134,8 +138,8 @@ def activation_gradient_refusal(ops: Sequence[Any], env: Environment) -> str:
     from opfuse_triton import functions_of
 
     act = ops[-2]
-    if act.gated:
-        return "the gradient of a gated activation has two halves, and a Triton product gives one"
+    if act.gated and act.glu_interleave_size is not None:
+        return "a Triton product takes the halves of a gated activation one after the other"
     if functions_of(act) is None:
         return f"{type(act).__name__} has no device functions for a Triton product"
     return PREDICTED.why_not("activation+linear", env)

@@ -2,9 +2,9 @@
 
 ``y = act(x @ w.T + bias)``, of one product or of a gate and its factor, or
 ``y = addend + scale * (x @ w.T + bias)``, or ``y = act'(addend) * (x @ w)``, the gradient of an
-activation before a linear. The activation is a device function, see
-:func:`opfuse_triton.functions_of`. Products are added up in fp32, and rounded before the activation
-as the linear layer rounds them: the activation gets what its backward reads.
+activation before a linear, which has two halves if the activation is gated. The activation is a
+device function, see :func:`opfuse_triton.functions_of`. Products are added up in fp32, and rounded
+before the activation as the linear layer rounds them: the activation gets what its backward reads.
 
 Arguments of both kernels, where the tile of each program has ``BLOCK_M`` rows and ``BLOCK_N``
 features:
@@ -13,9 +13,13 @@ features:
 - ``bias``, ``up_bias``: ``(features,)``, or None.
 - ``addend``: ``(rows, features)``, or None. With it ``VALUE`` is None, or a derivative of which it
   is the argument. ``scale``: a float, or None.
-- ``y``: ``(rows, features)``, contiguous.
+- ``up_addend``: the other half of the input of a gated activation, whose gradient is wanted; or
+  None. The gradient of the gate is the product times ``VALUE`` of the gate and ``LINEAR_VALUE`` of
+  the other half, and goes into ``y``; that of the other half has ``UP_VALUE`` and
+  ``UP_LINEAR_VALUE``, and goes into ``up_hidden``.
+- ``y``: ``(rows, features)``, contiguous; with ``up_addend``, the first half of such rows.
 - ``partial``: where a derivative's program stores the sums of its columns, in fp32, of shape
-  ``(rows of tiles, features)``; or None.
+  ``(rows of tiles, hidden_stride)``; or None.
 - ``hidden``, ``up_hidden``: where to store what the activation gets, or None.
 - ``numbers``: those of the activation.
 """
@@ -70,10 +74,19 @@ def _with_addend(product, given, scale, numbers, dtype: tl.constexpr, VALUE: tl.
 
 
 @triton.jit
-def _store_sums(partial, result, tile_row, feature, features, dtype: tl.constexpr):
-    """Store the sums of a tile's columns, of what is rounded."""
+def _gated_gradient(
+    product, gate, up, numbers, dtype: tl.constexpr, VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr
+):
+    """The gradient of one half: a product, rounded as the linear layer rounds it, times both."""
+    rounded = product.to(dtype).to(tl.float32)
+    return rounded * VALUE(gate, *numbers) * LINEAR_VALUE(up, *numbers)
+
+
+@triton.jit
+def _store_sums(partial, result, tile_row, width, feature, features, dtype: tl.constexpr):
+    """Store the sums of a tile's columns, of what is rounded, into a row of this width."""
     sums = tl.sum(result.to(dtype).to(tl.float32), 0)
-    tl.store(partial + tile_row.to(tl.int64) * features + feature, sums, feature < features)
+    tl.store(partial + tile_row.to(tl.int64) * width + feature, sums, feature < features)
 
 
 @triton.jit
@@ -96,11 +109,12 @@ def _part(tile, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def gemm_by_tiles(
-    x, w, up, bias, up_bias, addend, y, hidden, up_hidden, partial,
+    x, w, up, bias, up_bias, addend, up_addend, y, hidden, up_hidden, partial,
     rows, features, depth,
     x_stride, w_stride, up_stride, addend_stride, hidden_stride,
     scale, numbers,
-    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
+    UP_VALUE: tl.constexpr, UP_LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, SPECIALIZE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +131,13 @@ def gemm_by_tiles(
         of_w = tl.make_tensor_descriptor(w, [depth, features], [w_stride, 1], [BLOCK_K, BLOCK_N])
     else:
         of_w = tl.make_tensor_descriptor(w, [features, depth], [w_stride, 1], [BLOCK_N, BLOCK_K])
-    of_y = tl.make_tensor_descriptor(y, [rows, features], [features, 1], [BLOCK_M, WIDTH])
+    y_stride = features
+    if up_addend is not None:
+        y_stride = hidden_stride
+        of_up_addend = tl.make_tensor_descriptor(
+            up_addend, [rows, features], [addend_stride, 1], [BLOCK_M, WIDTH]
+        )
+    of_y = tl.make_tensor_descriptor(y, [rows, features], [y_stride, 1], [BLOCK_M, WIDTH])
     if up is not None:
         of_up = tl.make_tensor_descriptor(up, [features, depth], [up_stride, 1], [BLOCK_N, BLOCK_K])
     if addend is not None:
@@ -158,9 +178,24 @@ def gemm_by_tiles(
             result = _plus_bias(_part(product, i, PARTS), bias, feature, features, dtype)
             if addend is not None:
                 given = of_addend.load([row, start]).to(tl.float32)
-                result = _with_addend(result, given, scale, numbers, dtype, VALUE)
+                if up_addend is not None:
+                    other = of_up_addend.load([row, start]).to(tl.float32)
+                    up_result = _gated_gradient(
+                        result, given, other, numbers, dtype, UP_VALUE, UP_LINEAR_VALUE
+                    )
+                    of_up_hidden.store([row, start], up_result.to(dtype))
+                    if partial is not None:
+                        up_sums = partial + features
+                        _store_sums(
+                            up_sums, up_result, tile_row, hidden_stride, feature, features, dtype
+                        )
+                    result = _gated_gradient(
+                        result, given, other, numbers, dtype, VALUE, LINEAR_VALUE
+                    )
+                else:
+                    result = _with_addend(result, given, scale, numbers, dtype, VALUE)
                 if partial is not None:
-                    _store_sums(partial, result, tile_row, feature, features, dtype)
+                    _store_sums(partial, result, tile_row, hidden_stride, feature, features, dtype)
             else:
                 gate = result.to(dtype)
                 other = gate
@@ -179,11 +214,12 @@ def gemm_by_tiles(
 
 @triton.jit
 def gemm_by_pointers(
-    x, w, up, bias, up_bias, addend, y, hidden, up_hidden, partial,
+    x, w, up, bias, up_bias, addend, up_addend, y, hidden, up_hidden, partial,
     rows, features, depth,
     x_stride, x_step, w_stride, w_step, up_stride, up_step, addend_stride, addend_step,
     hidden_stride, scale, numbers,
-    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
+    UP_VALUE: tl.constexpr, UP_LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Any strides and alignment, and GPUs without TMA: one tile for each program."""
@@ -216,14 +252,29 @@ def gemm_by_pointers(
             up_product = tl.dot(left, right, up_product, input_precision=PRECISION)
             of_up += ahead * up_step
     stored = (row < rows)[:, None] & (feature < features)[None, :]
+    y_stride = features
     result = _plus_bias(product, bias, feature, features, dtype)
     if addend is not None:
         place = row[:, None] * addend_stride + feature[None, :] * addend_step
         given = tl.load(addend + place, stored, other=0.0).to(tl.float32)
-        result = _with_addend(result, given, scale, numbers, dtype, VALUE)
+        if up_addend is not None:
+            y_stride = hidden_stride
+            other = tl.load(up_addend + place, stored, other=0.0).to(tl.float32)
+            up_result = _gated_gradient(
+                result, given, other, numbers, dtype, UP_VALUE, UP_LINEAR_VALUE
+            )
+            half = up_hidden + row[:, None] * hidden_stride + feature[None, :]
+            tl.store(half, up_result.to(dtype), stored)
+            if partial is not None:
+                up_result = tl.where(stored, up_result, 0.0)
+                up_sums = partial + features
+                _store_sums(up_sums, up_result, tile_row, hidden_stride, feature, features, dtype)
+            result = _gated_gradient(result, given, other, numbers, dtype, VALUE, LINEAR_VALUE)
+        else:
+            result = _with_addend(result, given, scale, numbers, dtype, VALUE)
         if partial is not None:
             result = tl.where(stored, result, 0.0)
-            _store_sums(partial, result, tile_row, feature, features, dtype)
+            _store_sums(partial, result, tile_row, hidden_stride, feature, features, dtype)
     else:
         gate = result.to(dtype)
         other = gate
@@ -235,4 +286,4 @@ def gemm_by_pointers(
             if up_hidden is not None:
                 tl.store(up_hidden + kept, other, stored)
         result = _activate(gate, other, numbers, VALUE, LINEAR_VALUE)
-    tl.store(y + row[:, None] * features + feature[None, :], result.to(dtype), stored)
+    tl.store(y + row[:, None] * y_stride + feature[None, :], result.to(dtype), stored)

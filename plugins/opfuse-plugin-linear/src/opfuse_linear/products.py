@@ -136,10 +136,10 @@ def multiply(
     y = x.new_empty((rows, features))
     hidden = x.new_empty((rows, features * len(weights))) if keep else None
     halves = (None, None) if hidden is None else (*hidden.split(features, 1), None)[:2]
-    tensors = left, w, up, _dense(bias), _dense(up_bias), added, y, *halves, None
+    tensors = left, w, up, _dense(bias), _dense(up_bias), added, None, y, *halves, None
     values = (None, None) if functions is None else (functions.value, functions.linear_value)
     factor = None if scale == 1.0 else float(scale)
-    _launch(tensors, features * len(weights), factor, numbers, *values, config)
+    _launch(tensors, features * len(weights), factor, numbers, values, config)
     lead = x.shape[:-1]
     return y.view(*lead, features), None if hidden is None else hidden.view(*lead, hidden.shape[1])
 
@@ -159,24 +159,31 @@ def activation_gradient(
     Args:
         grad_output: Gradient of the linear's output, ``(..., out)``.
         weight: ``(out, in)``.
-        hidden: The input of the activation, ``(..., in)``.
-        functions: Those of the activation, which is not gated.
+        hidden: The input of the activation, ``(..., in)``; of a gated one ``(..., 2 * in)``, first
+            the gate.
+        functions: Those of the activation.
         numbers: Those of the activation.
         sums: Whether to add up the result over all rows, too: the gradient of a bias before it.
         config: As for :func:`multiply`.
 
     Returns:
-        ``(..., in)``; and if ``sums``, ``(in,)``.
+        What has the shape of ``hidden``; and if ``sums``, of its last dimension.
     """
-    dy, features = grad_output.reshape(-1, grad_output.shape[-1]), weight.shape[1]
-    before = hidden.reshape(-1, features)
+    dy, width = grad_output.reshape(-1, grad_output.shape[-1]), hidden.shape[-1]
+    before = hidden.reshape(-1, width)
     y = before.new_empty(before.shape)
     partial = None
     if sums:  # for tiles of any height
         count = triton.cdiv(len(dy), tiles.LEAST_HEIGHT)
-        partial = dy.new_zeros((count, features), dtype=torch.float32)
-    tensors = dy, weight, None, None, None, before, y, None, None, partial
-    _launch(tensors, features, None, numbers, functions.derivative, None, config, turned=True)
+        partial = dy.new_zeros((count, width), dtype=torch.float32)
+    value, linear = functions.value, functions.linear_value
+    values = functions.derivative, linear
+    gate, up, first, second = before, None, y, None
+    if linear is not None:
+        values += value, functions.linear_derivative
+        (gate, up), (first, second) = before.chunk(2, 1), y.chunk(2, 1)
+    tensors = dy, weight, None, None, None, gate, up, first, None, second, partial
+    _launch(tensors, width, None, numbers, values, config, turned=True)
     return y.view(hidden.shape), None if partial is None else partial.sum(0).to(dy.dtype)
 
 
@@ -185,8 +192,7 @@ def _launch(
     hidden_stride: int,
     scale: float | None,
     numbers: tuple[float, ...],
-    value: Any,
-    linear_value: Any,
+    values: Sequence[Any],
     config: Config | Mapping[str, Any] | None,
     *,
     turned: bool = False,
@@ -195,15 +201,15 @@ def _launch(
 
     Args:
         tensors: Those that are absent are None.
-        hidden_stride: Of the rows of what is kept.
+        hidden_stride: Of the rows of what is kept, or of the gradient.
         scale: With an addend.
         numbers: Of the activation.
-        value: Of the activation.
-        linear_value: Of the activation.
+        values: Device functions of the activation: ``VALUE``, ``LINEAR_VALUE`` and, for the
+            gradient of a gated one, ``UP_VALUE`` and ``UP_LINEAR_VALUE``.
         config: As for :func:`multiply`.
         turned: Whether the second tensor is ``(depth, features)``.
     """
-    left, w, up, added, y = [tensors[i] for i in (0, 1, 2, 5, 6)]
+    left, w, up, added, y = [tensors[i] for i in (0, 1, 2, 5, 7)]
     assert left is not None and w is not None and y is not None
     (rows, depth), features = left.shape, y.shape[1]
     target = current_target(left.device)
@@ -211,7 +217,9 @@ def _launch(
     by_tiles = tiles.moves_tiles(target) and all(map(_moves, tensors))
     wide = left.dtype is torch.float32  # which is multiplied only where depth is contiguous
     by_tiles = by_tiles and (not wide or (precision == "tf32" and not turned))
-    fixed: dict[str, Any] = {"VALUE": value, "LINEAR_VALUE": linear_value, "PRECISION": precision}
+    names = "VALUE", "LINEAR_VALUE", "UP_VALUE", "UP_LINEAR_VALUE"
+    fixed: dict[str, Any] = dict.fromkeys(names) | dict(zip(names, values, strict=False))
+    fixed["PRECISION"] = precision
     config = config if config is not None and _is_for_tiles(config) == by_tiles else None
     matrices = left, w if by_tiles or not turned else w.t(), up, added
     if by_tiles:
@@ -258,6 +266,8 @@ def configurations(
     facts |= {"up": dtype if gated else None, "hidden": dtype if keep else None}
     facts["VALUE"] = None if functions is None else functions.value
     facts["addend"] = dtype if turned else None
+    if turned and functions is not None and functions.linear_value is not None:
+        facts |= {"up_addend": dtype, "UP_VALUE": functions.value}
     aligned = features * dtype.itemsize % 16 == depth * dtype.itemsize % 16 == 0
     in_units = dtype is not torch.float32 or _precision(dtype, target) == "tf32"
     in_units = in_units and not (turned and dtype is torch.float32)

@@ -29,7 +29,8 @@ Row = tuple[int, int, int, int, int, int, bool, int]
 """``BLOCK_M``, ``BLOCK_N``, bytes of ``BLOCK_K``, ``GROUP``, warps, stages, ``SPECIALIZE``, and
 ``PARTS``, which is 0 for a product by pointers."""
 
-# Of a gated product, BLOCK_N is that of each of its two products. Large tiles come first.
+# By whether the activation is gated. Then BLOCK_N is that of each of two products, or of each half
+# of a gradient. Large tiles come first.
 _BY_TILES: Mapping[tuple[int, bool], Sequence[Row]] = {
     (90, False): (
         (128, 256, 128, 8, 8, 4, False, 4),
@@ -113,7 +114,8 @@ def by_pointers(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
 
 
 def _is_gated(facts: Mapping[str, Any]) -> bool:
-    return facts.get("up") is not None
+    """Whether there are two products, or a product from which both halves of a gradient come."""
+    return facts.get("up") is not None or facts.get("up_addend") is not None
 
 
 def _fitting(rows: Sequence[Row], target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
@@ -128,7 +130,7 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
     """Whether the GPU has the shared memory and registers that a program needs."""
     height, width, depth, _, warps, stages, specialize, parts = row
     gated = _is_gated(facts)
-    operands = 2 if gated else 1
+    operands = 1 if facts.get("up") is None else 2
     held = stages - 1 if target.backend == "hip" else stages  # one stage is in registers
     shared = held * (height + operands * width) * depth
     if parts:
@@ -138,12 +140,16 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
     fp32, stores = facts["x"].itemsize == 4, facts.get("hidden") is not None or turned
     if specialize and not CAN_SPECIALIZE:
         return False
+    if not _halves_fit(height * width, parts, facts):
+        return False
     if not parts:  # each thread holds so many products
         crowded = fp32 and (operands * height * width > 2048 * warps or (gated and depth > 64))
         crowded |= target.backend == "cuda" and gated and stores and depth > 64
         if target.backend == "cuda" and (facts["depth"] % 16 or facts["features"] % 16):
             # each number is loaded by itself, from an address of its own
-            crowded |= operands * height * width > (64 * 64 if stores and not gated else 64 * 128)
+            crowded |= operands * height * width > (
+                64 * 64 if stores and operands == 1 else 64 * 128
+            )
     elif not stores:
         crowded = False
     elif specialize:  # the threads that store have 168 registers each
@@ -153,6 +159,13 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
         light = any(facts.get("VALUE") is known for known in LIGHT)
         crowded = in_registers and (turned or (parts < 4 and not light))
     return shared <= target.shared_memory and not crowded
+
+
+def _halves_fit(area: int, parts: int, facts: Mapping[str, Any]) -> bool:
+    """Whether registers are left for both halves of a gradient: for those of most activations."""
+    if facts.get("up_addend") is None or any(facts["UP_VALUE"] is known for known in LIGHT):
+        return True
+    return area <= (128 * 64 if parts else 64 * 64)
 
 
 def _tiles(row: Row, facts: Mapping[str, Any]) -> int:
