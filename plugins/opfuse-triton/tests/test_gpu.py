@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import gpu_toys as toys  # noqa: E402
 from opfuse_triton import TARGETS, Config, Kernel, KernelCase, Operand, config_tables, target  # noqa: E402
 from opfuse_triton.__main__ import main  # noqa: E402
-from opfuse_triton.gpu import measuring, session, table, worker  # noqa: E402
+from opfuse_triton.gpu import measuring, session, table, timing, worker  # noqa: E402
 from opfuse_triton.gpu.judging import judge  # noqa: E402
 from opfuse_triton.gpu.timing import Clock  # noqa: E402
 from opfuse_triton.targets import INTERPRETER  # noqa: E402
@@ -292,23 +292,24 @@ def test_no_part_begins_after_the_deadline():
     assert row["judged"] + row["left"] == 4 and row["left"] > 0
 
 
-def test_a_gpu_is_measured_on_a_stream_of_its_own(tmp_path, monkeypatch):
+def test_calls_are_captured_on_a_stream_of_their_own(monkeypatch):
     """No CUDA graph can be captured on the default one."""
     events = []
 
     @contextlib.contextmanager
-    def stream(made):
-        events.append(made)
+    def around(clock):
+        events.append("own")
         yield
         events.append("default")
 
-    monkeypatch.setattr(worker, "is_interpreting", lambda: False)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "own")
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(Clock, "limits", lambda self: events.append("limits"))
-    monkeypatch.setattr(worker, "run", lambda *given: events.append("cases"))
-    worker.main("toys", "gpu_toys:SOUND", str(tmp_path / "out"), "60")
-    assert events == ["own", "limits", "cases", "default"]
+    def capture(calls, times):
+        events.append("captured")
+        return lambda: 1.0
+
+    monkeypatch.setattr(GPUClock, "around", around)
+    monkeypatch.setattr(timing, "capture", capture)
+    assert Clock(torch.device("cuda")).seconds([lambda: None]) == 1.0
+    assert events == ["own", "captured", "default"]
 
 
 def test_sets_of_inputs_are_larger_than_the_cache():

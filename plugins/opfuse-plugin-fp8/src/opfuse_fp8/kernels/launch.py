@@ -98,7 +98,7 @@ class Casting:
             apart: Whether a program has two tiles, of halves that lie side by side.
         """
         form = self.constants["FORMAT"]
-        many = (apart and form == "square") or (form == "block" and (apart or _is_unaligned(x)))
+        many = (apart and form == "square") or (form == "block" and (apart or is_unaligned(x)))
         return [ROWWISE, COLUMNWISE] if many and all(self.usage) else [self.usage]
 
     def facts(self, usage: Usage) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Casting:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def _is_unaligned(x: Tensor) -> bool:
+def is_unaligned(x: Tensor) -> bool:
     """Return whether a row may begin at no multiple of 16 bytes."""
     return bool(x.shape[-1] % 16 or x.storage_offset() * x.itemsize % 16)
 
@@ -210,7 +210,7 @@ def forward(
     rows, features, target = casting.rows, casting.columns, current_target(x.device)
     for usage in casting.passes(x):
         facts = {**casting.facts(usage), **formula.forward, "features": features}
-        facts["unaligned"] = _is_unaligned(x)
+        facts["unaligned"] = is_unaligned(x)
         config = FORWARD.pick(target, facts)
         count = tiles.programs(rows, features, config)
         FORWARD.launch(

@@ -14,7 +14,7 @@ from opfuse.core.quantization import QuantizedTensor
 from ..nvfp4 import BLOCK, NVFP4Quantizer
 from ..twins import Into
 from . import nvfp4
-from .launch import TL, converts
+from .launch import TL, converts, is_unaligned
 from .tiles import programs
 
 
@@ -36,11 +36,15 @@ CAST = Kernel(nvfp4.nvfp4_cast, _configs)
 def cast(x: Tensor, into: Into) -> QuantizedTensor:
     """Cast a tensor, in two passes over it: its largest magnitude comes first.
 
+    One that begins at no multiple of 16 bytes is copied before: addresses of single values, besides
+    the tile, would spill registers.
+
     Args:
         x: Contiguous and not empty, with whole blocks in the copies that are needed.
         into: What it is cast into, by an :class:`opfuse_fp8.NVFP4Quantizer`.
     """
     quantizer, usage, _ = into
+    x = x.clone() if is_unaligned(x) else x
     columns, target = x.shape[-1], current_target(x.device)
     rows = x.numel() // columns
     signs = quantizer.signs if usage.columnwise else None
