@@ -168,10 +168,7 @@ def target_entry(
 
 
 def _around(
-    case: KernelCase,
-    shape: Mapping[str, int],
-    target: Target,
-    inputs: Mapping[str, torch.Tensor],
+    case: KernelCase, shape: Mapping[str, int], target: Target, inputs: Mapping[str, torch.Tensor]
 ) -> tuple[CaseRun, Moved]:
     """What a case launches, and what PyTorch's operations around the launches move."""
     with TorchBytes() as counted:
@@ -185,10 +182,7 @@ def by_role(bytes_: Mapping[int, float], operands: Mapping[int, tuple[str, Opera
 
 
 def _count(
-    launch: Launch,
-    sample: int,
-    drawn: Mapping[int, torch.UntypedStorage],
-    counted: _Counted | None,
+    launch: Launch, sample: int, drawn: Mapping[int, torch.UntypedStorage], counted: _Counted | None
 ) -> tuple[LaunchCount, dict[int, int]]:
     """Run some programs of a launch, or find what the same launch gave for another target.
 

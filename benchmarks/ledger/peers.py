@@ -16,15 +16,7 @@ from opfuse_triton.recorded import find_operands
 from torch.overrides import TorchFunctionMode
 
 from .counting import counting
-from .entries import (
-    SAMPLE,
-    TargetEntry,
-    by_role,
-    drawn_memory,
-    entry_of,
-    target_entry,
-    with_memory,
-)
+from .entries import SAMPLE, TargetEntry, by_role, drawn_memory, entry_of, target_entry, with_memory
 
 _device_of: Any = torch.Tensor.device.__get__
 

@@ -44,7 +44,9 @@ def _looped(ends: Tensor, rows: int) -> Groups:
 
 def _torch(ends: Tensor, rows: int) -> Groups:
     """The same groups, for torch's grouped product; one group needs none."""
-    return Groups(_sizes(ends), [rows] if len(ends) == 1 else None, None if len(ends) == 1 else ends)
+    return Groups(
+        _sizes(ends), [rows] if len(ends) == 1 else None, None if len(ends) == 1 else ends
+    )
 
 
 def _sizes(ends: Tensor) -> Tensor:
