@@ -44,7 +44,7 @@ def _prepare_once() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     tl: Any = importlib.import_module("triton.language")
     prepare = interpreter._patch_lang
-    nothing = getattr(interpreter, "_LangPatchScope", type(None))  # what undoes it, or nothing does
+    nothing: Any = getattr(interpreter, "_LangPatchScope", type(None))  # that undoes nothing
 
     @functools.wraps(prepare)
     def once(fn: Any) -> Any:
