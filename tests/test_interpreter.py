@@ -3,11 +3,13 @@
 Everything here that needs Triton runs in a process with ``TRITON_INTERPRET=1``; the last test starts that process.
 """
 
+import importlib
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +90,20 @@ def test_sums_and_products_in_bf16(exact):
     product = triton_probes.dot(a, b).double()
     agree.append(bool((product - a.double() @ b.double()).abs().max() < 1e-4))
     assert all(agree) == exact, agree
+
+
+@interpreted
+def test_the_language_is_prepared_once_for_a_launch(exact):
+    """Triton does it again for each of the three functions that the kernel calls."""
+    import triton_probes
+
+    inner = importlib.import_module("triton.runtime.interpreter")
+    with mock.patch.object(inner, "_patch_lang_core", wraps=inner._patch_lang_core) as prepared:
+        y = triton_probes.plus_three(torch.zeros(16))
+        once = prepared.call_count
+        assert torch.equal(triton_probes.plus_three(y), torch.full((16,), 6.0))
+    assert y.tolist() == [3.0] * 16
+    assert (once, prepared.call_count) == ((1, 2) if exact else (4, 8))
 
 
 @interpreted

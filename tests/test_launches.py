@@ -106,3 +106,36 @@ def test_nothing_stays_pretended(chain):
     with opfuse.plugins.using(""):
         model = opfuse.Sequential(opfuse.ops.GELU())
         assert "GELU" in str(opfuse.explain(model, torch.ones(2, 8)))
+
+
+# The experts of a mixture
+
+
+def test_experts_move_each_tensor_once_and_under_a_recipe_launch_for_each_group():
+    experts = pytest.importorskip("ledger.experts")
+    pytest.importorskip("opfuse_moe")
+    sizes = experts.Sizes(tokens=512, width=256, hidden=128, experts=4, chosen=2)
+    assert sizes.of_groups.tolist() == [0, 341, 341, 342]
+    rows, wide = 1024 * 256 * 2, 1024 * 2 * 128 * 2  # bytes; the activation's output has half
+    up, down = 4 * 256 * 256 * 2, 4 * 256 * 128 * 2
+    products = rows + up + wide + wide // 2 + (wide // 2 + down + rows)
+    products += (rows + down + wide + wide) + (rows + wide // 2 + down)
+    products += (wide + up + rows) + (wide + rows + up)
+    found = experts.measure(experts.experts_step(sizes))
+    assert found.triton == 6 and 1 <= found.bytes / products <= 1.02
+    apart = experts.measure(experts.experts_step(sizes), plugins="-moe,-inductor,-liger")
+    assert apart.bytes > found.bytes
+
+    recipe, counts = opfuse_fp8.DelayedScaling(), []
+    for number in (4, 8):
+        step = experts.experts_step(sizes._replace(experts=number), looped=True)
+        counts.append(experts.measure(step, recipe).torch)
+    assert counts[1] > 1.8 * counts[0]
+
+
+def test_sorting_moves_the_rows_of_all_experts():
+    """Gathered, gathered back, summed; and the same backwards."""
+    experts = pytest.importorskip("ledger.experts")
+    sizes = experts.Sizes(tokens=512, width=256, hidden=128, experts=4, chosen=2)
+    found = experts.measure(experts.sorting_step(sizes))
+    assert found.triton == 0 and found.bytes > 8 * 1024 * 256 * 2

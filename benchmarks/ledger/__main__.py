@@ -29,6 +29,10 @@ def main() -> None:
         from .launches import main as count_launches
 
         return count_launches(sys.argv[2:])
+    if sys.argv[1:2] == ["experts"]:
+        from .experts import main as count_experts
+
+        return count_experts(sys.argv[2:])
     names = [str(target) for target in TARGETS.values()]
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     parser.add_argument("plugin", nargs="?", help="an installed plugin, or module:object")

@@ -64,7 +64,7 @@ class Counted(NamedTuple):
     scales: Counter[str]
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[misc]
+class Operations(TorchDispatchMode):  # type: ignore[misc]
     """Counts the kernels of PyTorch's operations."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def count(step: Callable[[], Any], recipe: Any = None, *, measured: bool = False
     target = TARGETS[90]
     with planned_for(target, measured=measured), opfuse.plugins.using(OTHERS):
         for _ in range(2):
-            of_step, of_scales = _Operations(), _Operations()
+            of_step, of_scales = Operations(), Operations()
             with contextlib.ExitStack() as stack:
                 of_end = stack.enter_context(opfuse_triton.recording(target))
                 stack.enter_context(of_scales)

@@ -76,5 +76,11 @@ def estimate_peer(
     with TorchBytes() as around, counting(sample) as counts, as_on(target):
         given = run(**inputs)
     operands = find_operands(case, shape, inputs, given)
-    entries = tuple(entry_of(target, count.name, count.warps, count, operands) for count in counts)
+    entries = tuple(
+        entry_of(
+            *(target, count.name, count.warps, count, operands),
+            is_gemm=bool(case.gemms) and count.average("flops") > 0,
+        )
+        for count in counts
+    )
     return target_entry(case, shape, target, entries, by_role(around.moved, operands))

@@ -2,9 +2,10 @@
 
 Triton's own interpreter (3.6 to 3.9 at least) works on numpy arrays, which have neither type. It
 truncates where the hardware rounds to nearest even, turns the NaN of fp8 into numbers, and adds and
-multiplies the bit patterns of bf16. :func:`install` replaces four methods of its builder. The hooks
-are private to Triton, so a test compares the interpreter, with and without them, with torch: it
-fails once Triton no longer needs this module, or changes.
+multiplies the bit patterns of bf16. :func:`install` replaces four methods of its builder. It also
+keeps Triton from preparing its language again for each call of a device function. The hooks are
+private to Triton, so a test compares the interpreter, with and without them, with torch: it fails
+once Triton no longer needs this module, or changes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,25 @@ def install() -> None:
         }
         setattr(builder, _MARK, originals)
         _replace(builder, originals)
+        _prepare_once()
+
+
+def _prepare_once() -> None:
+    """Let a launch prepare Triton's language once, and not again for each call of a function."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    tl: Any = importlib.import_module("triton.language")
+    prepare = interpreter._patch_lang
+    nothing: Any = getattr(interpreter, "_LangPatchScope", type(None))  # that undoes nothing
+
+    @functools.wraps(prepare)
+    def once(fn: Any) -> Any:
+        seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        if seen and not any(tl.core.is_builtin(language.load) for language in seen):
+            return nothing()
+        return prepare(fn)
+
+    setattr(once, _MARK, prepare)
+    interpreter._patch_lang = once
 
 
 def _builder() -> Any:
@@ -49,6 +69,8 @@ def uninstall() -> None:
         setattr(builder, name, method)
     if hasattr(builder, _MARK):
         delattr(builder, _MARK)
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        interpreter._patch_lang = getattr(interpreter._patch_lang, _MARK)  # type: ignore[attr-defined]
 
 
 def _replace(builder: Any, originals: dict[str, Any]) -> None:  # noqa: C901

@@ -49,3 +49,20 @@ def dot(a, b):
     y = torch.empty(a.shape)
     _dot[(1,)](a, b, y, N=a.shape[0])
     return y
+
+
+@triton.jit
+def _plus_one(x):
+    return x + 1
+
+
+@triton.jit
+def _plus_three(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, _plus_one(_plus_one(_plus_one(tl.load(x + at)))))
+
+
+def plus_three(x):
+    y = torch.empty_like(x)
+    _plus_three[(1,)](x, y, BLOCK=x.numel())
+    return y

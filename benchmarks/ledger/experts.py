@@ -1,0 +1,161 @@
+"""``python -m benchmarks.ledger experts``: launches and bytes of a step of a mixture's experts.
+
+It needs no GPU: see :mod:`.launches`. An operation reads its operands once and writes its results,
+and a launch of a plugin moves each of its tensors once. Experts have as many rows as one another,
+but for the first, which has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import opfuse_triton
+import torch
+from opfuse_triton import TARGETS
+from opfuse_triton.floor import TorchBytes
+from torch import Tensor, nn
+
+import opfuse
+from opfuse import ops
+from opfuse.ops import grouped_linear
+from opfuse.ops.grouped import Groups
+
+from .launches import OTHERS, Operations
+from .pretending import planned_for
+
+
+class Sizes(NamedTuple):
+    """Sizes of a mixture; the defaults are those of Qwen3-30B-A3B."""
+
+    tokens: int = 8192
+    width: int = 2048
+    hidden: int = 768
+    experts: int = 128
+    chosen: int = 8
+
+    @property
+    def rows(self) -> int:
+        """Tokens, once for each of their experts."""
+        return self.tokens * self.chosen
+
+    @property
+    def of_groups(self) -> Tensor:
+        """The rows of each expert, on the CPU."""
+        sizes = torch.zeros(self.experts, dtype=torch.int64)
+        sizes[1:] = self.rows // (self.experts - 1)
+        sizes[-1] += self.rows - sizes.sum()
+        return sizes
+
+
+class Measured(NamedTuple):
+    """What one forward and backward does.
+
+    Attributes:
+        torch: Kernels of PyTorch's operations.
+        triton: Kernels of plugins.
+        bytes: Bytes that they move.
+    """
+
+    torch: int
+    triton: int
+    bytes: int
+
+
+def measure(step: Callable[[], Any], recipe: Any = None, plugins: str = OTHERS) -> Measured:
+    """Count what a step does on an H100.
+
+    Args:
+        step: Runs the forward and the backward. It runs twice: the first time scales are made.
+        recipe: For :func:`opfuse.autocast`.
+        plugins: For ``opfuse.plugins.using``.
+    """
+    target, on = TARGETS[90], recipe is not None
+    with planned_for(target, measured=True), opfuse.plugins.using(plugins):
+        for _ in range(2):
+            launched, moved = Operations(), TorchBytes()
+            with opfuse.autocast(enabled=on, recipe=recipe):
+                with opfuse_triton.recording(target) as launches, launched, moved:
+                    step()
+    for launch in launches:
+        moved.add(launch.args)
+    return Measured(launched.found.total(), len(launches), moved.moved.total())
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def experts_step(sizes: Sizes, *, looped: bool = False) -> Callable[[], None]:
+    """A step of the chain of the experts, on rows that are sorted.
+
+    The matrices are two parameters, as those of transformers are.
+
+    Args:
+        sizes: The sizes.
+        looped: Whether the host has read the sizes of the groups, as it does under a recipe.
+    """
+    held = nn.Module()
+    held.up = nn.Parameter(_empty(sizes.experts, 2 * sizes.hidden, sizes.width))
+    held.down = nn.Parameter(_empty(sizes.experts, sizes.width, sizes.hidden))
+    up, down = [ops.GroupedLinear.reading(held, name) for name in ("up", "down")]
+    for product in (up, down):
+        product.set_extra_input_name(0, "split sizes")
+    chain = opfuse.Sequential(up, ops.ScaledSwiGLU(), down)
+    groups, read = _empty(sizes.experts, dtype=torch.int64), sizes.of_groups
+    known = Groups(read, read.tolist())
+    found = mock.patch.object(grouped_linear, "groups_of", lambda *unused: known)
+    x, scales = _empty(sizes.rows, sizes.width), _empty(sizes.rows)
+
+    def step() -> None:
+        given = [t.detach().requires_grad_() for t in (x, scales)]
+        with found if looped else contextlib.nullcontext():
+            y = chain(given[0], groups, given[1])
+            # not into .grad: a tensor that a recorded launch holds would be copied
+            torch.autograd.grad(y, [*given, *held.parameters()], torch.empty_like(y))
+
+    return step
+
+
+def sorting_step(sizes: Sizes) -> Callable[[], None]:
+    """What is around the experts: rows and scales sorted by expert, and summed by token."""
+    x, scales = _empty(sizes.tokens, sizes.width), _empty(sizes.tokens, sizes.chosen)
+    chosen = _empty(sizes.tokens, sizes.chosen, dtype=torch.int64)
+
+    def step() -> None:
+        given = [t.detach().requires_grad_() for t in (x, scales)]
+        _, order = torch.sort(chosen.reshape(-1))
+        weights, rows = given[1].reshape(-1)[order], given[0][order // sizes.chosen]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device="meta")
+        y = rows[back].view(sizes.tokens, sizes.chosen, sizes.width).sum(1)
+        torch.autograd.grad([y, weights], given, [torch.empty_like(t) for t in (y, weights)])
+
+    return step
+
+
+def rows(sizes: Sizes) -> Iterator[tuple[str, Measured]]:
+    """The rows of the table, by name."""
+    from opfuse_fp8 import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+
+    yield "Sort, gather, sum by token", measure(sorting_step(sizes))
+    plain, with_values = experts_step(sizes), experts_step(sizes, looped=True)
+    yield "Experts, without opfuse-plugin-moe", measure(plain, plugins=f"{OTHERS},-moe")
+    yield "Experts", measure(plain)
+    for recipe in (DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()):
+        yield f"Experts, {type(recipe).__name__}", measure(with_values, recipe)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger experts")
+    for name, value in Sizes()._asdict().items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    asked, os.environ["OPFUSE_TUNING"] = vars(parser.parse_args(arguments)), ""
+    print("| One training step | PyTorch | Triton | GB |\n|---|---|---|---|")
+    for name, found in rows(Sizes(**asked)):
+        print(f"| {name} | {found.torch} | {found.triton} | {found.bytes / 1e9:.2f} |", flush=True)
