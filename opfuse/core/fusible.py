@@ -140,6 +140,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     ``is_fused_op`` says whether an op replaces a run of basic ops.
 
     Class attributes that an op may set:
+        adds_to_sum: The backward of a fused op may add a weight's gradient to ``ctx.grad_sum``, and
+            gives what its basic ops give for their parameters unchanged.
         grad_input: How the gradient that the backward returns relates to other tensors.
             ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
             fresh. ``"shared"`` (default): may alias something the caller sees. It determines
@@ -151,6 +153,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     """
 
     is_fused_op: ClassVar[bool]
+    adds_to_sum: ClassVar[bool] = False
     grad_input: ClassVar[str] = "shared"
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
     real_numbers: ClassVar[tuple[str, ...]] = ()

@@ -89,7 +89,7 @@ def _library_adds(device: torch.device, dtype: torch.dtype, tunes: bool) -> bool
     AMD refuse it. On a CPU no version takes it.
     """
     a = torch.zeros((8, 8), device=device, dtype=dtype)
-    total = torch.zeros((8, 8), device=device)
+    total = torch.zeros((8, 8), device=device, dtype=torch.float32)
     try:
         torch.addmm(total, a, a, out_dtype=total.dtype, out=total)
     except (RuntimeError, TypeError):

@@ -295,7 +295,11 @@ class BasicLinear(WithLaterArguments, LinearOperation):
 
     def grad_sum(self, params: tuple[Tensor, ...]) -> tuple[Tensor, float] | None:
         """The ``main_grad`` of the weight, and 0 where it is overwritten; None: it does not fit."""
-        if type(self).op_backward is not BasicLinear.op_backward:
+        methods = ("op_backward", "accumulate_grads")
+        if any(
+            getattr(type(self), name) is not getattr(BasicLinear, name) or name in vars(self)
+            for name in methods
+        ):
             return None  # it may change the gradient
         try:
             total = _main_grad(self, params[0])
@@ -356,8 +360,8 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
     """
     if grad is None:
         return None
-    if grad is not getattr(weight, "main_grad", None):  # else a product has added it
-        main_grad = _main_grad(op, weight)
+    main_grad = _main_grad(op, weight)
+    if not _is_same(grad, main_grad):  # else a product has added it
         if getattr(weight, "overwrite_main_grad", False):
             main_grad.copy_(grad)
         else:
@@ -366,6 +370,13 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight)
+
+
+def _is_same(grad: Tensor, main_grad: Tensor) -> bool:
+    """Whether a gradient is the sum itself; at each look-up that may be another view of it."""
+    if grad is main_grad or type(grad) is not Tensor or type(main_grad) is not Tensor:
+        return grad is main_grad
+    return bool(grad.numel()) and grad.data_ptr() == main_grad.data_ptr()
 
 
 def _main_grad(op: BasicOperation, weight: Any) -> Tensor:

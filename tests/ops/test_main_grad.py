@@ -343,3 +343,43 @@ def test_a_backward_that_changes_the_gradient_gets_it_before_it_is_added(near):
     x = torch.randn(3, 6)
     op(x).sum().backward()
     near(op.weight.main_grad, 1 + 2 * torch.ones(5, 3) @ x, gemm=True)
+
+
+class Halving(ops.BasicLinear):
+    """A linear that adds half of its gradient."""
+
+    def accumulate_grads(self, params, grads):
+        params[0].main_grad.add_(grads[0], alpha=0.5)
+        return (None,)
+
+
+def test_no_product_adds_where_an_op_accumulates_in_its_own_way():
+    x, dy = torch.randn(3, 4), torch.randn(3, 2)
+    op = with_main_grad(Halving(4, 2, accumulate_into_main_grad=True))
+    opfuse.Sequential(op)(x).backward(dy)
+    torch.testing.assert_close(op.weight.main_grad, dy.t() @ x / 2)
+
+
+def test_no_product_adds_where_a_fused_op_may_change_the_gradient(register):
+    class Doubled(opfuse.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+            dx, (dw,) = self.basic_ops[0].op_backward(basic_op_ctxs[0], grad_output)
+            return dx, [(2 * dw,)], [()]
+
+    x, dy = torch.randn(3, 4), torch.randn(3, 2)
+    op = with_main_grad(ops.BasicLinear(4, 2, accumulate_into_main_grad=True))
+    register(backward_fusions=[opfuse.Fusion((ops.BasicLinear,), Doubled, name="doubled")])
+    opfuse.Sequential(op)(x).backward(dy)
+    torch.testing.assert_close(op.weight.main_grad, 2 * dy.t() @ x)
+
+
+def test_two_linears_share_a_sum_that_is_another_view_each_time():
+    buffer, x, dy = torch.zeros(16), torch.randn(3, 4), torch.randn(3, 4)
+    one, two = (ops.BasicLinear(4, 4, accumulate_into_main_grad=True) for _ in range(2))
+    two.weight = one.weight
+    one.weight.__fsdp_param__ = True
+    one.weight.get_main_grad = lambda: buffer.view(4, 4)
+    weight = one.weight.detach().clone().requires_grad_()
+    (x @ weight.t() @ weight.t()).backward(dy)
+    opfuse.Sequential(one, two)(x).backward(dy)
+    torch.testing.assert_close(buffer.view(4, 4), weight.grad)

@@ -125,7 +125,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     elif type(dy) is not Tensor:
         dy, steps = _begin_with(program, "backward", dy)
     if program.accumulating and not tracing:
-        _offer_sums(func_ctx, ctxs, reached)
+        _offer_sums(func_ctx, ctxs, steps, reached)
     grads: list[Any] = [None] * len(ctxs)
     waiting = None  # the gradient of a step whose input the next one recomputes
     for step in steps:
@@ -350,13 +350,19 @@ def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
             grads[here] = program.chain.ops[index].accumulate_grads(of_op, tuple(grads[here]))
 
 
-def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], reached: int) -> None:
-    """Let products add to the sums of ops that store gradients themselves, where they are kept."""
+def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], steps: Sequence[Step], reached: int) -> None:
+    """Let products add to the sums of ops that store gradients themselves, where they are kept.
+
+    Only to ops by themselves, and to fused ops that declare it: others may change what an op's
+    backward gives.
+    """
     program: Program = func_ctx.program
+    takers = [step for step in steps if step.source is None or step.op.adds_to_sum]
+    taken = {index for step in takers for index in range(step.start, step.stop)}
     for (index, first, last), params in zip(
         program.accumulating, func_ctx.accumulating, strict=True
     ):
-        kept = index <= reached and _adds(func_ctx, first, last)
+        kept = index in taken and index <= reached and _adds(func_ctx, first, last)
         ctxs[index].grad_sum = program.chain.ops[index].grad_sum(params) if kept else None
 
 

@@ -127,7 +127,8 @@ class ScaleBuffer:
             return
         for row, quantizer in enumerate(quantizers):
             quantizer._shared = self, row
-            for name, view in zip(quantizer.state_names, self._views[row], strict=True):
+            names = DelayedQuantizer.state_names
+            for name, view in zip(names, self._views[row], strict=True):
                 setattr(quantizer, name, view)
 
     @staticmethod
@@ -159,12 +160,16 @@ class ScaleBuffer:
     def _selection(self, rows: tuple[int, ...]) -> Tensor:
         """The rows as a tensor, int64; one that a CUDA graph reads is kept."""
         device, found = self.scales.device, self._selections.pop(rows, None)
+        is_captured = _is_captured(device)
         if found is None:
             found = _tensor(rows, torch.int64, device)
+            if is_captured:  # it has its numbers only once the graph is replayed
+                self._captured.append(found)
+                return found
             if len(self._selections) >= MOST_SELECTIONS:
                 del self._selections[next(iter(self._selections))]
         self._selections[rows] = found  # the last in their order
-        if _is_captured(device):
+        if is_captured:
             self._captured.append(found)
         return found
 

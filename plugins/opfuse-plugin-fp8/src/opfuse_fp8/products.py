@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import ScalingType
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
@@ -54,7 +55,8 @@ class ForwardProduct(_Product):
         if isinstance(op, ParallelLinear):
             named = ctx.quantizers.items()
             of_weights = [each for name, each in named if name.startswith("weight")]
-            with side_by_side(of_weights, op.sizes) if self._is_one else nullcontext():
+            eager_one = self._is_one and not is_compiling()
+            with side_by_side(of_weights, op.sizes) if eager_one else nullcontext():
                 x, weights, biases = op.quantized_operands(ctx, input_)
         else:
             x, weight = BasicLinear.quantized_operands(ctx, input_)

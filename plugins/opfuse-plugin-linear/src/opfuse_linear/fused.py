@@ -31,6 +31,7 @@ Extras = Sequence[Sequence[Tensor | None]]
 class Products(FusedOperation):
     """Matrix products, in the library that was measured to be faster here, if any was."""
 
+    adds_to_sum = True
     _onednn: bool | None = None
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:

@@ -145,6 +145,8 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
     if not parts:  # each thread holds so many products
         crowded = fp32 and (operands * height * width > 2048 * warps or (gated and depth > 64))
         crowded |= target.backend == "cuda" and gated and stores and depth > 64
+        if stores and not gated and (turned or not _is_light(facts)):
+            crowded |= height > 128 or (target.backend == "cuda" and height * width > 2048 * warps)
         if target.backend == "cuda" and (facts["depth"] % 16 or facts["features"] % 16):
             # each number is loaded by itself, from an address of its own
             crowded |= operands * height * width > (
@@ -156,9 +158,13 @@ def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
         crowded = fp32 or (gated and warps == 4) or turned
     else:
         in_registers = int(target.arch) < 100 and not gated and height * width > 128 * 128
-        light = any(facts.get("VALUE") is known for known in LIGHT)
-        crowded = in_registers and (turned or (parts < 4 and not light))
+        crowded = in_registers and (turned or (parts < 4 and not _is_light(facts)))
     return shared <= target.shared_memory and not crowded
+
+
+def _is_light(facts: Mapping[str, Any]) -> bool:
+    """Whether the activation is one of :data:`LIGHT`."""
+    return any(facts.get("VALUE") is known for known in LIGHT)
 
 
 def _halves_fit(area: int, parts: int, facts: Mapping[str, Any]) -> bool:

@@ -111,9 +111,13 @@ class _Fused(FusedOperation):
 
     def _frequencies_of(self, rotation: Any, device: torch.device) -> Tensor:
         key = rotation, device
-        if key not in self._frequencies:
-            self._frequencies[key] = layouts.frequencies_of(rotation, device)
-        return self._frequencies[key]
+        found = self._frequencies.get(key)
+        if found is None:
+            found = layouts.frequencies_of(rotation, device)
+            # one that a CUDA graph makes has its numbers only once it is replayed
+            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self._frequencies[key] = found
+        return found
 
 
 class ForwardRoPE(_Fused):

@@ -26,6 +26,7 @@ def advance_scales(
     amax = tl.load(amax_ptr + APART * row)
     if tl.load(fact_ptr + 3 * row + 2) == 0.0:
         amax = tl.where(amax < 0.0, 0.0, amax)
+    tl.debug_barrier()  # all threads have read it
     tl.store(amax_ptr + APART * row, -1.0)
     if amax >= 0.0:
         start = history_ptr + row * length

@@ -34,8 +34,9 @@ LEAST = 32
 
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tile for a launch of a kernel that casts."""
-    # woven halves that are not aligned take an address for each number
-    small = facts["FORMAT"] == "tensor" and facts.get("unaligned") and facts.get("SIZE")
+    # rows that are not aligned take an address for each number
+    unaligned = facts.get("unaligned") or facts["features"] % 16
+    small = facts["FORMAT"] == "tensor" and unaligned
     return [_config(
         target.backend == "hip",
         facts["FORMAT"].removeprefix("swizzled "),

@@ -294,12 +294,15 @@ LARGEST, TALLEST = 4096, 256
 def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tiles of the table, first those that leave the fewest threads without a feature."""
     found: dict[Config, None] = {}
+    is_gradient = kernel == activation_backward_kernel.__name__
     for columns in _columns(facts["features"]):
         for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:
-            if kernel == activation_backward_kernel.__name__ and _spills(facts, elements, warps):
+            if is_gradient and _spills(facts, elements, warps):
                 continue
             rows = min(max(1, elements // columns), TALLEST)
-            found[_tile(target, rows, columns, warps)] = None
+            # rows that are not aligned take registers for addresses
+            wide = 2 * warps if is_gradient and facts["features"] % 16 else warps
+            found[_tile(target, rows, columns, wide)] = None
     return list(found)
 
 

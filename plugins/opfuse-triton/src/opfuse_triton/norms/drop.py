@@ -59,7 +59,7 @@ def factors(shape: torch.Size, drop: Drop) -> Tensor:
     drawn = torch.stack(philox(seed, group, row, row >> 32), -1)
     numbers = ((drawn.flatten(1)[:, :features].long() & _WORD) >> 8).to(torch.float32)
     threshold = torch.tensor(drop.threshold, dtype=torch.float32)
-    return torch.where(numbers >= threshold, drop.scale, 0.0).to(torch.float32).view(shape)
+    return ((numbers >= threshold).to(torch.float32) * drop.scale).view(shape)
 
 
 def dropout(x: Tensor, extra: Tensor | None, drop: Drop) -> Tensor:

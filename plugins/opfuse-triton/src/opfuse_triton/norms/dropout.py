@@ -70,6 +70,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Tiles of 2048 numbers, 16 per thread; then others to measure."""
     found = []
     for size, warps in ((2048, 4), (4096, 8), (1024, 4)):
+        warps = min(warps, size // 512) if target.backend == "hip" else warps  # of 64 threads
         block = max(4, min(size, int(triton.next_power_of_2(facts["features"]))))
         found.append(Config({"ROWS": size // block, "BLOCK": block}, warps))
     return found
