@@ -168,7 +168,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Blocks as wide as a row, but no wider than registers hold."""
     widest = triton.next_power_of_2(facts["classes"])
     pairs = [(4096, 8), (8192, 16), (2048, 4)]
-    if facts["CAPPED"] and target.backend == "cuda":  # it takes more registers
+    if facts.get("CAPPED") and target.backend == "cuda":  # it takes more registers
         pairs = [(4096, 16), (2048, 8)]
     made = [Config({"BLOCK": min(block, widest)}, num_warps=warps) for block, warps in pairs]
     return list(dict.fromkeys(made))

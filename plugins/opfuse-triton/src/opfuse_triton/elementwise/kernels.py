@@ -294,15 +294,15 @@ LARGEST, TALLEST = 4096, 256
 def _configs(kernel: str, target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tiles of the table, first those that leave the fewest threads without a feature."""
     found: dict[Config, None] = {}
-    is_gradient = kernel == activation_backward_kernel.__name__
+    is_gradient, is_gated = kernel == activation_backward_kernel.__name__, facts["LINEAR_VALUE"]
+    # rows that are not aligned take registers for addresses
+    crowded = is_gradient and facts["features"] % 16 and (is_gated is None or facts.get("y_ptr"))
     for columns in _columns(facts["features"]):
-        for elements, warps in _TILES[kernel, facts["LINEAR_VALUE"] is not None]:
+        for elements, warps in _TILES[kernel, is_gated is not None]:
             if is_gradient and _spills(facts, elements, warps):
                 continue
             rows = min(max(1, elements // columns), TALLEST)
-            # rows that are not aligned take registers for addresses
-            wide = 2 * warps if is_gradient and facts["features"] % 16 else warps
-            found[_tile(target, rows, columns, wide)] = None
+            found[_tile(target, rows, columns, 2 * warps if crowded else warps)] = None
     return list(found)
 
 
