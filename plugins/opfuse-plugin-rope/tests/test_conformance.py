@@ -10,6 +10,7 @@ from opfuse.testing import FusionSuite, machine
 
 class TestConformance(FusionSuite):
     plugin = "rope"
+    most_rows = 8
 
     @classmethod
     def chains(cls, subject, device):
