@@ -20,7 +20,6 @@ Ctxs = list[OperationContext]
 class LossByKernel(FusedOperation):
     """Cross entropy in two kernels: one reads the logits, the other reads them and writes once.
 
-    A row that is ignored is not read: its gradient is 0, where the op passes on NaN of its logits.
     Logits, targets, and two numbers of each row are kept. Nothing is overwritten, since others may
     have the logits. ``linear+loss``, which makes them itself, writes their gradient over them.
     """

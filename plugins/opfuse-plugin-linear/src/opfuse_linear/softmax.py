@@ -106,19 +106,17 @@ def softmax_kernel(
     row = tl.program_id(0).to(tl.int64)
     target, weight = tl.load(targets + row), tl.load(weights + row)
     start = logits + row * classes
-    read = tl.where(target == ignored, 0, classes)  # a row that is ignored is not read
-    picked, of_all, base, total = _sums(start, target, read, softcap, SMOOTHED, CAPPED, BLOCK)
+    picked, of_all, base, total = _sums(start, target, classes, softcap, SMOOTHED, CAPPED, BLOCK)
     loss = _loss(picked, of_all, base, total, classes, smoothing, z_loss, SMOOTHED, SQUARED)
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     tl.debug_barrier()
     for first in range(0, classes, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        z = tl.load(start + column, column < read, other=0.0).to(tl.float32)
+        z = tl.load(start + column, column < classes, other=0.0).to(tl.float32)
         dz = _gradient(
             z, column, target, weight, base, total, classes, smoothing, z_loss, softcap,
             SMOOTHED, SQUARED, CAPPED,
         )  # fmt: skip
-        dz = tl.where(target == ignored, 0.0, dz)
         tl.store(start + column, dz.to(logits.dtype.element_ty), column < classes)
 
 
@@ -131,9 +129,8 @@ def loss_kernel(
     """The loss of one row, which is read once; ``bases`` and ``totals``, or None, get its sums."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
-    read = tl.where(target == ignored, 0, classes)  # a row that is ignored is not read
     picked, of_all, base, total = _sums(
-        logits + row * stride, target, read, softcap, SMOOTHED, CAPPED, BLOCK
+        logits + row * stride, target, classes, softcap, SMOOTHED, CAPPED, BLOCK
     )
     loss = _loss(picked, of_all, base, total, classes, smoothing, z_loss, SMOOTHED, SQUARED)
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
@@ -145,21 +142,19 @@ def loss_kernel(
 @triton.jit
 def gradient_kernel(
     logits, targets, weights, bases, totals, gradient,
-    classes, stride, ignored, smoothing, z_loss, softcap,
+    classes, stride, smoothing, z_loss, softcap,
     SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of some logits of one row, from the sums that its loss left."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(targets + row)
-    read = tl.where(target == ignored, 0, classes)
-    z = tl.load(logits + row * stride + column, column < read, other=0.0).to(tl.float32)
+    z = tl.load(logits + row * stride + column, column < classes, other=0.0).to(tl.float32)
     dz = _gradient(
         z, column, target, tl.load(weights + row),
         tl.load(bases + row), tl.load(totals + row), classes, smoothing, z_loss, softcap,
         SMOOTHED, SQUARED, CAPPED,
     )  # fmt: skip
-    dz = tl.where(target == ignored, 0.0, dz)
     place = gradient + row * classes + column
     tl.store(place, dz.to(gradient.dtype.element_ty), column < classes)
 
@@ -272,7 +267,7 @@ def row_gradients(
         GRADIENT.launch(
             lambda config: (rows, triton.cdiv(classes, config["BLOCK"])),
             *(logits, targets, weights, *sums.unbind(), gradient),
-            *(classes, logits.stride(0), numbers.ignore_index, *_numbers(numbers)),
+            *(classes, logits.stride(0), *_numbers(numbers)),
             config=config,
             **_options(numbers),
         )
