@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops
-from opfuse.core.quantization import BOTH
+from opfuse.core.quantization import BOTH, ROWWISE
 from opfuse.testing import interpreter
 from opfuse.testing.machine import is_interpreting
 
@@ -316,3 +316,26 @@ def test_buffers_hold_what_they_say():
     update_delayed([quantizer], None)
     assert ScaleBuffer.holds(quantizer)
     assert not ScaleBuffer.holds(copy.copy(quantizer))
+
+
+def test_a_quantizer_with_a_way_of_its_own_to_advance_is_refused():
+    class Own(fp8.DelayedQuantizer):
+        def advance(self):
+            self.scale.fill_(2.0)
+
+    with pytest.raises(TypeError, match=r"Own has its own advance\(\), which nothing calls"):
+        fp8.DelayedScaling().update([Own(torch.float8_e4m3fn)], None)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4"])
+def test_no_copy_of_earlier_values_stays_in_a_place_that_is_written(recipe):
+    first, then = torch.randn(2, 128, 128)
+    known = fp8.opfuse_recipes()[recipe]()
+    quantizer = fp8.make(known, opfuse.QuantizerRole("linear", "input"), "cpu")
+    place = quantizer.quantize(first, BOTH)
+    quantizer.quantize(3 * then, ROWWISE, out=place)
+    fresh = fp8.make(known, opfuse.QuantizerRole("linear", "input"), "cpu").quantize(3 * then, BOTH)
+    for mine, expected in zip(place.tensors(), fresh.tensors(), strict=True):
+        assert (mine is None) == (expected is None)
+        if mine is not None:
+            assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))

@@ -33,7 +33,8 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         group: The process group over which the largest magnitudes are taken, or None.
 
     Raises:
-        TypeError: One is of another kind, whose state would never advance.
+        TypeError: One is of another kind, whose state would never advance, or has a method
+            ``advance`` of its own, which nothing calls.
     """
     delayed: dict[DelayedQuantizer, None] = {}
     for quantizer in quantizers:
@@ -41,6 +42,12 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
             raise TypeError(
                 f"expected quantizers with state to be a DelayedQuantizer, which this recipe "
                 f"advances, got {type(quantizer).__name__}: derive from it, or write a recipe"
+            )
+        if hasattr(quantizer, "advance"):
+            raise TypeError(
+                f"expected a DelayedQuantizer whose scales this recipe computes, and "
+                f"{type(quantizer).__name__} has its own advance(), which nothing calls: write a "
+                "recipe whose update calls it"
             )
         delayed[quantizer] = None
     if group is not None and delayed:

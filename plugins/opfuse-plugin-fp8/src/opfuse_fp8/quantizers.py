@@ -75,6 +75,8 @@ class BaseQuantizer(Quantizer):
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         """See :meth:`opfuse.Quantizer.quantize`."""
+        if out is not None:  # a copy that stays would be of other values
+            usage = Usage(*map(max, usage, out.copies))
         made = self._cast(Into(self, usage), tensor)
         with torch.no_grad():
             return _written(made, out)
