@@ -23,6 +23,7 @@ TURN = 0.001
 MOST_SETS = 16
 """Sets of inputs, at most."""
 
+_SEED = 0x5DEECE66D
 _MOST_CALLS = 1000  # in a graph
 
 
@@ -47,9 +48,12 @@ class Clock:
         """The clock of a device."""
         return GPUClock(device) if device.type == "cuda" else Clock(device)
 
-    def draw(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Random numbers, drawn on the device, the same for the same shape."""
-        generator = torch.Generator(self.device).manual_seed(0)
+    def draw(self, shape: Sequence[int], dtype: torch.dtype, place: int = 0) -> Tensor:
+        """Random numbers, drawn on the device, the same for the same shape and place.
+
+        The seed is none that people take, so that no input has the same numbers.
+        """
+        generator = torch.Generator(self.device).manual_seed(_SEED + place)
         return torch.randn(shape, generator=generator, device=self.device).to(dtype)
 
     def sets(self, nbytes: int) -> int:

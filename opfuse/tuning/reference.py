@@ -29,7 +29,7 @@ class Given:
 
     Attributes:
         leaves: The input, the parameters, and the extra inputs.
-        arriving: The gradients of outputs, by shape.
+        arriving: The gradients of outputs, by their place and shape.
     """
 
     leaves: list[Tensor]
@@ -83,14 +83,14 @@ class Reference:
         nbytes = sum(tensor.nbytes for tensor in (*self._owned, *self._drawn.values()))
         return [self.first, *[self._set() for _ in range(self.clock.sets(nbytes) - 1)]]
 
-    def _gradient(self, output: Tensor, given: Given) -> Tensor:
+    def _gradient(self, output: Tensor, given: Given, place: int) -> Tensor:
         """The gradient of an output, the same in every run."""
-        shape = tuple(output.shape)
-        if shape not in self._drawn:
-            self._drawn[shape] = self.clock.draw(shape, self.program.env.dtype)
-        if shape not in given.arriving:
-            given.arriving[shape] = self._drawn[shape].clone()
-        return given.arriving[shape].to(output.dtype)
+        key = place, *output.shape
+        if key not in self._drawn:
+            self._drawn[key] = self.clock.draw(output.shape, self.program.env.dtype, place)
+        if key not in given.arriving:
+            given.arriving[key] = self._drawn[key].clone()
+        return given.arriving[key].to(output.dtype)
 
     def changed(self) -> str:
         """Which tensor that it does not own a fusion wrote into, as a sentence; that is undone."""
@@ -167,7 +167,10 @@ class Reference:
     def gradients(self, outputs: Sequence[Tensor], given: Given) -> Sequence[Tensor | None]:
         """The gradients of the leaves that have one, for fixed gradients of the outputs."""
         wanted = [leaf for leaf in given.leaves if leaf.requires_grad]
-        dys = [self._gradient(y, given) if y.requires_grad else None for y in outputs]
+        dys = [
+            self._gradient(y, given, place) if y.requires_grad else None
+            for place, y in enumerate(outputs)
+        ]
         # compiled code may reuse its buffers
         return gradients(outputs, wanted, dys, again=not self.program.compiling)
 

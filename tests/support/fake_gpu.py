@@ -46,9 +46,9 @@ class FakeGPU(GPUClock):
     def around(self):
         yield
 
-    def draw(self, shape, dtype):
+    def draw(self, shape, dtype, place=0):
         self.did.append(("draw", tuple(shape)))
-        return super().draw(shape, dtype)
+        return super().draw(shape, dtype, place)
 
     def elapsed(self, calls):
         self.did.append(("events", len(calls)))
