@@ -22,7 +22,7 @@ def differ(
     *,
     exact: Exact | None = None,
     dtype: torch.dtype | None = None,
-    draw: Callable[[Tensor], Tensor] = torch.randn_like,
+    draw: Callable[[Tensor, int], Tensor] = lambda y, place: torch.randn_like(y),
 ) -> str:
     """How the outputs and gradients of two functions differ, as a sentence, or ``""``.
 
@@ -33,7 +33,7 @@ def differ(
         wanted: The tensors that get gradients.
         exact: The result of :func:`in_fp64`; None: that of ``original`` counts as exact.
         dtype: The compute dtype; None: the dtypes of the results.
-        draw: Gives the gradient of an output.
+        draw: Gives the gradient of an output at a place.
     """
     outputs, got = as_tuple(original(*given)), as_tuple(converted(*given))
     if len(outputs) != len(got) or not all(isinstance(y, Tensor) for y in (*outputs, *got)):
@@ -46,7 +46,8 @@ def differ(
     needs = [y.requires_grad and bool(wanted) for y in outputs]
     if any(need > mine.requires_grad for need, mine in zip(needs, got, strict=True)):
         return "an output needs no gradient, that of the module does"
-    dys = [draw(y) if need else None for y, need in zip(outputs, needs, strict=True)]
+    numbered = enumerate(zip(outputs, needs, strict=True))
+    dys = [draw(y, place) if need else None for place, (y, need) in numbered]
     grads = [gradients(ys, wanted, dys) for ys in (got, outputs)]
     pairs += [("its gradient", *pair) for pair in zip(*grads, strict=True)]
     truths = [None] * len(pairs) if exact is None else exact(dys)

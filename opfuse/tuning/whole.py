@@ -63,7 +63,7 @@ class Whole(Job):
         exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
         rule: dict[str, Any] = {"exact": _once(exact), "dtype": dtype or self._given[0].dtype}
         draw = functools.cache(Clock.of(self.device).draw)
-        rule["draw"] = lambda y: draw(y.shape, y.dtype)
+        rule["draw"] = lambda y, place: draw(y.shape, y.dtype, place)
         with switched_off(parts), autocast:
             for prefer in ("memory", "speed"):
                 with options(prefer=prefer):  # both round, so fp64 decides
