@@ -82,11 +82,12 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             its shape and any floating dtype, as Megatron-LM sets it up, instead of passing it to
             autograd. The product of the backward adds it itself where the library does so in the
             dtype of ``main_grad``: in its own dtype, and on a GPU in fp32. Elsewhere it is rounded
-            to the compute dtype first. ``weight.grad`` does not change. If the weight has an
-            attribute ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so
-            that its hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is
-            replaced. This holds for every fusion. ``torch.autograd.grad`` still returns the
-            requested gradients; second derivatives, functorch and ``torch.compile`` are refused.
+            to the compute dtype first. If a backward raises, ``main_grad`` may have its gradient
+            already. ``weight.grad`` does not change. If the weight has an attribute
+            ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its
+            hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. This
+            holds for every fusion. ``torch.autograd.grad`` still returns the requested gradients;
+            second derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
     Raises:

@@ -7,7 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -237,6 +237,15 @@ def test_the_check_command_reports_and_verifies(installed):
         0,
         "r.json is of these sources, and refuses nothing\n",
     )
+
+
+def test_an_exact_product_in_fp32_needs_no_matrix_instructions(monkeypatch):
+    both = replace(toys.NO_DOT, dtypes=(torch.bfloat16, torch.float32))
+    monkeypatch.setattr(toys, "NO_GEMM", [both])
+    refused = {row.shape: row.refusals for row in check_case("toys", "triton_toys:NO_GEMM", 0, 80)}
+    (bf16, fp32) = sorted(refused)
+    assert "without mma.sync" in refused[bf16][0] and fp32.endswith("float32")
+    assert not any("without" in said for said in refused[fp32])
 
 
 def test_the_check_command_refuses_bad_kernels_and_arguments(installed):

@@ -250,7 +250,7 @@ _SMALL = [
     {"groups": 5, "rows": 131, "depth": 64, "features": 136},
     {"groups": 1, "rows": 1, "depth": 33, "features": 30},
 ]
-_DTYPES = BF16, torch.float16
+_DTYPES = BF16, torch.float16, torch.float32
 
 
 def _floor(operands: Callable[..., Mapping[str, Operand]], **shape: int) -> int:

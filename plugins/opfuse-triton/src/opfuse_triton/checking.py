@@ -126,10 +126,11 @@ def check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
     resources = read_resources(compiled)
     full = _full_parameters(run, launch)
     narrowest = _narrowest(find_accesses(compiled.asm["llir"], _pointers(launch)), full)
+    product = run.dtype if launch.kernel.name in run.case.gemms else None
     refusals = [
         *_refuse_resources(launch.target, resources),
-        *_refuse_product(launch, resources, run.case.gemms),
-        *_refuse_narrow(launch, narrowest, full, launch.kernel.name in run.case.gemms),
+        *_refuse_product(launch, resources, product),
+        *_refuse_narrow(launch, narrowest, full, product),
     ]
     return replace(
         row,
@@ -157,21 +158,30 @@ def _refuse_resources(target: Target, resources: Resources) -> Iterator[str]:
         yield f"{needs}: take smaller tiles or fewer stages"
 
 
-def _refuse_product(launch: Launch, resources: Resources, gemms: Sequence[str]) -> Iterator[str]:
+def _refuse_product(
+    launch: Launch, resources: Resources, product: torch.dtype | None
+) -> Iterator[str]:
     wanted = _GEMM[launch.target.arch]
-    if launch.kernel.name in gemms and not resources.matrix.get(wanted):
+    # fp32 is multiplied exactly, without them
+    if product not in (None, torch.float32) and not resources.matrix.get(wanted):
         others = ", ".join(resources.matrix) or "no matrix instruction at all"
         yield f"is a GEMM without {wanted}, it has {others}: see its tl.dot, tiles and warps"
 
 
 def _refuse_narrow(
-    launch: Launch, narrowest: Mapping[str, Mapping[str, int]], full: Mapping[str, Any], gemm: bool
+    launch: Launch,
+    narrowest: Mapping[str, Mapping[str, int]],
+    full: Mapping[str, Any],
+    product: torch.dtype | None,
 ) -> Iterator[str]:
     each = [(kind, name, n) for name, kinds in narrowest.items() for kind, n in kinds.items()]
     for kind, name, width in sorted(each):
         # in AMD's layout of a product each thread holds 4 values of a row: 8 bytes, full lines
-        direct = gemm and launch.target.backend == "hip" and kind == "store"
-        if width < (WIDEST // 2 if direct else WIDEST) and _is_aligned(full[name]):
+        direct = product is not None and launch.target.backend == "hip" and kind == "store"
+        least = WIDEST // 2 if direct else WIDEST
+        if product is torch.float32 and launch.target.arch == "gfx950" and kind == "load":
+            least = 4  # whatever the tile, Triton moves fp32 to shared memory like that there
+        if width < least and _is_aligned(full[name]):
             what = f"{kind}s {name} {width} bytes at a time, where {WIDEST} are possible"
             yield f"{what}: give each thread more of a row"
 

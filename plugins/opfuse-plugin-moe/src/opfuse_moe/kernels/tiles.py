@@ -24,6 +24,12 @@ _GRADIENTS: Mapping[str, Sequence[Row]] = {
     "hip": ((128, 64, 128, 8, 2), (64, 64, 128, 4, 2), (64, 64, 64, 4, 2)),
 }
 
+_OF_HALVES_IN_FP32: Mapping[str, Sequence[Row]] = {
+    "cuda": ((64, 64, 64, 8, 3),),
+    "hip": ((64, 64, 64, 4, 2),),
+}
+"""Of both halves, in fp32: larger tiles spill registers."""
+
 
 def of_product(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     """The configurations of a grouped product, see :class:`opfuse_triton.Kernel`."""
@@ -32,12 +38,12 @@ def of_product(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
 
 def of_gated(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     """Those of a product with an activation, whose halves are two products."""
-    return _fitting(_GATED[target.backend], target, facts)
+    return _of_halves(_GATED, target, facts)
 
 
 def of_gradients(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     """Those of a product whose epilogue reads and writes both halves of an activation's input."""
-    return _fitting(_GRADIENTS[target.backend], target, facts)
+    return _of_halves(_GRADIENTS, target, facts)
 
 
 def of_wgrad(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
@@ -46,9 +52,21 @@ def of_wgrad(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     return _fitting(_PRODUCT[target.backend], target, facts)
 
 
+def _of_halves(
+    table: Mapping[str, Sequence[Row]], target: Target, facts: Mapping[str, Any]
+) -> Sequence[Config]:
+    rows = table if _itemsize(facts) < 4 else _OF_HALVES_IN_FP32
+    return _fitting(rows[target.backend], target, facts)
+
+
+def _itemsize(facts: Mapping[str, Any]) -> int:
+    """Bytes of a number of the rows that are multiplied."""
+    return next(facts[name].itemsize for name in ("x", "dy") if name in facts)
+
+
 def _fitting(rows: Sequence[Row], target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     """The configurations that fit the GPU; first those that the average group fills."""
-    itemsize = next(facts[name].itemsize for name in ("x", "dy") if name in facts)
+    itemsize = _itemsize(facts)
     fit = [row for row in rows if _fits(row, target, itemsize)] or rows[-1:]
     average = facts["rows"] / facts["groups"]
     filled = [row for row in fit if row[0] <= max(64, average)]
