@@ -12,11 +12,12 @@ from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
 from .core.environment import Environment
 from .core.errors import PluginWarning, TuningWarning
+from .core.fused_op import FusedOperation
 from .core.fusible import FusibleOperation
 from .core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from .core.hookspecs import hookimpl
 from .core.introspection import has_same_math
-from .core.op import BasicOperation, FusedOperation
+from .core.op import BasicOperation
 from .core.op_context import OperationContext
 from .core.plugins import (
     register_backward_fusion,

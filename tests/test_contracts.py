@@ -14,6 +14,7 @@ import chains
 import pytest
 import torch
 from rounding import Rounding, RoundingPlugin
+from sound import COLLECTIVES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -161,8 +162,7 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
         "ApplyRoPE",
         "SwapExtraInput",
     }  # tests of their own: one ends a chain, others take heads or go on with another tensor
-    collectives = {"AllGather", "AllReduce", "ReduceScatter"}
-    wanted = bases | collectives | apart | {"Cast"}
+    wanted = bases | COLLECTIVES | apart | {"Cast"}
     assert built_in - classes == wanted, "tests/support/chains.py draws other ops than these"
 
 

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .op import BasicOperation, FusedOperation
+from .fused_op import FusedOperation
+from .op import BasicOperation
 from .quantization.scale_update import PreparedOps
 from .replaced_forward import replaced_forward
 

@@ -23,8 +23,9 @@ from typing import Any, TypeAlias
 
 from .cast import Cast
 from .environment import Environment
+from .fused_op import FusedOperation
 from .introspection import PASS_METHODS, op_class, overridden
-from .op import BasicOperation, FusedOperation
+from .op import BasicOperation
 
 Ops: TypeAlias = tuple[BasicOperation, ...]
 PASSES = ("joint", "forward", "backward")

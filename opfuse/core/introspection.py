@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from .fused_op import FusedOperation
 from .fusible import FusibleOperation
-from .op import BasicOperation, FusedOperation
+from .op import BasicOperation
 from .op_context import QUANTIZERS, asks_for_quantizers
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward

@@ -1,9 +1,8 @@
-"""The operation classes: the ops that users compose and that plugins replace.
+"""Basic operations: the ops that users compose and that plugins replace.
 
-A :class:`BasicOperation` is one tensor operation with its parameters and state. A
-:class:`FusedOperation` replaces a run of basic ops and holds no state of its own. Both are driven
-by :class:`opfuse.OperationFuser` through ``fuser_forward`` and ``fuser_backward``; class, method
-and keyword names are those of Transformer Engine's ``te.ops``, so an op written for it runs here.
+A :class:`BasicOperation` is one tensor operation with its parameters and state. The fuser drives it
+through ``fuser_forward`` and ``fuser_backward``; class, method and keyword names are those of
+Transformer Engine's ``te.ops``, so an op written for it runs here.
 """
 
 from __future__ import annotations
@@ -14,24 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
-from .environment import Environment
 from .errors import TE_STATE_READER
 from .fusible import FusibleOperation, ParamSource
-from .op_context import (
-    AllGrads,
-    Extras,
-    Grads,
-    OperationContext,
-    Outputs,
-    asks_for_quantizers,
-    in_channel,
-    summed,
-)
+from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.scale_update import PreparedOps
 from .quantization.state import QuantizerStates
+from .ranks import Group
 from .settings import current
 
 
@@ -73,6 +62,12 @@ class BasicOperation(FusibleOperation):
             compute the input again in between. With None for ``"input"`` among the
             ``saved_tensors`` it returns only the gradient of the input; with None for all others,
             only those of the parameters.
+        recomputes: Whether :meth:`op_recompute` can return the output again, so that a next op
+            that saves it as its ``"input"`` need not. Where ``ctx.may_recompute``, the forward then
+            saves what that takes, and sets ``ctx.recomputable_output`` to the output.
+        collective_group: The process group of an op with a collective; None: it has none. The
+            processes of the group compare what they run, see :mod:`opfuse.core.engine.agreement`.
+        uneven_rows: Whether its processes may have different numbers of rows.
         accumulates_grads: Whether :meth:`accumulate_grads` stores the gradients of parameters.
         extras_of_any_dtype: Whether the dtype of floating-point extra inputs may differ from that
             of the input, though the parameters' may not.
@@ -80,6 +75,7 @@ class BasicOperation(FusibleOperation):
 
     is_fused_op = False
     _is_base = True
+    _around: tuple[tuple[BasicOperation, ...], tuple[BasicOperation, ...]] = ((), ())
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     extra_input_dtypes: tuple[str, ...] = ()
@@ -94,6 +90,9 @@ class BasicOperation(FusibleOperation):
     autocast_dtype: ClassVar[torch.dtype | None] = None
     casts_input: ClassVar[bool] = False
     splits_backward: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
+    collective_group: Group | None = None
+    uneven_rows: ClassVar[bool] = False
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
     extras_of_any_dtype: ClassVar[bool] = False
@@ -107,6 +106,34 @@ class BasicOperation(FusibleOperation):
         self._quantizers = QuantizerStates()
         self._weights = WeightCache()
         self._prepared = PreparedOps()
+
+    def surround(
+        self, *, before: Iterable[BasicOperation] = (), after: Iterable[BasicOperation] = ()
+    ) -> None:
+        """Let every chain run other ops right before and right after this one.
+
+        They belong to this op: keyword arguments, names, state dicts and the indices of a chain do
+        not count them. They have neither parameters nor extra tensors. Fusions match them as any
+        op. Called by ``__init__``, before a fuser captures the op.
+
+        Args:
+            before: The ops that run before, such as a gather of the input.
+            after: The ops that run after, such as a reduction of the output.
+
+        Raises:
+            ValueError: One of them has parameters or extra tensors.
+        """
+        around = tuple(before), tuple(after)
+        for op in (*around[0], *around[1]):
+            if op.param_names or op.num_extra_inputs or op.num_extra_outputs:
+                who, what = type(self).__name__, "ops without parameters and extra tensors"
+                raise ValueError(f"{who}.surround expected {what}, got {type(op).__name__}")
+        vars(self)["_around"] = around  # a tuple, so that torch registers no module
+
+    @property
+    def with_surrounding(self) -> tuple[BasicOperation, ...]:
+        """This op with those that :meth:`surround` gave it, as they run."""
+        return (*self._around[0], self, *self._around[1])
 
     def _constructed(self) -> None:
         super()._constructed()
@@ -389,6 +416,17 @@ class BasicOperation(FusibleOperation):
     ) -> tuple[Tensor | None, Grads]:
         """Backward pass: the gradient of the input, and one gradient (or None) per parameter."""
 
+    def op_recompute(self, ctx: OperationContext) -> Tensor:
+        """Return the output of ``op_forward`` again, from the context of the backward.
+
+        Only for an op that ``recomputes``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """Run ``op_recompute``; see :meth:`FusedOperation.fuser_recompute`."""
+        return self.op_recompute(basic_op_ctxs[0])
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -464,236 +502,3 @@ def is_direct(op: Any, pass_name: str) -> bool:
     if not isinstance(op, BasicOperation) or method in vars(op):
         return False
     return getattr(type(op), method) is getattr(BasicOperation, method)
-
-
-class _Fixed(nn.Module):
-    """A module with children that are fixed: a fuser that captured them would run the old ones."""
-
-    def _is_fixed(self, name: str) -> bool:
-        raise NotImplementedError
-
-    def _refuse(self, name: str, value: Any) -> None:
-        # torch's wrappers set the one that is there
-        if self._is_fixed(name) and self._modules.get(name) is not value:
-            raise RuntimeError("the basic ops of a fused op are fixed: make another op")
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self._refuse(name, module)
-        super().add_module(name, module)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._refuse(name, value)
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._refuse(name, None)
-        super().__delattr__(name)
-
-
-class _BasicOps(_Fixed, nn.ModuleList):
-    """The basic ops of a fused op."""
-
-    def __init__(self, ops: Iterable[nn.Module]) -> None:
-        super().__init__(ops)
-        self._is_closed = True
-
-    def _is_fixed(self, name: str) -> bool:
-        return name.isdecimal() and "_is_closed" in vars(self)
-
-    def insert(self, index: int, module: nn.Module) -> None:
-        self._refuse("0", None)
-
-
-class FusedOperation(_Fixed, FusibleOperation):
-    """An op that replaces a run of basic ops and keeps no state of its own.
-
-    A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the
-    subclass itself. In a forward-only fusion, ``fuser_forward`` must leave on each context exactly
-    what the basic op would, as ``saved_names`` and ``context_names`` declare. A backward-only
-    fusion may rely on exactly that. A joint fusion may keep anything.
-
-    Attributes:
-        recomputes: Whether ``fuser_recompute`` can return the output of ``fuser_forward`` again.
-            A next op that saves this very tensor as its ``"input"`` then does not keep it, and
-            still finds it in its backward. ``fuser_forward`` agrees to that at each call, see
-            :attr:`OperationContext.may_recompute`.
-        fuser_backward_with_output: Optional method of a joint fusion that recomputes. It takes the
-            arguments of ``fuser_backward`` and returns a pair: the result of ``fuser_backward``,
-            and the output again. It replaces ``fuser_recompute`` and ``fuser_backward`` if the
-            next op :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
-        casts: Whether it performs the casts that a recipe wants between its ops. For fusions that
-            are plain functions; :class:`opfuse.Fusion` has an argument for it.
-        fallback: A sentence that says why it does not run its kernel where it was planned, or
-            empty. Reports then count it as running in PyTorch's operations.
-        notes: Text that reports add about this op, such as the time it spent compiling; an
-            attribute or a property.
-
-    Args:
-        basic_ops: The basic ops that this op replaces, in order.
-
-    Raises:
-        ValueError: There is none.
-        TypeError: One of them is not a basic op.
-    """
-
-    is_fused_op = True
-    _is_base = True
-    kwarg_names: ClassVar[tuple[str, ...] | None] = ()
-    param_names: tuple[str, ...] | None = ()
-    notes: str = ""
-    recomputes: bool = False
-    fuser_backward_with_output: Callable[..., tuple[Any, Tensor]] | None = None
-    casts: bool = False
-    fallback: str = ""
-
-    def __init__(self, basic_ops: Iterable[BasicOperation]) -> None:
-        super().__init__()
-        ops = list(basic_ops)
-        if not ops:
-            raise ValueError(f"{type(self).__name__} needs at least one basic op to replace")
-        for op in ops:
-            if not isinstance(op, BasicOperation):
-                raise TypeError(
-                    f"{type(self).__name__} replaces basic ops, got {type(op).__name__}"
-                )
-        self.basic_ops = _BasicOps(ops)
-
-    def _is_fixed(self, name: str) -> bool:
-        return name == "basic_ops" and name in vars(self).get("_modules", ())
-
-    def _take_name(self, name: str) -> None:
-        for op in [op for op in self.basic_ops if op._name in ("", self._name)]:
-            op._take_name(name)  # type: ignore[operator]
-        super()._take_name(name)
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """The input quantizer of the first basic op."""
-        return self.basic_ops[0].get_input_quantizer()  # type: ignore[no-any-return,operator]
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The quantizer of the last basic op's output gradient."""
-        return self.basic_ops[-1].get_grad_output_quantizer()  # type: ignore[no-any-return,operator]
-
-    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
-        """The configurations that ``opfuse tune`` chooses among, at most 8, as JSON-able data.
-
-        The fastest is ``env.configuration`` when :meth:`planned` is called on this machine. If
-        nothing was measured, that is None, and the op decides by itself.
-        """
-        return ()
-
-    def planned(self, env: Environment) -> None:
-        """Called once, when a plan takes this op, with the environment that ``when`` got.
-
-        If it raises, for instance because of an option's value, the user is warned and the fusion
-        is not used.
-        """
-
-    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
-        """Return the output of ``fuser_forward`` again, from the contexts of the backward.
-
-        Returns:
-            A new tensor that equals the output up to rounding.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
-
-    # The basic ops one after the other: the fallback of kernels, and the reference for their
-    # results
-
-    def run_separately(
-        self,
-        basic_op_ctxs: Sequence[Any],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Extras,
-        prev_op_grad_output_quantizer: Quantizer | None = None,
-        next_op_input_quantizer: Quantizer | None = None,
-        basic_op_kwargs: Sequence[dict[str, Any]] | None = None,
-    ) -> Outputs:
-        """Run the forward of the basic ops, one after the other.
-
-        Arguments, result and contexts are as for ``fuser_forward``.
-        """
-        x, outputs, last = input_, [], len(basic_op_ctxs) - 1
-        made: dict[str | None, Tensor | None] = {}
-        for i, (op, forward, _) in enumerate(self._separate_ops()):
-            ctx, kwargs = basic_op_ctxs[i], basic_op_kwargs[i] if basic_op_kwargs else {}
-            if forward is not None and not kwargs:
-                x = forward(ctx, x)
-                outputs.append(())
-                continue
-            pairs = zip(basic_op_extra_inputs[i], op._extra_input_channels, strict=True)
-            extras = [made[channel] if extra is None else extra for extra, channel in pairs]
-            x, (given,) = op.fuser_forward(
-                [ctx],
-                x,
-                basic_op_extra_inputs=[extras],
-                prev_op_grad_output_quantizer=prev_op_grad_output_quantizer if i == 0 else None,
-                next_op_input_quantizer=next_op_input_quantizer if i == last else None,
-                basic_op_kwargs=[kwargs],
-            )
-            inside = [in_channel(tensor, ctx) for tensor in given]
-            made.update(zip(op._extra_output_channels, inside, strict=True))
-            outputs.append(given)
-        return x, outputs
-
-    def run_separately_backward(
-        self,
-        basic_op_ctxs: Sequence[Any],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Extras,
-    ) -> AllGrads:
-        """Run the backward of the basic ops, one after the other, as ``fuser_backward`` would."""
-        dy: Tensor | None = grad_output
-        of_params: list[Any] = [None] * len(basic_op_ctxs)
-        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
-        inside: dict[str, Tensor | None] = {}
-        owns = basic_op_ctxs[-1].owns_grad_output
-        for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
-            ctx = basic_op_ctxs[i]
-            if not ctx.requires_grad:  # nor does any before it
-                return None, of_params, of_extras
-            owned, ctx.owns_grad_output = ctx.owns_grad_output, owns
-            if backward is not None:
-                dy, of_params[i] = backward(ctx, dy)
-            else:
-                given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
-                grads = [summed(grad, inside.get(channel)) for grad, channel in given]
-                dy, (of_params[i],), (of_op,) = op.fuser_backward(
-                    [ctx], dy, basic_op_grad_extra_outputs=[grads]
-                )
-                of_extras[i] = of_op = tuple(of_op)
-                for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
-                    if channel is not None:
-                        inside[channel] = summed(grad, inside.get(channel))
-            ctx.owns_grad_output = owned
-            # with keywords it may be a tensor that the caller gave
-            owns = not self.kwarg_names and op.grad_input in ("fresh", "same")[: 1 + owns]
-        return dy, of_params, of_extras
-
-    def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
-        """The basic ops, with ``op_forward`` and ``op_backward`` if they define nothing else."""
-        tracing = is_dynamo_compiling()  # which allows no side effects
-        changes, known = (-1, []) if tracing else self._cache.separate
-        if changes == FusibleOperation.changes:
-            return known
-        found: list[tuple[Any, Any, Any]] = []
-        for op in self.basic_ops:
-            plain = not (op.num_extra_inputs or op.num_extra_outputs)
-            forward = plain and is_direct(op, "forward") and asks_for_quantizers(op) == ((), ())
-            backward = plain and is_direct(op, "backward")
-            passes: Any = op.op_forward if forward else None, op.op_backward if backward else None
-            found.append((op, *passes))
-        if not tracing:
-            self._cache.separate = FusibleOperation.changes, found
-        return found
-
-    def forward(
-        self,
-        input: Tensor,
-        *extra_inputs: Tensor,
-        basic_op_kwargs: list[dict[str, Any]] | None = None,
-    ) -> Any:
-        """Apply the basic ops, fused as the installed plugins allow."""
-        return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)

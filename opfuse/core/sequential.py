@@ -225,7 +225,8 @@ def _run(
     """Run a group: a fuser, which takes keyword arguments of its ops, or another module."""
     if not isinstance(group, OperationFuser):
         return group(x, *extra_inputs)
-    here = [kwargs.get(op, {}) for op in group._chain.ops] if kwargs else None
+    chain = group._chain
+    here = [kwargs.get(chain.ops[i], {}) for i in chain.own] if kwargs else None
     return group.run(x, *extra_inputs, basic_op_kwargs=here)
 
 

@@ -6,7 +6,7 @@ from ..core.quantize import Quantize
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cross_entropy import CrossEntropy
-from .distributed import AllGather, AllReduce, ReduceScatter
+from .distributed import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
 from .dropout import Dropout
 from .gated import (
     GEGLU,
@@ -44,6 +44,7 @@ __all__ = [
     "Cast",
     "ClampedSwiGLU",
     "ConstantScale",
+    "CopyToTensorParallelRegion",
     "CrossEntropy",
     "Dropout",
     "GatedActivation",

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op import BasicOperation
@@ -106,12 +105,9 @@ class RowwiseOperation(BasicOperation):
 class WithLaterArguments(BasicOperation):
     """An op that takes Transformer Engine's arguments for features of a later release.
 
-    A subclass names them in its own signature, and passes them to this ``__init__``. As in
-    Transformer Engine, those of tensor parallelism have no effect in a group of one process, or
-    if no group is initialized.
+    A subclass names them in its own signature, and passes them to this ``__init__``.
 
     Args:
-        group: The process group for tensor parallelism; None: that of all processes.
         **given: Their values in the constructor's call.
 
     Raises:
@@ -119,23 +115,16 @@ class WithLaterArguments(BasicOperation):
     """
 
     _later: ClassVar[dict[str, str]] = {
-        "tensor_parallel_mode": "tensor parallelism",
-        "tensor_parallel": "tensor parallelism",
-        "rng_state_tracker_function": "tensor parallelism",
-        "sequence_parallel": "sequence parallelism",
         "userbuffers_options": "overlapped communication",
         "single_grouped_weight": "one parameter for all groups",
         "single_grouped_bias": "one parameter for all groups",
         "delay_wgrad_compute": "a later gradient of the weights",
     }
 
-    def __init__(self, group: Any = None, **given: Any) -> None:
+    def __init__(self, **given: Any) -> None:
         super().__init__()
-        grouped = dist.is_available() and dist.is_initialized()
-        alone = dist.get_world_size(group) == 1 if grouped else group is None
         for name, value in given.items():
-            cleared = alone and "_parallel" in name and value in (True, "column", "row")
-            if value not in (None, False) and not cleared:
+            if value not in (None, False):
                 what = f"{type(self).__name__}: {name}={value!r} is not supported"
                 raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")
 

@@ -28,6 +28,7 @@ from ._common import (
 )
 from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
+from ._tensor_parallel import TensorParallel, check_tracker, forked
 
 
 class LinearOperation(RowwiseOperation):
@@ -69,15 +70,21 @@ class BasicLinear(WithLaterArguments, LinearOperation):
     tensors, sum in fp32, and round once. A fusion may multiply in hardware.
 
     Args:
-        in_features: Size of the last dimension of the input.
-        out_features: Size of the last dimension of the output.
+        in_features: Size of the last dimension of the input, of all processes together.
+        out_features: Size of the last dimension of the output, of all processes together.
         device: Device of the weight; default: torch's.
         dtype: Dtype of the weight; default: torch's.
-        tensor_parallel_mode: None; or "column" or "row" in a group of one process, where they have
-            no effect. Larger groups come with a later release.
-        tensor_parallel_group: That group; default: all processes.
-        sequence_parallel: False; True as for ``tensor_parallel_mode``.
-        rng_state_tracker_function: None; others come with a later release.
+        tensor_parallel_mode: None: each process has the whole weight. "column": each has its part
+            of the outputs, ``(out_features / processes, in_features)``. "row": each has its part
+            of the inputs, ``(out_features, in_features / processes)``, and the products are added
+            up. The collectives that this takes are ops of the chain around this one, see
+            :meth:`opfuse.BasicOperation.surround`. A group of one process asks for nothing.
+        tensor_parallel_group: The processes; default: all.
+        sequence_parallel: With "column", the input is this process's part of the rows (of the first
+            dimension), and is gathered; with "row", the output is.
+        rng_state_tracker_function: A function that returns an object whose ``fork()`` gives a
+            context in which this process draws its own numbers; the weight is drawn in it. Without
+            one, processes whose generators have one seed draw equal parts.
         accumulate_into_main_grad: Add the weight's gradient to ``weight.main_grad``, a tensor of
             its shape and any floating dtype, as Megatron-LM sets it up, instead of passing it to
             autograd. The product of the backward adds it itself where the library does so in the
@@ -90,12 +97,19 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             second derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
+    Attributes:
+        in_features, out_features: Sizes of the last dimensions here, on this process.
+        local_in_features, local_out_features: The same, by Transformer Engine's names.
+        tensor_parallel_mode, tensor_parallel_group, sequence_parallel: The arguments; None and
+            False in a group of one process.
+        tensor_parallel_size: The number of processes.
+
     Raises:
         TypeError: A size is not a whole number.
-        ValueError: A size is negative.
+        ValueError: A size is negative, or does not divide by the number of processes.
         NotImplementedError: An argument that comes with a later release.
-        RuntimeError: In a backward with ``accumulate_into_main_grad``, a weight without a fitting
-            ``main_grad``.
+        RuntimeError: ``torch.distributed`` is not initialised; in a backward with
+            ``accumulate_into_main_grad``, a weight without a fitting ``main_grad``.
     """
 
     saved_names = ("input", "weight")
@@ -116,15 +130,18 @@ class BasicLinear(WithLaterArguments, LinearOperation):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(
-            tensor_parallel_group,
-            tensor_parallel_mode=tensor_parallel_mode,
-            rng_state_tracker_function=rng_state_tracker_function,
-            sequence_parallel=sequence_parallel,
-            userbuffers_options=userbuffers_options,
+        super().__init__(userbuffers_options=userbuffers_options)
+        check_tracker(self, rng_state_tracker_function)
+        self._tracker = rng_state_tracker_function
+        split = TensorParallel.of(
+            self, tensor_parallel_mode, tensor_parallel_group, sequence_parallel
         )
-        self.in_features = check_size(self, "in_features", in_features)
-        self.out_features = check_size(self, "out_features", out_features)
+        inputs = check_size(self, "in_features", in_features)
+        outputs = check_size(self, "out_features", out_features)
+        self.in_features = split.part(self, "in_features", inputs, "row")
+        self.out_features = split.part(self, "out_features", outputs, "column")
+        self._split = split
+        self.surround(before=split.before, after=split.after)
         weight = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
         self.weight = nn.Parameter(weight)
         self.reset_parameters()
@@ -173,12 +190,50 @@ class BasicLinear(WithLaterArguments, LinearOperation):
         op.name = name
         return op
 
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """How the weight is split among processes."""
+        return self._split.mode
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The processes; None: all."""
+        return self._split.group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes."""
+        return self._split.size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensors outside of the layer are split along the rows."""
+        return self._split.sequence
+
+    @property
+    def local_in_features(self) -> int | None:
+        """``in_features``."""
+        return self.in_features
+
+    @property
+    def local_out_features(self) -> int | None:
+        """``out_features``."""
+        return self.out_features
+
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""
         if not self._sources:
-            draw(self.weight, self.in_features)
+            with forked(self._tracker):
+                draw(self.weight, self._fan_in)
 
-    extra_repr = shows("in_features", "out_features")
+    @property
+    def _fan_in(self) -> int:
+        """``in_features`` of all processes together."""
+        return (self.in_features or 0) * (self._split.size if self._split.mode == "row" else 1)
+
+    def extra_repr(self) -> str:
+        """The sizes on this process, and how the layer is split."""
+        return shows("in_features", "out_features")(self) + self._split.shows
 
     # Quantizers
 
@@ -319,13 +374,13 @@ class BasicLinear(WithLaterArguments, LinearOperation):
 
 
 def draw(param: Tensor | None, in_features: int | None) -> None:
-    """Draw a weight, or a bias of one dimension, as ``torch.nn.Linear`` does.
+    """Draw a weight, a part of one, or a bias of one dimension, as ``torch.nn.Linear`` does.
 
     Nothing is drawn on the meta device.
     """
     if param is None or param.is_meta or not param.numel():
         return
-    if param.ndim > 1:
+    if param.ndim > 1 and param.shape[-1] == in_features:
         nn.init.kaiming_uniform_(param, a=math.sqrt(5))
     else:
         bound = 1 / math.sqrt(in_features) if in_features else 0.0

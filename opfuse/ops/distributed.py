@@ -1,9 +1,9 @@
-"""Collectives over a process group: AllGather, AllReduce, ReduceScatter."""
+"""Collectives over a process group: gather, scatter, reduce, and their adjoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,25 @@ from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
-from ._common import OpGrads, expected, shows
+from ..core.ranks import Group, run_collective
+from ._common import OpGrads, check_size, expected, shows
+
+# torch 2.13 renamed them, and warns of the old names
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class _Collective(BasicOperation):
-    """The base of the collectives: it has a process group, and saves nothing."""
+    """The base of the collectives: it has a process group, and saves nothing.
 
-    saved_names = ()
+    Collectives that split or join take the dimension, ``dim``.
+    """
+
+    saved_names: ClassVar[tuple[str, ...] | None] = ()
     grad_input = "same"
+    dim = 0
     _there: Callable[[Tensor], Tensor]
     _back: Callable[[Tensor], Tensor]
 
@@ -27,73 +38,129 @@ class _Collective(BasicOperation):
         if not (dist.is_available() and dist.is_initialized()):
             needed = "torch.distributed.init_process_group to be called first"
             raise RuntimeError(f"{type(self).__name__} needs {needed}")
-        self.process_group = process_group
-        self.process_group_size = dist.get_world_size(process_group)
+        self.collective_group = self._group = Group(process_group)
+        self.process_group_size = self._group.size
+
+    @property
+    def process_group(self) -> Any:
+        """The process group; None: all processes."""
+        return self._group.given
 
     extra_repr = shows("process_group_size")
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
-        """Run the collective on the input; save nothing."""
+        """Run the collective on the input."""
         return input_ if self.process_group_size == 1 else self._there(input_)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
         """Run the adjoint collective on the gradient."""
         return grad_output if self.process_group_size == 1 else self._back(grad_output), ()
 
+    def _run(self, start: Callable[..., Any], *tensors: Tensor) -> None:
+        run_collective(self._group, type(self).__name__, start, *tensors)
+
     def _all_gather(self, tensor: Tensor) -> Tensor:
         self._check_dimensions(tensor)
-        gathered = tensor.new_empty((self.process_group_size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.process_group)
-        return gathered
+        size, part = self.process_group_size, tensor.movedim(self.dim, 0).contiguous()
+        gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
+        self._run(_gather_into, gathered, part)
+        return gathered.movedim(0, self.dim).contiguous()
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
         size = self.process_group_size
         self._check_dimensions(tensor)
-        if tensor.shape[0] % size:
-            what = f"a multiple of {size}, the number of processes, in dimension 0"
+        if tensor.shape[self.dim] % size:
+            what = f"a multiple of {size}, the number of processes, in dimension {self.dim}"
             raise ValueError(expected(self, what, f"shape {tuple(tensor.shape)}"))
-        part = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self.process_group)
-        return part
+        whole = tensor.movedim(self.dim, 0).contiguous()
+        part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
+        self._run(_reduce_scatter_into, part, whole)
+        return part.movedim(0, self.dim).contiguous()
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self._run(dist.all_reduce, total)
+        return total
+
+    def _unchanged(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def _check_dimensions(self, tensor: Tensor) -> None:
-        if not tensor.ndim:
-            raise ValueError(expected(self, "a tensor with at least one dimension", "a scalar"))
+        if tensor.ndim <= self.dim:
+            needed = f"at least {self.dim + 1} dimensions" if self.dim else "at least one dimension"
+            got = f"shape {tuple(tensor.shape)}" if tensor.ndim else "a scalar"
+            raise ValueError(expected(self, f"a tensor with {needed}", got))
 
 
 class AllGather(_Collective):
-    """Joins the tensors of all processes along dimension 0, in rank order.
+    """Joins the tensors of all processes along a dimension, in rank order.
 
     Takes ``(n, ...)`` and returns ``(size * n, ...)``; every process must give the same shape. The
-    backward is a reduce-scatter.
+    backward is a reduce-scatter. The next op need not keep the result for its backward, if it saves
+    it as its input: it is gathered again from the part of this process.
 
     Args:
         process_group: The processes; default: all.
+        dim: The dimension, not the last one.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialised; in a call, processes whose shapes
+            differ.
+        TypeError, ValueError: ``dim`` is not a whole number of at least 0.
     """
 
+    saved_names = ("input",)
+    recomputes = True
     _there = _Collective._all_gather
     _back = _Collective._reduce_scatter
 
+    def __init__(self, process_group: Any = None, dim: int = 0) -> None:
+        super().__init__(process_group)
+        self.dim = check_size(self, "dim", dim)
+
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
+        """The joined tensor; saves ``(input,)``, or None if it is not gathered again."""
+        y = super().op_forward(ctx, input_)
+        again = ctx.may_recompute and y is not input_
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_ if again else None)
+        if again:
+            ctx.recomputable_output = y
+        return y
+
+    op_backward = _Collective.op_backward
+
+    def op_recompute(self, ctx: OperationContext) -> Tensor:
+        """Gather again."""
+        (part,) = ctx.saved_tensors  # type: ignore[misc]
+        return self._all_gather(part)
+
 
 class ReduceScatter(_Collective):
-    """Adds the tensors of all processes and gives each its part along dimension 0, in rank order.
+    """Adds the tensors of all processes and gives each its part of a dimension, in rank order.
 
     Takes ``(size * n, ...)`` and returns ``(n, ...)``. The backward is an all-gather.
 
     Args:
         process_group: The processes; default: all.
+        dim: The dimension, not the last one.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
-        ValueError: In a call, a dimension 0 that is not a multiple of the number of processes.
+        RuntimeError: ``torch.distributed`` is not initialised; in a call, processes whose shapes
+            differ.
+        TypeError: ``dim`` is not a whole number.
+        ValueError: ``dim`` is negative; in a call, its size is not a multiple of the number of
+            processes.
     """
 
     _there = _Collective._reduce_scatter
     _back = _Collective._all_gather
+
+    def __init__(self, process_group: Any = None, dim: int = 0) -> None:
+        super().__init__(process_group)
+        self.dim = check_size(self, "dim", dim)
 
 
 class AllReduce(_Collective):
@@ -108,20 +175,36 @@ class AllReduce(_Collective):
             either.
 
     Raises:
-        RuntimeError: ``torch.distributed`` is not initialised.
+        RuntimeError: ``torch.distributed`` is not initialised; in a call, processes whose shapes
+            differ.
     """
 
     feature_ratio = 1
     keeps_rows = True
+    _there = _Collective._all_reduce
+    _back = _Collective._unchanged
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)
         self.reduce_in_backward = reduce_in_backward
 
-    def _there(self, tensor: Tensor) -> Tensor:
-        y = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(y, group=self.process_group)
-        return y
 
-    def _back(self, tensor: Tensor) -> Tensor:
-        return tensor
+class CopyToTensorParallelRegion(_Collective):
+    """Gives its input; the backward adds the gradients of all processes.
+
+    For an input that is the same on every process, before ops of which each process has a part:
+    each then has a part of the gradient too. Megatron-LM calls it
+    ``copy_to_tensor_model_parallel_region``.
+
+    Args:
+        process_group: The processes; default: all.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised; in a call, processes whose shapes
+            differ.
+    """
+
+    feature_ratio = 1
+    keeps_rows = True
+    _there = _Collective._unchanged
+    _back = _Collective._all_reduce

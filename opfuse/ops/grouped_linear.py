@@ -19,6 +19,7 @@ from ._buffers import check_buffer
 from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
+from ._tensor_parallel import check_tracker, forked
 from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw
 from .grouped import Groups, GroupsOf, groups_of
 
@@ -69,7 +70,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         bias: Whether there are biases; if not, ``bias0``, ... are None.
         device: Device of the parameters; default: torch's.
         dtype: Dtype of the parameters; default: torch's.
-        rng_state_tracker_function: None; others come with a later release.
+        rng_state_tracker_function: As for :class:`BasicLinear`.
         accumulate_into_main_grad: As for :class:`BasicLinear`, for each weight; the gradients of
             biases go to autograd.
         single_grouped_weight: False; True comes with a later release.
@@ -116,11 +117,12 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         if scale_bias and bias:  # before the channels of the extra inputs are made
             self.num_extra_inputs, self.extra_input_dtypes = 2, ("integer", "floating")
         super().__init__(
-            rng_state_tracker_function=rng_state_tracker_function,
             single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_bias,
             delay_wgrad_compute=delay_wgrad_compute,
         )
+        check_tracker(self, rng_state_tracker_function)
+        self._tracker = rng_state_tracker_function
         self.num_groups = check_size(self, "num_groups", num_groups)
         if not self.num_groups:
             raise ValueError(expected(self, "num_groups of at least 1", 0))
@@ -168,8 +170,9 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     def reset_parameters(self) -> None:
         """Draw the parameters again; nothing is drawn on the meta device."""
-        for param in self.parameters():
-            draw(param, self.in_features)
+        with forked(self._tracker):
+            for param in self.parameters():
+                draw(param, self.in_features)
 
     @property
     def has_bias(self) -> bool:

@@ -7,33 +7,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.fused_op import FusedOperation
 from ..core.fusible import ParamSource
-from ..core.op import BasicOperation, FusedOperation
+from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
-from ._common import OpGrads, RowwiseOperation, WithLaterArguments, check_size, sum_rows
+from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
 from ._reading import check_stock, tensor_of
+from ._tensor_parallel import TensorParallel, forked
 from .basic_linear import BasicLinear, draw
 
 
-class Bias(WithLaterArguments, RowwiseOperation):
+class Bias(RowwiseOperation):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
     Takes and returns ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
 
     Args:
-        size: Size of the last dimension.
+        size: Size of the last dimension, of all processes together.
         device: Device of the bias; default: torch's.
         dtype: Dtype of the bias; default: torch's.
-        tensor_parallel: False; True in a group of one process, in a larger one it comes with a
-            later release.
-        tensor_parallel_group: That group; default: all processes.
+        tensor_parallel: Whether each process has its part of the last dimension.
+        tensor_parallel_group: The processes; default: all.
+
+    Attributes:
+        local_size: Size of the last dimension here, on this process.
+        tensor_parallel_size: The number of processes.
 
     Raises:
         TypeError: ``size`` is not a whole number.
-        ValueError: ``size`` is negative.
-        NotImplementedError: ``tensor_parallel=True`` in a group of several processes.
+        ValueError: ``size`` is negative, or does not divide by the number of processes.
+        RuntimeError: ``tensor_parallel=True``, and ``torch.distributed`` is not initialised.
     """
 
     saved_names = ()
@@ -49,8 +55,12 @@ class Bias(WithLaterArguments, RowwiseOperation):
         tensor_parallel: bool = False,
         tensor_parallel_group: Any = None,
     ) -> None:
-        super().__init__(tensor_parallel_group, tensor_parallel=tensor_parallel)
-        self.in_features = self.out_features = check_size(self, "size", size)
+        super().__init__()
+        check_bool(self, "tensor_parallel", tensor_parallel)
+        mode = "column" if tensor_parallel else None
+        self._split = TensorParallel.of(self, mode, tensor_parallel_group)
+        self.local_size = self._split.part(self, "size", check_size(self, "size", size), "column")
+        self.in_features = self.out_features = self.local_size
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 
     @classmethod
@@ -76,9 +86,25 @@ class Bias(WithLaterArguments, RowwiseOperation):
         if not self._sources:
             nn.init.zeros_(self.bias)
 
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether each process has its part of the bias."""
+        return self._split.mode is not None
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The processes; None: all."""
+        return self._split.group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes."""
+        return self._split.size
+
     def extra_repr(self) -> str:
-        """The size."""
-        return f"size={self.in_features}"
+        """The size on this process, and how the bias is split."""
+        more = f", tensor_parallel_size={self._split.size}" if self.tensor_parallel else ""
+        return f"size={self.local_size}{more}"
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
@@ -100,6 +126,10 @@ class Linear(FusedOperation):
     The ops are ``BasicLinear`` and ``Bias``. Takes ``(..., in_features)`` and gives
     ``(..., out_features)``. Parameters, their names, initial values and state dict are those of
     ``torch.nn.Linear``; they live here, and the basic ops read them at every call.
+
+    Split by rows among processes, each has a bias of ``(out_features,)``, and what is added is the
+    sum of them, as in Transformer Engine. The first process begins with one bias, and the others
+    with zeros. The parameters of a whole layer are loaded with :meth:`load_whole`.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -150,14 +180,21 @@ class Linear(FusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if bias:
-            ops.append(Bias(out_features, device=device, dtype=dtype))
+            split = dict(
+                tensor_parallel=linear.tensor_parallel_mode == "column",
+                tensor_parallel_group=linear.tensor_parallel_group,
+            )
+            ops.append(Bias(out_features, device=device, dtype=dtype, **split))
+            if linear.tensor_parallel_mode == "row":  # the biases are added up with the products
+                ops[1].surround(after=linear.with_surrounding[1:])
+                linear.surround()
         super().__init__(ops)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         for op in ops:
             op.lend_parameters(self)
         if not bias:
             self.register_parameter("bias", None)
-        draw(self.bias, self.in_features)
+        self._draw_bias()
 
     @classmethod
     def of(
@@ -188,6 +225,35 @@ class Linear(FusedOperation):
         op.name = name
         return op.train(module.training)
 
+    @torch.no_grad()
+    def load_whole(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Copy this process's part of the parameters of a whole layer.
+
+        Split by rows, the first process takes the bias, and the others zeros.
+
+        Args:
+            weight: Of shape ``(out_features, in_features)``, of all processes together.
+            bias: Of shape ``(out_features,)``; None if the layer has none.
+
+        Raises:
+            ValueError: A shape does not fit, or the layer has a bias and the other has none, or
+                the other way round.
+        """
+        mode, size = self.tensor_parallel_mode, self.tensor_parallel_size
+        rank = dist.get_rank(self.tensor_parallel_group) if mode else 0
+        shape = [self.out_features, self.in_features]
+        for dim, by in enumerate(("column", "row")):
+            shape[dim] = (shape[dim] or 0) * (size if mode == by else 1)
+        has = None if self.bias is None else (shape[0],)
+        if tuple(weight.shape) != tuple(shape) or has != (bias if bias is None else bias.shape):
+            what = f"a weight of shape {tuple(shape)} and a bias of shape {has}"
+            got = tuple(weight.shape), bias if bias is None else tuple(bias.shape)
+            raise ValueError(expected(self, what, f"{got[0]} and {got[1]}"))
+        self.weight.copy_(weight.chunk(size, 1 if mode == "row" else 0)[rank] if mode else weight)
+        if bias is not None and self.bias is not None:
+            part = bias.chunk(size)[rank] if mode == "column" else bias
+            self.bias.copy_(torch.zeros_like(part) if mode == "row" and rank else part)
+
     def __copy__(self) -> Linear:
         """A shallow copy, whose basic ops read the copy's parameters."""
         twin: Linear = object.__new__(type(self))
@@ -210,8 +276,46 @@ class Linear(FusedOperation):
 
         On the meta device nothing is drawn.
         """
-        for param in (self.weight, self.bias):
-            draw(param, self.in_features)
+        with forked(self._linear._tracker):
+            draw(self.weight, self._linear._fan_in)
+        self._draw_bias()
+
+    def _draw_bias(self) -> None:
+        with forked(self._linear._tracker):
+            draw(self.bias, self._linear._fan_in)
+        if self.tensor_parallel_mode == "row" and self.bias is not None:
+            if dist.get_rank(self.tensor_parallel_group):  # what is added up is one bias
+                nn.init.zeros_(self.bias)
+
+    @property
+    def _linear(self) -> BasicLinear:
+        linear = self.basic_ops[0]
+        assert isinstance(linear, BasicLinear)
+        return linear
+
+    @property
+    def _split(self) -> TensorParallel:
+        return self._linear._split
+
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """How the layer is split among processes."""
+        return self._linear.tensor_parallel_mode
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The processes; None: all."""
+        return self._linear.tensor_parallel_group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes."""
+        return self._linear.tensor_parallel_size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensors outside of the layer are split along the rows."""
+        return self._linear.sequence_parallel
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):
@@ -221,6 +325,6 @@ class Linear(FusedOperation):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """The sizes, and whether there is a bias."""
+        """The sizes on this process, whether there is a bias, and how the layer is split."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}"
+        return f"{sizes}, bias={self.bias is not None}{self._linear._split.shows}"

@@ -19,6 +19,7 @@ from ._blocks import writes_out
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
+from ._tensor_parallel import TensorParallel
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
 
@@ -60,6 +61,7 @@ class ParallelLinear(LinearOperation):
         ValueError: There is none, two have one name, or a name cannot be that of a submodule. One
             takes another number of features than the first, has hooks or a ``forward`` of its own,
             reads its parameters from another module, or accumulates into ``main_grad``.
+            One is split among processes by rows, or not as the first is.
             In a call, a weight or a bias of another shape than when the op was made, or a bias that
             was not there then.
     """
@@ -83,6 +85,7 @@ class ParallelLinear(LinearOperation):
         biased = {n: getattr(linear, "bias", None) is not None for n, linear in named.items()}
         self.sizes, self.biased = tuple(sizes.values()), tuple(biased.values())
         self.out_features = sum(self.sizes)
+        self.surround(before=_split_of(named).before)
         shapes: dict[str, Any] = {f"{n}.weight": (sizes[n], self.in_features) for n in named}
         shapes |= {f"{n}.bias": (sizes[n],) for n in named if biased[n]}
         self.param_names, self._shapes = tuple(shapes), list(shapes.values())
@@ -353,6 +356,20 @@ def _check_linear(name: str, linear: nn.Module) -> None:
         what = f"{hook_kinds(linear)} hooks" if hook_kinds(linear) else "a forward of its own"
         who = f"ParallelLinear reads its linear {name} and does not call it"
         raise ValueError(f"{who}, which has {what}: put them on the ParallelLinear")
+
+
+def _split_of(named: Mapping[str, Any]) -> TensorParallel:
+    """How all of the linears are split among processes."""
+    splits = {
+        name: TensorParallel() if isinstance(linear, nn.Linear) else linear._split
+        for name, linear in named.items()
+    }
+    first, *_ = splits.values()
+    for name, split in splits.items():
+        if split.mode == "row" or split != first:
+            what = "linears that are split among processes by columns, all alike, or not at all"
+            raise ValueError(f"ParallelLinear expected {what}, got {split} for {name}")
+    return first
 
 
 def _check_new(name: str, linear: nn.Module) -> None:

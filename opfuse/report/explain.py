@@ -18,9 +18,9 @@ from ..core.engine.fuser import OperationFuser, _functorch_active
 from ..core.engine.partition import Cut
 from ..core.engine.plan import PlanStep, Refusal
 from ..core.engine.program import Program
+from ..core.fused_op import FusedOperation
 from ..core.fusible import FusibleOperation
 from ..core.introspection import op_class, why_apart
-from ..core.op import FusedOperation
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter

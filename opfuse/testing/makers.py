@@ -11,6 +11,7 @@ from typing import Any
 from .. import ops as built_in
 from ..core.fusion import OneOf, Subclasses
 from ..core.op import BasicOperation
+from ..ops import distributed
 from .cases import CAST, CubicActivation, CubicGLU, Op
 from .placing import DEEP
 
@@ -18,10 +19,13 @@ Makers = Mapping[type, Callable[[int], Any]]
 
 
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
-    others = ("AllGather", "AllReduce", "ReduceScatter", "Cast")
-    found = [getattr(built_in, name) for name in built_in.__all__ if name not in others]
+    classes = [getattr(built_in, name) for name in built_in.__all__ if name != "Cast"]
     classes = [
-        cls for cls in found if issubclass(cls, BasicOperation) and not inspect.isabstract(cls)
+        cls
+        for cls in classes
+        if issubclass(cls, BasicOperation)
+        and not inspect.isabstract(cls)
+        and cls.__module__ != distributed.__name__  # they need a process group
     ]
     # representatives first
     classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))

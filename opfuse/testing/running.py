@@ -17,8 +17,8 @@ from ..core.engine.fuser import OperationFuser
 from ..core.engine.plan import FusionPlan
 from ..core.engine.program import Program
 from ..core.errors import PluginWarning
+from ..core.fused_op import FusedOperation
 from ..core.fusion import Fusion
-from ..core.op import FusedOperation
 from ..core.plugins import manager
 from ..core.settings import Recorder, Settings, current
 from . import recipes

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from activations import ELEMENTWISE, GATED, SCALED
+from sound import COLLECTIVES
 
 import opfuse
 from opfuse import ops
@@ -70,7 +71,7 @@ def run(call, name, **flags):
 def test_all_ops_are_covered():
     basic = {name for name in ops.__all__ if issubclass(getattr(ops, name), opfuse.BasicOperation)}
     bases = {"Activation", "GatedActivation", "ScaledActivation"}
-    apart = bases | {"AllGather", "AllReduce", "Cast", "ReduceScatter"}
+    apart = bases | COLLECTIVES | {"Cast"}
     assert basic - set(OPS) == apart, "OPS of this file lacks an op"
     assert sorted(ops.__all__) == sorted(
         name for name in vars(ops) if inspect.isclass(getattr(ops, name))
@@ -177,9 +178,9 @@ SIGNATURES = {
     "ConstantScale": "scale",
     "Reshape": "shape",
     "Dropout": "p",
-    "AllGather": "process_group",
+    "AllGather": "process_group dim",  # dim is opfuse's own, as in ReduceScatter
     "AllReduce": "process_group reduce_in_backward",
-    "ReduceScatter": "process_group",
+    "ReduceScatter": "process_group dim",
 }
 
 
@@ -316,9 +317,9 @@ def test_a_tensor_of_a_class_that_would_lose_its_gradient(monkeypatch):
 def test_an_argument_of_a_later_release_is_refused_wherever_it_is_passed_on():
     class Parallel(ops.BasicLinear):
         def __init__(self):
-            super().__init__(4, 4, rng_state_tracker_function=dict)
+            super().__init__(4, 4, userbuffers_options={})
 
-    with pytest.raises(NotImplementedError, match="Parallel: rng_state_tracker_function=.* later"):
+    with pytest.raises(NotImplementedError, match="Parallel: userbuffers_options=.* later"):
         Parallel()
 
 

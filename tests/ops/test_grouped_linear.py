@@ -264,8 +264,8 @@ def test_arguments_that_come_later(name):
     ):
         ops.GroupedLinear(2, 4, 4, **{name: True})
     ops.GroupedLinear(2, 4, 4, **{name: False})
-    with pytest.raises(NotImplementedError, match="rng_state_tracker_function"):
-        ops.GroupedLinear(2, 4, 4, rng_state_tracker_function=lambda: None)
+    with pytest.raises(TypeError, match="expected a function as rng_state_tracker_function, got 3"):
+        ops.GroupedLinear(2, 4, 4, rng_state_tracker_function=3)
 
 
 def test_numbers_that_cannot_be():

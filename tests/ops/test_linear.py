@@ -198,79 +198,38 @@ def test_what_is_no_whole_number(bad):
         ops.LayerNorm((bad,))
 
 
-REFUSED = [
-    ({"tensor_parallel_mode": "column"}, "tensor_parallel_mode='column'", "tensor parallelism"),
-    ({"tensor_parallel_mode": "row"}, "tensor_parallel_mode='row'", "tensor parallelism"),
-    ({"sequence_parallel": True}, "sequence_parallel=True", "sequence parallelism"),
-    (
-        {"rng_state_tracker_function": dict},
-        "rng_state_tracker_function=<class 'dict'>",
-        "tensor parallelism",
-    ),
-]
-
-
-@pytest.mark.parametrize("build", [ops.BasicLinear, ops.Linear])
-@pytest.mark.parametrize(("arguments", "name", "feature"), REFUSED)
-def test_arguments_of_later_releases(build, arguments, name, feature):
-    with pytest.raises(
-        NotImplementedError, match=rf"BasicLinear: {name} .*{feature} comes with a later release"
-    ):
-        build(2, 2, tensor_parallel_group=object(), **arguments)  # of which nothing is known
-
-
-def test_other_arguments_of_later_releases():
+def test_arguments_of_later_releases():
     with pytest.raises(
         NotImplementedError,
         match=r"BasicLinear: userbuffers_options={} .* comes with a later release",
     ):
         ops.BasicLinear(2, 2, userbuffers_options={})
-    with pytest.raises(
-        NotImplementedError, match=r"Bias: tensor_parallel=True .* comes with a later release"
-    ):
-        ops.Bias(2, tensor_parallel=True, tensor_parallel_group=object())
     with pytest.raises(TypeError, match="userbuffers_options"):
         ops.Linear(2, 2, userbuffers_options={})
 
 
-@pytest.fixture(params=[False, True], ids=["no group", "a group"])
-def one_process(tmp_path, request):
-    """A process that is alone, with a group of one or with none."""
-    if not request.param:
-        yield False
-        return
+@pytest.fixture
+def one_process(tmp_path):
+    """A process that is a group of its own."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
-    yield True
+    yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])
 @pytest.mark.parametrize("named", [False, True])
 def test_tensor_parallelism_of_one_process_asks_for_nothing(one_process, mode, named):
-    group = torch.distributed.new_group([0]) if named and one_process else None
+    group = torch.distributed.new_group([0]) if named else None
     given = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
     for build in (ops.BasicLinear, ops.Linear):
         for sequence_parallel in (False, True):
             op = build(3, 4, sequence_parallel=sequence_parallel, **given)
             assert op.weight.shape == (4, 3) and op(torch.randn(2, 3)).shape == (2, 4)
+            assert op.tensor_parallel_mode is op.tensor_parallel_group is None
+            assert (op.tensor_parallel_size, op.sequence_parallel) == (1, False)
     ops.Bias(4, tensor_parallel=True, tensor_parallel_group=group)
-
-
-def test_what_one_process_asks_for_is_refused_still(one_process):
-    for given in ({"tensor_parallel_mode": "both"}, {"rng_state_tracker_function": dict}):
-        with pytest.raises(NotImplementedError, match="comes with a later release"):
-            ops.BasicLinear(3, 4, **given)
-
-
-def test_tensor_parallelism_of_two_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    for build in (lambda: ops.Linear(2, 2, tensor_parallel_mode="row"),
-                  lambda: ops.Bias(2, tensor_parallel=True)):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="comes with a later release"):
-            build()
 
 
 def test_arguments_without_effect_are_accepted():

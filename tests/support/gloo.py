@@ -1,12 +1,16 @@
-"""Two processes that form a gloo group."""
+"""Processes that form a gloo group: for one test, or kept for the tests of a session."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import faulthandler
 import os
+import pathlib
 import sys
+import tempfile
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -50,3 +54,97 @@ def member(rank, folder):
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+class Team:
+    """Processes of one group that run one function after another.
+
+    Args:
+        size: The number of processes.
+        seconds: The timeout of their group.
+    """
+
+    def __init__(self, size=RANKS, seconds=30):
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(size)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(
+                target=_serve, args=(rank, size, seconds, self._folder.name, theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+        for _, theirs in pairs:  # so that the end of a process is the end of its pipe
+            theirs.close()
+
+    def run(self, worker, *args):
+        """What ``worker(rank, *args)`` returned in each process, or its traceback; None: it ended."""
+        for pipe in self.pipes:
+            pipe.send((worker, args))
+        return [self._answer(rank) for rank in range(len(self.pipes))]
+
+    def _answer(self, rank):
+        if not self.pipes[rank].poll(60):
+            raise TimeoutError(f"rank {rank} has not answered for a minute")
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            return None
+
+    def end(self):
+        """Ends the processes."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank, size, seconds, folder, pipe):
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    timeout, store = datetime.timedelta(seconds=seconds), pathlib.Path(folder) / "init"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+    )
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            worker, args = pipe.recv()
+            try:
+                torch.manual_seed(0)
+                pipe.send((True, worker(rank, *args)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # see member
+
+
+_teams = {}
+
+
+@atexit.register
+def _end_all():
+    for team in _teams.values():
+        team.end()
+
+
+def together(worker, *args, size=RANKS):
+    """Calls ``worker(rank, *args)`` in the processes that are kept for this; returns what they returned.
+
+    After an error they are replaced, since their group may be out of step.
+    """
+    if size not in _teams:
+        _teams[size] = Team(size)
+    answers = None
+    try:
+        answers = _teams[size].run(worker, *args)
+    finally:
+        if answers is None or not all(answer and answer[0] for answer in answers):
+            _teams.pop(size).end()
+    wrong = [answer[1] if answer else "ended" for answer in answers if not (answer and answer[0])]
+    assert not wrong, "\n".join(wrong)
+    return [value for _, value in answers]

@@ -11,7 +11,7 @@ from opfuse import ops
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 
 ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
-COLLECTIVES = ("AllGather", "AllReduce", "ReduceScatter")
+COLLECTIVES = {n for n in ops.__all__ if getattr(ops, n).__module__ == "opfuse.ops.distributed"}
 RARE = ("CrossEntropy", "RoPE", "ApplyRoPE")  # few patterns of chance with these can match at all
 CLASSES = [
     getattr(ops, name)

@@ -7,21 +7,30 @@ is refused here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
 from ..cast import Cast
 from ..extra_dtypes import WORDS, kinds_of
+from ..fused_op import FusedOperation
 from ..fusible import FusibleOperation
 from ..introspection import op_class
-from ..op import BasicOperation, FusedOperation
+from ..op import BasicOperation
 
 Slot = tuple[int, int]
 """The index of an op, and that of one of its extra inputs or outputs."""
 
 
-def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
-    """The basic ops that ``ops`` are or replace."""
+def flatten(
+    ops: Iterable[FusibleOperation], *, surrounded: bool = False
+) -> tuple[BasicOperation, ...]:
+    """The basic ops that ``ops`` are or replace.
+
+    Args:
+        ops: The ops as the user wrote them.
+        surrounded: Add those that run around them, see :meth:`BasicOperation.surround`.
+    """
     basic: list[BasicOperation] = []
     for op in ops:
         if not isinstance(op, (BasicOperation, FusedOperation)):
@@ -36,6 +45,8 @@ def flatten(ops: Iterable[FusibleOperation]) -> tuple[BasicOperation, ...]:
         if isinstance(op, Cast):
             raise TypeError("only the engine puts a Cast into a chain: use Quantize instead")
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
+    if surrounded:
+        return tuple([each for op in basic for each in op.with_surrounding])
     return tuple(basic)
 
 
@@ -44,7 +55,8 @@ class Chain:
 
     Attributes:
         written: The ops as the user wrote them, basic and fused.
-        ops: The basic ops that these are or replace.
+        ops: The basic ops that these are or replace, and those that run around them.
+        own: The places among them of those that callers count: all but those around others.
         title: The name of the chain in error messages.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
         param_ranges: The range of parameters of each op.
@@ -54,6 +66,7 @@ class Chain:
         arguments: The index among these for each ``(op, slot)`` that no channel feeds.
         public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
+        groups: The process groups of its collectives.
         width: Last dimension of the chain's input, or None for any.
         later_widths: The same for ops whose input width is known only when the chain runs.
         widths: Last dimension on each edge, or None if the chain does not determine it.
@@ -65,7 +78,9 @@ class Chain:
 
     def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
         self.written = tuple(ops)
-        self.ops = flatten(self.written)
+        self.ops = flatten(self.written, surrounded=True)
+        counted = set(flatten(self.written))
+        self.own = tuple([i for i, op in enumerate(self.ops) if op in counted])
         self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"
         self.param_sources: list[tuple[nn.Module, str]] = []
         self.param_ranges: list[Slot] = []
@@ -85,6 +100,8 @@ class Chain:
             if public or part
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
+        groups = [op.collective_group for op in self.ops if op.collective_group is not None]
+        self.groups = [group for group in groups if group.size > 1]
         self._infer_widths()
 
     def _bind_channels(self, part: bool) -> None:
@@ -108,6 +125,18 @@ class Chain:
                     f"channel {channel!r} read by {self.name(i)} has no producer in this chain, "
                     f"{chain}; a module that is not an op ends a chain, and no channel crosses it"
                 )
+
+    def kwargs_of_all(self, given: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Keyword arguments of all ops, from those of the ops that callers count.
+
+        Raises:
+            ValueError: There are too many or too few.
+        """
+        if len(given) != (count := len(self.own)):
+            what = f"expected keyword arguments for {count} basic ops, got {len(given)}"
+            raise ValueError(f"{self.title} {what}")
+        by_place = dict(zip(self.own, given, strict=True))
+        return [by_place.get(i, {}) for i in range(len(self.ops))]
 
     def name(self, index: int) -> str:
         """The name of an op in error messages."""

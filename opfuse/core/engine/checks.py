@@ -132,12 +132,7 @@ def _check_param_names(chain: Chain, index: int) -> None:
 
 def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
     """Refuse keyword arguments that an op does not take."""
-    if kwargs is None:
-        return
-    if len(kwargs) != (count := len(chain.ops)):
-        what = f"expected keyword arguments for {count} basic ops, got {len(kwargs)}"
-        raise ValueError(f"{chain.title} {what}")
-    for i, names in enumerate(kwargs):
+    for i, names in enumerate(kwargs or ()):
         takes = kwarg_names(chain.ops[i])
         for name in names:
             if takes is not None and name not in takes:

@@ -15,7 +15,6 @@ from ..cast import Cast
 from ..environment import Environment
 from ..fusible import declared, numbers_of
 from ..introspection import op_class
-from ..op import FusedOperation
 from ..quantization import Quantizer
 from ..quantization.parameter import note_of
 from .chain import Chain
@@ -46,9 +45,7 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
         step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
         step.note = note_of(step.matched, env.recipe)
     recomputable = {
-        step.stop: step
-        for step in forward
-        if isinstance(step.op, FusedOperation) and step.op.recomputes and step.stop > step.start
+        step.stop: step for step in forward if step.stop > step.start and step.op.recomputes
     }
     behind = {step.begin: step for step in forward if step.begin % 2 == 0}
     before: Step | None = None
@@ -56,7 +53,7 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
         step.owns = before is not None and _leaves_owned(before)
         finish(step, "backward", facts)
         if step.start in recomputable and step.start not in undeclared:
-            _let_recompute(step, chain, recomputable[step.start], behind.get(2 * step.start))
+            _let_recompute(step, facts, recomputable[step.start], behind.get(2 * step.start))
         if before is not None:
             _let_wait(before, step, needs, env)
         before = step
@@ -141,19 +138,22 @@ def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, Any, str]
     return tuple([(i, op, name) for i, op in ops for name in numbers_of(op)])
 
 
-def _let_recompute(step: Step, chain: Chain, before: Step, behind: Step | None) -> None:
+def _let_recompute(step: Step, facts: Facts, before: Step, behind: Step | None) -> None:
     """Mark in a backward step that its input need not be kept, or why it is kept.
 
     Args:
         step: The backward step.
-        chain: The chain.
+        facts: What the plan is made from.
         before: The forward step that computed the input, and can compute it again.
         behind: The forward step that begins with the cast of the input, if there is one.
     """
     if step.start == step.stop:
         return
-    if "input" not in (declared(chain.ops[step.start], "saved_names") or ()):
+    first = facts.chain.ops[step.start]
+    if "input" not in (declared(first, "saved_names") or ()):
         return
+    if declared(first, "splits_backward") and not any(facts.needs.params[step.start]):
+        return  # nobody reads it
     if before.end % 2 or behind is None:  # its output is the op's input
         kept = ""
     elif behind.stop > behind.start:

@@ -383,7 +383,7 @@ def _prepare(step: Step, x: Any) -> Any:
     """Prepare a tensor for a step: make it plain, and check its width."""
     if not step.takes_quantized and isinstance(x, QuantizedTensor):
         x = x.dequantize()
-    if step.width is not None and (not x.ndim or x.shape[-1] != step.width):
+    if step.width is not None and (not x.shape or x.shape[-1] != step.width):
         who = f"{type(step.op).__name__} expected {step.width} features in the last dimension"
         raise ValueError(f"{who}, got shape {tuple(x.shape)}")
     return x

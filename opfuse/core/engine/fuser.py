@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from ..introspection import hook_dicts, why_apart
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
+from .agreement import agree, reported
 from .chain import Chain
 from .checks import (
     check_arguments,
@@ -71,7 +73,10 @@ class OperationFuser:
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
+        self._agreed: Any = None  # the last call that the processes of its groups compared
         self._lock = threading.RLock()
+        if self._chain.groups:
+            self.run = functools.partial(_run_in_group, self)  # type: ignore[method-assign]
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
@@ -126,6 +131,8 @@ class OperationFuser:
             ValueError: The wrong number of extra inputs, or the wrong last dimension.
             TypeError: The wrong type, dtype or device; an unknown keyword argument.
         """
+        if basic_op_kwargs is not None:
+            basic_op_kwargs = self._chain.kwargs_of_all(basic_op_kwargs)
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # is_compiling(), faster
             return self._run_traced(input, extra_inputs, basic_op_kwargs)
         training: list[bool] = []
@@ -152,7 +159,9 @@ class OperationFuser:
             self._explain_failure(input, extra_inputs)
             raise
 
-    __call__ = run
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the chain; see :meth:`run`."""
+        return self.run(*args, **kwargs)
 
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
@@ -233,6 +242,10 @@ class OperationFuser:
         """Run a program that needs more than its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
+        if self._chain.groups and not program.compiling:
+            if self._agreed != (call := (program, input.shape)):
+                agree(program, input)
+                self._agreed = call
         if program.recipe is not None:
             _begin_under_recipe(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -322,6 +335,14 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
+
+
+def _run_in_group(fuser: OperationFuser, *args: Any, **kwargs: Any) -> Any:
+    """Run a chain with collectives; the other processes learn of an error."""
+    if is_dynamo_compiling():
+        return OperationFuser.run(fuser, *args, **kwargs)
+    with reported(fuser._chain):
+        return OperationFuser.run(fuser, *args, **kwargs)
 
 
 def _key(

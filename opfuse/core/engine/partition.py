@@ -64,7 +64,7 @@ def cut(
         runs += [(op, [op]) for op in run] if alone else [(fuser(run), run)]
     parts, start = [], 0
     for run, of_run in runs:
-        stop = start + len(flatten(of_run))
+        stop = start + len(flatten(of_run, surrounded=True))
         inputs = _taken(chain, start, stop)
         outputs = [
             (i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)
@@ -106,8 +106,8 @@ def run_cut(
         extras = [given[slot] if slot in given else made[chain.sources[slot]] for slot in inputs]
         here: dict[str, Any] = {}
         if kwargs is not None and any(kwargs[start:stop]):
-            one = isinstance(run, BasicOperation)
-            here = kwargs[start] if one else {"basic_op_kwargs": list(kwargs[start:stop])}
+            own = [kwargs[i] for i in chain.own if start <= i < stop]
+            here = own[0] if isinstance(run, BasicOperation) else {"basic_op_kwargs": own}
         result = run(x, *extras, **here)
         x, *more = result if isinstance(result, tuple) else (result,)
         if len(more) != len(outputs):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..environment import Environment
-from ..op import FusedOperation
+from ..fused_op import FusedOperation
 from ..plugins import manager
 from ..quantization.names import check_names, matching
 from ..recipes import why_off

@@ -15,6 +15,7 @@ from ..fusion import Fusion
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization.parameter import dequantized
+from .agreement import Reported
 from .chain import Chain
 from .measured import Facts
 from .plan import FusionPlan
@@ -124,6 +125,8 @@ class Program:
         self.chain, self.env = chain, env = facts.chain, facts.env
         self.recorded, first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
+        for step in (*self.forward, *self.backward) if chain.groups else ():
+            step.run = Reported(step.run, step, chain)
         self.recipe, self.compiling = env.recipe, env.compiling
         self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
         self.requires_grad = env.requires_grad
@@ -150,7 +153,7 @@ class Program:
         self.called_before = self._called_before(contexts)
         used = [q for values in contexts for q in values["quantizers"].values()]
         self.advances = any(quantizer.pending_names for quantizer in used)
-        more = env.recipe, self.double_backward, self.called_before, self.autocast
+        more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
         self.is_plain = not any(more)
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
@@ -209,7 +212,9 @@ class Program:
             if (first := step.recompute) is not None:
                 place = declared(self.chain.ops[step.start], "saved_names").index("input")
                 before, cast = fused[first], casts.get(step.start)
-                run = before.op.fuser_recompute
+                run: Any = before.op.fuser_recompute
+                if self.chain.groups:
+                    run = Reported(run, before, self.chain)
                 if before.casts:
                     run = WithCasts(run, before.matched)
                 position = starts[step.start] + place

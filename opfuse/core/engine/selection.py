@@ -22,10 +22,11 @@ from itertools import groupby
 from typing import Any
 
 from ..environment import Environment
+from ..fused_op import FusedOperation
 from ..fusible import declared
 from ..fusion import PASSES, Fusion
 from ..introspection import kwarg_names, op_class
-from ..op import BasicOperation, FusedOperation
+from ..op import BasicOperation
 from ..records import FusionSource
 from ..tuning_table import Measurement
 from .cover import beaten, best_cover, conflict

@@ -1,0 +1,129 @@
+"""Chains with collectives: the processes of a group agree on what they run, or say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from .. import tuning_table as tables
+from ..plugins import manager
+from ..ranks import RankError
+from ..settings import current
+from .chain import Chain
+from .step import Step
+
+if TYPE_CHECKING:
+    from .program import Program
+
+
+def causes() -> dict[str, Any]:
+    """What plans depend on in a process, as JSON-able data; causes come before effects."""
+    active = manager.active(current.selection)
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    return {
+        "torch": torch.__version__,
+        "the plugins": {record.distribution: record.version for record in active},
+        "the selection of plugins": current.selection,
+        "the options": {name: repr(value) for name, value in current.options},
+        "the tuning tables": {
+            device.type: tables.table_for(device).digest or "none" for device in devices
+        },
+    }
+
+
+def agree(program: Program, input: Tensor) -> None:
+    """Compare a call with those of the other processes of its chain's groups.
+
+    Plans of the steps without collectives may differ. So may the number of rows, if an op of the
+    chain sends each process its own number.
+
+    Args:
+        program: The program that is about to run.
+        input: The chain's input.
+
+    Raises:
+        RankError: They differ, or another process failed or did not come.
+    """
+    chain, made_from, plan = program.chain, program.facts, program.plan
+    uneven = any(op.uneven_rows for op in chain.ops)
+    collective = [op.collective_group is not None for op in chain.ops]
+    steps = [step for of_pass in (plan.forward, plan.backward) for step in of_pass]
+    facts = {
+        **causes(),
+        "the chain": chain.title,
+        "its ops": [chain.name(i) for i in range(len(chain.ops))],
+        "what it is called with": {
+            "dtype": str(made_from.input_dtype),
+            "device": made_from.env.device.type,
+            "autocast": str(program.autocast),
+            "recipe": str(program.recipe),
+            "gradients": str(tuple(made_from.needs)),
+            "training": str([op.training for op in chain.ops]),
+            "keywords": str(made_from.kwargs),
+            "shape": str(tuple(input.shape[-1:] if uneven else input.shape)),
+        },
+        "its steps": [
+            str(step)
+            for step in steps
+            if any(collective[step.start : step.start + len(step.basic_ops)])
+        ],
+    }
+    for group in chain.groups:
+        if (talk := group.talk) is not None:
+            talk.compare(facts)
+
+
+@contextmanager
+def reported(chain: Chain, where: str = "") -> Iterator[None]:
+    """Tell the other processes of a chain's groups of an error in the block.
+
+    An error that all of them raise is raised as it is.
+
+    Args:
+        chain: The chain.
+        where: The op, for messages.
+    """
+    try:
+        yield
+    except RankError as error:
+        if not where or error.located:
+            raise
+        located = RankError(f"{chain.title}, {where}: {error}")
+        located.located = True
+        raise located from error.__cause__
+    except Exception as error:
+        for talk in [talk for group in chain.groups if (talk := group.talk) is not None]:
+            why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
+            failure = talk.failed(f"{why}{type(error).__name__}: {error}", pending=False)
+            if talk.is_broken:
+                raise failure from error
+        raise
+
+
+class Reported:
+    """Wraps a method of a step of a chain with collectives.
+
+    Args:
+        run: The method.
+        step: The step.
+        chain: The chain.
+    """
+
+    def __init__(self, run: Callable[..., Any], step: Step, chain: Chain) -> None:
+        self.__self__, self.__name__ = step.op, run.__name__
+        self._run, self._chain, places = run, chain, range(step.start, step.stop)
+        self._where = " + ".join(chain.name(i) for i in places) or "a cast"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        if is_dynamo_compiling():
+            return self._run(*args, **kwargs)
+        with reported(self._chain, self._where):
+            return self._run(*args, **kwargs)

@@ -1,0 +1,266 @@
+"""The processes of a group: an error on each of them, and no hang.
+
+A chain with collectives runs on every process of a group. Where one runs something else, or fails,
+the others would wait for it. So the processes compare what they run, through the store of
+``torch.distributed`` whenever it is new to one of them: a collective would wait for the very
+process that is missing. One that fails says so in the store, and those that wait look there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_LOOK = 0.05  # seconds between two looks into the store
+_ANSWER = 3.0  # seconds in which the others say that they failed too
+_talks: dict[str, Talk] = {}  # by the group's name
+
+
+class RankError(RuntimeError):
+    """The processes of a group run different things, or one is missing; the others know it.
+
+    Attributes:
+        located: Whether its text names the chain and the op.
+    """
+
+    located = False
+
+
+class Group:
+    """A process group as an op holds it: copies of the op share it, and it is not saved.
+
+    Attributes:
+        given: The group; None: all processes.
+        size: Its number of processes.
+    """
+
+    def __init__(self, given: dist.ProcessGroup | None) -> None:
+        self.given, self.size = given, dist.get_world_size(given)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and other.given is self.given
+
+    def __hash__(self) -> int:
+        return hash(self.given)
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple[type[Group], tuple[None]]:
+        if self.given is not None:
+            how = "save its state_dict, and make it again where that is loaded"
+            raise TypeError(f"an op that holds a process group cannot be pickled: {how}")
+        return Group, (None,)
+
+    @property
+    def talk(self) -> Talk | None:
+        """What its processes say to each other; None: they are simulated, or only one."""
+        group: Any = self.given or dist.group.WORLD
+        if self.size == 1 or "fake" in dist.get_backend(group):
+            return None
+        known = _talks.get(group.group_name)
+        if known is None or known.group is not group:
+            known = _talks[group.group_name] = Talk(group)
+        return known
+
+
+class Talk:
+    """What the processes of one group say to each other.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self._rank = group, dist.get_rank(group)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        default = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
+        self._compared = self._failed = 0
+        self._broken = ""
+
+    @property
+    def me(self) -> str:
+        """This process, for messages."""
+        return f"rank {self._ranks[self._rank]}"
+
+    def compare(self, facts: Mapping[str, Any]) -> None:
+        """Compare facts with the other processes, all of which must come here.
+
+        Args:
+            facts: What must be the same, as JSON-able data; causes come before effects.
+
+        Raises:
+            RankError: They differ, on every process alike; or another one failed or did not come.
+        """
+        self.refuse_broken()
+        mine, self._compared = f"compare/{self._compared}", self._compared + 1
+        texts = {self._rank: json.dumps(facts)}
+        self._store.set(f"{mine}/{self._rank}", texts[self._rank])
+        for _ in self._looks():
+            for rank in [rank for rank in self._others if rank not in texts]:
+                if self._store.check([f"{mine}/{rank}"]):
+                    texts[rank] = self._store.get(f"{mine}/{rank}").decode()
+            if len(texts) == len(self._ranks):
+                break
+        else:
+            silent = self.names(rank for rank in self._others if rank not in texts)
+            raise self.failed(f"{self.me} waited for {silent} to run {facts['the chain']}")
+        if self._compared > 2:  # all have read what came two before
+            self._store.delete_key(f"compare/{self._compared - 3}/{self._rank}")
+        self._refuse_differences([json.loads(texts[rank]) for rank in range(len(texts))])
+
+    def _refuse_differences(self, facts: list[dict[str, Any]]) -> None:
+        for rank, of_rank in enumerate(facts[1:], start=1):
+            if difference := first_difference(facts[0], of_rank):
+                pair = f"rank {self._ranks[0]} and rank {self._ranks[rank]}"
+                raise RankError(f"{pair} differ in {difference}")
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a collective between tensors of the host.
+
+        Args:
+            work: What the collective returned.
+            what: Its name, for messages.
+
+        Raises:
+            RankError: It failed, another process failed, or another one runs something else.
+        """
+        try:
+            work.wait(datetime.timedelta(seconds=4 * _LOOK))
+            return
+        except RuntimeError as error:
+            if work.is_completed():
+                raise self.failed(f"{what} failed on {self.me}: {_first_line(error)}") from error
+        ahead = 0.0
+        for _ in self._looks(pending=True):
+            if work.is_completed():
+                break
+            # they may have finished this collective already, a moment before this process does
+            ahead = ahead or (time.monotonic() if self._ahead() else 0.0)
+            if ahead and time.monotonic() - ahead > _ANSWER:
+                raise self.failed(f"{self.me} waits in {what}, {self._what_is_ahead()}")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.failed(f"{what} failed on {self.me}: {_first_line(error)}") from error
+
+    def _ahead(self) -> list[int]:
+        """The processes that wait to compare what this process does not."""
+        key = f"compare/{self._compared}"
+        return [rank for rank in self._others if self._store.check([f"{key}/{rank}"])]
+
+    def _what_is_ahead(self) -> str:
+        """What one of those processes runs instead, for messages."""
+        rank = self._ahead()[0]
+        facts = json.loads(self._store.get(f"compare/{self._compared}/{rank}"))
+        with_what = ", ".join(f"{k} {v}" for k, v in facts["what it is called with"].items())
+        return f"{self.names([rank])} runs something else: {facts['the chain']}, with {with_what}"
+
+    def _looks(self, pending: bool = False) -> Iterator[None]:
+        """Look again and again, until the group's timeout or until another process fails."""
+        until, pause = time.monotonic() + _seconds(self.group), _LOOK / 100
+        while time.monotonic() < until or pending:  # a collective has its own timeout
+            yield
+            for rank in self._others:
+                if self._store.check([f"failed/{self._failed}/{rank}"]):
+                    why = json.loads(self._store.get(f"failed/{self._failed}/{rank}"))["why"]
+                    raise self.failed(f"{self.me} stopped: {why}", pending)
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK)
+
+    def failed(self, why: str, pending: bool = True) -> RankError:
+        """Tell the others that this process failed, and learn who of them did.
+
+        Args:
+            why: A sentence with the name of this process.
+            pending: Whether it left a collective unfinished, so that the group is of no more use.
+
+        Returns:
+            The error to raise, which says whom the store shows missing.
+        """
+        mine, self._failed = f"failed/{self._failed}", self._failed + 1
+        told = {"why": why, "pending": pending}
+        try:
+            self._store.set(f"{mine}/{self._rank}", json.dumps(told))
+            silent, until = list(self._others), time.monotonic() + _ANSWER
+            while silent and time.monotonic() < until:
+                time.sleep(_LOOK)
+                for rank in [rank for rank in silent if self._store.check([f"{mine}/{rank}"])]:
+                    silent.remove(rank)
+                    pending |= json.loads(self._store.get(f"{mine}/{rank}"))["pending"]
+        except RuntimeError:  # so is the process that holds the store
+            self._broken = why
+            return RankError(f"{why}; the store is gone, and so is the process that held it")
+        if silent or pending:
+            self._broken = why
+        return RankError(f"{why}; {self.names(silent)} did not answer" if silent else why)
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on after a failure that left a collective unfinished."""
+        if self._broken:
+            raise RankError(f"its process group cannot be used after a failure: {self._broken}")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a failure left a collective unfinished."""
+        return bool(self._broken)
+
+    def names(self, ranks: Any) -> str:
+        """Some of its processes, for messages."""
+        return " and ".join(f"rank {self._ranks[rank]}" for rank in ranks)
+
+
+def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> None:
+    """Run a collective of ``torch.distributed`` and wait for it.
+
+    Args:
+        group: The process group.
+        what: Its name, for messages.
+        start: The function, which takes ``group`` and ``async_op``.
+        *tensors: Its other arguments.
+
+    Raises:
+        RankError: See :meth:`Talk.wait`.
+    """
+    talk = group.talk
+    if talk is None or not all([tensor.is_cpu for tensor in tensors if isinstance(tensor, Tensor)]):
+        start(*tensors, group=group.given)  # on a GPU the host goes on, and a watchdog waits
+        return
+    talk.refuse_broken()
+    try:
+        work = start(*tensors, group=group.given, async_op=True)
+    except RuntimeError as error:
+        raise talk.failed(f"{what} failed on {talk.me}: {_first_line(error)}") from error
+    talk.wait(work, what)
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first difference between the facts of two processes; ``""``: there is none."""
+    for what, mine in one.items():
+        theirs = other.get(what)
+        if mine == theirs:
+            continue
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            key = min(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+            what, mine, theirs = f"{what}: {key}", mine.get(key, "none"), theirs.get(key, "none")
+            return f"{what}: {' '.join(str(mine).split())} against {' '.join(str(theirs).split())}"
+        return f"{what}: {mine!r} against {theirs!r}"
+    return ""
+
+
+def _seconds(group: Any) -> float:
+    """The timeout of a group."""
+    backend = group._get_backend(group._device_types[0])
+    return float(backend.options._timeout.total_seconds())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

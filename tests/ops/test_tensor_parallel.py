@@ -1,0 +1,134 @@
+"""Tensor and sequence parallelism between processes over gloo."""
+
+from __future__ import annotations
+
+import gloo
+import pytest
+import tensor_parallel as ranks
+import torch
+import torch.distributed as dist
+
+from opfuse import ops
+
+pytestmark = [
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
+    ),
+    pytest.mark.xdist_group("gloo"),
+]
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (4, 3), (2, 1, 3), (0, 2)], ids=str)
+def test_a_layer_equals_the_whole_one(mode, sequence, bias, shape):
+    gloo.together(ranks.one_layer, mode, sequence, bias, shape)
+
+
+@pytest.mark.parametrize("what", ["", "a copy", "a hook", "a checkpoint"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_mlp_equals_the_whole_one(sequence, what):
+    gloo.together(ranks.mlp, sequence, what)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_linears_side_by_side(sequence):
+    gloo.together(ranks.side_by_side, sequence)
+
+
+@pytest.mark.parametrize("check", [ranks.kept, ranks.arguments, ranks.trackers])
+def test_a_single_thing(check):
+    gloo.together(check)
+
+
+def test_uneven_rows_are_refused_alike():
+    for first, second in gloo.together(ranks.uneven):
+        kind, text = first
+        assert kind == "RankError" and second[0] == kind
+        assert (
+            "rank 0 and rank 1 differ in what it is called with: shape: (5, 3) against (6, 3)"
+            in text
+        )
+        assert "(4, 3) against (3, 3)" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("run", "difference"),
+    [
+        (ranks.other_options, "differ in the options: prefer: 'speed' against 'memory'"),
+        (
+            ranks.other_ops,
+            "differ in the chain: 'chain [AllReduce]' against 'chain [AllReduce, GELU]'",
+        ),
+        (ranks.frozen_on_one, "differ in what it is called with: gradients"),
+    ],
+)
+def test_processes_that_run_different_things(run, difference):
+    for kind, text in gloo.together(run):
+        assert kind == "RankError" and difference in text
+
+
+def test_an_error_that_all_raise_is_raised():
+    for kind, text in gloo.together(ranks.same_error):
+        assert kind == "ValueError" and "expected 4 features" in text
+
+
+# Of these the group is out of step behind them, so that each has processes of its own
+
+
+def answers(worker):
+    """What ``worker`` returns in two processes of its own; None from one that ended."""
+    team = gloo.Team(seconds=10)
+    try:
+        return [answer and answer[1] for answer in team.run(worker)]
+    finally:
+        team.end()
+
+
+def test_one_that_raises():
+    (first, again), (second, _) = answers(ranks.one_raises)
+    title = "chain [Raises, AllReduce]"
+    assert second == (
+        "RankError",
+        f"{title}, op 0 (Raises) on rank 1 raised ArithmeticError: no luck",
+    )
+    assert first[1] == f"{title}, op 1 (AllReduce): rank 0 stopped: {second[1]}"
+    assert "cannot be used after a failure" in again[1]
+
+
+def test_one_that_raises_in_its_backward():
+    first, second = answers(ranks.one_raises_backward)
+    who = "chain [CopyToTensorParallelRegion, RaisesBackward], op 1 (RaisesBackward) on rank 1"
+    assert f"{who} raised ArithmeticError: no luck" in second[1]
+    assert "op 0 (CopyToTensorParallelRegion)" in first[1] and second[1] in first[1]
+
+
+def test_one_that_calls_with_another_shape():
+    first, second = answers(ranks.another_call)
+    assert "rank 0 waits in AllReduce, rank 1 runs something else: chain [AllReduce]" in first[1]
+    assert "shape (3,)" in first[1]
+    assert "rank 1 stopped" in second[1] and first[0] == second[0] == "RankError"
+
+
+def test_one_that_dies():
+    first, second = answers(ranks.one_dies)
+    assert second is None
+    assert first[0] == "RankError" and "chain [AllReduce], op 0 (AllReduce)" in first[1]
+    assert "failed on rank 0" in first[1] and "rank 1 did not answer" in first[1]
+
+
+@pytest.mark.parametrize("build", [ops.BasicLinear, ops.Linear])
+def test_arguments_that_need_no_group(build):
+    with pytest.raises(RuntimeError, match="needs torch.distributed.init_process_group"):
+        build(2, 2, tensor_parallel_mode="column")
+    with pytest.raises(ValueError, match='None, "column" or "row" as tensor_parallel_mode, got'):
+        build(2, 2, tensor_parallel_mode="both")
+    with pytest.raises(TypeError, match="a bool as sequence_parallel"):
+        build(2, 2, sequence_parallel=1)
+    with pytest.raises(TypeError, match="a function as rng_state_tracker_function"):
+        build(2, 2, rng_state_tracker_function=3)
+    assert build(2, 2, sequence_parallel=True).tensor_parallel_mode is None
+    with pytest.raises(RuntimeError, match="needs torch.distributed.init_process_group"):
+        ops.Bias(2, tensor_parallel=True)
+    assert torch.equal(ops.Bias(2)(torch.ones(2)), torch.ones(2))

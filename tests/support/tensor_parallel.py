@@ -1,0 +1,312 @@
+"""What the processes of the tests of tensor parallelism run: chains beside whole layers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import opfuse
+from opfuse import ops
+
+FP64 = torch.float64
+
+
+def saved_tensors(call):
+    """The tensors that a call keeps for its backward."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        call()
+    return kept
+
+
+def whole(*sizes, bias=True):
+    """Layers of torch, the same on every process, in fp64."""
+    torch.manual_seed(5)
+    pairs = itertools.pairwise(sizes)
+    return [torch.nn.Linear(i, o, bias=bias, dtype=FP64) for i, o in pairs]
+
+
+def split(layer, mode, sequence, build=ops.Linear):
+    """This process's part of a layer."""
+    given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=FP64)
+    if build is ops.BasicLinear:
+        op = build(layer.in_features, layer.out_features, **given)
+        op.weight.data.copy_(part(layer.weight, 1 if mode == "row" else 0))
+        return op
+    op = build(layer.in_features, layer.out_features, bias=layer.bias is not None, **given)
+    op.load_whole(layer.weight, layer.bias)
+    return op
+
+
+def part(tensor, dim):
+    """This process's part of a tensor."""
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def one_layer(rank, mode, sequence, bias, shape):
+    """A layer by itself: the output and every gradient are those of the whole layer."""
+    (layer,) = whole(6, 4, bias=bias)
+    op = split(layer, mode, sequence)
+    x = torch.randn(*shape, 6, dtype=FP64).requires_grad_()
+    column = mode == "column"
+    given = part(x, 0) if column and sequence else x if column else part(x, -1)
+    leaf = given.detach().clone().requires_grad_()
+    y, expected = op(leaf), layer(x)
+    mine = part(expected, -1) if column else part(expected, 0) if sequence else expected
+    torch.testing.assert_close(y, mine)
+    dy = torch.randn(*expected.shape, dtype=FP64)
+    of_part = part(dy, -1) if column else part(dy, 0) if sequence else dy
+    expected.backward(dy)
+    y.backward(of_part)
+    dx = part(x.grad, 0) if column and sequence else x.grad if column else part(x.grad, -1)
+    torch.testing.assert_close(leaf.grad, dx)
+    torch.testing.assert_close(op.weight.grad, part(layer.weight.grad, 0 if column else 1))
+    if bias:
+        grad = part(layer.bias.grad, 0) if column else layer.bias.grad
+        # the ops before a reduce-scatter see the gradient of every row
+        torch.testing.assert_close(op.bias.grad, grad)
+
+
+def mlp(rank, sequence, what):
+    """Two layers with an activation, under one of the things that change how a chain runs."""
+    first, second = whole(6, 8, 6)
+    chain = opfuse.Sequential(
+        split(first, "column", sequence), ops.GELU(), split(second, "row", sequence)
+    )
+    if what == "a copy":
+        chain = copy.deepcopy(chain)
+    if what == "a hook":
+        chain[0].basic_ops[1].register_forward_hook(lambda module, given, y: None)
+    x = torch.randn(8, 6, dtype=FP64)
+    whole_x, leaf = (
+        x.clone().requires_grad_(),
+        (part(x, 0) if sequence else x).clone().requires_grad_(),
+    )
+    expected = second(torch.nn.functional.gelu(first(whole_x), approximate="tanh"))
+    if what == "a checkpoint":
+        y = torch.utils.checkpoint.checkpoint(chain, leaf, use_reentrant=False)
+    else:
+        y = chain(leaf)
+    torch.testing.assert_close(y, part(expected, 0) if sequence else expected)
+    expected.square().sum().backward()
+    y.square().sum().backward()
+    torch.testing.assert_close(leaf.grad, part(whole_x.grad, 0) if sequence else whole_x.grad)
+    torch.testing.assert_close(chain[0].weight.grad, part(first.weight.grad, 0))
+    torch.testing.assert_close(chain[2].weight.grad, part(second.weight.grad, 1))
+    torch.testing.assert_close(chain[0].bias.grad, part(first.bias.grad, 0))
+    torch.testing.assert_close(chain[2].bias.grad, second.bias.grad)
+    assert chain.state_dict().keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def side_by_side(rank, sequence):
+    """Linears of one input share its collective."""
+    gate, up = whole(6, 8)[0], torch.nn.Linear(6, 4, dtype=FP64)
+    op = ops.ParallelLinear([split(gate, "column", sequence), split(up, "column", sequence)])
+    x = torch.randn(4, 6, dtype=FP64)
+    whole_x, leaf = (
+        x.clone().requires_grad_(),
+        (part(x, 0) if sequence else x).clone().requires_grad_(),
+    )
+    expected = torch.cat([part(gate(whole_x), -1), part(up(whole_x), -1)], -1)
+    y = op(leaf)
+    torch.testing.assert_close(y, expected)
+    # each process uses its part: the gradients of the input are those of all parts
+    y.sum().backward()
+    (gate(whole_x).sum() + up(whole_x).sum()).backward()
+    torch.testing.assert_close(leaf.grad, part(whole_x.grad, 0) if sequence else whole_x.grad)
+    text = str(opfuse.explain(op, leaf))
+    assert text.count("AllGather" if sequence else "CopyToTensorParallelRegion") >= 1
+    with pytest.raises(ValueError, match="by columns, all alike, or not at all"):
+        ops.ParallelLinear([split(gate, "column", sequence), torch.nn.Linear(6, 4, dtype=FP64)])
+    with pytest.raises(ValueError, match="by columns, all alike, or not at all"):
+        ops.ParallelLinear([split(gate, "row", sequence)])
+
+
+def kept(rank):
+    """What is gathered is not kept: the part of this process is, and is gathered again."""
+    op = ops.BasicLinear(64, 8, tensor_parallel_mode="column", sequence_parallel=True)
+    x = torch.randn(16, 64, requires_grad=True)
+    tensors = saved_tensors(lambda: op(x).sum())
+    largest = max(t.numel() for t in tensors if t is not op.weight and t.shape != op.weight.shape)
+    assert largest == x.numel(), [t.shape for t in tensors]
+    frozen = ops.BasicLinear(64, 8, tensor_parallel_mode="column", sequence_parallel=True)
+    frozen.weight.requires_grad_(False)
+    tensors = saved_tensors(lambda: frozen(x).sum())
+    assert not any(t.shape[-1:] == (64,) and t.shape != frozen.weight.shape for t in tensors)
+
+
+def arguments(rank):
+    """What is refused, what a representation shows, and what one process clears."""
+    with pytest.raises(
+        ValueError, match=r"out_features to be a multiple of 2, the number of processes, got 3"
+    ):
+        ops.Linear(4, 3, tensor_parallel_mode="column")
+    with pytest.raises(ValueError, match=r"BasicLinear expected in_features to be a multiple of 2"):
+        ops.BasicLinear(3, 4, tensor_parallel_mode="row")
+    with pytest.raises(ValueError, match="Bias expected size to be a multiple of 2"):
+        ops.Bias(3, tensor_parallel=True)
+    row = ops.Linear(4, 6, tensor_parallel_mode="row", sequence_parallel=True)
+    assert (
+        "in_features=2, out_features=6, bias=True, tensor_parallel_mode='row', tensor_parallel_size=2"
+        in repr(row)
+    )
+    assert row.bias.any() != bool(rank) and len(row.basic_ops) == 2
+    assert [type(op).__name__ for op in row.basic_ops[1].with_surrounding] == [
+        "Bias",
+        "ReduceScatter",
+    ]
+    column = ops.BasicLinear(4, 6, tensor_parallel_mode="column")
+    assert (column.local_out_features, column.tensor_parallel_size) == (3, 2)
+    for group in [dist.new_group([each]) for each in range(2)]:
+        if dist.get_rank(group) >= 0:
+            alone = ops.Linear(
+                3,
+                5,
+                tensor_parallel_mode="row",
+                tensor_parallel_group=group,
+                sequence_parallel=True,
+            )
+    assert alone.tensor_parallel_mode is None and not alone.sequence_parallel
+    assert alone(torch.ones(3)).shape == (5,)
+    with pytest.raises(
+        ValueError, match=r"expected a weight of shape \(6, 4\) and a bias of shape \(6,\), got"
+    ):
+        row.load_whole(torch.ones(6, 2), torch.ones(6))
+    with pytest.raises(ValueError, match="keyword arguments for 2 basic ops, got 3"):
+        row(torch.ones(2, 2), basic_op_kwargs=[{}, {}, {}])
+    row(torch.ones(2, 2), basic_op_kwargs=[{}, {}])
+    named = ops.Linear(4, 4, tensor_parallel_group=dist.new_group(), tensor_parallel_mode="row")
+    assert copy.deepcopy(named).tensor_parallel_group is named.tensor_parallel_group
+    with pytest.raises(
+        TypeError, match="holds a process group cannot be pickled: save its state_dict"
+    ):
+        torch.save(named, io.BytesIO())
+    torch.save(row, io.BytesIO())
+
+
+class Tracker:
+    """As those of Megatron-LM: a generator state of its own."""
+
+    def __init__(self, seed):
+        self._seed = seed
+
+    @contextlib.contextmanager
+    def fork(self):
+        """Draw in the block from this process's own state."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            yield
+
+
+def trackers(rank):
+    """Weights are drawn by the tracker, within the bound of the whole layer."""
+    drawn = {}
+    for build in (ops.Linear, ops.BasicLinear):
+        op = build(
+            64, 32, tensor_parallel_mode="row", rng_state_tracker_function=lambda: Tracker(rank)
+        )
+        drawn[build] = op.weight
+        assert op.weight.abs().max() <= 64**-0.5 and op.weight.abs().max() > 0.9 * 64**-0.5
+    others = [torch.empty_like(drawn[ops.BasicLinear]) for _ in range(2)]
+    dist.all_gather(others, drawn[ops.BasicLinear].detach())
+    assert not torch.equal(*others)
+
+
+# Faults: each returns what it raised
+
+
+def raised(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def uneven(rank):
+    """Rows that differ are refused on both, and the group goes on."""
+    chain = opfuse.Sequential(ops.AllGather(), ops.GELU())
+    chain(torch.ones(2, 3))
+    first = raised(lambda: chain(torch.ones(5 + rank, 3)))
+    second = raised(lambda: chain(torch.ones(4 - rank, 3)))
+    assert chain(torch.ones(3, 3)).shape == (6, 3)
+    return first, second
+
+
+def other_options(rank):
+    op = ops.AllReduce()
+    with opfuse.options(prefer="memory" if rank else "speed"):
+        return raised(lambda: op(torch.ones(2)))
+
+
+def other_ops(rank):
+    more = [ops.GELU()] if rank else []
+    return raised(lambda: opfuse.Sequential(ops.AllReduce(), *more)(torch.ones(2)))
+
+
+def frozen_on_one(rank):
+    op = ops.BasicLinear(4, 4, tensor_parallel_mode="column")
+    op.weight.requires_grad_(not rank)
+    return raised(lambda: op(torch.ones(2, 4)))
+
+
+def same_error(rank):
+    """An error that all raise is their own, and the group goes on."""
+    op = ops.BasicLinear(4, 4, tensor_parallel_mode="column")
+    found = raised(lambda: op(torch.ones(2, 3)))
+    assert op(torch.ones(2, 4)).shape == (2, 2)
+    return found
+
+
+class Raises(ops.Identity):
+    """Raises on the second process."""
+
+    def op_forward(self, ctx, input_, *unread):
+        if dist.get_rank():
+            raise ArithmeticError("no luck")
+        return input_
+
+
+class RaisesBackward(ops.Identity):
+    """Raises in the backward, on the second process."""
+
+    saved_names, grad_input = (), "same"
+
+    def op_backward(self, ctx, grad_output):
+        if dist.get_rank():
+            raise ArithmeticError("no luck")
+        return grad_output, ()
+
+
+def one_raises(rank):
+    chain = opfuse.Sequential(Raises(), ops.AllReduce())
+    found = raised(lambda: chain(torch.ones(2)))
+    return found, raised(lambda: chain(torch.ones(2)))
+
+
+def one_raises_backward(rank):
+    chain = opfuse.Sequential(ops.CopyToTensorParallelRegion(), RaisesBackward())
+    y = chain(torch.ones(2, requires_grad=True))
+    return raised(lambda: y.sum().backward())
+
+
+def another_call(rank):
+    """One process calls with a shape that it knows, the other with a new one."""
+    op = ops.AllReduce()
+    op(torch.ones(2))
+    return raised(lambda: op(torch.ones(3) if rank else torch.ones(2)))
+
+
+def one_dies(rank):
+    op = ops.AllReduce()
+    op(torch.ones(2))
+    if rank:
+        os._exit(1)
+    return raised(lambda: op(torch.ones(2)))
