@@ -7,7 +7,8 @@ from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cross_entropy import CrossEntropy
 from .distributed import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
-from .dropout import Dropout
+from .dropout import Dropout, TrackedDropout
+from .experts import TokenCombine, TokenDispatch
 from .gated import (
     GEGLU,
     GLU,
@@ -73,4 +74,7 @@ __all__ = [
     "SiTUGLU",
     "SwapExtraInput",
     "SwiGLU",
+    "TokenCombine",
+    "TokenDispatch",
+    "TrackedDropout",
 ]

@@ -21,17 +21,12 @@ _reduce_scatter_into: Any = (
 )
 
 
-class _Collective(BasicOperation):
-    """The base of the collectives: it has a process group, and saves nothing.
+class WithProcessGroup(BasicOperation):
+    """An op with collectives over a process group.
 
-    Collectives that split or join take the dimension, ``dim``.
+    Args:
+        process_group: The processes; None: all.
     """
-
-    saved_names: ClassVar[tuple[str, ...] | None] = ()
-    grad_input = "same"
-    dim = 0
-    _there: Callable[[Tensor], Tensor]
-    _back: Callable[[Tensor], Tensor]
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
@@ -45,6 +40,19 @@ class _Collective(BasicOperation):
     def process_group(self) -> Any:
         """The process group; None: all processes."""
         return self._group.given
+
+
+class _Collective(WithProcessGroup):
+    """The base of the collectives that take and give one tensor; it saves nothing.
+
+    Collectives that split or join take the dimension, ``dim``.
+    """
+
+    saved_names: ClassVar[tuple[str, ...] | None] = ()
+    grad_input = "same"
+    dim = 0
+    _there: Callable[[Tensor], Tensor]
+    _back: Callable[[Tensor], Tensor]
 
     extra_repr = shows("process_group_size")
 

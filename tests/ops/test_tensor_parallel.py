@@ -37,6 +37,18 @@ def test_linears_side_by_side(sequence):
     gloo.together(ranks.side_by_side, sequence)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ([[2, 0, 3, 1], [1, 4, 0, 2]], "uneven"),
+        ([[0, 0, 0, 0], [1, 2, 1, 1]], "one has no rows"),
+        ([[3, 2, 0, 0], [1, 1, 0, 0]], "one gets none"),
+    ],
+)
+def test_experts_of_other_processes(sizes, name):
+    gloo.together(ranks.experts, sizes, name)
+
+
 @pytest.mark.parametrize("check", [ranks.kept, ranks.arguments, ranks.trackers])
 def test_a_single_thing(check):
     gloo.together(check)

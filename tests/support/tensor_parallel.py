@@ -191,6 +191,54 @@ def arguments(rank):
     torch.save(row, io.BytesIO())
 
 
+def experts(rank, sizes, name):
+    """A mixture of experts, each process with half of them, and the whole one on each process."""
+    dtype = FP64
+    torch.manual_seed(3)
+    whole_layers = [
+        ops.GroupedLinear(4, 6, 8, dtype=dtype),
+        ops.GroupedLinear(4, 8, 6, dtype=dtype),
+    ]
+    mine = [ops.GroupedLinear(2, 6, 8, dtype=dtype), ops.GroupedLinear(2, 8, 6, dtype=dtype)]
+    for of_all, of_part in zip(whole_layers, mine, strict=True):
+        for i in range(2):
+            for kind in ("weight", "bias"):
+                getattr(of_part, f"{kind}{i}").data.copy_(getattr(of_all, f"{kind}{2 * rank + i}"))
+    dispatch, combine = ops.TokenDispatch(4), ops.TokenCombine()
+    dispatch.set_extra_output_channel(0, "sizes", output_to_caller=False)
+    dispatch.set_extra_output_channel(1, "routes", output_to_caller=False)
+    combine.set_extra_input_channel(0, "routes")
+    for linear in mine:
+        linear.set_extra_input_channel(0, "sizes")
+    chain = opfuse.Sequential(dispatch, mine[0], ops.GELU(), mine[1], combine)
+    for linear in whole_layers:
+        linear.set_extra_input_name(0, "sizes")
+    reference = opfuse.Sequential(whole_layers[0], ops.GELU(), whole_layers[1])
+
+    here = torch.tensor(sizes[rank])
+    xs = [torch.randn(sum(of_rank), 6, dtype=dtype) for of_rank in sizes]
+    leaf = xs[rank].clone().requires_grad_()
+    y = chain(leaf, here)
+    y.square().sum().backward()
+    # the parameters of an expert get gradients of the rows of all processes
+    for other, x in enumerate(xs):
+        x.requires_grad_()
+        expected = reference(x, torch.tensor(sizes[other]))
+        expected.square().sum().backward()
+        if other == rank:
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(leaf.grad, x.grad)
+    for of_all, of_part in zip(whole_layers, mine, strict=True):
+        for i in range(2):
+            for kind in ("weight", "bias"):
+                wanted = getattr(of_all, f"{kind}{2 * rank + i}").grad
+                torch.testing.assert_close(getattr(of_part, f"{kind}{i}").grad, wanted)
+    with pytest.raises(ValueError, match="TokenDispatch expected 1 rows, as the split sizes say"):
+        chain(leaf, torch.tensor([1, 0, 0, 0]))
+    with torch.no_grad():
+        torch.testing.assert_close(chain(leaf, here), y)
+
+
 class Tracker:
     """As those of Megatron-LM: a generator state of its own."""
 
@@ -214,6 +262,15 @@ def trackers(rank):
         )
         drawn[build] = op.weight
         assert op.weight.abs().max() <= 64**-0.5 and op.weight.abs().max() > 0.9 * 64**-0.5
+    x, drop = torch.ones(64), ops.TrackedDropout(0.5, lambda: Tracker(rank))
+    masks = [torch.empty(64) for _ in range(2)]
+    dist.all_gather(masks, drop(x))
+    assert not torch.equal(*masks) and torch.equal(drop(x), masks[rank])
+    torch.manual_seed(1)
+    before = torch.rand(1)
+    torch.manual_seed(1)
+    drop(x)
+    assert torch.equal(torch.rand(1), before)
     others = [torch.empty_like(drawn[ops.BasicLinear]) for _ in range(2)]
     dist.all_gather(others, drawn[ops.BasicLinear].detach())
     assert not torch.equal(*others)
