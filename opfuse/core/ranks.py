@@ -13,13 +13,14 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 3.0  # seconds in which the others say that they failed too
-_talks: dict[str, Talk] = {}  # by the group's name
+_talks: WeakKeyDictionary[Any, Talk] = WeakKeyDictionary()  # by group
 
 
 class RankError(RuntimeError):
@@ -64,9 +65,9 @@ class Group:
         group: Any = self.given or dist.group.WORLD
         if self.size == 1 or "fake" in dist.get_backend(group):
             return None
-        known = _talks.get(group.group_name)
-        if known is None or known.group is not group:
-            known = _talks[group.group_name] = Talk(group)
+        known = _talks.get(group)
+        if known is None:
+            known = _talks[group] = Talk(group)
         return known
 
 
@@ -78,7 +79,7 @@ class Talk:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self._rank = group, dist.get_rank(group)
+        self._rank, self._seconds = dist.get_rank(group), _seconds(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default = dist.distributed_c10d._get_default_store()
@@ -166,7 +167,7 @@ class Talk:
 
     def _looks(self, pending: bool = False) -> Iterator[None]:
         """Look again and again, until the group's timeout or until another process fails."""
-        until, pause = time.monotonic() + _seconds(self.group), _LOOK / 100
+        until, pause = time.monotonic() + self._seconds, _LOOK / 100
         while time.monotonic() < until or pending:  # a collective has its own timeout
             yield
             for rank in self._others:
@@ -258,8 +259,9 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _seconds(group: Any) -> float:
     """The timeout of a group."""
-    backend = group._get_backend(group._device_types[0])
-    return float(backend.options._timeout.total_seconds())
+    for device in group._device_types:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())  # threads that simulate processes
 
 
 def _first_line(error: Exception) -> str:
