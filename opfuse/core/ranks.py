@@ -74,6 +74,9 @@ class Group:
 class Talk:
     """What the processes of one group say to each other.
 
+    Attributes:
+        looks: Whether a process that waits for a collective can look into the store meanwhile.
+
     Args:
         group: The group.
     """
@@ -84,6 +87,7 @@ class Talk:
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
+        self.looks = "gloo" in dist.get_backend(group)  # whose waits may end before the collective
         self._compared = self._failed = 0
         self._broken = ""
 
@@ -232,10 +236,12 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
         RankError: See :meth:`Talk.wait`.
     """
     talk = group.talk
-    if talk is None or not all([tensor.is_cpu for tensor in tensors if isinstance(tensor, Tensor)]):
+    if talk is not None:
+        talk.refuse_broken()
+    on_host = all([tensor.is_cpu for tensor in tensors if isinstance(tensor, Tensor)])
+    if talk is None or not (on_host and talk.looks):
         start(*tensors, group=group.given)  # on a GPU the host goes on, and a watchdog waits
         return
-    talk.refuse_broken()
     try:
         work = start(*tensors, group=group.given, async_op=True)
     except RuntimeError as error:
