@@ -28,6 +28,7 @@ from .pointwise import ConstantScale, Reshape
 from .residual import AddExtraInput, MakeExtraOutput, SwapExtraInput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from .vocab_parallel import VocabParallelCrossEntropy
 
 __all__ = [
     "GEGLU",
@@ -77,4 +78,5 @@ __all__ = [
     "TokenCombine",
     "TokenDispatch",
     "TrackedDropout",
+    "VocabParallelCrossEntropy",
 ]

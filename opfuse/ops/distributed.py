@@ -26,10 +26,11 @@ class WithProcessGroup(BasicOperation):
 
     Args:
         process_group: The processes; None: all.
+        **given: Arguments of another base.
     """
 
-    def __init__(self, process_group: Any = None) -> None:
-        super().__init__()
+    def __init__(self, process_group: Any = None, **given: Any) -> None:
+        super().__init__(**given)
         if not (dist.is_available() and dist.is_initialized()):
             needed = "torch.distributed.init_process_group to be called first"
             raise RuntimeError(f"{type(self).__name__} needs {needed}")

@@ -49,6 +49,23 @@ def test_experts_of_other_processes(sizes, name):
     gloo.together(ranks.experts, sizes, name)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {},
+        {"ignore_index": 7, "reduction": "sum"},
+        {"label_smoothing": 0.1, "reduction": "none"},
+        {"z_loss": 0.01, "softcap": 5.0},
+        {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 3.0, "ignore_index": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_loss_over_classes_of_several_processes(numbers, dtype, sequence):
+    gloo.together(ranks.loss, numbers, dtype, sequence, sequence, False)
+
+
 @pytest.mark.parametrize("check", [ranks.kept, ranks.arguments, ranks.trackers])
 def test_a_single_thing(check):
     gloo.together(check)

@@ -239,6 +239,46 @@ def experts(rank, sizes, name):
         torch.testing.assert_close(chain(leaf, here), y)
 
 
+def loss(rank, numbers, dtype, sequence, bias, fused):
+    """A head that is split by classes, and the loss, beside the whole one in fp64."""
+    torch.manual_seed(2)
+    head = torch.nn.Linear(6, 10, bias=bias, dtype=FP64)
+    head.weight.data *= 8
+    given = dict(tensor_parallel_mode="column", sequence_parallel=sequence, dtype=dtype)
+    mine = ops.Linear(6, 10, bias=bias, **given)
+    mine.load_whole(head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+    head.weight.data.copy_(head.weight.to(dtype))
+    x = torch.randn(2, 16, 6).to(dtype).to(FP64).requires_grad_()
+    targets = torch.randint(10, (2, 16))
+    targets[0, 3] = numbers.get("ignore_index", 9)
+    chain = opfuse.Sequential(mine, ops.VocabParallelCrossEntropy(**numbers))
+    leaf = (part(x, 0) if sequence else x).detach().to(dtype).requires_grad_()
+    call = lambda: chain(leaf, targets)  # noqa: E731
+    if fused:
+        assert "linear+loss, split classes" in str(opfuse.explain(chain, leaf, targets))
+    y = call()
+    reference = ops.CrossEntropy(**numbers)
+    expected = reference(head(x), targets)
+    close = {FP64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(y.to(FP64), expected, atol=close, rtol=close)
+    dy = torch.randn(expected.shape, dtype=FP64)
+    expected.backward(dy)
+    y.backward(dy.to(y.dtype))
+    dx = part(x.grad, 0) if sequence else x.grad
+    torch.testing.assert_close(leaf.grad.to(FP64), dx, atol=close, rtol=close)
+    torch.testing.assert_close(
+        mine.weight.grad.to(FP64), part(head.weight.grad, 0), atol=close, rtol=close
+    )
+    if bias:
+        torch.testing.assert_close(
+            mine.bias.grad.to(FP64), part(head.bias.grad, 0), atol=close, rtol=close
+        )
+    with torch.no_grad():
+        torch.testing.assert_close(call(), y.detach(), atol=close, rtol=close)
+    found = raised(lambda: chain(leaf, torch.full_like(targets, 10)))
+    assert found[0] == "IndexError" and "target 10 is not one of 10 classes" in found[1]
+
+
 class Tracker:
     """As those of Megatron-LM: a generator state of its own."""
 
