@@ -171,6 +171,17 @@ class Recorder:
         if self._outer is not None:
             self._outer.saved(program, tensors)
 
+    def sends(self, op: Any, forward: int, backward: int) -> None:
+        """Called where an op has collectives; calls an outer recorder too.
+
+        Args:
+            op: The op.
+            forward: Bytes that this process sends in its forward.
+            backward: Bytes that it will send in its backward.
+        """
+        if self._outer is not None:
+            self._outer.sends(op, forward, backward)
+
 
 class Setting:
     """Changes some of the settings for a ``with`` block; base of the context managers.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
 from ..core.ranks import Group, run_collective
+from ..core.settings import current
 from ._common import OpGrads, check_size, expected, shows
 
 # torch 2.13 renamed them, and warns of the old names
@@ -42,6 +43,18 @@ class WithProcessGroup(BasicOperation):
         """The process group; None: all processes."""
         return self._group.given
 
+    def report(self, ctx: Any, forward: float, backward: float) -> None:
+        """Tell reports what this process sends, by the algorithms of a ring; for fusions too.
+
+        Args:
+            ctx: The context of the op.
+            forward: Bytes in the forward.
+            backward: Bytes in the backward, if there is one.
+        """
+        if current.recorder is not None and self.process_group_size > 1:
+            backward = backward if ctx.requires_grad else 0
+            current.recorder.sends(self, int(forward), int(backward))
+
 
 class _Collective(WithProcessGroup):
     """The base of the collectives that take and give one tensor; it saves nothing.
@@ -54,12 +67,17 @@ class _Collective(WithProcessGroup):
     dim = 0
     _there: Callable[[Tensor], Tensor]
     _back: Callable[[Tensor], Tensor]
+    # bytes that a process sends there and back, over those of its input
+    _ratios: ClassVar[Any]
 
     extra_repr = shows("process_group_size")
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Run the collective on the input."""
+        if current.recorder is not None:
+            there, back = type(self)._ratios(self.process_group_size)
+            self.report(ctx, there * input_.nbytes, back * input_.nbytes)
         return input_ if self.process_group_size == 1 else self._there(input_)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
@@ -121,6 +139,7 @@ class AllGather(_Collective):
 
     saved_names = ("input",)
     recomputes = True
+    _ratios = staticmethod(lambda size: (size - 1, size - 1))
     _there = _Collective._all_gather
     _back = _Collective._reduce_scatter
 
@@ -133,6 +152,8 @@ class AllGather(_Collective):
         """The joined tensor; saves ``(input,)``, or None if it is not gathered again."""
         y = super().op_forward(ctx, input_)
         again = ctx.may_recompute and y is not input_
+        if again:
+            self.report(ctx, 0, (self.process_group_size - 1) * input_.nbytes)
         if ctx.requires_grad:
             ctx.save_for_backward(input_ if again else None)
         if again:
@@ -164,6 +185,7 @@ class ReduceScatter(_Collective):
             processes.
     """
 
+    _ratios = staticmethod(lambda size: ((size - 1) / size,) * 2)
     _there = _Collective._reduce_scatter
     _back = _Collective._all_gather
 
@@ -190,6 +212,7 @@ class AllReduce(_Collective):
 
     feature_ratio = 1
     keeps_rows = True
+    _ratios = staticmethod(lambda size: (2 * (size - 1) / size, 0))
     _there = _Collective._all_reduce
     _back = _Collective._unchanged
 
@@ -215,5 +238,6 @@ class CopyToTensorParallelRegion(_Collective):
 
     feature_ratio = 1
     keeps_rows = True
+    _ratios = staticmethod(lambda size: (0, 2 * (size - 1) / size))
     _there = _Collective._unchanged
     _back = _Collective._all_reduce

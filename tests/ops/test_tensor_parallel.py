@@ -66,7 +66,7 @@ def test_a_loss_over_classes_of_several_processes(numbers, dtype, sequence):
     gloo.together(ranks.loss, numbers, dtype, sequence, sequence, False)
 
 
-@pytest.mark.parametrize("check", [ranks.kept, ranks.arguments, ranks.trackers])
+@pytest.mark.parametrize("check", [ranks.kept, ranks.sent, ranks.arguments, ranks.trackers])
 def test_a_single_thing(check):
     gloo.together(check)
 

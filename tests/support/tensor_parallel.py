@@ -142,6 +142,30 @@ def kept(rank):
     assert not any(t.shape[-1:] == (64,) and t.shape != frozen.weight.shape for t in tensors)
 
 
+def sent(rank):
+    """What reports say of the bytes that a process sends."""
+    column = ops.Linear(64, 32, tensor_parallel_mode="column", sequence_parallel=True)
+    row = ops.BasicLinear(32, 64, tensor_parallel_mode="row")
+    chain = opfuse.Sequential(column, row)
+    report = opfuse.explain(chain, torch.ones(8, 64, requires_grad=True))
+    shard, whole_size = 8 * 64 * 4, 16 * 64 * 4
+    (call,) = report.calls
+    rows = [(each.op, each.forward, each.backward) for each in call.sent]
+    # the gather is repeated in the backward, whose adjoint sends as much
+    assert sum(f for op, f, _ in rows if op == "AllGather") == shard
+    assert sum(b for op, _, b in rows if op == "AllGather") == 2 * shard
+    assert ("AllReduce", whole_size, 0) in rows
+    assert "sends 6.1 kB in the forward and 4.1 kB in the backward (AllReduce, AllGather)" in (
+        str(report).replace("AllGather, AllReduce", "AllReduce, AllGather")
+    )
+    assert {"op", "forward", "backward", "overlapped", "path", "call"} == set(
+        report.to_dict()["sent"][0]
+    )
+    with torch.no_grad():
+        (call,) = opfuse.explain(chain, torch.ones(8, 64)).calls
+    assert [each.backward for each in call.sent] == [0, 0]
+
+
 def arguments(rank):
     """What is refused, what a representation shows, and what one process clears."""
     with pytest.raises(
