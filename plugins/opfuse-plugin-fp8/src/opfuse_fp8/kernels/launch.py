@@ -121,8 +121,11 @@ class Casting:
         if self._codes == (None, None):
             self._allocate()
         if self.constants["FORMAT"] == "tensor":
-            scale = quantizer.scale if self._again is None else self._again.scale
-            amax = quantizer.amax if self._again is None else None
+            if self._again is None:
+                quantizer.note_capture()
+                scale, amax = quantizer.scale, quantizer.amax
+            else:
+                scale = self._again.scale
         (row, column), (row_scale, column_scale) = self._codes, self._scales
         if usage != self.usage and usage.rowwise:
             column = column_scale = None

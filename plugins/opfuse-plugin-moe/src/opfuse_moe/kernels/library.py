@@ -10,7 +10,7 @@ import triton
 from opfuse_triton import Config, DeviceFunctions, Kernel, current_target
 from torch import Tensor
 
-from opfuse.core.authoring import matmul_precision
+from opfuse.core.authoring import is_captured, matmul_precision
 
 from . import backward, forward, tiles
 
@@ -112,7 +112,7 @@ MOST_TABLES = 256
 
 def _table(places: tuple[int, ...], device: torch.device) -> Tensor | None:
     """The table on a device; parameters stay where they are, so it is copied there once."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = is_captured(device)
     found = _TABLES.get((places, device))
     if found is None and not capturing:
         if len(_TABLES) >= MOST_TABLES:
