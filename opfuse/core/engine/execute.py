@@ -313,6 +313,8 @@ def _begin_late(
     first = [step]
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
+        for ctx in ctxs[reached + 1 : step.stop]:
+            ctx.is_reached = False
     else:  # by a fusion that may not handle zeros: the ops run one by one
         first = separate(step, "backward", last)
     for i in range(step.start, last):
