@@ -16,7 +16,7 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
 from ..together import room_for
-from ..twins import Into
+from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -71,6 +71,7 @@ class Casting:
         device: torch.device,
         values: Tensor | None = None,
     ) -> None:
+        refuse_other_device(into, device)
         quantizer, target = into.quantizer, current_target(device)
         self._quantizer, self.usage, self._again = into
         self._shape, self._dtype, self._device = shape, dtype, device
