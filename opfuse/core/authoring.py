@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from .fusible import ParamSource
-from .graphs import is_captured
 from .introspection import op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
+from .settings import is_captured
 
 __all__ = [
     "ModuleCache",

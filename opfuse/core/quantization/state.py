@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graphs import is_captured
-from ..settings import current
+from ..settings import current, is_captured
 from .names import matching
 from .parameter import QuantizedParameter, held_by
 from .quantizer import Quantizer
