@@ -5,6 +5,7 @@ Attributes:
         pickled.
     add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
     adds_itself: Whether it is.
+    is_captured: Whether what runs on a device now is captured into a CUDA graph.
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
@@ -25,12 +26,14 @@ from .fusible import ParamSource
 from .introspection import op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
+from .settings import is_captured
 
 __all__ = [
     "ModuleCache",
     "ParamSource",
     "add_product",
     "adds_itself",
+    "is_captured",
     "matmul_precision",
     "op_class",
     "saved_bytes",

@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -111,6 +113,22 @@ def checkpoint_frames() -> int:
         count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
         frame = frame.f_back
     return count
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether what this thread runs on a device is captured into a CUDA graph.
+
+    Its stream is asked, wherever the current device is.
+
+    Args:
+        device: That of a tensor.
+    """
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Recorder:
