@@ -103,6 +103,10 @@ def test_an_error_that_all_raise_is_raised():
         assert kind == "ValueError" and "expected 4 features" in text
 
 
+def test_one_that_plans_again():
+    assert gloo.together(ranks.one_plans_again) == [[2.0, 2.0]] * 2
+
+
 # Of these the group is out of step behind them, so that each has processes of its own
 
 

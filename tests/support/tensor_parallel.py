@@ -425,6 +425,16 @@ def another_call(rank):
     return raised(lambda: op(torch.ones(3) if rank else torch.ones(2)))
 
 
+def one_plans_again(rank):
+    """A process may plan what it runs again, and the others need not."""
+    op = ops.AllReduce()
+    op(torch.ones(2))
+    if rank:
+        opfuse.Sequential(ops.GELU()).append(ops.ReLU())(torch.ones(2))
+        opfuse.FusibleOperation._count_change()
+    return op(torch.ones(2)).tolist()
+
+
 def one_dies(rank):
     op = ops.AllReduce()
     op(torch.ones(2))
