@@ -129,13 +129,8 @@ def clip_gradients(model, most=1.0):
 def main():
     """Train, compare, report; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in {
-        "steps": 20,
-        "batch": 8,
-        "context": 64,
-        "width": 128,
-        "layers": 2,
-    }.items():
+    sizes = {"steps": 20, "batch": 8, "context": 64, "width": 128, "layers": 2}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     args = parser.parse_args()
     dist.init_process_group("gloo")
