@@ -155,7 +155,8 @@ def table() -> None:
             step = predict(H100, model, split, replicas, True)
             share = step.hidden / step.communication if step.communication else 0.0
             cells = (
-                f"{split}", f"{replicas:,}", f"{split * replicas:,}", f"{serial.total * 1e3:,.0f} ms",
+                f"{split}", f"{replicas:,}", f"{split * replicas:,}",
+                f"{serial.total * 1e3:,.0f} ms",
                 f"{step.total * 1e3:,.0f} ms", f"{share:.0%}" if step.communication else "",
                 f"{alone / split / step.total:.0%}",
             )  # fmt: skip
