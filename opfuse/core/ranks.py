@@ -105,6 +105,23 @@ class Talk:
         Raises:
             RankError: They differ, on every process alike; or another one failed or did not come.
         """
+        first, *others = self.exchange(facts)
+        for rank, of_rank in zip(self._ranks[1:], others, strict=True):
+            if difference := first_difference(first, of_rank):
+                raise RankError(f"rank {self._ranks[0]} and rank {rank} differ in {difference}")
+
+    def exchange(self, facts: Mapping[str, Any]) -> list[Any]:
+        """Give facts to the other processes, all of which must come here.
+
+        Args:
+            facts: JSON-able data, among it ``"the chain"`` and ``"what it is called with"``.
+
+        Returns:
+            Those of each process.
+
+        Raises:
+            RankError: Another one failed or did not come.
+        """
         self.refuse_broken()
         mine, self._compared = f"compare/{self._compared}", self._compared + 1
         texts = {self._rank: json.dumps(facts)}
@@ -120,13 +137,7 @@ class Talk:
             raise self.failed(f"{self.me} waited for {silent} to run {facts['the chain']}")
         if self._compared > 2:  # all have read what came two before
             self._store.delete_key(f"compare/{self._compared - 3}/{self._rank}")
-        self._refuse_differences([json.loads(texts[rank]) for rank in range(len(texts))])
-
-    def _refuse_differences(self, facts: list[dict[str, Any]]) -> None:
-        for rank, of_rank in enumerate(facts[1:], start=1):
-            if difference := first_difference(facts[0], of_rank):
-                pair = f"rank {self._ranks[0]} and rank {self._ranks[rank]}"
-                raise RankError(f"{pair} differ in {difference}")
+        return [json.loads(texts[rank]) for rank in range(len(texts))]
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a collective between tensors of the host.

@@ -62,6 +62,7 @@ class ThreadSettings(threading.local):
         block: The outermost :class:`opfuse.autocast` block, or None.
         recording: Whether the running forward may advance the scales of a recipe.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
+        together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
     """
@@ -73,6 +74,7 @@ class ThreadSettings(threading.local):
     block: Any = None
     recording: bool = True
     model_init: Any = None
+    together: Any = None
     building: str = ""
     environment: Any = None
 

@@ -71,6 +71,13 @@ def test_a_single_thing(check):
     gloo.together(check)
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tuning_together(tmp_path, wrong):
+    first, second = gloo.together(ranks.tuned, str(tmp_path), wrong)
+    assert first == second
+    assert ("differs from the separate ops" in first[2]) == wrong and (first[0] > 0) != wrong
+
+
 def test_uneven_rows_are_refused_alike():
     for first, second in gloo.together(ranks.uneven):
         kind, text = first

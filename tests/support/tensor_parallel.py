@@ -340,6 +340,38 @@ def trackers(rank):
     assert not torch.equal(*others)
 
 
+class SlowGather(opfuse.FusedOperation):
+    """A gather and a linear; wrong on the second process where it is told so."""
+
+    wrong = False
+
+    def fuser_forward(self, ctxs, input_, **given):
+        y, extras = self.run_separately(ctxs, input_, **given)
+        return (y + 1 if self.wrong and dist.get_rank() else y), extras
+
+    def fuser_backward(self, ctxs, grad_output, **given):
+        return self.run_separately_backward(ctxs, grad_output, **given)
+
+
+def tuned(rank, folder, wrong):
+    """Processes tune together: as often, and with the same entries."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    SlowGather.wrong = wrong
+    fusion = opfuse.Fusion((ops.AllGather, ops.BasicLinear), SlowGather, name="slow gather")
+    handle = opfuse.register_forward_backward_fusion(fusion)
+    try:
+        op = ops.BasicLinear(16, 8, tensor_parallel_mode="column", sequence_parallel=True)
+        x = torch.ones(8, 16, requires_grad=True)
+        # one process counts more calls in a turn if it may
+        report = opfuse.tune(op, x)
+        found = next(r.found for r in report.results if r.fusion == "slow gather")
+        assert op(x).shape == (16, 4)
+        return found.speed, found.noise, found.wrong
+    finally:
+        handle.unregister()
+        del os.environ["OPFUSE_TUNING"]
+
+
 # Faults: each returns what it raised
 
 
