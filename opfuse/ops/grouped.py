@@ -49,6 +49,22 @@ class Groups(NamedTuple):
             return _products(self.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
         return _loop(self.counts, x, weights, biases)
 
+    def coded_products(
+        self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The same of quantized rows and weights, rounded once; for a fusion to override.
+
+        Args:
+            x: The rows, a :class:`opfuse.core.quantization.grouped.GroupedTensor`.
+            weights: The quantized weight of each group.
+            biases: As for :meth:`products`.
+            dtype: The dtype of the result.
+
+        Returns:
+            ``(rows, out_features)``. None: the dequantized values have to be multiplied.
+        """
+        return None
+
     def input_grads(self, dy: Tensor, weights: Matrices) -> Tensor:
         """``dy_i @ weight_i`` for each group."""
         if self.ends is not None:

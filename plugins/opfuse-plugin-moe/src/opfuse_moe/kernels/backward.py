@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from opfuse_triton.grouped import place_of, tiles_of
 
-from .forward import halves_of, matrix_of, place_of, row_product, tiles_of
+from .forward import halves_of, matrix_of, row_product
 
 
 @triton.jit

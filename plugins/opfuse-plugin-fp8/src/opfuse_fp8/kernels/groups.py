@@ -1,0 +1,60 @@
+"""The kernel that casts groups of rows, each with one scale of its own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from opfuse_triton.grouped import filled_of, place_of, tiles_of
+
+from .device import codes_of, inverse_of, scale_of
+from .emit import record
+
+
+@triton.jit
+def cast_groups(
+    x_ptr, ends_ptr, row_ptr, column_ptr, inverse_ptr, scale_ptr, amax_ptr,
+    groups, rows, features,
+    IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Codes of all groups, as :class:`opfuse.core.quantization.grouped.GroupedTensor` has them.
+
+    ``scale_ptr`` has a scale for each group, or its largest magnitude. ``amax_ptr`` are the largest
+    magnitudes so far, or None. Without ``scale_ptr`` there are no codes.
+    """
+    largest: tl.constexpr = 3.4028234663852886e38
+    tile = tl.program_id(0)
+    across = tl.cdiv(features, BLOCK_COLUMNS)
+    first, stop, tiles = tiles_of(ends_ptr, groups, rows, across, GROUPS, BLOCK_ROWS)
+    if scale_ptr is not None:
+        if tile == 0:
+            each = tl.arange(0, GROUPS)
+            scales = tl.load(scale_ptr + each, each < groups, other=1.0)
+            if IS_AMAX:
+                scales = scale_of(scales, MANTISSA, POWER_OF_2, largest)
+            tl.store(inverse_ptr + each, inverse_of(scales, POWER_OF_2), each < groups)
+    if tile < tl.sum(tiles):
+        group, start, end, side = place_of(tile, first, stop, tiles, GROUPS, BLOCK_ROWS)
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        column = side * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+        in_columns = column < features
+        inside = (row < end) & in_columns
+        at = row.to(tl.int64) * features + column
+        v = tl.load(x_ptr + at, inside, 0).to(tl.float32)
+        if amax_ptr is not None:
+            record(v, amax_ptr + group)
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr + group)
+            if IS_AMAX:
+                scale = scale_of(scale, MANTISSA, POWER_OF_2, largest)
+            codes = codes_of(v, scale, MANTISSA, NATIVE)
+            if row_ptr is not None:
+                tl.store(row_ptr + at, codes, inside)
+            if column_ptr is not None:
+                # zeros fill up the rows of a group: the last tile has them
+                begin, height = filled_of(group, first, stop, GROUPS)
+                own = tl.sum(tl.where(tl.arange(0, GROUPS) == group, first, 0))
+                place = row - own
+                to = column_ptr + begin.to(tl.int64) * features
+                to += column.to(tl.int64) * height + place
+                tl.store(to, codes, (place < height) & in_columns)
