@@ -15,22 +15,28 @@ from opfuse.testing import assert_close, interpreter, machine
 pytest.importorskip("triton")
 from ledger import assert_predicted
 from opfuse_moe import conditions
-from opfuse_moe.cases import CASES
+from opfuse_moe.cases import CASES, multiplies_codes
 from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
-from opfuse_triton import TARGETS, functions_of, recording, target
+from opfuse_triton import TARGETS, current_target, functions_of, recording, target
 from opfuse_triton.floor import assert_floor
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
 
 INTERPRETING = machine.is_interpreting()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [[1], [5, 0, 66, 1], [0, 0, 3, 0, 0], [0, 127]]
 BY_NAME = {case.name: case for case in CASES}
 
 needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETING, reason="no GPU, and Triton does not interpret"
+)
+needs_codes = pytest.mark.skipif(
+    not INTERPRETING
+    and (DEVICE == "cpu" or not multiplies_codes(current_target(torch.device(DEVICE)))),
+    reason="no GPU that multiplies FP8 codes, and Triton does not interpret",
 )
 needs_compiler = pytest.mark.skipif(
     INTERPRETING, reason="a process that interprets kernels cannot compile them"
@@ -91,6 +97,37 @@ def test_products_match_fp64(dtype, listed):
         assert_close(y, torch.cat(exact))
         dx = library.product(dy, matrices.transposed(), ends)
         assert_close(dx, torch.cat(grouped(lambda dy, w: dy @ w, sizes, dy, of=(w,))))
+
+
+def coded(*shape, dtype=E4M3):
+    (values,) = drawn(shape)
+    return values.to(dtype)
+
+
+@needs_codes
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)], ids=str)
+def test_products_of_codes_match_fp64(dtypes):
+    for sizes, (depth, features) in zip(
+        SIZES, [(33, 50), (64, 136), (16, 3), (129, 1)], strict=True
+    ):
+        count = len(sizes)
+        x, w = (
+            coded(sum(sizes), depth, dtype=dtypes[0]),
+            coded(count, features, depth, dtype=dtypes[1]),
+        )
+        bias, *inverses = drawn((count, features), (count,), (count,))
+        apart = [each.clone() for each in w]
+        for matrices in (library.matrices_of(w.unbind()), library.matrices_of(apart)):
+            assert (matrices.table is not None) == (matrices.first is apart[0] and count > 1)
+            given = (x, inverses[0]), matrices, inverses[1], ends_of(sizes)
+            for out, biases in ((torch.float32, bias.unbind()), (torch.bfloat16, ())):
+                y = library.coded_product(*given, out, biases)
+                exact = grouped(lambda x, w: x @ w.T, sizes, x, of=(w,))
+                each = zip(
+                    exact, *inverses, bias if biases else torch.zeros_like(bias), strict=True
+                )
+                exact = torch.cat([y * (a * b).double() + c.double() for y, a, b, c in each])
+                assert_close(y, exact)
 
 
 @needs_kernels
@@ -188,6 +225,7 @@ ONE_COLUMN = {
     "grouped product": TALL,
     "grouped product of a list": TALL,
     "grouped product of a list, with biases": TALL,
+    "grouped product of codes": TALL,
     "its gradient": WIDE,
     "gradient of the matrices": {"depth": 64, "features": 64},
     "gradient of the biases": WIDE,

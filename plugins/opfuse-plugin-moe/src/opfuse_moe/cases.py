@@ -7,22 +7,24 @@ times experts per token.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from opfuse_triton import KernelCase, Operand, functions_of, is_interpreting
+from opfuse_triton import KernelCase, Operand, Target, functions_of, is_interpreting
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse.ops import SwiGLU
 from opfuse.ops.grouped import Groups
 
 from .kernels import library
 
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _SWIGLU = functions_of(SwiGLU())
 
 
@@ -130,6 +132,49 @@ def _gradients_apart(
     return of_hidden.to(hidden.dtype), of_scales
 
 
+def _coded(
+    x: Tensor, w: Tensor, x_inverse: Tensor, w_inverse: Tensor, bias: Tensor, ends: Tensor
+) -> Tensor:
+    matrices = library.matrices_of(w)
+    given = ends, bias.dtype, bias.unbind()
+    return library.coded_product((x, x_inverse), matrices, w_inverse, *given)
+
+
+def _coded_apart(
+    of: GroupsOf,
+    x: Tensor,
+    w: Tensor,
+    x_inverse: Tensor,
+    w_inverse: Tensor,
+    bias: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Group by group, of dequantized values in fp32; on the meta device groups are alike."""
+    rows, matrices = _widened(x.split(_counts(ends, len(x))), x_inverse), _widened(w, w_inverse)
+    each = zip(rows, matrices, bias, strict=True)
+    return torch.cat([F.linear(x, w, b.to(x.dtype)).to(b.dtype) for x, w, b in each])
+
+
+def _widened(codes: Sequence[Tensor] | Tensor, inverses: Tensor) -> list[Tensor]:
+    dtype = torch.promote_types(inverses.dtype, torch.float32)
+    return [part.to(dtype) * inverse for part, inverse in zip(codes, inverses, strict=True)]
+
+
+def _counts(ends: Tensor, rows: int) -> list[int]:
+    """The rows of each group, which the host reads."""
+    if not ends.is_meta:
+        return _sizes(ends).tolist()  # type: ignore[no-any-return]
+    each, groups = rows // len(ends), len(ends)
+    return [*[each] * (groups - 1), rows - each * (groups - 1)]
+
+
+def multiplies_codes(target: Target) -> bool:
+    """Whether a target has products of the FP8 codes of the OCP."""
+    if target.backend == "hip":
+        return target.arch == "gfx950"
+    return int(target.arch) >= 89
+
+
 # Peers: Liger-Kernel as of 0.8. Its product with SwiGLU has no scales, and is no peer
 
 
@@ -216,6 +261,8 @@ def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]
             "bias": Operand((groups, features), BF16, "vector"),
             "scales": Operand((rows,), BF16, "vector"),
             "ends": Operand((groups,), torch.int32, "vector"),
+            "x_inverse": Operand((groups,), torch.float32, "vector"),
+            "w_inverse": Operand((groups,), torch.float32, "vector"),
             "hidden": Operand((rows, 2 * depth), BF16),
         }
         results = {
@@ -229,6 +276,8 @@ def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]
             "d_scales": Operand((rows,), torch.float32, "vector", output=True),
         }
         found = {name: known[name] for name in inputs.split()}
+        if "x_inverse" in found:  # of codes
+            found |= {name: replace(found[name], dtype=E4M3) for name in ("x", "w")}
         return found | {name: results[name] for name in outputs.split()}
 
     return operands
@@ -270,10 +319,14 @@ def _case(
     liger: Any = None,
 ) -> KernelCase:
     gemms, operands = () if kernel is library.SUMS else (kernel.name,), _operands(*tensors)
+    coded: Mapping[str, Any] = {}
+    if "x_inverse" in tensors[0]:
+        coded = {"runs_on": multiplies_codes}
     return KernelCase(
         name, run, operands, shapes, _SMALL, partial(_floor, operands), gemms,
         separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw, dtypes=_DTYPES,
         flops=_flops if gemms else None, peers={"liger_kernel": liger} if liger else {}, turn=30,
+        **coded,
     )  # fmt: skip
 
 
@@ -289,6 +342,10 @@ CASES = [
     _case(
         "grouped product of a list, with biases", _listed, _listed_apart,
         ("x w bias scales ends", "y"), _DOWN, library.PRODUCT,
+    ),
+    _case(
+        "grouped product of codes", _coded, _coded_apart,
+        ("x w x_inverse w_inverse bias ends", "y"), _UP, library.PRODUCT,
     ),
     _case(
         "its gradient", _dgrad, _dgrad_apart,

@@ -14,6 +14,9 @@ from opfuse.ops import GroupedLinear
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the kernels read and write. They add up in fp32."""
 
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of codes that the kernels multiply."""
+
 MOST_GROUPS = 1024
 """Groups whose ends a program looks through at once."""
 
@@ -22,6 +25,7 @@ PREDICTED = Predicted(
     {
         "grouped linear": (1.07, ["grouped product of a list"]),
         "grouped linear of one tensor": (1.0, ["grouped product"]),
+        "grouped linear of codes": (2.30, ["grouped product of codes"]),
         "grouped linear backward": (1.0, ["its gradient", "gradient of the matrices"]),
         "activated": (1.43, ["grouped product + SwiGLU"]),
         "gradients": (3.43, ["its gradient + that of SwiGLU"]),
@@ -30,13 +34,23 @@ PREDICTED = Predicted(
 """The speed of each fusion by the model: torch's product needs its matrices in one tensor."""
 
 
-def why_not(op: GroupedLinear, env: Environment) -> str:
-    """Why the kernels do not take the products of an op, as a sentence; empty: they do."""
+def why_not(op: GroupedLinear, env: Environment, *, coded: bool = False) -> str:
+    """Why the kernels do not take the products of an op, as a sentence; empty: they do.
+
+    Args:
+        op: The op.
+        env: Where it would run.
+        coded: Whether they multiply codes where the op is quantized.
+    """
     if why := why_no_kernel(env.device, env.capability):
         return why
     if env.recipe is not None:
         who = type(env.recipe).__name__
-        return f"{who} quantizes the groups, and this fusion multiplies plain tensors"
+        why = f"{who} quantizes the groups, and this fusion multiplies plain tensors"
+        if coded:
+            why = _why_no_codes(op, env)
+        if why:
+            return why
     if env.compiling:
         return "torch.compile does not see into its kernels"
     if env.dtype not in DTYPES:
@@ -46,10 +60,34 @@ def why_not(op: GroupedLinear, env: Environment) -> str:
     return ""
 
 
+def _why_no_codes(op: GroupedLinear, env: Environment) -> str:
+    """Why the codes that a recipe makes are not multiplied; empty: they are, or there are none."""
+    who, override = type(env.recipe).__name__, getattr(env.recipe, "backward_override", None)
+    first = op.get_quantizer("forward", 0)
+    if first is None:  # the recipe skips it
+        return ""
+    if not first.casts_groups:
+        return f"{who} does not cast groups at once, with a scale for each: the op casts them"
+    if override is not None:
+        return f"backward_override={override!r} needs what was cast, and the op casts each group"
+    if env.options.get("fp8.products") == "emulated":
+        return "products are emulated, as the option fp8.products says"
+    name = env.architecture or "this GPU"
+    if env.device.type == "cpu" or name == "gfx950":
+        return ""
+    if name.startswith("gfx"):
+        return f"{name} does not multiply the FP8 codes of the OCP"
+    if env.capability is not None and env.capability < (8, 9):
+        return f"an FP8 product needs compute capability 8.9, and this is {name}"
+    return ""
+
+
 def alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """Whether a grouped linear is multiplied by the kernels."""
     name = "grouped linear of one tensor" if ops[0].is_stacked else "grouped linear"
-    return why_not(ops[0], env) or PREDICTED.why_not(name, env) or True
+    if env.recipe is not None:
+        name = "grouped linear of codes"
+    return why_not(ops[0], env, coded=True) or PREDICTED.why_not(name, env) or True
 
 
 def backward_alone(ops: Sequence[Any], env: Environment) -> bool | str:

@@ -69,7 +69,8 @@ class ForwardGrouped(_Grouped):
             basic_op_extra_inputs,
             basic_op_kwargs or ({},),
         )
-        maker = self._groups.Maker(self._groups.DeviceGroups, ctx.params, config=self._config)
+        given_to = self._groups.DeviceGroups, ctx.params, bool(ctx.quantizers)
+        maker = self._groups.Maker(*given_to, config=self._config)
         return op.forward_in(maker, ctx, input_, extras, given), ((),)
 
 

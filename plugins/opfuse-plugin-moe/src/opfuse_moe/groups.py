@@ -10,9 +10,11 @@ import torch
 from opfuse_triton import Config
 from torch import Tensor
 
+from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization.grouped import GroupedTensor
 from opfuse.ops.grouped import Groups, ends_of, groups_of
 
-from .conditions import DTYPES
+from .conditions import CODES, DTYPES
 from .kernels import library
 
 PLAIN = Tensor, torch.nn.Parameter
@@ -32,6 +34,20 @@ class DeviceGroups(Groups):
         matrices = library.matrices_of(weights)
         y = library.product(_rows(x), matrices, self._ends, biases, config=self.config)
         return y.view(*x.shape[:-1], y.shape[1])
+
+    def coded_products(
+        self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor | None:
+        """See :meth:`opfuse.ops.grouped.Groups.coded_products`."""
+        if self.ends is None or dtype not in DTYPES or not _are_codes(x, *weights):
+            return None
+        rows, matrices = x.rowwise_data, library.matrices_of([w.rowwise_data for w in weights])
+        inverses = [w.scale_inv.reshape(1) for w in weights]
+        whole = library.in_a_row(inverses)
+        inverse = torch.cat(inverses) if whole is None else whole.reshape(-1)
+        codes = _rows(rows), x.scale_inv
+        given = dtype, biases, self.config
+        return library.coded_product(codes, matrices, inverse, self.ends, *given)
 
     def input_grads(self, dy: Tensor, weights: Any) -> Tensor:
         """See :meth:`opfuse.ops.grouped.Groups.input_grads`."""
@@ -119,22 +135,26 @@ class Maker:
     Args:
         cls: The class of the groups.
         tensors: The other tensors that the kernels read.
+        coded: Whether rows and matrices are quantized, and codes are multiplied.
         **given: Attributes of the groups.
 
     Attributes:
         made: The groups of the kernels, if there are some.
     """
 
-    def __init__(self, cls: type[DeviceGroups], tensors: Sequence[Tensor], **given: Any) -> None:
-        self._cls, self._tensors, self._given = cls, tensors, given
+    def __init__(
+        self, cls: type[DeviceGroups], tensors: Sequence[Tensor], coded: bool = False, **given: Any
+    ) -> None:
+        self._cls, self._tensors, self._coded, self._given = cls, tensors, coded, given
         self.made: Any = None
 
     def __call__(
         self, x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False
     ) -> Groups:
         """See :func:`opfuse.ops.grouped.groups_of`."""
+        looped = torch.is_grad_enabled() if self._coded else looped
         if looped or not _takes(x, sizes, features, self._tensors):
-            return groups_of(x, sizes, features, looped)
+            return groups_of(x, sizes, features, looped or self._coded)
         inner = math.prod(x.shape[1:-1])
         if sizes.is_cpu:  # where the kernels are interpreted
             sizes = groups_of(x, sizes, features, True).sizes
@@ -152,6 +172,14 @@ def _takes(x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[
         and x.numel() > 0
         and all(0 < size < MOST_FEATURES for size in features)
     )
+
+
+def _are_codes(x: Any, *weights: Any) -> bool:
+    """Whether these are rows and matrices in FP8, with one scale for each group."""
+    if not isinstance(x, GroupedTensor) or not all(isinstance(w, ScaledTensor) for w in weights):
+        return False
+    codes = [each.rowwise_data for each in (x, *weights)]
+    return all(type(t) is Tensor and t.dtype in CODES for t in codes)
 
 
 def _rows(x: Tensor) -> Tensor:

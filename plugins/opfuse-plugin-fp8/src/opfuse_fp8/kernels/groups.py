@@ -54,7 +54,7 @@ def cast_groups(
                 # zeros fill up the rows of a group: the last tile has them
                 begin, height = filled_of(group, first, stop, GROUPS)
                 own = tl.sum(tl.where(tl.arange(0, GROUPS) == group, first, 0))
-                place = row - own
+                place = tl.multiple_of(start - own, 16) + tl.arange(0, BLOCK_ROWS)[:, None]
                 to = column_ptr + begin.to(tl.int64) * features
                 to += column.to(tl.int64) * height + place
                 tl.store(to, codes, (place < height) & in_columns)

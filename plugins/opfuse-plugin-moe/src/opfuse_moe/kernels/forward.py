@@ -11,6 +11,7 @@ Arguments of the kernels:
   ``g * w_group`` if there is no table. ``w_feature`` and ``w_depth`` are its strides.
 - ``ends``: ``(groups,)``, int32.
 - ``bias``: ``(groups, features)``, or None. ``scales``: ``(rows,)``, or None.
+- ``x_inverse``, ``w_inverse``: of FP8 codes, what those of each group are multiplied by, or None.
 - ``GROUPS``: the power of two from ``groups`` on. ``ALIGNED``: what divides all of ``table``.
 """
 
@@ -54,7 +55,7 @@ def row_product(
 
 @triton.jit
 def grouped_product(
-    x, w, table, ends, bias, scales, y,
+    x, w, table, ends, x_inverse, w_inverse, bias, scales, y,
     groups, rows, features, depth, x_stride, w_group, w_feature, w_depth,
     PRECISION: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -76,6 +77,8 @@ def grouped_product(
             x, matrix, tl.minimum(row, end - 1), feature % features, depth,
             x_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        if x_inverse is not None:
+            result *= tl.load(x_inverse + group) * tl.load(w_inverse + group)
         if bias is not None:
             place = group.to(tl.int64) * features + feature
             added = tl.load(bias + place, feature < features, other=0.0).to(tl.float32)[None, :]

@@ -84,8 +84,25 @@ def matrices_of(weights: Sequence[Tensor] | Tensor) -> Matrices:
         return Matrices(weights, None, step, count, tuple(sizes), tuple(strides))  # type: ignore[arg-type]
     if len(weights) == 1:
         return matrices_of(weights[0][None])
+    if (whole := in_a_row(weights)) is not None:
+        return matrices_of(whole)
     found = listed(weights) if all([weight.is_contiguous() for weight in weights]) else None
     return matrices_of(torch.stack(list(weights))) if found is None else found
+
+
+def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous tensors of one shape as one, if they are in one memory, equally far apart."""
+    first, second = tensors[0], tensors[min(1, len(tensors) - 1)]
+    start, step = first.storage_offset(), second.storage_offset() - first.storage_offset()
+    if step < first.numel() or not first.is_contiguous():
+        return None
+    memory, shape, strides = first.untyped_storage()._cdata, first.shape, first.stride()
+    for i, each in enumerate(tensors):
+        if (each.untyped_storage()._cdata, each.storage_offset()) != (memory, start + i * step):
+            return None
+        if (each.shape, each.stride(), each.dtype) != (shape, strides, first.dtype):
+            return None
+    return first.as_strided((len(tensors), *shape), (step, *strides))
 
 
 def listed(weights: Sequence[Tensor]) -> Matrices | None:
@@ -148,7 +165,34 @@ def product(
     x = _dense(x)
     y = x.new_empty((x.shape[0], matrices.sizes[0]))
     scales = None if scales is None else scales.contiguous()
-    tensors = matrices.first, matrices.table, ends, _stacked(biases), scales, y
+    tensors = matrices.first, matrices.table, ends, None, None, _stacked(biases), scales, y
+    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config)
+    return y
+
+
+def coded_product(
+    codes: tuple[Tensor, Tensor],
+    matrices: Matrices,
+    inverses: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    biases: Sequence[Tensor] = (),
+    config: Config | None = None,
+) -> Tensor:
+    """:func:`product` of FP8 codes, rounded once.
+
+    Args:
+        codes: The rows, and what the codes of each group are multiplied by: fp32.
+        matrices: The codes of one for each group.
+        inverses: The same of the matrices.
+        ends: As for :func:`product`.
+        dtype: The dtype of the result.
+        biases: As for :func:`product`.
+        config: Likewise.
+    """
+    x = _dense(codes[0])
+    y = x.new_empty((x.shape[0], matrices.sizes[0]), dtype=dtype)
+    tensors = matrices.first, matrices.table, ends, codes[1], inverses, _stacked(biases), None, y
     _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config)
     return y
 
