@@ -40,9 +40,9 @@ class QuantizedGroups:
     """
 
     def __init__(self, op: Any, ctx: OperationContext, groups: Groups, *, stacked: bool) -> None:
-        forward, backward = [quantizer_names(op, mode) for mode in ("forward", "backward")]
+        forward, self._grads = [quantizer_names(op, mode) for mode in ("forward", "backward")]
         self._inputs, self._weights = forward[::2], forward[1::2]
-        names = enumerate(zip(self._inputs, self._weights, backward, strict=True))
+        names = enumerate(zip(self._inputs, self._weights, self._grads, strict=True))
         self._each = [_Group(ctx, of, *((0, i) if stacked else (i, None))) for i, of in names]
         self._ctx, self._groups, self._stacked, self._who = ctx, groups, stacked, type(op).__name__
 
@@ -63,14 +63,14 @@ class QuantizedGroups:
         saved: list[Any] = [(None, None)] * len(self._each)
         ctx = self._ctx
         wgrad, dgrad = any(ctx.param_requires_grad[: self._count]), ctx.input_requires_grad
-        of_x = self._rows_at_once(x, Usage(True, ctx.requires_grad and wgrad))
+        of_x = self._at_once(self._inputs, x, Usage(True, ctx.requires_grad and wgrad))
         if of_x is None:
             y = self._joined(x, self._one_by_one(x, saved), biases, dtype)
         else:
             weights = self._weights_at_once(Usage(True, ctx.requires_grad and dgrad))
             coded = self._groups.coded_products(of_x, weights, biases, dtype)
             if coded is None:
-                pairs = zip(self._cut(of_x), weights, strict=True)
+                pairs = zip(self._cut(of_x, self._inputs), weights, strict=True)
                 coded = self._joined(x, pairs, biases, dtype)
             y = coded
             if ctx.requires_grad:
@@ -79,9 +79,9 @@ class QuantizedGroups:
         xs, kept = map(list, zip(*saved, strict=True))
         return y.view(*x.shape[:-1], y.shape[1]), xs, kept
 
-    def _rows_at_once(self, x: Tensor, usage: Usage) -> GroupedTensor | None:
+    def _at_once(self, names: Sequence[str], x: Tensor, usage: Usage) -> GroupedTensor | None:
         """All rows, quantized; None: each group has to be cast by itself."""
-        quantizers = [self._ctx.quantizers[name] for name in self._inputs]
+        quantizers = [self._ctx.quantizers[name] for name in names]
         if self._ctx.backward_override is not None or not quantizers[0].casts_groups:
             return None
         if any(quantizer.row_multiple > 1 for quantizer in self._ctx.quantizers.values()):
@@ -124,27 +124,52 @@ class QuantizedGroups:
         self, grad_output: Tensor, xs: Sequence[Any], weights: Sequence[Any]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the input and of the weights, from the result of :meth:`products`."""
+        ctx, x = self._ctx, xs[0]
+        wants = [any(group.param_requires_grad) for group in self._each]
+        dgrad, wgrad = weights[0] is not None, x is not None
+        of_dy: GroupedTensor | None = None
+        known = isinstance(x, GroupedTensor) or not any(wants)
+        if known and (dgrad or all(wants)):  # the gradient of a frozen group is not cast
+            of_dy = self._at_once(self._grads, grad_output, Usage(dgrad, wgrad))
+        dx, whole = None, None
+        if of_dy is not None:
+            dtype = ctx.dtype or grad_output.dtype
+            dx = self._groups.coded_input_grads(of_dy, weights, dtype) if dgrad else None
+            whole = self._groups.coded_weight_grads(of_dy, x, dtype) if wgrad else None
+        if (dx is None and dgrad) or (whole is None and wgrad):
+            dx, grads = self._grads_of_values(grad_output, of_dy, xs, weights)
+        elif self._stacked:
+            grads = [whole]
+        else:
+            grads = [None if whole is None or not wants[i] else whole[i] for i in range(len(wants))]
+        return None if dx is None else dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
+
+    def _grads_of_values(
+        self,
+        grad_output: Tensor,
+        of_dy: GroupedTensor | None,
+        xs: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients, by products of dequantized values in fp32, group by group."""
         width = grad_output.shape[-1]
         dxs: list[Any] = []
         grads: list[Any] = []
         if isinstance(xs[0], GroupedTensor):
-            xs = self._cut(xs[0])
-        parts = zip(self._each, self._split(grad_output), xs, weights, strict=True)
-        for group, rows, x, weight in parts:
+            xs = self._cut(xs[0], self._inputs)
+        dys: Any = self._split(grad_output) if of_dy is None else self._cut(of_dy, self._grads)
+        for group, dy, x, weight in zip(self._each, dys, xs, weights, strict=True):
             dx = grad = None
             saved = x if any(group.param_requires_grad) else None, weight
             if any(tensor is not None for tensor in saved):
                 group.saved_tensors = saved
-                dy = group.padded(rows)
-                dx, (grad,) = quantized_backward(group, dy, (width,))
-            dxs.append(None if dx is None else dx[: len(rows)])
+                padded = group.padded(dy) if of_dy is None else dy
+                dx, (grad,) = quantized_backward(group, padded, (width,))
+            dxs.append(None if dx is None else dx[: dy.shape[0]])
             grads.append(grad)
         if self._stacked:
             grads = [None if grads[0] is None else torch.stack(grads)]
-        if dxs[0] is None:
-            return None, grads
-        dx = torch.cat(dxs)
-        return dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
+        return None if dxs[0] is None else torch.cat(dxs), grads
 
     @property
     def _count(self) -> int:
@@ -167,10 +192,11 @@ class QuantizedGroups:
         inner = math.prod(tensor.shape[1:-1])
         return torch.split(rows_of(tensor), [count * inner for count in self._counts])
 
-    def _cut(self, tensor: GroupedTensor) -> Sequence[QuantizedTensor]:
-        """The rows of each group that were cast at once."""
+    def _cut(self, tensor: GroupedTensor, names: Sequence[str]) -> Sequence[QuantizedTensor]:
+        """The rows of each group that were cast at once, by the quantizers of these names."""
         inner = math.prod(tensor.shape[1:-1])
-        return tensor.cut([count * inner for count in self._counts], [None] * len(self._each))
+        quantizers = [self._ctx.quantizers[name] for name in names]
+        return tensor.cut([count * inner for count in self._counts], quantizers)
 
 
 class _Group:

@@ -81,7 +81,7 @@ class _PerTensor(Quantizer):
     def quantize_groups(
         self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
     ) -> GroupedTensor | None:
-        return cast_each(tensor, ends, quantizers)
+        return cast_each(tensor, ends, usage, quantizers)
 
     def scaled(self, tensor: Tensor, scale: Tensor, usage: Usage) -> QuantizedTensor:
         data = _codes(tensor.detach(), scale.reshape(()), self.dtype).contiguous()

@@ -21,6 +21,7 @@ from .formats import (
     matrix_of,
 )
 
+_ROWWISE = Usage()
 FILLED = 16
 """A columnwise copy fills up the rows of each group to a multiple of this, with zeros."""
 
@@ -70,7 +71,7 @@ class GroupedTensor(QuantizedTensor):
         here = self.rowwise_data is not None or self.columnwise_data is not None
         return Usage(here, here)
 
-    def dequantize(self, usage: Usage = Usage()) -> Tensor:  # noqa: B008  # a named tuple
+    def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32; the host reads where groups end."""
         copy_to_read(self, usage)
         assert self.ends is not None
@@ -119,19 +120,32 @@ def _filled(count: int) -> int:
     return count + -count % FILLED
 
 
-def cast_each(tensor: Tensor, ends: Tensor, quantizers: Sequence[Any]) -> GroupedTensor:
-    """Groups of rows that are cast one after the other, rowwise; the host reads where they end.
+def cast_each(
+    tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Any]
+) -> GroupedTensor:
+    """Groups of rows that are cast one after the other; the host reads where they end.
 
     Args:
         tensor: The values.
         ends: The row at which each group ends.
+        usage: The copies that are needed.
         quantizers: That of each group, which give a :class:`ScaledTensor`.
     """
-    rows = tensor.detach().reshape(matrix_of(tensor.shape))
-    pairs = zip(rows.split(counts_of(ends)), quantizers, strict=True)
-    made = [quantizer.quantize(part, Usage()) for part, quantizer in pairs]
-    codes = [part.rowwise_data for part in made]
-    data = torch.cat([each.view(torch.uint8) for each in codes]).view(codes[0].dtype)
+    rows, columns = matrix_of(tensor.shape)
+    parts = tensor.detach().reshape(rows, columns).split(counts_of(ends))
+    pairs = zip(parts, quantizers, strict=True)
+    made = [quantizer.quantize(part, _ROWWISE) for part, quantizer in pairs]
+    codes = [part.rowwise_data.view(torch.uint8) for part in made]
+    dtype, row, column = made[0].rowwise_data.dtype, None, None
+    if usage.rowwise:
+        row = torch.cat(codes).view(dtype).view(tensor.shape)
+    if usage.columnwise:
+        column = codes[0].new_zeros(room(rows, columns, len(codes)))
+        start = 0
+        for part in codes:
+            high = _filled(len(part))
+            block = column[start * columns : (start + high) * columns].view(columns, high)
+            block[:, : len(part)], start = part.t(), start + high
+        column = column.view(dtype)
     inverse = torch.cat([part.scale_inv.reshape(1) for part in made])
-    data = data.view(tensor.shape)
-    return GroupedTensor(tensor.shape, tensor.dtype, quantizers[0], data, None, inverse, ends)
+    return GroupedTensor(tensor.shape, tensor.dtype, quantizers[0], row, column, inverse, ends)

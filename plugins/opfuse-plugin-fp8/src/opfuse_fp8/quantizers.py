@@ -182,7 +182,7 @@ class _TensorQuantizer(BaseQuantizer):
         made = None
         if _groups_by_kernels is not None:
             made = _groups_by_kernels(tensor, ends, usage, quantizers)
-        return cast_each(tensor, ends, quantizers) if made is None else made
+        return cast_each(tensor, ends, usage, quantizers) if made is None else made
 
     def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> Tensors:
         """The tensors of the format for values that are multiplied by ``scale``: fp32, (1,)."""

@@ -27,6 +27,10 @@ PREDICTED = Predicted(
         "grouped linear of one tensor": (1.0, ["grouped product"]),
         "grouped linear of codes": (2.30, ["grouped product of codes"]),
         "grouped linear backward": (1.0, ["its gradient", "gradient of the matrices"]),
+        "grouped linear backward of codes": (
+            99.0,
+            ["its gradient of codes", "gradient of the matrices, of codes"],
+        ),
         "activated": (1.43, ["grouped product + SwiGLU"]),
         "gradients": (3.43, ["its gradient + that of SwiGLU"]),
     },
@@ -92,7 +96,8 @@ def alone(ops: Sequence[Any], env: Environment) -> bool | str:
 
 def backward_alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """The same for its gradients."""
-    return why_not(ops[0], env) or PREDICTED.why_not("grouped linear backward", env) or True
+    name = "grouped linear backward" + (" of codes" if env.recipe is not None else "")
+    return why_not(ops[0], env, coded=True) or PREDICTED.why_not(name, env) or True
 
 
 def activated(ops: Sequence[Any], env: Environment) -> bool | str:

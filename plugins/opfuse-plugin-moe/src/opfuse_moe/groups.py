@@ -39,15 +39,44 @@ class DeviceGroups(Groups):
         self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
     ) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_products`."""
-        if self.ends is None or dtype not in DTYPES or not _are_codes(x, *weights):
+        return self._product(x, weights, "rowwise_data", dtype, biases)
+
+    def coded_input_grads(
+        self, dy: Any, weights: Sequence[Any], dtype: torch.dtype
+    ) -> Tensor | None:
+        """See :meth:`opfuse.ops.grouped.Groups.coded_input_grads`."""
+        return self._product(dy, weights, "columnwise_data", dtype, (), exact=True)
+
+    def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
+        """See :meth:`opfuse.ops.grouped.Groups.coded_weight_grads`."""
+        codes = [each.columnwise_data for each in (dy, x)]
+        if self.ends is None or dtype not in DTYPES or not _are_codes(codes):
             return None
-        rows, matrices = x.rowwise_data, library.matrices_of([w.rowwise_data for w in weights])
-        inverses = [w.scale_inv.reshape(1) for w in weights]
+        given = [(code, each.scale_inv) for code, each in zip(codes, (dy, x), strict=True)]
+        sizes = dy.shape[:-1].numel(), dy.shape[-1], x.shape[-1]
+        return library.coded_weight_grads(*given, self.ends, sizes, dtype)
+
+    def _product(
+        self,
+        x: GroupedTensor,
+        weights: Sequence[Any],
+        copy: str,
+        dtype: torch.dtype,
+        biases: Sequence[Tensor],
+        exact: bool = False,
+    ) -> Tensor | None:
+        """The product of rows with a copy of each weight; None: the kernels do not take them."""
+        scaled = all(isinstance(weight, ScaledTensor) for weight in weights)
+        codes = [getattr(weight, copy) for weight in weights] if scaled else []
+        takes = bool(codes) and _are_codes([x.rowwise_data, *codes])
+        if self.ends is None or x.scale_inv is None or dtype not in DTYPES or not takes:
+            return None
+        inverses = [weight.scale_inv.reshape(1) for weight in weights]
         whole = library.in_a_row(inverses)
         inverse = torch.cat(inverses) if whole is None else whole.reshape(-1)
-        codes = _rows(rows), x.scale_inv
-        given = dtype, biases, self.config
-        return library.coded_product(codes, matrices, inverse, self.ends, *given)
+        rows = _rows(x.rowwise_data), x.scale_inv  # type: ignore[arg-type]
+        given = inverse, self.ends, dtype, biases, self.config
+        return library.coded_product(rows, library.matrices_of(codes), *given, exact=exact)
 
     def input_grads(self, dy: Tensor, weights: Any) -> Tensor:
         """See :meth:`opfuse.ops.grouped.Groups.input_grads`."""
@@ -174,12 +203,9 @@ def _takes(x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[
     )
 
 
-def _are_codes(x: Any, *weights: Any) -> bool:
-    """Whether these are rows and matrices in FP8, with one scale for each group."""
-    if not isinstance(x, GroupedTensor) or not all(isinstance(w, ScaledTensor) for w in weights):
-        return False
-    codes = [each.rowwise_data for each in (x, *weights)]
-    return all(type(t) is Tensor and t.dtype in CODES for t in codes)
+def _are_codes(tensors: Sequence[Any]) -> bool:
+    """Whether these are plain tensors in FP8."""
+    return all(type(tensor) is Tensor and tensor.dtype in CODES for tensor in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ Arguments of the kernels:
 - ``ends``: ``(groups,)``, int32.
 - ``bias``: ``(groups, features)``, or None. ``scales``: ``(rows,)``, or None.
 - ``x_inverse``, ``w_inverse``: of FP8 codes, what those of each group are multiplied by, or None.
+- ``EXACT``: whether Hopper's tensor cores, which add up FP8 products in fewer bits than fp32 has,
+  do so within ``BLOCK_K`` of them only.
 - ``GROUPS``: the power of two from ``groups`` on. ``ALIGNED``: what divides all of ``table``.
 """
 
@@ -36,8 +38,10 @@ def matrix_of(group, w, table, w_group, ALIGNED: tl.constexpr):
 def row_product(
     x, matrix, row, feature, depth, x_stride, w_feature, w_depth,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXACT: tl.constexpr = False,
 ):  # fmt: skip
     """The product of rows with features of a matrix, in fp32."""
+    most: tl.constexpr = BLOCK_K if EXACT else None
     along = tl.arange(0, BLOCK_K)
     far = along.to(tl.int64)
     of_x = x + row[:, None] * x_stride + far[None, :]
@@ -47,7 +51,9 @@ def row_product(
         inside = along < depth - step * BLOCK_K
         left = tl.load(of_x, inside[None, :], other=0.0)
         right = tl.load(of_w, inside[:, None], other=0.0)
-        product = tl.dot(left, right, product, input_precision=PRECISION)
+        product = tl.dot(
+            left, right, product, input_precision=PRECISION, max_num_imprecise_acc=most
+        )  # fmt: skip
         of_x += BLOCK_K
         of_w += tl.full((), BLOCK_K, tl.int64) * w_depth
     return product
@@ -57,7 +63,7 @@ def row_product(
 def grouped_product(
     x, w, table, ends, x_inverse, w_inverse, bias, scales, y,
     groups, rows, features, depth, x_stride, w_group, w_feature, w_depth,
-    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w.T + bias``, where the bias is multiplied by the scale of the row if there is one.
@@ -75,7 +81,7 @@ def grouped_product(
         # beyond the last row or feature another is read again, and not stored
         result = row_product(
             x, matrix, tl.minimum(row, end - 1), feature % features, depth,
-            x_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EXACT,
         )  # fmt: skip
         if x_inverse is not None:
             result *= tl.load(x_inverse + group) * tl.load(w_inverse + group)

@@ -18,6 +18,7 @@ PRODUCT = Kernel(forward.grouped_product, tiles.of_product)
 ACTIVATED = Kernel(forward.grouped_activated, tiles.of_gated)
 GRADIENTS = Kernel(backward.grouped_gradients, tiles.of_gradients)
 WGRAD = Kernel(backward.grouped_wgrad, tiles.of_wgrad)
+CODED_WGRAD = Kernel(backward.grouped_coded_wgrad, tiles.of_wgrad)
 SUMS = Kernel(backward.group_sums, [Config({"BLOCK_M": 32, "BLOCK_N": 128})])
 
 PER_MULTIPROCESSOR = 2
@@ -166,7 +167,7 @@ def product(
     y = x.new_empty((x.shape[0], matrices.sizes[0]))
     scales = None if scales is None else scales.contiguous()
     tensors = matrices.first, matrices.table, ends, None, None, _stacked(biases), scales, y
-    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config)
+    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config, EXACT=False)
     return y
 
 
@@ -178,6 +179,8 @@ def coded_product(
     dtype: torch.dtype,
     biases: Sequence[Tensor] = (),
     config: Config | None = None,
+    *,
+    exact: bool = False,
 ) -> Tensor:
     """:func:`product` of FP8 codes, rounded once.
 
@@ -189,11 +192,12 @@ def coded_product(
         dtype: The dtype of the result.
         biases: As for :func:`product`.
         config: Likewise.
+        exact: Whether a Hopper GPU adds up in fp32; else it may do so in fewer bits.
     """
     x = _dense(codes[0])
     y = x.new_empty((x.shape[0], matrices.sizes[0]), dtype=dtype)
     tensors = matrices.first, matrices.table, ends, codes[1], inverses, _stacked(biases), None, y
-    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config)
+    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config, EXACT=exact)
     return y
 
 
@@ -274,6 +278,39 @@ def weight_grads(dy: Tensor, x: Tensor, ends: Tensor, config: Config | None = No
 
     sizes = rows, features, depth, dy.stride(0), x.stride(0)
     WGRAD.launch(grid, dy, x, ends, dw, *sizes, config=config, PRECISION=_precision(x))
+    return dw
+
+
+def coded_weight_grads(
+    dy: tuple[Tensor, Tensor],
+    x: tuple[Tensor, Tensor],
+    ends: Tensor,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:
+    """:func:`weight_grads` of FP8 codes, rounded once.
+
+    Args:
+        dy: The columnwise copy of a :class:`opfuse.core.quantization.grouped.GroupedTensor`, and
+            what the codes of each group are multiplied by: fp32.
+        x: Likewise.
+        ends: The end of each group, int32.
+        sizes: The rows of both, the features of ``dy``, and those of ``x``.
+        dtype: The dtype of the result.
+        config: As for :func:`product`.
+    """
+    (rows, features, depth), groups = sizes, ends.shape[0]
+    dw = ends.new_empty((groups, features, depth), dtype=dtype)
+
+    def grid(config: Config) -> tuple[int]:
+        down, across = config["BLOCK_M"], config["BLOCK_N"]
+        return (groups * triton.cdiv(features, down) * triton.cdiv(depth, across),)
+
+    CODED_WGRAD.launch(
+        grid, dy[0], x[0], ends, dy[1], x[1], dw, groups, rows, features, depth,
+        config=config, GROUPS=triton.next_power_of_2(groups),
+    )  # fmt: skip
     return dw
 
 
