@@ -4,13 +4,18 @@ Without a GPU they run in a process with ``TRITON_INTERPRET=1``, and are compile
 """
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, testing
+from opfuse.core.quantization import BOTH, Quantizer
+from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization.grouped import cast_each
 from opfuse.testing import assert_close, interpreter, machine
+from opfuse.testing.recipes import offered
 
 pytest.importorskip("triton")
 from ledger import assert_predicted
@@ -18,7 +23,7 @@ from opfuse_moe import conditions
 from opfuse_moe.cases import CASES, multiplies_codes
 from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
-from opfuse_triton import TARGETS, current_target, functions_of, recording, target
+from opfuse_triton import TARGETS, Kernel, current_target, functions_of, recording, target
 from opfuse_triton.floor import assert_floor
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
@@ -99,6 +104,18 @@ def test_products_match_fp64(dtype, listed):
         assert_close(dx, torch.cat(grouped(lambda dy, w: dy @ w, sizes, dy, of=(w,))))
 
 
+class Cast(Quantizer):
+    """Divides by the largest magnitude."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def quantize(self, tensor, usage, out=None):
+        scale = tensor.abs().amax().reshape(1) if tensor.numel() else tensor.new_ones(1)
+        return ScaledTensor(tensor.shape, tensor.dtype, self, (tensor / scale).to(self.dtype),
+                            None, scale)  # fmt: skip
+
+
 def coded(*shape, dtype=E4M3):
     (values,) = drawn(shape)
     return values.to(dtype)
@@ -128,6 +145,32 @@ def test_products_of_codes_match_fp64(dtypes):
                 )
                 exact = torch.cat([y * (a * b).double() + c.double() for y, a, b, c in each])
                 assert_close(y, exact)
+
+
+@needs_codes
+@pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E4M3)], ids=str)
+def test_gradients_of_codes_match_fp64(dtypes):
+    for sizes, (depth, features) in zip(
+        SIZES, [(33, 50), (64, 136), (16, 3), (129, 1)], strict=True
+    ):
+        count, ends = len(sizes), ends_of(sizes)
+        tensors = drawn((sum(sizes), features), (sum(sizes), depth), (count, depth, features))
+        each = [Cast(dtype) for dtype in dtypes]
+        dy, x = [
+            cast_each(t, ends, BOTH, [one] * count)
+            for t, one in zip(tensors[:2], each, strict=True)
+        ]
+        values = [t.dequantize() for t in (dy, x)]
+        (inverse,) = drawn((count,))
+        w = tensors[2].to(E4M3)
+        given = (dy.rowwise_data, dy.scale_inv), library.matrices_of(w), inverse, ends
+        dx = library.coded_product(*given, torch.float32, exact=True)
+        exact = grouped(lambda dy, w: dy @ w.T, sizes, values[0], of=(w,))
+        assert_close(dx, torch.cat([y * a.double() for y, a in zip(exact, inverse, strict=True)]))
+        pairs = [(t.columnwise_data, t.scale_inv) for t in (dy, x)]
+        dw = library.coded_weight_grads(*pairs, ends, (sum(sizes), features, depth), torch.float32)
+        assert_close(dw, torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, *values)))
+        assert all(not dw[i].any() for i, size in enumerate(sizes) if not size)
 
 
 @needs_kernels
@@ -228,6 +271,8 @@ ONE_COLUMN = {
     "grouped product of codes": TALL,
     "its gradient": WIDE,
     "gradient of the matrices": {"depth": 64, "features": 64},
+    "its gradient of codes": WIDE,
+    "gradient of the matrices, of codes": {"depth": 64, "features": 64},
     "gradient of the biases": WIDE,
     "grouped product + SwiGLU": TALL,
     "its gradient + that of SwiGLU": WIDE,
@@ -239,6 +284,8 @@ ONE_COLUMN = {
 def test_each_tensor_is_read_and_written_once_where_one_column_of_tiles_has_all(case):
     """With more columns each reads the rows again. Matrices of groups without rows are not read."""
     shape = {"groups": 5, "rows": 131, **ONE_COLUMN[case.name]}
+    if case.name == "gradient of the matrices, of codes":
+        shape["rows"] = 144  # a multiple of 16
     assert_floor(dataclasses.replace(case, small=[shape]))
 
 
@@ -254,6 +301,41 @@ def test_the_one_that_takes_most_registers_compiles(arch, monkeypatch, tmp_path)
     (launch, *_) = record(case, case.shapes[0], arch).launches
     found = read_resources(launch.compile())
     assert not found.spilled and found.shared <= launch.target.shared_memory
+
+
+@needs_codes
+@pytest.mark.parametrize("stacked", [True, False], ids=["one tensor", "a list"])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("input",)], ids=str)
+def test_codes_are_multiplied_in_both_passes(stacked, frozen, monkeypatch):
+    """By a launch for each product, with the results of the op alone."""
+
+    if stacked:
+        held = torch.nn.Module()
+        held.weight = torch.nn.Parameter(torch.randn(3, 32, 48, device=DEVICE))
+        op = ops.GroupedLinear.reading(held, "weight")
+    else:
+        held = op = ops.GroupedLinear(3, 48, 32, device=DEVICE)
+    for name, param in held.named_parameters():
+        param.requires_grad_(not ("weight" in name and "weight" in frozen))
+    sizes = torch.tensor([5, 0, 20], device=DEVICE)
+    launched, found = Counter(), []
+    launch = Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", lambda self, *given, **more: (
+        launched.update([self.name]), launch(self, *given, **more))[1])  # fmt: skip
+    for plugins in ("moe,opfuse-testing", "opfuse-testing"):
+        x = drawn((25, 48))[0].requires_grad_("input" not in frozen)
+        held.zero_grad()
+        with offered(), opfuse.plugins.using(plugins), opfuse.autocast(testing.PerTensor()):
+            y = op(x, sizes)
+            (y * y).sum().backward()
+        found.append([y, x.grad, *[p.grad for p in held.parameters()]])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_close(one, other.double())
+    wanted = {"grouped_product": 1 + ("input" not in frozen)}
+    wanted |= {} if "weight" in frozen else {"grouped_coded_wgrad": 1}
+    assert {k: n for k, n in launched.items() if k != "group_sums"} == wanted
 
 
 @needs_compiler

@@ -24,7 +24,7 @@ from opfuse.ops.grouped import Groups
 
 from .kernels import library
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 _SWIGLU = functions_of(SwiGLU())
 
 
@@ -160,6 +160,45 @@ def _widened(codes: Sequence[Tensor] | Tensor, inverses: Tensor) -> list[Tensor]
     return [part.to(dtype) * inverse for part, inverse in zip(codes, inverses, strict=True)]
 
 
+def _coded_dgrad(
+    dy: Tensor, w: Tensor, dy_inverse: Tensor, w_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    matrices = library.matrices_of(w)
+    return library.coded_product((dy, dy_inverse), matrices, w_inverse, ends, BF16, exact=True)
+
+
+def _coded_dgrad_apart(
+    of: GroupsOf, dy: Tensor, w: Tensor, dy_inverse: Tensor, w_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    rows, matrices = _widened(dy.split(_counts(ends, len(dy))), dy_inverse), _widened(w, w_inverse)
+    parts = [dy @ w.t() for dy, w in zip(rows, matrices, strict=True)]
+    return torch.cat([_rounded(part) for part in parts])
+
+
+def _coded_wgrad(
+    dy: Tensor, x: Tensor, dy_inverse: Tensor, x_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    sizes = dy.shape[1], dy.shape[0], x.shape[0]
+    given = (dy.view(-1), dy_inverse), (x.view(-1), x_inverse)
+    return library.coded_weight_grads(*given, ends, sizes, BF16)
+
+
+def _coded_wgrad_apart(
+    of: GroupsOf, dy: Tensor, x: Tensor, dy_inverse: Tensor, x_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    """The copies of each group are one after the other."""
+    counts, each = _counts(ends, dy.shape[1]), list[list[Tensor]]()
+    for codes, inverse in ((dy, dy_inverse), (x, x_inverse)):
+        blocks = codes.view(-1).split([len(codes) * count for count in counts])
+        each.append(_widened([block.view(len(codes), -1) for block in blocks], inverse))
+    return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
+
+
+def _rounded(product: Tensor) -> Tensor:
+    """As the kernels round; the reference is in fp64."""
+    return product if product.dtype is torch.float64 else product.to(BF16)
+
+
 def _counts(ends: Tensor, rows: int) -> list[int]:
     """The rows of each group, which the host reads."""
     if not ends.is_meta:
@@ -248,6 +287,36 @@ def _draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
     weights = torch.linspace(0.0, 2.0, groups) if groups > 1 else torch.ones(1)
     ends = (weights.cumsum(0) / weights.sum() * rows).round().to(torch.int32)
     return {"ends": ends}
+
+
+def _draw_whole(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
+    """The same of multiples of 16 rows, so that a columnwise copy has no zeros in between."""
+    return {"ends": _draw(groups, rows // 16)["ends"] * 16}
+
+
+def _coded_operands(name: str, **shape: int) -> Mapping[str, Operand]:
+    """Those of gradients of codes: columnwise copies have contiguous rows."""
+    groups, rows, depth, features = [shape[n] for n in ("groups", "rows", "depth", "features")]
+    codes: dict[str, Any] = {
+        "dx": {"dy": ((rows, features), E5M2), "w": ((groups, depth, features), E4M3)},
+        "dw": {"dy": ((features, rows), E5M2), "x": ((depth, rows), E4M3)},
+    }
+    found = {key: Operand(*given) for key, given in codes[name].items()}
+    inverse = Operand((groups,), torch.float32, "vector")
+    found |= {f"{key}_inverse": inverse for key in codes[name]}
+    found["ends"] = Operand((groups,), torch.int32, "vector")
+    size = {"dx": (rows, depth), "dw": (groups, features, depth)}[name]
+    return found | {name: Operand(size, BF16, output=True)}
+
+
+def _coded_gradient(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
+    operands = partial(_coded_operands, result)
+    small = [{**shape, "rows": 16 * -(-shape["rows"] // 16)} for shape in _SMALL]
+    return KernelCase(
+        name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
+        separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw_whole,
+        flops=_flops, runs_on=multiplies_codes, turn=30,
+    )  # fmt: skip
 
 
 def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]:
@@ -354,6 +423,13 @@ CASES = [
     _case(
         "gradient of the matrices", library.weight_grads, _wgrad_apart,
         ("dy x ends", "dw"), _UP, library.WGRAD, _wgrad_by_liger,
+    ),
+    _coded_gradient(
+        "its gradient of codes", "dx", _coded_dgrad, _coded_dgrad_apart, library.PRODUCT
+    ),
+    _coded_gradient(
+        "gradient of the matrices, of codes", "dw",
+        _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD,
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),

@@ -28,7 +28,7 @@ PREDICTED = Predicted(
         "grouped linear of codes": (2.30, ["grouped product of codes"]),
         "grouped linear backward": (1.0, ["its gradient", "gradient of the matrices"]),
         "grouped linear backward of codes": (
-            99.0,
+            2.20,
             ["its gradient of codes", "gradient of the matrices, of codes"],
         ),
         "activated": (1.43, ["grouped product + SwiGLU"]),
