@@ -97,7 +97,8 @@ def experts_step(sizes: Sizes, *, looped: bool = False) -> Callable[[], None]:
 
     Args:
         sizes: The sizes.
-        looped: Whether the host has read the sizes of the groups, as it does under a recipe.
+        looped: Whether the host has read the sizes of the groups, as it does where groups are cast
+            or multiplied one after the other.
     """
     held = nn.Module()
     held.up = nn.Parameter(_empty(sizes.experts, 2 * sizes.hidden, sizes.width))
@@ -146,6 +147,8 @@ def rows(sizes: Sizes) -> Iterator[tuple[str, Measured]]:
     plain, with_values = experts_step(sizes), experts_step(sizes, looped=True)
     yield "Experts, without opfuse-plugin-moe", measure(plain, plugins=f"{OTHERS},-moe")
     yield "Experts", measure(plain)
+    name = "Experts, DelayedScaling, without opfuse-plugin-moe"
+    yield name, measure(with_values, DelayedScaling(), plugins=f"{OTHERS},-moe")
     for recipe in (DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()):
         yield f"Experts, {type(recipe).__name__}", measure(with_values, recipe)
 

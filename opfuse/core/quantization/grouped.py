@@ -90,18 +90,17 @@ class GroupedTensor(QuantizedTensor):
         rows, columns = matrix_of(self.shape)
         nothing: list[Any] = [None] * len(counts)
         row, column = self.rowwise_data, self.columnwise_data
-        of_rows = nothing if row is None else row.reshape(rows, columns).split(list(counts))
+        of_rows = nothing if row is None else torch.split(row.reshape(rows, columns), list(counts))
         of_columns, start = [*nothing], 0
         for i, count in enumerate(counts):
             if column is not None and (row is None or count % FILLED == 0):
                 high = _filled(count)
                 block = column[start * columns : (start + high) * columns].view(columns, high)
                 of_columns[i], start = block[:, :count].contiguous(), start + high
-        each = zip(counts, quantizers, of_rows, of_columns, self.scale_inv.split(1), strict=True)
-        shapes = [torch.Size((count, columns)) for count in counts]
+        scales = torch.split(self.scale_inv, 1)
+        each = zip(counts, quantizers, of_rows, of_columns, scales, strict=True)
         return [
-            ScaledTensor(shape, self.dtype, *made)
-            for shape, (_, *made) in zip(shapes, each, strict=True)
+            ScaledTensor(torch.Size((count, columns)), self.dtype, *made) for count, *made in each
         ]
 
 
@@ -132,7 +131,7 @@ def cast_each(
         quantizers: That of each group, which give a :class:`ScaledTensor`.
     """
     rows, columns = matrix_of(tensor.shape)
-    parts = tensor.detach().reshape(rows, columns).split(counts_of(ends))
+    parts = torch.split(tensor.detach().reshape(rows, columns), counts_of(ends))
     pairs = zip(parts, quantizers, strict=True)
     made = [quantizer.quantize(part, _ROWWISE) for part, quantizer in pairs]
     codes = [part.rowwise_data.view(torch.uint8) for part in made]

@@ -2,7 +2,6 @@
 
 The host never reads the ends, an int32 tensor. A tile never has rows of two groups.
 """
-# ruff: noqa: ANN001, ANN201  # kernels take what they are given
 
 from __future__ import annotations
 
