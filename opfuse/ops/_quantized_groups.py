@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..core.op_context import OperationContext
 from ..core.quantization import COLUMNWISE, QuantizedTensor, Usage
-from ..core.quantization.grouped import GroupedTensor
+from ..core.quantization.grouped import RowGroups
 from ..core.quantization.state import quantizer_names
 from ._common import rows_of
 from ._products import quantized_backward, quantized_operands
@@ -79,13 +79,13 @@ class QuantizedGroups:
         xs, kept = map(list, zip(*saved, strict=True))
         return y.view(*x.shape[:-1], y.shape[1]), xs, kept
 
-    def _at_once(self, names: Sequence[str], x: Tensor, usage: Usage) -> GroupedTensor | None:
+    def _at_once(self, names: Sequence[str], x: Tensor, usage: Usage) -> RowGroups | None:
         """All rows, quantized; None: each group has to be cast by itself."""
         quantizers = [self._ctx.quantizers[name] for name in names]
         if self._ctx.backward_override is not None or not quantizers[0].casts_groups:
             return None
-        if any(quantizer.row_multiple > 1 for quantizer in self._ctx.quantizers.values()):
-            return None
+        if len({quantizer.row_multiple for quantizer in self._ctx.quantizers.values()}) > 1:
+            return None  # rows of zeros that one of two operands has not
         ends = self._groups.ends
         if ends is None:
             inner = math.prod(x.shape[1:-1])
@@ -127,8 +127,8 @@ class QuantizedGroups:
         ctx, x = self._ctx, xs[0]
         wants = [any(group.param_requires_grad) for group in self._each]
         dgrad, wgrad = weights[0] is not None, x is not None
-        of_dy: GroupedTensor | None = None
-        known = isinstance(x, GroupedTensor) or not any(wants)
+        of_dy: RowGroups | None = None
+        known = isinstance(x, RowGroups) or not any(wants)
         if known and (dgrad or all(wants)):  # the gradient of a frozen group is not cast
             of_dy = self._at_once(self._grads, grad_output, Usage(dgrad, wgrad))
         dx, whole = None, None
@@ -147,7 +147,7 @@ class QuantizedGroups:
     def _grads_of_values(
         self,
         grad_output: Tensor,
-        of_dy: GroupedTensor | None,
+        of_dy: RowGroups | None,
         xs: Sequence[Any],
         weights: Sequence[Any],
     ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -155,17 +155,19 @@ class QuantizedGroups:
         width = grad_output.shape[-1]
         dxs: list[Any] = []
         grads: list[Any] = []
-        if isinstance(xs[0], GroupedTensor):
+        if isinstance(xs[0], RowGroups):
             xs = self._cut(xs[0], self._inputs)
         dys: Any = self._split(grad_output) if of_dy is None else self._cut(of_dy, self._grads)
-        for group, dy, x, weight in zip(self._each, dys, xs, weights, strict=True):
+        inner = math.prod(grad_output.shape[1:-1])
+        each = zip(self._each, dys, xs, weights, self._counts, strict=True)
+        for group, dy, x, weight, count in each:
             dx = grad = None
             saved = x if any(group.param_requires_grad) else None, weight
             if any(tensor is not None for tensor in saved):
                 group.saved_tensors = saved
                 padded = group.padded(dy) if of_dy is None else dy
                 dx, (grad,) = quantized_backward(group, padded, (width,))
-            dxs.append(None if dx is None else dx[: dy.shape[0]])
+            dxs.append(None if dx is None else dx[: count * inner])
             grads.append(grad)
         if self._stacked:
             grads = [None if grads[0] is None else torch.stack(grads)]
@@ -192,7 +194,7 @@ class QuantizedGroups:
         inner = math.prod(tensor.shape[1:-1])
         return torch.split(rows_of(tensor), [count * inner for count in self._counts])
 
-    def _cut(self, tensor: GroupedTensor, names: Sequence[str]) -> Sequence[QuantizedTensor]:
+    def _cut(self, tensor: RowGroups, names: Sequence[str]) -> Sequence[QuantizedTensor]:
         """The rows of each group that were cast at once, by the quantizers of these names."""
         inner = math.prod(tensor.shape[1:-1])
         quantizers = [self._ctx.quantizers[name] for name in names]

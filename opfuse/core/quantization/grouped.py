@@ -1,8 +1,9 @@
-"""Groups of rows, each quantized with one scale of its own, as one tensor."""
+"""Groups of rows, each quantized by itself, as one tensor."""
 
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,26 +23,57 @@ from .formats import (
 )
 
 _ROWWISE = Usage()
-FILLED = 16
-"""A columnwise copy fills up the rows of each group to a multiple of this, with zeros."""
+
+
+class RowGroups(QuantizedTensor):
+    """The base of formats for groups of rows, each of which was quantized by itself.
+
+    The groups follow one another in the rows of the matrix, and may be empty. Where they end is a
+    tensor, so a cast or a product need not read it on the host. A columnwise copy has a matrix
+    ``(columns, height)`` for each group, one after the other, where the height is the number of its
+    rows, filled up with zeros to a multiple of ``filled``. It is ``(n,)``; what follows the last
+    group is undefined.
+
+    Attributes:
+        ends: The row at which each group ends: int32, ``(groups,)``.
+        filled: What divides the heights of a columnwise copy.
+    """
+
+    filled = 16
+    ends: Any
+
+    @abstractmethod
+    def cut(self, counts: Sequence[int], quantizers: Sequence[Any]) -> Sequence[QuantizedTensor]:
+        """Each group as a tensor of its own, over the same memory where it can be.
+
+        It may have rows of zeros at its end.
+
+        Args:
+            counts: The rows of each group.
+            quantizers: The quantizer of each.
+        """
+
+    def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
+        """The values in ``dtype``, computed in float32; the host reads where groups end."""
+        copy_to_read(self, usage)
+        counts = counts_of(self.ends)
+        each = zip(self.cut(counts, [None] * len(counts)), counts, strict=True)
+        parts = [part.dequantize(usage)[:count] for part, count in each]
+        return torch.cat(parts).reshape(self.shape)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class GroupedTensor(QuantizedTensor):
+class GroupedTensor(RowGroups):
     """One scale for each group of rows: a value is ``data * scale_inv[group]``.
 
-    The groups follow one another in the rows of the matrix, and may be empty. Where they end is a
-    tensor, so a cast or a product need not read it on the host. Both copies hold the same values,
-    so either of them serves both usages.
+    Both copies hold the same values, so either of them serves both usages.
 
     Args:
         shape: The logical shape.
         dtype: The dtype of the original tensor.
         quantizer: The quantizer of the first group, or None.
         rowwise_data: The values in the logical shape.
-        columnwise_data: The values of each group transposed, ``(columns, rows of the group)``, with
-            zeros up to a multiple of 16 rows: one group after the other, ``(n,)``. What follows
-            the last one is undefined.
+        columnwise_data: The values of each group transposed, see :class:`RowGroups`.
         scale_inv: The factor of the values of each group: float32, ``(groups,)``.
         ends: The row at which each group ends: int32, ``(groups,)``.
     """
@@ -71,32 +103,19 @@ class GroupedTensor(QuantizedTensor):
         here = self.rowwise_data is not None or self.columnwise_data is not None
         return Usage(here, here)
 
-    def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
-        """The values in ``dtype``, computed in float32; the host reads where groups end."""
-        copy_to_read(self, usage)
-        assert self.ends is not None
-        counts = counts_of(self.ends)
-        parts = [part.dequantize() for part in self.cut(counts, [None] * len(counts))]
-        return torch.cat(parts).reshape(self.shape)
-
-    def cut(self, counts: Sequence[int], quantizers: Sequence[Any]) -> list[ScaledTensor]:
-        """Each group as a tensor of its own, over the same memory where it can be.
-
-        Args:
-            counts: The rows of each group.
-            quantizers: The quantizer of each.
-        """
+    def cut(self, counts: Sequence[int], quantizers: Sequence[Any]) -> Sequence[ScaledTensor]:
+        """See :meth:`RowGroups.cut`; there are no rows of zeros."""
         assert self.scale_inv is not None
         rows, columns = matrix_of(self.shape)
-        nothing: list[Any] = [None] * len(counts)
         row, column = self.rowwise_data, self.columnwise_data
-        of_rows = nothing if row is None else torch.split(row.reshape(rows, columns), list(counts))
-        of_columns, start = [*nothing], 0
-        for i, count in enumerate(counts):
-            if column is not None and (row is None or count % FILLED == 0):
-                high = _filled(count)
-                block = column[start * columns : (start + high) * columns].view(columns, high)
-                of_columns[i], start = block[:, :count].contiguous(), start + high
+        whole = [column is not None and (row is None or n % self.filled == 0) for n in counts]
+        blocks = iter([] if column is None else cut_columns(column, columns, counts, self.filled))
+        of_columns: list[Any] = [None] * len(counts)
+        for i, (block, count) in enumerate(zip(blocks, counts, strict=False)):
+            of_columns[i] = block[:, :count].contiguous() if whole[i] else None
+        of_rows: Any = [None] * len(counts)
+        if row is not None:
+            of_rows = torch.split(row.reshape(rows, columns), list(counts))
         scales = torch.split(self.scale_inv, 1)
         each = zip(counts, quantizers, of_rows, of_columns, scales, strict=True)
         return [
@@ -104,9 +123,9 @@ class GroupedTensor(QuantizedTensor):
         ]
 
 
-def room(rows: int, columns: int, groups: int = 1) -> int:
+def room(rows: int, columns: int, groups: int = 1, filled: int = RowGroups.filled) -> int:
     """The size of a columnwise copy, whatever the sizes of the groups are."""
-    return _filled(rows + (FILLED - 1) * groups) * columns
+    return _up(rows + (filled - 1) * groups, filled) * columns
 
 
 def counts_of(ends: Tensor) -> list[int]:
@@ -115,8 +134,28 @@ def counts_of(ends: Tensor) -> list[int]:
     return counts
 
 
-def _filled(count: int) -> int:
-    return count + -count % FILLED
+def cut_columns(
+    column: Tensor, columns: int, counts: Sequence[int], filled: int, per: int = 1
+) -> list[Tensor]:
+    """The matrices of the groups in a columnwise copy.
+
+    Args:
+        column: The copy, or its scales.
+        columns: The columns of the values, which are the rows here.
+        counts: The rows of each group.
+        filled: What divides the heights.
+        per: How many rows share an element.
+    """
+    found, start = [], 0
+    for count in counts:
+        high = _up(count, filled) // per
+        found.append(column[start : start + high * columns].view(columns, high))
+        start += high * columns
+    return found
+
+
+def _up(count: int, multiple: int) -> int:
+    return count + -count % multiple
 
 
 def cast_each(
@@ -140,11 +179,10 @@ def cast_each(
         row = torch.cat(codes).view(dtype).view(tensor.shape)
     if usage.columnwise:
         column = codes[0].new_zeros(room(rows, columns, len(codes)))
-        start = 0
-        for part in codes:
-            high = _filled(len(part))
-            block = column[start * columns : (start + high) * columns].view(columns, high)
-            block[:, : len(part)], start = part.t(), start + high
+        counts = [len(part) for part in codes]
+        blocks = cut_columns(column, columns, counts, GroupedTensor.filled)
+        for block, part in zip(blocks, codes, strict=True):
+            block[:, : len(part)] = part.t()
         column = column.view(dtype)
     inverse = torch.cat([part.scale_inv.reshape(1) for part in made])
     return GroupedTensor(tensor.shape, tensor.dtype, quantizers[0], row, column, inverse, ends)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .formats import QuantizedTensor, ScaledTensor, Usage
-from .grouped import GroupedTensor
+from .grouped import RowGroups
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 BOTH = Usage(True, True)
@@ -60,10 +60,8 @@ class Quantizer(ABC):
 
     def quantize_groups(
         self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
-    ) -> GroupedTensor | None:
+    ) -> RowGroups | None:
         """Quantize groups of rows at once, each as its own quantizer does: to the same codes.
-
-        For formats with one scale per tensor.
 
         Args:
             tensor: The values.

@@ -43,9 +43,9 @@ def place_of(tile, first, stop, tiles, GROUPS: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def filled_of(group, first, stop, GROUPS: tl.constexpr):
-    """Where a group begins if each is filled up to a multiple of 16 rows, and its rows then."""
-    filled = (stop - first + 15) // 16
+def filled_of(group, first, stop, GROUPS: tl.constexpr, FILLED: tl.constexpr):
+    """Where a group begins if each is filled up to a multiple of some rows, and its rows then."""
+    filled = (stop - first + FILLED - 1) // FILLED
     index = tl.arange(0, GROUPS)
-    start = tl.sum(tl.where(index < group, filled, 0)) * 16
-    return start, tl.sum(tl.where(index == group, filled, 0)) * 16
+    start = tl.sum(tl.where(index < group, filled, 0)) * FILLED
+    return start, tl.sum(tl.where(index == group, filled, 0)) * FILLED
