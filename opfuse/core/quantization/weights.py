@@ -123,7 +123,9 @@ def _at_once(
     count, rows = len(quantizers), whole.shape[:-1].numel() // len(quantizers)
     ends = torch.arange(1, count + 1, dtype=torch.int32, device=whole.device) * rows
     made = quantizers[0].quantize_groups(whole.detach().flatten(0, -2), ends, usage, quantizers)
-    return None if made is None else made.cut([rows] * count, quantizers)
+    parts = None if made is None else made.cut([rows] * count, quantizers)
+    # a format may fill up what a weight must have
+    return None if parts is None or parts[0].shape[0] != rows else parts
 
 
 def _state(weight: Tensor) -> tuple[int, torch.dtype, torch.device]:

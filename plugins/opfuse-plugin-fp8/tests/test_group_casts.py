@@ -95,6 +95,41 @@ def test_other_dtypes(dtype, monkeypatch):
             x.view(-1, 16), own)  # fmt: skip
 
 
+@computes
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("features", [32, 160])
+def test_blocks_end_where_a_group_ends(dtype, sizes, features, monkeypatch):
+    """A group has the copies of its rows alone, filled up with zeros to whole blocks."""
+    monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer: True)
+    x, ends = drawn(sizes, features)
+    each = [fp8.MXQuantizer(dtype, swizzles=bool(features % 64)) for _ in sizes]
+    plain = fp8.MXQuantizer(dtype)
+    made = each[0].quantize_groups(x, ends, BOTH, each)
+    for part, cut in zip(x.split(sizes), made.cut(sizes, each), strict=True):
+        alone = plain.reference(torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 32)), BOTH)
+        assert cut.shape == alone.shape and not cut.swizzled
+        for name in ("rowwise_data", "columnwise_data", "columnwise_scale_inv"):
+            same(getattr(cut, name), getattr(alone, name))
+        same(cut.rowwise_scale_inv[: len(part)], alone.rowwise_scale_inv[: len(part)])
+    for usage in (ROWWISE, COLUMNWISE):
+        one = each[0].quantize_groups(x, ends, usage, each)
+        assert one.usage == usage
+        same(one.dequantize(usage), made.dequantize(usage))
+    alone = each[0].quantize_groups(x, ends, ROWWISE, each).cut(sizes, each)
+    assert [len(cut.rowwise_data) for cut in alone] == sizes
+
+
+def test_blocks_are_not_cast_at_once_without_kernels():
+    x, ends = drawn([5, 20], 64)
+    for made in (
+        [fp8.MXQuantizer(E4M3), fp8.MXQuantizer(E4M3)],
+        [fp8.MXQuantizer(E4M3, square=True)] * 2,
+    ):
+        assert made[0].quantize_groups(x, ends, ROWWISE, made) is None
+    assert not fp8.MXQuantizer(E4M3, square=True).casts_groups
+
+
 @every
 def test_without_kernels_each_is_cast_by_itself(kind):
     sizes = [5, 0, 20]
@@ -118,7 +153,7 @@ def test_quantizers_that_cast_in_other_ways_refuse():
         [fp8.CurrentQuantizer(E4M3), fp8.DelayedQuantizer(E4M3)],
         [fp8.DelayedQuantizer(E4M3), Own(E4M3)],
         [Own(E4M3), Own(E4M3)],
-        [fp8.MXQuantizer(E4M3), fp8.MXQuantizer(E4M3)],
+        [fp8.MXQuantizer(E4M3), fp8.MXQuantizer(E5M2)],
     ):
         assert pair[0].quantize_groups(x, ends, ROWWISE, pair) is None
         assert all(bool(q.amax == -1) for q in pair if hasattr(q, "amax"))

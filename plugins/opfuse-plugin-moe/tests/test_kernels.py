@@ -20,7 +20,7 @@ from opfuse.testing.recipes import offered
 pytest.importorskip("triton")
 from ledger import assert_predicted
 from opfuse_moe import conditions
-from opfuse_moe.cases import CASES, multiplies_codes
+from opfuse_moe.cases import CASES, multiplies_codes, multiplies_mx
 from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
 from opfuse_triton import TARGETS, Kernel, current_target, functions_of, recording, target
@@ -30,7 +30,7 @@ from opfuse_triton.resources import read_resources
 
 INTERPRETING = machine.is_interpreting()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [[1], [5, 0, 66, 1], [0, 0, 3, 0, 0], [0, 127]]
 BY_NAME = {case.name: case for case in CASES}
@@ -42,6 +42,11 @@ needs_codes = pytest.mark.skipif(
     not INTERPRETING
     and (DEVICE == "cpu" or not multiplies_codes(current_target(torch.device(DEVICE)))),
     reason="no GPU that multiplies FP8 codes, and Triton does not interpret",
+)
+needs_blocks = pytest.mark.skipif(
+    not INTERPRETING
+    and (DEVICE == "cpu" or not multiplies_mx(current_target(torch.device(DEVICE)))),
+    reason="no GPU that multiplies MX blocks, and Triton does not interpret",
 )
 needs_compiler = pytest.mark.skipif(
     INTERPRETING, reason="a process that interprets kernels cannot compile them"
@@ -173,6 +178,60 @@ def test_gradients_of_codes_match_fp64(dtypes):
         assert all(not dw[i].any() for i, size in enumerate(sizes) if not size)
 
 
+def scaled(*shape, dtype=E4M3):
+    """Codes with powers of two, and the values."""
+    codes = coded(*shape, dtype=dtype)
+    powers = drawn((*shape[:-1], shape[-1] // 32))[0].mul(3).round().exp2().to(E8M0)
+    values = codes.double().unflatten(-1, (-1, 32)) * powers.double()[..., None]
+    return library.Scaled(codes, powers), values.flatten(-2)
+
+
+@needs_blocks
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_products_of_blocks_match_fp64(dtypes):
+    for sizes, (depth, features) in zip(
+        SIZES, [(32, 50), (64, 136), (160, 3), (288, 1)], strict=True
+    ):
+        count, ends = len(sizes), ends_of(sizes)
+        (x, rows), (w, matrices) = [
+            scaled(*shape, dtype=dtype)
+            for shape, dtype in zip(
+                [(sum(sizes), depth), (count, features, depth)], dtypes, strict=True
+            )
+        ]
+        (bias,) = drawn((count, features))
+        for out, biases in ((torch.float32, bias.unbind()), (torch.bfloat16, ())):
+            y = library.scaled_product(x, w, ends, out, biases)
+            added = bias if biases else torch.zeros_like(bias)
+            exact = grouped(lambda x, w, b: x @ w.T + b, sizes, rows, of=(matrices, added))
+            assert_close(y, torch.cat(exact))
+
+
+@needs_blocks
+def test_gradients_of_blocks_match_fp64():
+    for sizes, (depth, features) in zip(
+        SIZES, [(32, 50), (64, 136), (160, 3), (288, 1)], strict=True
+    ):
+        blocks, made, values = [-(-size // 32) for size in sizes], [], []
+        for width, dtype in ((features, E5M2), (depth, E4M3)):
+            parts = [scaled(width, 32 * n, dtype=dtype) for n in blocks]
+            for (codes, _), size in zip([part for part, _ in parts], sizes, strict=True):
+                codes.view(torch.uint8)[:, size:] = 0  # what fills a group up
+            of_each = [
+                (one.codes.double().unflatten(-1, (-1, 32)) * one.scales.double()[..., None])
+                for one, _ in parts
+            ]
+            values.append([each.flatten(-2) for each in of_each])
+            codes, powers = [
+                torch.cat([t.reshape(-1).view(torch.uint8) for t in each])
+                for each in zip(*[one for one, _ in parts], strict=True)
+            ]
+            made.append(library.Scaled(codes.view(dtype), powers.view(E8M0)))
+        given = ends_of(sizes), (sum(sizes), features, depth), torch.float32
+        dw = library.scaled_weight_grads(*made, *given)
+        assert_close(dw, torch.stack([dy @ x.T for dy, x in zip(*values, strict=True)]))
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_parameters_match_fp64(dtype):
@@ -273,6 +332,9 @@ ONE_COLUMN = {
     "gradient of the matrices": {"depth": 64, "features": 64},
     "its gradient of codes": WIDE,
     "gradient of the matrices, of codes": {"depth": 64, "features": 64},
+    "grouped product of MX codes": TALL,
+    "its gradient of MX codes": WIDE,
+    "gradient of the matrices, of MX codes": {"depth": 64, "features": 64},
     "gradient of the biases": WIDE,
     "grouped product + SwiGLU": TALL,
     "its gradient + that of SwiGLU": WIDE,
@@ -284,8 +346,8 @@ ONE_COLUMN = {
 def test_each_tensor_is_read_and_written_once_where_one_column_of_tiles_has_all(case):
     """With more columns each reads the rows again. Matrices of groups without rows are not read."""
     shape = {"groups": 5, "rows": 131, **ONE_COLUMN[case.name]}
-    if case.name == "gradient of the matrices, of codes":
-        shape["rows"] = 144  # a multiple of 16
+    if case.name.startswith("gradient of the matrices, of"):
+        shape["rows"] = 160  # groups of whole blocks
     assert_floor(dataclasses.replace(case, small=[shape]))
 
 
@@ -327,7 +389,7 @@ def test_codes_are_multiplied_in_both_passes(stacked, frozen, monkeypatch):
         held.zero_grad()
         with offered(), opfuse.plugins.using(plugins), opfuse.autocast(testing.PerTensor()):
             y = op(x, sizes)
-            (y * y).sum().backward()
+            y.backward(drawn(y.shape)[0])  # the same for both, so that its codes are
         found.append([y, x.grad, *[p.grad for p in held.parameters()]])
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)

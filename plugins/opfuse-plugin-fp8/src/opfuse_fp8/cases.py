@@ -309,6 +309,49 @@ def _of_groups(form: str, usage: Usage, *shapes: Any) -> KernelCase:
     return KernelCase(name, run, tensors, list(shapes), small, floor, **more)
 
 
+def _of_mx_groups(*shapes: Any) -> KernelCase:
+    """Groups of rows in MX blocks; of whole blocks, so that none is filled up."""
+
+    def tensors(groups: int, rows: int, features: int) -> dict[str, Operand]:
+        found = {"x": Operand((rows, features), _BF16)}
+        found["ends"] = Operand((groups,), torch.int32, "vector")
+        for way, shape in (("row", (rows, features)), ("column", (rows * features,))):
+            found[f"{way} codes"] = Operand(shape, _E4M3, output=True)
+            scales = *shape[:-1], shape[-1] // 32
+            found[f"{way} scales"] = Operand(scales, torch.float8_e8m0fnu, "vector", True)
+        return found
+
+    def draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
+        weights = torch.linspace(0.0, 2.0, groups)
+        ends = (weights.cumsum(0) / weights.sum() * (rows // 32)).round().to(torch.int32) * 32
+        return {"ends": ends}
+
+    def run(x: Tensor, ends: Tensor) -> tuple[Any, ...]:
+        made = launch_groups.cast_mx(x, ends, BOTH, QUANTIZERS["MX"](_E4M3, x.device))
+        row, row_scale, column, column_scale, _ = made.tensors()
+        assert column is not None and column_scale is not None
+        return row, row_scale, column[: x.numel()], column_scale[: x.numel() // 32]
+
+    def separate(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        """One after the other; on the meta device groups are alike."""
+        alike = [len(x) // len(ends)] * len(ends)
+        each = x.split(alike if ends.is_meta else counts_of(ends))
+        quantizer = QUANTIZERS["MX"](_E4M3, x.device)
+        parts = zip(*[quantizer.reference(part, BOTH).tensors() for part in each], strict=True)
+        found = []
+        for name, tensors in zip(("row", "scale", "column", "scale"), parts, strict=True):
+            as_bytes = [t.view(torch.uint8) for t in tensors]
+            flat = len(found) > 1
+            found.append(torch.cat([t.flatten() if flat else t for t in as_bytes]))
+            found[-1] = found[-1].view(torch.float8_e8m0fnu if name == "scale" else _E4M3)
+        return tuple(found)
+
+    small = [{"groups": 3, "rows": 160, "features": 128}, {"groups": 2, "rows": 64, "features": 96}]
+    more: Any = {"separate": separate, "draw": draw, "exact": True, "turn": 40}
+    more["unaligned"] = [{"groups": 8, "rows": 8192, "features": 4224}]
+    return KernelCase("cast of groups, MX", run, tensors, list(shapes), small, **more)
+
+
 def _advance() -> KernelCase:
     """The scales of a model of 32 layers, in place.
 
@@ -372,6 +415,7 @@ CASES = [
     *_each(_norm, "LayerNorm + cast", _LAYER, _MODEL, forms=("delayed", "MX")),
     *[_of_groups(form, BOTH, _EXPERTS) for form in ("delayed", "current")],
     _of_groups("delayed", ROWWISE, _EXPERTS),
+    _of_mx_groups(_EXPERTS),
     _advance(),
 ]
 """Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

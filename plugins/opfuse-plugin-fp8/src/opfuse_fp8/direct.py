@@ -15,10 +15,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from opfuse.core.quantization import QuantizedTensor, Usage
-from opfuse.core.quantization.grouped import GroupedTensor
+from opfuse.core.quantization.grouped import RowGroups
 
 from .conditions import DTYPES, PLAIN, of_quantizer
-from .quantizers import DelayedQuantizer
+from .quantizers import DelayedQuantizer, MXQuantizer
 from .twins import Into
 
 MOST_GROUPS = 1024
@@ -42,14 +42,14 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor | None:
 
 def cast_groups(
     x: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Any]
-) -> GroupedTensor | None:
+) -> RowGroups | None:
     """Groups of rows cast by one kernel; None: it does not run there.
 
     Args:
         x: The values.
         ends: The row at which each group ends.
         usage: The copies that are needed.
-        quantizers: The quantizer of each group: of one kind, with a scale per tensor.
+        quantizers: The quantizer of each group: alike, with a scale per tensor or MX blocks.
     """
     first = quantizers[0]
     if not by_kernels(x, first) or x.dtype not in DTYPES or not x.numel():
@@ -60,6 +60,8 @@ def cast_groups(
 
     with torch.no_grad():
         x, scales = x.detach().contiguous(), None
+        if isinstance(first, MXQuantizer):
+            return launch_groups.cast_mx(x, ends, usage, first)
         if isinstance(first, DelayedQuantizer):
             scales = torch.cat([quantizer.scale for quantizer in quantizers])
         made, amax = launch_groups.cast(x, ends, usage, first, scales)

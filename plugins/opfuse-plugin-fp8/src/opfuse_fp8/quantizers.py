@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from opfuse import Quantizer, QuantizerRole
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
-from opfuse.core.quantization.grouped import GroupedTensor, cast_each
+from opfuse.core.quantization.grouped import RowGroups, cast_each
 
 from . import casts
 from .twins import Into
@@ -31,12 +31,11 @@ __all__ = [
 
 Tensors = Sequence[Tensor | None]
 _by_kernels: Callable[[Tensor, Into], QuantizedTensor | None] | None = None
-_groups_by_kernels: Callable[..., GroupedTensor | None] | None = None
+_groups_by_kernels: Callable[..., RowGroups | None] | None = None
 
 
 def bind_kernels(
-    cast: Callable[[Tensor, Into], QuantizedTensor | None],
-    groups: Callable[..., GroupedTensor | None],
+    cast: Callable[[Tensor, Into], QuantizedTensor | None], groups: Callable[..., RowGroups | None]
 ) -> None:
     """Hand down what casts by kernels, or gives None; the kernels know the quantizers.
 
@@ -173,7 +172,7 @@ class _TensorQuantizer(BaseQuantizer):
 
     def quantize_groups(
         self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
-    ) -> GroupedTensor | None:
+    ) -> RowGroups | None:
         """See :meth:`opfuse.Quantizer.quantize_groups`."""
         known = type(self) in (CurrentQuantizer, DelayedQuantizer)  # others may cast in other ways
         alike = [type(q) is type(self) and _settings(q) == _settings(self) for q in quantizers]
@@ -191,8 +190,9 @@ class _TensorQuantizer(BaseQuantizer):
         return codes if usage.rowwise else None, transposed, scale.reciprocal()
 
 
-def _settings(quantizer: Any) -> tuple[torch.dtype, bool]:
-    return quantizer.dtype, getattr(quantizer, "power_of_2", False)
+def _settings(quantizer: Any) -> tuple[Any, ...]:
+    names = "dtype", "power_of_2", "square"
+    return tuple([getattr(quantizer, name, None) for name in names])
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -401,6 +401,20 @@ class MXQuantizer(_BlockwiseQuantizer):
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a power of two per {32 if self.square else 1} x 32"
+
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """See :meth:`opfuse.Quantizer.quantize_groups`; by the kernel alone."""
+        alike = [type(q) is MXQuantizer and _settings(q) == _settings(self) for q in quantizers]
+        if self.square or tensor.shape[-1] % 32 or not all(alike) or _groups_by_kernels is None:
+            return None
+        return _groups_by_kernels(tensor, ends, usage, quantizers)
+
+    @property
+    def casts_groups(self) -> bool:
+        """See :attr:`opfuse.Quantizer.casts_groups`."""
+        return not self.square
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`BaseQuantizer.tensors_of`."""

@@ -25,6 +25,7 @@ from opfuse.ops.grouped import Groups
 from .kernels import library
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
 _SWIGLU = functions_of(SwiGLU())
 
 
@@ -194,6 +195,58 @@ def _coded_wgrad_apart(
     return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
 
 
+def _mx(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, ends: Tensor
+) -> Tensor:
+    operands = library.Scaled(x, x_scale), library.Scaled(w, w_scale)
+    return library.scaled_product(*operands, ends, BF16, bias.unbind())
+
+
+def _mx_apart(
+    of: GroupsOf, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, ends: Tensor
+) -> Tensor:
+    rows, matrices = _times(x, x_scale).split(_counts(ends, len(x))), _times(w, w_scale)
+    each = zip(rows, matrices, bias, strict=True)
+    return torch.cat([_rounded(F.linear(x, w, b.to(x.dtype))) for x, w, b in each])
+
+
+def _mx_dgrad(dy: Tensor, w: Tensor, dy_scale: Tensor, w_scale: Tensor, ends: Tensor) -> Tensor:
+    operands = library.Scaled(dy, dy_scale), library.Scaled(w, w_scale)
+    return library.scaled_product(*operands, ends, BF16)
+
+
+def _mx_dgrad_apart(
+    of: GroupsOf, dy: Tensor, w: Tensor, dy_scale: Tensor, w_scale: Tensor, ends: Tensor
+) -> Tensor:
+    rows, matrices = _times(dy, dy_scale).split(_counts(ends, len(dy))), _times(w, w_scale)
+    return torch.cat([_rounded(dy @ w.t()) for dy, w in zip(rows, matrices, strict=True)])
+
+
+def _mx_wgrad(dy: Tensor, x: Tensor, dy_scale: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor:
+    sizes = dy.shape[1], dy.shape[0], x.shape[0]
+    operands = [library.Scaled(t.view(-1), s.view(-1)) for t, s in ((dy, dy_scale), (x, x_scale))]
+    return library.scaled_weight_grads(*operands, ends, sizes, BF16)
+
+
+def _mx_wgrad_apart(
+    of: GroupsOf, dy: Tensor, x: Tensor, dy_scale: Tensor, x_scale: Tensor, ends: Tensor
+) -> Tensor:
+    """The copies of each group are one after the other."""
+    counts, each = _counts(ends, dy.shape[1]), list[list[Tensor]]()
+    for codes, scales in ((dy, dy_scale), (x, x_scale)):
+        values, high = _times(codes.view(-1, 32), scales.view(-1, 1)).view(-1), len(codes)
+        blocks = values.split([high * count for count in counts])
+        each.append([block.view(high, -1) for block in blocks])
+    return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
+
+
+def _times(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values of MX blocks, in fp32 or where scales are the reference's in fp64."""
+    dtype = torch.float64 if scales.dtype is torch.float64 else torch.float32
+    blocks = codes.to(dtype).unflatten(-1, (-1, 32)) * scales.to(dtype)[..., None]
+    return blocks.flatten(-2)
+
+
 def _rounded(product: Tensor) -> Tensor:
     """As the kernels round; the reference is in fp64."""
     return product if product.dtype is torch.float64 else product.to(BF16)
@@ -290,8 +343,17 @@ def _draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
 
 
 def _draw_whole(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-    """The same of multiples of 16 rows, so that a columnwise copy has no zeros in between."""
-    return {"ends": _draw(groups, rows // 16)["ends"] * 16}
+    """The same of multiples of 32 rows, so that a columnwise copy has no zeros in between."""
+    return {"ends": _draw(groups, rows // 32)["ends"] * 32}
+
+
+def _draw_scaled(name: str, **shape: int) -> dict[str, Tensor]:
+    """Powers of two around 1, too."""
+    found = _draw_whole(**shape)
+    for key, operand in _mx_operands(name, **shape).items():
+        if operand.dtype is E8M0:
+            found[key] = torch.randint(-3, 4, operand.shape).float().exp2().to(E8M0)
+    return found
 
 
 def _coded_operands(name: str, **shape: int) -> Mapping[str, Operand]:
@@ -309,9 +371,45 @@ def _coded_operands(name: str, **shape: int) -> Mapping[str, Operand]:
     return found | {name: Operand(size, BF16, output=True)}
 
 
+def _mx_operands(name: str, **shape: int) -> Mapping[str, Operand]:
+    """Those of products of MX codes: what is added up is contiguous in all."""
+    groups, rows, depth, features = [shape[n] for n in ("groups", "rows", "depth", "features")]
+    sizes: dict[str, Any] = {
+        "y": {"x": (rows, depth), "w": (groups, features, depth)},
+        "dx": {"dy": (rows, features), "w": (groups, depth, features)},
+        "dw": {"dy": (features, rows), "x": (depth, rows)},
+    }
+    found = {key: Operand(size, E4M3) for key, size in sizes[name].items()}
+    for key, size in sizes[name].items():
+        found[f"{key}_scale"] = Operand((*size[:-1], size[-1] // 32), E8M0, "vector")
+    if name == "y":
+        found["bias"] = Operand((groups, features), BF16, "vector")
+    found["ends"] = Operand((groups,), torch.int32, "vector")
+    result = {"y": (rows, features), "dx": (rows, depth), "dw": (groups, features, depth)}[name]
+    return found | {name: Operand(result, BF16, output=True)}
+
+
+def multiplies_mx(target: Target) -> bool:
+    """Whether a target has products of MX blocks."""
+    return target.arch in (100, 103, "gfx950")
+
+
+def _of_mx(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
+    operands = partial(_mx_operands, result)
+    small = [
+        {"groups": 5, "rows": 160, "depth": 64, "features": 96},
+        {"groups": 1, "rows": 32, "depth": 32, "features": 160},
+    ]
+    return KernelCase(
+        name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
+        separate=partial(apart, _torch), twin=partial(apart, _looped),
+        draw=partial(_draw_scaled, result), flops=_flops, runs_on=multiplies_mx, turn=30,
+    )  # fmt: skip
+
+
 def _coded_gradient(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
     operands = partial(_coded_operands, result)
-    small = [{**shape, "rows": 16 * -(-shape["rows"] // 16)} for shape in _SMALL]
+    small = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
     return KernelCase(
         name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
         separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw_whole,
@@ -430,6 +528,12 @@ CASES = [
     _coded_gradient(
         "gradient of the matrices, of codes", "dw",
         _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD,
+    ),
+    _of_mx("grouped product of MX codes", "y", _mx, _mx_apart, library.SCALED),
+    _of_mx("its gradient of MX codes", "dx", _mx_dgrad, _mx_dgrad_apart, library.SCALED),
+    _of_mx(
+        "gradient of the matrices, of MX codes", "dw",
+        _mx_wgrad, _mx_wgrad_apart, library.SCALED_WGRAD,
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),

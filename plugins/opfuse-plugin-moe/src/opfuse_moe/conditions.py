@@ -31,6 +31,11 @@ PREDICTED = Predicted(
             2.20,
             ["its gradient of codes", "gradient of the matrices, of codes"],
         ),
+        "grouped linear of MX codes": (2.32, ["grouped product of MX codes"]),
+        "grouped linear backward of MX codes": (
+            2.21,
+            ["its gradient of MX codes", "gradient of the matrices, of MX codes"],
+        ),
         "activated": (1.43, ["grouped product + SwiGLU"]),
         "gradients": (3.43, ["its gradient + that of SwiGLU"]),
     },
@@ -71,7 +76,7 @@ def _why_no_codes(op: GroupedLinear, env: Environment) -> str:
     if first is None:  # the recipe skips it
         return ""
     if not first.casts_groups:
-        return f"{who} does not cast groups at once, with a scale for each: the op casts them"
+        return f"the quantizers of {who} do not cast groups at once: the op casts one by one"
     if override is not None:
         return f"backward_override={override!r} needs what was cast, and the op casts each group"
     if env.options.get("fp8.products") == "emulated":
@@ -83,21 +88,41 @@ def _why_no_codes(op: GroupedLinear, env: Environment) -> str:
         return f"{name} does not multiply the FP8 codes of the OCP"
     if env.capability is not None and env.capability < (8, 9):
         return f"an FP8 product needs compute capability 8.9, and this is {name}"
+    if _has_blocks(op) and env.capability is not None and env.capability[0] != 10:
+        return f"its kernels multiply MX blocks on sm_100 and gfx950, and this is {name}"
     return ""
+
+
+def _has_blocks(op: GroupedLinear) -> bool:
+    """Whether a recipe quantizes in blocks along the rows."""
+    first = op.get_quantizer("forward", 0)
+    return first is not None and first.row_multiple > 1
+
+
+def _name(op: GroupedLinear, env: Environment, name: str) -> str:
+    """The name of a fusion in the table."""
+    if env.recipe is None or op.get_quantizer("forward", 0) is None:
+        return name
+    return f"{name} of {'MX ' if _has_blocks(op) else ''}codes"
 
 
 def alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """Whether a grouped linear is multiplied by the kernels."""
-    name = "grouped linear of one tensor" if ops[0].is_stacked else "grouped linear"
-    if env.recipe is not None:
-        name = "grouped linear of codes"
-    return why_not(ops[0], env, coded=True) or PREDICTED.why_not(name, env) or True
+    (op,) = ops
+    if why := why_not(op, env, coded=True):
+        return why
+    name = _name(op, env, "grouped linear")
+    if op.is_stacked and name == "grouped linear":
+        name = "grouped linear of one tensor"
+    return PREDICTED.why_not(name, env) or True
 
 
 def backward_alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """The same for its gradients."""
-    name = "grouped linear backward" + (" of codes" if env.recipe is not None else "")
-    return why_not(ops[0], env, coded=True) or PREDICTED.why_not(name, env) or True
+    (op,) = ops
+    if why := why_not(op, env, coded=True):
+        return why
+    return PREDICTED.why_not(_name(op, env, "grouped linear backward"), env) or True
 
 
 def activated(ops: Sequence[Any], env: Environment) -> bool | str:

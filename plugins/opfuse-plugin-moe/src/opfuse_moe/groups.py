@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_quantized.formats import MXTensor
+from opfuse_quantized.grouped import GroupedMXTensor
 from opfuse_triton import Config
 from torch import Tensor
 
 from opfuse.core.quantization.formats import ScaledTensor
-from opfuse.core.quantization.grouped import GroupedTensor
 from opfuse.ops.grouped import Groups, ends_of, groups_of
 
 from .conditions import CODES, DTYPES
@@ -39,26 +40,32 @@ class DeviceGroups(Groups):
         self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
     ) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_products`."""
-        return self._product(x, weights, "rowwise_data", dtype, biases)
+        return self._product(x, weights, "rowwise", dtype, biases)
 
     def coded_input_grads(
         self, dy: Any, weights: Sequence[Any], dtype: torch.dtype
     ) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_input_grads`."""
-        return self._product(dy, weights, "columnwise_data", dtype, (), exact=True)
+        return self._product(dy, weights, "columnwise", dtype, (), exact=True)
 
     def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_weight_grads`."""
         codes = [each.columnwise_data for each in (dy, x)]
         if self.ends is None or dtype not in DTYPES or not _are_codes(codes):
             return None
-        given = [(code, each.scale_inv) for code, each in zip(codes, (dy, x), strict=True)]
         sizes = dy.shape[:-1].numel(), dy.shape[-1], x.shape[-1]
+        if type(dy) is not type(x):
+            return None
+        if isinstance(dy, GroupedMXTensor):
+            scales = [each.columnwise_scale_inv for each in (dy, x)]
+            operands = [library.Scaled(*pair) for pair in zip(codes, scales, strict=True)]
+            return library.scaled_weight_grads(*operands, self.ends, sizes, dtype)
+        given = [(code, each.scale_inv) for code, each in zip(codes, (dy, x), strict=True)]
         return library.coded_weight_grads(*given, self.ends, sizes, dtype)
 
     def _product(
         self,
-        x: GroupedTensor,
+        x: Any,
         weights: Sequence[Any],
         copy: str,
         dtype: torch.dtype,
@@ -66,17 +73,24 @@ class DeviceGroups(Groups):
         exact: bool = False,
     ) -> Tensor | None:
         """The product of rows with a copy of each weight; None: the kernels do not take them."""
-        scaled = all(isinstance(weight, ScaledTensor) for weight in weights)
-        codes = [getattr(weight, copy) for weight in weights] if scaled else []
+        format_ = MXTensor if isinstance(x, GroupedMXTensor) else ScaledTensor
+        known = all(isinstance(weight, format_) for weight in weights)
+        codes = [getattr(weight, f"{copy}_data") for weight in weights] if known else []
         takes = bool(codes) and _are_codes([x.rowwise_data, *codes])
-        if self.ends is None or x.scale_inv is None or dtype not in DTYPES or not takes:
+        if self.ends is None or dtype not in DTYPES or not takes:
             return None
-        inverses = [weight.scale_inv.reshape(1) for weight in weights]
-        whole = library.in_a_row(inverses)
-        inverse = torch.cat(inverses) if whole is None else whole.reshape(-1)
-        rows = _rows(x.rowwise_data), x.scale_inv  # type: ignore[arg-type]
+        rows = _rows(x.rowwise_data)
+        if format_ is MXTensor:
+            if any(weight.swizzled for weight in weights):
+                return None
+            scales = [getattr(weight, f"{copy}_scale_inv") for weight in weights]
+            matrices = library.Scaled(library.stacked(codes), library.stacked(scales))
+            left = library.Scaled(rows, x.rowwise_scale_inv)
+            return library.scaled_product(left, matrices, self.ends, dtype, biases)
+        inverse = library.stacked([weight.scale_inv.reshape(1) for weight in weights]).reshape(-1)
         given = inverse, self.ends, dtype, biases, self.config
-        return library.coded_product(rows, library.matrices_of(codes), *given, exact=exact)
+        matrices_ = library.matrices_of(codes)
+        return library.coded_product((rows, x.scale_inv), matrices_, *given, exact=exact)
 
     def input_grads(self, dy: Tensor, weights: Any) -> Tensor:
         """See :meth:`opfuse.ops.grouped.Groups.input_grads`."""

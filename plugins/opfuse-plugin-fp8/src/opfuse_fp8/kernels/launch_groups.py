@@ -1,12 +1,13 @@
-"""Casts groups of rows at once, each with a scale of its own."""
+"""Casts groups of rows at once, each by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
+from opfuse_quantized.grouped import GroupedMXTensor
 from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
@@ -27,7 +28,16 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     return [Config(tile, max(1, warps // 2) if target.backend == "hip" else warps)]
 
 
+def _configs_of_mx(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Tiles of whole blocks: square ones where codes are transposed."""
+    tall, wide, warps = (64, 64, 8) if facts["column_ptr"] is not None else (32, 128, 4)
+    across = triton.next_power_of_2(max(32, facts["features"]))
+    tile = {"BLOCK_ROWS": tall, "BLOCK_COLUMNS": min(wide, across)}
+    return [Config(tile, warps // 2 if target.backend == "hip" else warps)]
+
+
 GROUPS = Kernel(groups.cast_groups, _configs)
+MX_GROUPS = Kernel(groups.cast_mx_groups, _configs_of_mx)
 
 
 def largest(x: Tensor, ends: Tensor) -> Tensor:
@@ -87,14 +97,47 @@ def _launch(
     power_of_2: bool = False,
 ) -> None:
     (rows, features), count = x.shape, len(ends)
-
-    def grid(config: Config) -> tuple[int]:
-        # each group may have a tile that its rows do not fill
-        down = triton.cdiv(rows, config["BLOCK_ROWS"]) + count
-        return (down * triton.cdiv(features, config["BLOCK_COLUMNS"]),)
-
     GROUPS.launch(
-        grid, x, ends, *codes, scales, amax, count, rows, features,
+        _grid(rows, features, count), x, ends, *codes, scales, amax, count, rows, features,
         IS_AMAX=is_amax, MANTISSA=MANTISSA[dtype], POWER_OF_2=power_of_2,
         NATIVE=converts(current_target(x.device)), GROUPS=triton.next_power_of_2(count),
     )  # fmt: skip
+
+
+def cast_mx(x: Tensor, ends: Tensor, usage: Usage, quantizer: Any) -> GroupedMXTensor:
+    """Cast groups of rows in MX blocks, of which none has rows of two groups.
+
+    Args:
+        x: The values, contiguous and not empty, of a multiple of 32 columns.
+        ends: The row at which each group ends.
+        usage: The copies that are written.
+        quantizer: The first of the quantizers, which are alike.
+    """
+    rows, columns, count = x.shape[:-1].numel(), x.shape[-1], len(ends)
+    parts: list[Tensor | None] = [None] * 4
+    for i, (used, size) in enumerate(
+        zip(usage, (rows * columns, room(rows, columns, count, filled=32)), strict=True)
+    ):
+        if used:
+            for k, length in ((0, size), (1, size // 32)):
+                parts[2 * i + k] = torch.empty(length, dtype=torch.uint8, device=x.device)
+    MX_GROUPS.launch(
+        _grid(rows, columns, count), x, ends, *parts, count, rows, columns,
+        MANTISSA=MANTISSA[quantizer.dtype], NATIVE=converts(current_target(x.device)),
+        GROUPS=triton.next_power_of_2(count),
+    )  # fmt: skip
+    dtypes = (quantizer.dtype, torch.float8_e8m0fnu) * 2
+    made = [None if t is None else t.view(d) for t, d in zip(parts, dtypes, strict=True)]
+    shapes = x.shape, (rows, columns // 32)
+    made[:2] = [None if t is None else t.view(s) for t, s in zip(made[:2], shapes, strict=True)]
+    return GroupedMXTensor(x.shape, x.dtype, quantizer, *made, ends)
+
+
+def _grid(rows: int, features: int, count: int) -> Callable[[Config], tuple[int]]:
+    """A program for each tile that there may be: a group may have one that it does not fill."""
+
+    def grid(config: Config) -> tuple[int]:
+        down = triton.cdiv(rows, config["BLOCK_ROWS"]) + count
+        return (down * triton.cdiv(features, config["BLOCK_COLUMNS"]),)
+
+    return grid
