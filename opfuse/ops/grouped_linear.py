@@ -50,7 +50,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     Under a quantization recipe each group is a :class:`BasicLinear` of its own, with three
     quantizers of its own: ``"input0"``, ``"weight0"``, ``"grad_output0"``, and so on; with one
-    group they have no number. Quantizers with one scale per tensor cast all groups at once
+    group they have no number. Quantizers may cast all groups at once
     (:meth:`opfuse.Quantizer.quantize_groups`): the input is one tensor then, saved as ``input0``.
     The op multiplies each group separately, and the host reads the split sizes; a fusion may
     multiply all at once. ``torch.compile`` breaks its graph there. Biases are added before a

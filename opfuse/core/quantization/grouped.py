@@ -90,7 +90,8 @@ class GroupedTensor(RowGroups):
         rows, columns = check_original(self)
         groups = () if self.ends is None else tuple(self.ends.shape)[:1]
         check_tensor(self, "rowwise_data", self.shape, FP8)
-        check_tensor(self, "columnwise_data", (room(rows, columns, *groups),), FP8)
+        size = room(rows, columns, groups[0] if groups else 1)
+        check_tensor(self, "columnwise_data", (size,), FP8)
         check_tensor(self, "ends", groups, (torch.int32,))
         check_tensor(self, "scale_inv", groups, (torch.float32,))
         for name in self.data_names:

@@ -56,7 +56,7 @@ class GroupedMXTensor(RowGroups):
         """Refuse tensors that do not fit the shape."""
         rows, columns = check_original(self)
         groups = () if self.ends is None else tuple(self.ends.shape)[:1]
-        size = room(rows, columns, *groups, filled=_BLOCK)
+        size = room(rows, columns, groups[0] if groups else 1, _BLOCK)
         if columns % _BLOCK:
             raise ValueError(f"GroupedMXTensor: expected whole blocks of 32, got {columns} columns")
         check_tensor(self, "rowwise_data", self.shape, MXTensor.data_dtypes)
