@@ -14,7 +14,7 @@ from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scal
 
 
 @triton.jit
-def record(v, amax_ptr):
+def _record(v, amax_ptr):
     """Raise the largest magnitude so far to that of a tile.
 
     As integers the bits of numbers that are not negative are in the same order, and -1 is below all
@@ -175,7 +175,7 @@ def emit(
     if wide_ptr is not None:
         tl.store(wide_ptr + row * columns + column, v.to(wide_ptr.dtype.element_ty), inside)
     if amax_ptr is not None:
-        record(v, amax_ptr)
+        _record(v, amax_ptr)
     if FORMAT == "tensor" or FORMAT == "amax":
         _emit_with_scale(
             v, row, column, inside, rows, columns,
