@@ -5,6 +5,7 @@ Without a GPU they run in a process with ``TRITON_INTERPRET=1``, and are compile
 
 import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -430,3 +431,46 @@ def test_what_gains_little_waits_until_it_is_measured():
     assert "1.00x" in conditions.backward_alone((linear,), cuda)
     assert conditions.alone((linear,), cuda._replace(measured=1.0)) is True
     assert conditions.activated((linear, ops.ScaledSwiGLU()), cuda) is True
+
+
+class Whole(Cast):
+    """A quantizer that casts groups at once, as those with one scale do."""
+
+    def quantize_groups(self, tensor, ends, usage, quantizers):
+        return cast_each(tensor, ends, usage, quantizers)
+
+
+class Blocks(Whole):
+    """One whose groups are filled up, as those with MX blocks do."""
+
+    row_multiple = 32
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("quantizer", "where", "said"),
+    [
+        (Whole, {"capability": (9, 0), "architecture": "sm_90"}, ""),
+        (Whole, {"capability": (8, 0), "architecture": "sm_80"}, "needs compute capability 8.9"),
+        (Whole, {"architecture": "gfx950"}, ""),
+        (Whole, {"architecture": "gfx942"}, "does not multiply the FP8 codes of the OCP"),
+        (Whole, {"capability": (9, 0), "options": {"fp8.products": "emulated"}}, "are emulated"),
+        (
+            Whole,
+            {"capability": (9, 0), "recipe": testing.PerTensor(backward_override="dequantized")},
+            "override",
+        ),
+        (Cast, {"capability": (9, 0)}, "quantizers of PerTensor do not cast groups at once"),
+        (Blocks, {"capability": (10, 0), "architecture": "sm_100"}, ""),
+        (Blocks, {"capability": (9, 0), "architecture": "sm_90"}, "on sm_100 and gfx950"),
+    ],
+)
+def test_where_codes_are_multiplied(quantizer, where, said):
+    linear = SimpleNamespace(
+        num_groups=2, is_stacked=False, get_quantizer=lambda mode, index: quantizer(E4M3)
+    )
+    env = opfuse.Environment(torch.device("cuda"), None, torch.bfloat16)
+    env = env._replace(**{"recipe": testing.PerTensor(), **where})
+    for condition in (conditions.alone, conditions.backward_alone):
+        found = condition((linear,), env)
+        assert found is True if not said else said in found
