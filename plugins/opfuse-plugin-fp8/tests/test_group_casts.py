@@ -120,6 +120,29 @@ def test_blocks_end_where_a_group_ends(dtype, sizes, features, monkeypatch):
     assert [len(cut.rowwise_data) for cut in alone] == sizes
 
 
+@computes
+@pytest.mark.parametrize("kind", ["current", "MX"])
+def test_ends_that_are_wrong_reach_no_other_memory(kind, monkeypatch):
+    """They are an error of the device; until it is seen, groups may overlap."""
+    monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer: True)
+    x, _ = drawn([64], 32)
+    ends = torch.tensor([64, -64, 64, 0, 90], device=DEVICE).int()
+    each = [fp8.CurrentQuantizer(E4M3) if kind == "current" else fp8.MXQuantizer(E4M3)] * 5
+    memory, empty = [], torch.empty
+
+    def guarded(size, *, dtype, device):
+        whole = empty(1 << 15, dtype=dtype, device=device)
+        whole.view(torch.uint8).fill_(77)
+        memory.append((whole, torch.Size([size] if isinstance(size, int) else size).numel()))
+        return whole[: memory[-1][1]].view(size)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    each[0].quantize_groups(x, ends, BOTH, each)
+    assert len(memory) >= 3
+    for whole, count in memory:
+        assert (whole[count:].view(torch.uint8) == 77).all()
+
+
 def test_blocks_are_not_cast_at_once_without_kernels():
     x, ends = drawn([5, 20], 64)
     for made in (

@@ -43,9 +43,15 @@ def place_of(tile, first, stop, tiles, GROUPS: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def filled_of(group, first, stop, GROUPS: tl.constexpr, FILLED: tl.constexpr):
-    """Where a group begins if each is filled up to a multiple of some rows, and its rows then."""
+def filled_of(group, first, stop, groups, rows, GROUPS: tl.constexpr, FILLED: tl.constexpr):
+    """Where a group begins if each is filled up to a multiple of some rows, and its rows then.
+
+    Whatever the ends are, it is within the ``rows + (FILLED - 1) * groups`` that there may be.
+    """
     filled = (stop - first + FILLED - 1) // FILLED
     index = tl.arange(0, GROUPS)
-    start = tl.sum(tl.where(index < group, filled, 0)) * FILLED
-    return start, tl.sum(tl.where(index == group, filled, 0)) * FILLED
+    start = tl.sum(tl.where(index < group, filled, 0))
+    most = (rows + (FILLED - 1) * groups) // FILLED
+    start = tl.minimum(start, most)
+    height = tl.minimum(tl.sum(tl.where(index == group, filled, 0)), most - start)
+    return start * FILLED, height * FILLED

@@ -52,7 +52,7 @@ def cast_groups(
                 tl.store(row_ptr + at, codes, inside)
             if column_ptr is not None:
                 # zeros fill up the rows of a group: the last tile has them
-                begin, height = filled_of(group, first, stop, GROUPS, 16)
+                begin, height = filled_of(group, first, stop, groups, rows, GROUPS, 16)
                 own = tl.sum(tl.where(tl.arange(0, GROUPS) == group, first, 0))
                 place = tl.multiple_of(start - own, 16) + tl.arange(0, BLOCK_ROWS)[:, None]
                 to = column_ptr + begin.to(tl.int64) * features
@@ -95,7 +95,7 @@ def cast_mx_groups(
             exponent = exponent_of(tl.max(magnitude(blocks), 1, keep_dims=True), MANTISSA)
             codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
             # zeros fill up the rows of a group: the last tile has them
-            begin, height = filled_of(group, first, stop, GROUPS, 32)
+            begin, height = filled_of(group, first, stop, groups, rows, GROUPS, 32)
             own = tl.sum(tl.where(tl.arange(0, GROUPS) == group, first, 0))
             above = tl.multiple_of(start - own, 32)
             place = above + tl.arange(0, BLOCK_ROWS)[:, None]

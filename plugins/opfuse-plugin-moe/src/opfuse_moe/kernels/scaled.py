@@ -80,7 +80,7 @@ def grouped_scaled_wgrad(
     each = tl.cdiv(features, BLOCK_M) * across
     group, tile = tl.program_id(0) // each, tl.program_id(0) % each
     first, stop, _ = tiles_of(ends, groups, rows, 1, GROUPS, BLOCK_M)
-    begin, height = filled_of(group, first, stop, GROUPS, 32)
+    begin, height = filled_of(group, first, stop, groups, rows, GROUPS, 32)
     feature = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     of_dy, of_x = begin.to(tl.int64) * features, begin.to(tl.int64) * depth
