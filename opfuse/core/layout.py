@@ -73,7 +73,7 @@ class _SumGradients(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         run_collective(ctx.group, "the sum of gradients", dist.all_reduce, total)
         return total, None

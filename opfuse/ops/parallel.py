@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import style
 
 from ..core.fusible import FusibleOperation
@@ -52,8 +52,8 @@ class Split(NamedTuple):
 
     mode: str
     mesh: Any
-    takes: Placement
-    gives: Placement
+    takes: Any
+    gives: Any
     local: bool = True
 
     @property
@@ -93,7 +93,7 @@ class Split(NamedTuple):
         return [], []
 
 
-def _rows(placement: Placement) -> bool:
+def _rows(placement: Any) -> bool:
     return isinstance(placement, Shard) and placement.dim >= 0
 
 
@@ -180,44 +180,46 @@ def _held(module: Any, ops: list[Any]) -> Iterator[tuple[nn.Module, str, Any, La
             yield holder, leaf, holder._parameters[leaf], layout
 
 
-class ColwiseParallel(style.ColwiseParallel):
+class _StyleOfOps:
+    """Splits an op as a style says, and lets torch split other modules."""
+
+    _mode = ""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        given: Any = self
+        if not isinstance(module, FusibleOperation):
+            return super()._apply(module, device_mesh)  # type: ignore[misc, no-any-return]
+        rows = getattr(given, "sequence_sharding", None)
+        (takes,), (gives,) = (rows, rows) if rows else (given.input_layouts, given.output_layouts)
+        how = Split(self._mode, device_mesh, takes, gives, given.use_local_output)
+        return _parallel(module, how, given.src_data_rank)  # type: ignore[no-any-return]
+
+
+class ColwiseParallel(_StyleOfOps, style.ColwiseParallel):
     """Torch's style, which also splits ``Linear``, ``BasicLinear`` and ``ParallelLinear``.
 
     The output of an op is ``Shard(-1)``, and its input ``Replicate()``, or ``Shard`` of rows. Other
     modules are given to torch's style.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        if not isinstance(module, FusibleOperation):
-            return super()._apply(module, device_mesh)
-        ends = self.input_layouts[0], self.output_layouts[0], self.use_local_output
-        return _parallel(module, Split("column", device_mesh, *ends), self.src_data_rank)  # type: ignore[no-any-return]
+    _mode = "column"
 
 
-class RowwiseParallel(style.RowwiseParallel):
+class RowwiseParallel(_StyleOfOps, style.RowwiseParallel):
     """Torch's style, which also splits ``Linear`` and ``BasicLinear``.
 
     The input of an op is ``Shard(-1)``, and its output ``Replicate()``, or ``Shard`` of rows. A
     bias is added once, after the sum over the processes. Other modules are given to torch's style.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        if not isinstance(module, FusibleOperation):
-            return super()._apply(module, device_mesh)
-        ends = self.input_layouts[0], self.output_layouts[0], self.use_local_output
-        return _parallel(module, Split("row", device_mesh, *ends), self.src_data_rank)  # type: ignore[no-any-return]
+    _mode = "row"
 
 
-class SequenceParallel(style.SequenceParallel):
+class SequenceParallel(_StyleOfOps, style.SequenceParallel):
     """Torch's style, also for ``LayerNorm`` and ``RMSNorm``: each process has some of the rows.
 
     Each process has all of the parameters. Their gradients are summed over the processes. Other
     modules are given to torch's style.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
-        if not isinstance(module, FusibleOperation):
-            return super()._apply(module, device_mesh)
-        (rows,) = self.sequence_sharding
-        how = Split("sequence", device_mesh, rows, rows, self.use_local_output)
-        return _parallel(module, how, self.src_data_rank)  # type: ignore[no-any-return]
+    _mode = "sequence"

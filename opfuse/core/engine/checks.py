@@ -107,7 +107,8 @@ def _check_params(
     """Refuse parameters on another device, or of another dtype where one is required."""
     op, sources = chain.ops[index], chain.param_sources[slice(*chain.param_ranges[index])]
     for own, (module, name) in zip(op.param_names or (), sources, strict=True):
-        param = module._parameters.get(name)  # a parametrized one is not computed just for a check
+        # a parametrized one is not computed just for a check
+        param: Any = module._parameters.get(name)
         if param is None:
             continue
         who = f"{chain.name(index)} of {chain.title}"
