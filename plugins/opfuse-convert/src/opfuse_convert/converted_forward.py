@@ -68,7 +68,7 @@ class ConvertedForward(ReplacedForward):
         """Guard the present state of the module."""
         assert self._conversion is not None
         of = self._conversion
-        self._guard = Guard(module, of.reads, of.constants, of.places)
+        self._guard = Guard(module, of.reads, of.constants, of.places, of.splits, of.shapes)
         self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
         self._title = title_of(self._converter.name, module)
 
