@@ -61,15 +61,16 @@ class Split(NamedTuple):
         """The processes."""
         return Group(self.mesh.get_group())
 
+    def dim(self, name: str) -> int | None:
+        """The dimension of a parameter that is split; None: each process has all of it."""
+        if self.mode == "column":
+            return 0
+        return 1 if self.mode == "row" and name.endswith("weight") else None
+
     def part(self, name: str) -> Layout:
         """The part of a parameter that each process has."""
-        if self.mode == "sequence":
-            return Layout(self.group, None, True)
-        if self.mode == "column":
-            return Layout(self.group, 0)
-        if name.endswith("weight"):
-            return Layout(self.group, 1)
-        return Layout(self.group, None, summed=self.gives.is_shard())  # a bias, added at the end
+        dim = self.dim(name)  # where there are some of the rows, so are parts of the gradient
+        return Layout(self.group, dim, dim is None and self.gives.is_shard())
 
     def refusal(self) -> str:
         """Return why no collective of a chain does this, or ``""``."""
@@ -121,8 +122,7 @@ def split(op: BasicOperation, how: Split) -> None:
         op.local_size = op.in_features = op.out_features = size
     elif not (isinstance(op, (LayerNorm, RMSNorm)) and how.mode == "sequence"):
         raise TypeError(expected(op, "an op that can be split", f"the style {how.mode!r}"))
-    names = {name: how.part(name) for name in op.param_names or ()}
-    vars(op).update(_layouts=names, _ends=Ends(how.mesh, how.takes, how.gives, not how.local))
+    vars(op)["_layouts"] = {name: how.part(name) for name in op.param_names or ()}
     _forget(op)
 
 
@@ -156,12 +156,10 @@ def _parallel(module: Any, how: Split, source: int | None) -> Any:
         if op._sources and op is module:
             raise ValueError(expected(op, "an op with parameters of its own", "one that reads"))
         split(op, how)
+        ends = how.takes if op is ops[0] else None, how.gives if op is ops[-1] else None
+        vars(op)["_ends"] = Ends(how.mesh, *ends, not how.local)
     if isinstance(module, Linear):
-        linear, *rest = ops
-        module.in_features, module.out_features = linear.in_features, linear.out_features
-        if rest:
-            vars(linear)["_ends"] = linear._ends._replace(gives=None)
-            vars(rest[0])["_ends"] = rest[0]._ends._replace(takes=None)
+        module.in_features, module.out_features = ops[0].in_features, ops[0].out_features
     for holder, name, param, layout in _held(module, ops):
         placed = [Replicate() if layout.dim is None else Shard(layout.dim)]
         if how.mode == "sequence":  # each process has made the same, as torch's style assumes

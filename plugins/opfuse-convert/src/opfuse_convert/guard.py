@@ -13,6 +13,7 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
+from opfuse.core.layout import is_dtensor
 
 from .grammar import MISSING, Attributes, Place, key_place
 from .grammar.table import is_same
@@ -74,6 +75,11 @@ class Guard:
         """For each parameter its dtype and whether it needs a gradient; True for a missing one."""
         params = [of._parameters.get(key) for _, of, _, key, _ in self._params]
         return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
+
+    def placements(self) -> tuple[Any, ...]:
+        """Where the parameters are split among processes, to be compared."""
+        found = [(i, of._parameters.get(key)) for i, (_, of, _, key, _) in enumerate(self._params)]
+        return tuple([(i, param.placements) for i, param in found if is_dtensor(param)])  # type: ignore[union-attr]
 
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""

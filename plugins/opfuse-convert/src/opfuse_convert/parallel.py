@@ -41,10 +41,11 @@ def split_by_torch(module: nn.Module) -> Any:
     known = sys.modules[f"{_HOME}._api"].distribute_module.__code__
     if not all(is_inner(hook, known) for hook in hooks):
         return "its hooks are not those of a style of torch"
-    (enter, mesh), (leave, other) = [
+    ends: list[Any] = [
         (held.get("input_fn") or held.get("output_fn"), held.get("device_mesh"))
         for held in (inspect.getclosurevars(hook).nonlocals for hook in hooks)
     ]
+    (enter, mesh), (leave, other) = ends
     for name, mode in _STYLES.items():
         style = getattr(sys.modules[f"{_HOME}.parallel.style"], name)
         wanted = style._prepare_input_fn, style._prepare_output_fn
@@ -87,8 +88,8 @@ def is_placed(how: Any, key: str, param: Any) -> bool:
     """Whether a parameter is the ``DTensor`` that a split layer has."""
     if not is_dtensor(param) or len(param.placements) != 1 or param.device_mesh != how.mesh:
         return False
-    (placed,), dim = param.placements, how.part(key).dim
-    return placed.is_replicate() if dim is None else placed.is_shard(dim)  # type: ignore[no-any-return]
+    (placed,), dim = param.placements, how.dim(key)
+    return bool(placed.is_replicate() if dim is None else placed.is_shard(dim))
 
 
 def is_inner(function: Any, outer: types.CodeType) -> bool:

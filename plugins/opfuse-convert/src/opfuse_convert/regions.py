@@ -313,6 +313,7 @@ class StretchReader(Reader):
         leaf = self._leaf_of(held.module)
         cls, parts = op_class(held.module), held.module.children()
         of_torch = cls.__module__.startswith("torch.nn.") and not is_patched(cls)
+        of_torch = of_torch and cls is not nn.Linear  # it may be split among processes
         if isinstance(leaf, str) and next(parts, None) is None and not of_torch:
             self._reasons.setdefault(held.path, leaf)
         if isinstance(leaf, Leaf):

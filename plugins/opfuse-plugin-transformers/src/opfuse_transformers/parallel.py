@@ -51,7 +51,9 @@ def places_of(style: Any) -> list[Place]:
     """What the computation of a style depends on."""
     name = type(style).__name__
     methods = [p for m in _METHODS for p in class_places(type(style), m, f"{name}.{m}")[1]]
-    return methods + [Place(vars(style), k, v, f"the {k} of {name}") for k, v in vars(style).items()]
+    return methods + [
+        Place(vars(style), k, v, f"the {k} of {name}") for k, v in vars(style).items()
+    ]
 
 
 def splits(module: Any) -> Any:
