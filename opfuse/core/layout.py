@@ -38,11 +38,15 @@ class Layout(NamedTuple):
             value: The parameter.
 
         Raises:
+            TypeError: It is not a ``DTensor``, and the processes do not have all of it.
             ValueError: It is a ``DTensor`` that is placed in another way.
         """
         if is_dtensor(value):
             self._check(who, value)
             value = value.to_local()
+        elif self.dim is not None:
+            what = f"a DTensor split in dimension {self.dim}"
+            raise TypeError(f"{who} expected {what}, got a {type(value).__name__}")
         if self.summed and self.group.size > 1 and value.requires_grad and torch.is_grad_enabled():
             return _SumGradients.apply(value, self.group)  # type: ignore[no-untyped-call]
         return value

@@ -152,9 +152,10 @@ def _forget(op: BasicOperation) -> None:
 def _parallel(module: Any, how: Split, source: int | None) -> Any:
     """Split an op, and make its parameters ``DTensor``s."""
     ops: list[Any] = [*module.basic_ops] if isinstance(module, Linear) else [module]
+    if module._sources or not isinstance(ops[0], BasicOperation):
+        what = "Linear, or a basic op with parameters of its own"
+        raise TypeError(expected(module, f"to be {what}", "another one"))
     for op in ops:
-        if op._sources and op is module:
-            raise ValueError(expected(op, "an op with parameters of its own", "one that reads"))
         split(op, how)
         ends = how.takes if op is ops[0] else None, how.gives if op is ops[-1] else None
         vars(op)["_ends"] = Ends(how.mesh, *ends, not how.local)

@@ -22,6 +22,10 @@ from opfuse.ops.parallel import ColwiseParallel, RowwiseParallel, SequenceParall
 FP64 = torch.float64
 
 
+class Fused(opfuse.FusedOperation):
+    """An op that replaces others."""
+
+
 def mesh_of():
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -151,6 +155,12 @@ def refusals(rank):
         split(SequenceParallel(), ops.GELU())
     with pytest.raises(TypeError, match="BasicLinear expected an op that can be split"):
         split(SequenceParallel(), ops.Linear(6, 8))
+    with pytest.raises(
+        TypeError, match="BasicLinear expected to be Linear, or a basic op with par"
+    ):
+        split(ColwiseParallel(), ops.BasicLinear.reading(nn.Linear(6, 8)))
+    with pytest.raises(TypeError, match="Fused expected to be Linear, or a basic op with par"):
+        split(ColwiseParallel(), Fused([ops.GELU()]))
     op = ops.Linear(6, 8)
     split(ColwiseParallel(), op)
     with pytest.raises(ValueError, match="not split among processes, got one that is"):
@@ -165,6 +175,11 @@ def refusals(rank):
     split(ColwiseParallel(), op)
     op.weight = nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(1)]))
     with pytest.raises(ValueError, match="BasicLinear.weight expected a DTensor split in dim"):
+        op(torch.randn(3, 6))
+    op.weight = nn.Parameter(torch.randn(8, 6))
+    with pytest.raises(
+        TypeError, match="BasicLinear.weight expected a DTensor split in dim.*0, got a P"
+    ):
         op(torch.randn(3, 6))
 
 
