@@ -25,13 +25,19 @@ def matrix(tensor):
 
 
 class Pending:
-    """A collective that was started, and what it gives."""
+    """A collective that was started, and what it gives.
 
-    def __init__(self, work, result):
-        self.work, self.result = work, result
+    ``talk`` is that of the group, whose wait ends where another rank raises.
+    """
+
+    def __init__(self, work, result, talk=None):
+        self.work, self.result, self.talk = work, result, talk
 
     def wait(self):
-        self.work.wait()
+        if self.talk is None:
+            self.work.wait()
+        else:
+            self.talk.wait(self.work, "a collective")
         return self.result()
 
 
@@ -50,6 +56,10 @@ class Communicating(opfuse.FusedOperation):
         return self.collective.process_group
 
     @property
+    def talk(self):
+        return self.collective.collective_group.talk
+
+    @property
     def size(self):
         return self.collective.process_group_size
 
@@ -59,7 +69,7 @@ class Communicating(opfuse.FusedOperation):
         part = part.movedim(dim, 0).contiguous()
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
         work = gather_into(whole, part, group=self.group, async_op=True)
-        return Pending(work, lambda: whole.movedim(0, dim).contiguous())
+        return Pending(work, lambda: whole.movedim(0, dim).contiguous(), self.talk)
 
     def start_scatter(self, whole):
         """Adds up what all ranks have; each gets its part."""
@@ -67,13 +77,13 @@ class Communicating(opfuse.FusedOperation):
         whole = whole.movedim(dim, 0).contiguous()
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
         work = scatter_into(part, whole, group=self.group, async_op=True)
-        return Pending(work, lambda: part.movedim(0, dim).contiguous())
+        return Pending(work, lambda: part.movedim(0, dim).contiguous(), self.talk)
 
     def start_reduce(self, tensor):
         """Adds up what all ranks have."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         work = dist.all_reduce(total, group=self.group, async_op=True)
-        return Pending(work, lambda: total)
+        return Pending(work, lambda: total, self.talk)
 
     def grad_weight(self, dy, x):
         return matrix(dy).t().mm(matrix(x))
