@@ -16,7 +16,6 @@ from .. import ops
 from ..core.context_managers import autocast as quantize
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
-from .running import Plans
 
 
 class Split:
@@ -316,7 +315,6 @@ class Shard:
             kept.pop(leaf.untyped_storage().data_ptr(), None)
         sent = len(calls)
         return Step(y.detach(), self.backward(y), sum(kept.values()), sent)
-
 
 
 def _drawing(seed: int) -> Callable[..., Tensor]:

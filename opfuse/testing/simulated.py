@@ -300,7 +300,7 @@ class _Group(dist.ProcessGroup):
         """The name of the group."""
         return str(self._id)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """The name of the backend."""
         return NAME
 
@@ -414,7 +414,9 @@ class _Message(dist.Work):
         super().__init__()
         self._of, self._ranks, self._key = key[0], group.ranks, group.message(key)
         self._tensor, self._sends, self._members = tensor, sends, group.members
-        self._call = Call("send" if sends else "recv", tensor.dtype, _bytes([tensor]) * sends, False)
+        self._call = Call(
+            "send" if sends else "recv", tensor.dtype, _bytes([tensor]) * sends, False
+        )
         group._log.append(self._call)
         with self._ranks.changed:
             if sends:

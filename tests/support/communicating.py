@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -195,6 +197,16 @@ class Row(Communicating):
         return self.start_gather(dy).wait() if self.scatters else dy
 
 
+class ColumnOfCodes(Column):
+    """Right under a recipe: what is gathered is cast."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        return self.run_separately(basic_op_ctxs, input_, **given)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
 def plain_calls(ops, env):
     """Not under a recipe."""
     return True if env.recipe is None else "it does not quantize"
@@ -218,5 +230,6 @@ def fusion_of(cls, when=plain_calls):
 
 @opfuse.hookimpl
 def opfuse_joint_fusions():
-    """Both, as a plugin offers them."""
-    return [fusion_of(Column), fusion_of(Row)]
+    """All, as a plugin offers them."""
+    codes = dataclasses.replace(fusion_of(ColumnOfCodes, None), casts=True, needs_recipe=True)
+    return [fusion_of(Column), fusion_of(Row), codes]

@@ -154,7 +154,7 @@ class SendsInHalf(Column):
 class RoomOfTheFirstCall(Column):
     """What is gathered goes into the tensor of the first call, as long as it fits."""
 
-    room = None
+    room, saves = None, False
 
     def start_gather(self, part):
         if self.collective.dim:
