@@ -1,7 +1,7 @@
 """The conformance kit: tests of a plugin against the contract.
 
-``FusionSuite``, ``DistributedSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the parts
-are for tests of kernels.
+``FusionSuite``, ``DistributedSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the
+parts are for tests of kernels.
 
 Not imported by opfuse itself. Needs pytest.
 """

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .cases import subjects
+from .cases import offered
 from .gloo_ranks import check_on_gloo
 from .processes import registered_module
 from .rank_checks import CHECKS, Trial, plan
@@ -63,7 +63,7 @@ class DistributedSuite:
 
     def test_takes_something(self) -> None:
         """The plugin offers fusions, one takes a layer, and limits name what there is."""
-        if not subjects(self.plugin):
+        if not offered(self.plugin):
             pytest.fail(f"plugin {self.plugin!r} offers no fusion, or is not installed", False)
         names = {layer.name for layer in self.layers}
         for limit in self.limits:
@@ -80,7 +80,7 @@ class DistributedSuite:
     def _declined(self, layer: ShardedLayer, name: str) -> str:
         """Why no fusion takes a layer; "" if one does, or fails there."""
         try:
-            CHECKS[name](Trial(subjects(self.plugin), layer))
+            CHECKS[name](Trial(offered(self.plugin), layer))
         except Declined as reason:
             return str(reason)
         except Failure:
@@ -93,7 +93,7 @@ class DistributedSuite:
         try:
             if rank_check not in ("plan", "casts"):  # those say themselves what is not taken
                 self._take(layer)
-            CHECKS[rank_check](Trial(subjects(self.plugin), layer))
+            CHECKS[rank_check](Trial(offered(self.plugin), layer))
         except Declined as reason:
             pytest.skip(str(reason))
         except Failure as failure:
@@ -113,7 +113,7 @@ class DistributedSuite:
         if layer not in self._plans:
             self._plans[layer] = None
             try:
-                plan(Trial(subjects(self.plugin), layer))
+                plan(Trial(offered(self.plugin), layer))
             except (Declined, Failure) as found:
                 self._plans[layer] = found
         found = self._plans[layer]
