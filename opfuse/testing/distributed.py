@@ -114,8 +114,8 @@ class DistributedSuite:
             self._plans[layer] = None
             try:
                 plan(Trial(offered(self.plugin), layer))
-            except (Declined, Failure) as found:
-                self._plans[layer] = found
+            except (Declined, Failure) as problem:
+                self._plans[layer] = problem
         found = self._plans[layer]
         if isinstance(found, Failure):
             pytest.skip("not checked, since 'plan' fails: fix that first")

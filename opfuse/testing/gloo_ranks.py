@@ -73,7 +73,7 @@ def _check(plugin: str, layer: ShardedLayer, rank: int) -> None:
         steps: Any = [[None] * SIZE for _ in range(2)]
         for step, of_ranks in zip((mine, separate), steps, strict=True):
             dist.all_gather_object(of_ranks, step)
-        compare_steps(given, *steps, whole(given))
+        compare_steps(given, steps[0], steps[1], whole(given))
 
 
 def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer]) -> None:

@@ -126,10 +126,9 @@ def compare_steps(
     """
     layer = given.layer
     outputs = [[step.output for step in steps] for steps in (got, expected)]
-    joined = [
-        [*ys] if layer.gives == "whole" else [layer.joined(ys, layer.gives)] for ys in outputs
-    ]
-    _compare(given, "the output", *joined, truth.output, outputs)
+    is_whole = layer.gives == "whole"
+    joined = [[*ys] if is_whole else [layer.joined(ys, layer.gives)] for ys in outputs]
+    _compare(given, "the output", joined, truth.output, outputs)
     for name, true in truth.grads.items():
         grads: Any = [[step.grads.get(name) for step in steps] for steps in (got, expected)]
         what = f"the gradient of {name}"
@@ -139,14 +138,13 @@ def compare_steps(
                 raise Failure(f"{what} is {kind} on rank {rank}, the separate ops' is not")
         if true is not None and grads[0][0] is not None:
             joined = [parts_of(given, name, of, true.shape) for of in grads]
-            _compare(given, what, *joined, true, grads)
+            _compare(given, what, joined, true, grads)
 
 
 def _compare(
     given: Circumstances,
     what: str,
-    got: Sequence[Tensor],
-    expected: Sequence[Tensor],
+    joined: Sequence[Sequence[Tensor]],
     truth: Tensor,
     parts: Sequence[Sequence[Tensor]],
 ) -> None:
@@ -154,7 +152,7 @@ def _compare(
         if (mine.dtype, mine.shape) != (other.dtype, other.shape):
             pair = f"{mine.dtype} {tuple(mine.shape)} instead of {other.dtype} {tuple(other.shape)}"
             raise Failure(f"{what} on rank {rank} is {pair}")
-    dtype = given.autocast or given.dtype
+    dtype, (got, expected) = given.autocast or given.dtype, joined
     for number, (mine, other) in enumerate(zip(got, expected, strict=True)):
         where = f" on rank {number}" if len(got) > 1 else ""
         # a product in pieces rounds elsewhere
@@ -335,7 +333,7 @@ def _trained(shard: Shard, rank: Any) -> dict[str, Tensor]:
                 dist.all_reduce(grad)  # as whoever trains has to
             share = 1 / shard.given.size if rank and name in layer.summed else 1.0
             with torch.no_grad():
-                param -= 0.1 * share * grad
+                param.sub_(0.1 * share * grad)
     return {"output": shard.forward().detach()} | {n: p.detach() for n, p in shard.params.items()}
 
 
@@ -367,7 +365,7 @@ def uneven(trial: Trial) -> None:
 
 
 def _uneven(rank: Any, given: Circumstances) -> list[Any]:
-    shard, errors = Shard(given, rank.number), []
+    shard, raised = Shard(given, rank.number), list[Any]()
     shard.step()
     dim = given.layer.dim
     for more in (7, 11):
@@ -376,10 +374,10 @@ def _uneven(rank: Any, given: Circumstances) -> list[Any]:
         x = torch.ones(*rows, shard.input.shape[-1], dtype=given.dtype, requires_grad=True)
         try:
             shard.forward(x)
-            errors.append(None)
+            raised.append(None)
         except Exception as error:
-            errors.append(error)
-    return [shard.step(), *errors]
+            raised.append(error)
+    return [shard.step(), *raised]
 
 
 class _Raises(ops.Identity):
@@ -460,8 +458,9 @@ def casts(trial: Trial) -> None:
 
 def _compare_codes(got: Sequence[Step], expected: Sequence[Step]) -> None:
     for mine, other in zip(got, expected, strict=True):
-        pairs = {"the output": (mine.output, other.output)}
-        pairs |= {f"the gradient of {n}": (g, other.grads[n]) for n, g in mine.grads.items()}  # type: ignore[assignment]
+        pairs: dict[str, Any] = {"the output": (mine.output, other.output)}
+        for name, grad in mine.grads.items():
+            pairs[f"the gradient of {name}"] = grad, other.grads[name]
         for what, (one, two) in pairs.items():
             if one is None or two is None:
                 if one is not two:

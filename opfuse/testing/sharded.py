@@ -132,7 +132,7 @@ def _second_rows(split: Split) -> Sequence[Any]:
 def _default_layers() -> Iterator[ShardedLayer]:
     for sequence in (False, True):
         rows, outside = (", rows split", "rows") if sequence else ("", "whole")
-        make = functools.partial(ShardedLayer, sequence=sequence)
+        make: Any = functools.partial(ShardedLayer, sequence=sequence)
         column = dict(takes=outside, gives="features")
         yield make(f"column{rows}", _column, **column)
         yield make(f"column without bias{rows}", _column_no_bias, **column)

@@ -92,8 +92,7 @@ class Ranks:
     def run(self, worker: Callable[..., Any], *args: Any) -> list[Answer]:
         """Call ``worker(rank, *args)`` as each rank, with the settings of this thread."""
         answers: list[Any] = [None] * len(self.ranks)
-        store, settings = dist.HashStore(), current.values
-        mode = torch._C._distributed_c10d._set_thread_isolation_mode
+        store, settings = torch._C._distributed_c10d.HashStore(), current.values
 
         def serve(rank: Rank) -> None:
             torch.set_num_threads(1)
@@ -113,7 +112,7 @@ class Ranks:
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
-        with _worlds_apart(mode):
+        with _worlds_apart():
             threads = [
                 threading.Thread(target=serve, args=(rank,), daemon=True) for rank in self.ranks
             ]
@@ -143,17 +142,18 @@ _here = _Here()
 
 
 @contextmanager
-def _worlds_apart(isolate: Callable[[bool], None]) -> Iterator[None]:
+def _worlds_apart() -> Iterator[None]:
     """Each thread has groups of its own, for a ``with`` block."""
+    c10d: Any = torch._C._distributed_c10d
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
     world = dist.distributed_c10d._world
     dist.distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
-    isolate(True)
+    c10d._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        isolate(False)
+        c10d._set_thread_isolation_mode(False)
         dist.distributed_c10d._world = world
 
 
@@ -240,7 +240,7 @@ class _Started(dist.Work):
             if problem := self._problem():
                 raise RuntimeError(f"{self._call.kind}: {problem}")
             there = ranks.places[self._key]
-            sent = [there[number].sent for number in range(self._group.count)]
+            sent: list[Any] = [there[number].sent for number in range(self._group.count)]
         if not self._call.waited:
             self._call.waited = True
             self._write(self._give(sent))
@@ -274,15 +274,23 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def _reduced(how: Any, tensors: Sequence[Tensor]) -> Tensor:
     """The tensors of all ranks reduced, one after the other, in their dtype."""
     op = dist.ReduceOp
-    steps = {op.SUM: torch.add, op.AVG: torch.add, op.MAX: torch.maximum, op.MIN: torch.minimum}
+    steps: Any = {
+        op.SUM: torch.add,
+        op.AVG: torch.add,
+        op.MAX: torch.maximum,
+        op.MIN: torch.minimum,
+    }
     kind = [known for known in steps if known == getattr(how, "op", how) or how == known]
     if not kind:
         raise NotImplementedError(f"simulated ranks know no reduction {how}")
-    total = functools.reduce(steps[kind[0]], tensors)
+    total: Tensor = functools.reduce(steps[kind[0]], tensors)
     return total / len(tensors) if kind[0] == op.AVG else total
 
 
-class _Group(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose methods have many forms
+
+
+class _Group(_ProcessGroup):  # type: ignore[misc]
     """A process group of simulated ranks."""
 
     _device_types = (torch.device("cpu"),)
@@ -296,7 +304,7 @@ class _Group(dist.ProcessGroup):
         self._log = ranks.ranks[self.members[self.number]].calls
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """The name of the group."""
         return str(self._id)
 
@@ -389,7 +397,7 @@ class _Group(dist.ProcessGroup):
         """Give each rank its rows of the tensors of all ranks."""
         sizes = [split or [t.shape[0] // self.count] * self.count
                  for split, t in ((outputs, output), (inputs, input))]  # fmt: skip
-        return self.alltoall(output.split(sizes[0]), input.split(sizes[1]))
+        return self.alltoall(torch.split(output, sizes[0]), torch.split(input, sizes[1]))
 
     alltoall_base = all_to_all_single
 
@@ -427,7 +435,7 @@ class _Message(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether waiting takes no time."""
-        return self._key in self._ranks.messages
+        return self._key in self._ranks.messages or self._members[self._of] in self._ranks.ended
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Wait for it, and write it.
@@ -436,10 +444,9 @@ class _Message(dist.Work):
             RuntimeError: It did not come.
         """
         seconds = timeout.total_seconds() or SECONDS
-        gone = lambda: self._members[self._of] in self._ranks.ended  # noqa: E731
         with self._ranks.changed:
-            self._ranks.changed.wait_for(lambda: self.is_completed() or gone(), seconds)
-            if not self.is_completed():
+            self._ranks.changed.wait_for(self.is_completed, seconds)
+            if self._key not in self._ranks.messages:
                 raise RuntimeError(f"recv: rank {self._of} sent nothing")
             sent = self._ranks.messages[self._key]
         if not self._call.waited:
