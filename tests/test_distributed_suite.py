@@ -1,7 +1,12 @@
 """The suite for fusions with collectives: right ones pass, and each fault is found as recorded."""
 
+import importlib
 import json
+import os
 import pathlib
+import re
+import subprocess
+import sys
 
 import communicating
 import faulty_distributed
@@ -11,7 +16,7 @@ import torch.distributed as dist
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.testing import simulated
+from opfuse.testing import gloo_ranks, simulated
 
 pytestmark = [
     pytest.mark.alone,
@@ -34,6 +39,13 @@ class TestRight(testing.DistributedSuite):
         yield
         opfuse.plugins.remove(record)
 
+    def test_layer(self, layer, rank_check):
+        try:
+            super().test_layer(layer, rank_check)
+        except pytest.skip.Exception as skipped:
+            assert "the separate ops raise" not in str(skipped)
+            raise
+
 
 @pytest.mark.parametrize("fault", faulty_distributed.FAULTS, ids=lambda fault: fault.name)
 def test_each_fault_is_caught(fault):
@@ -47,6 +59,85 @@ def test_how_many_faults_are_caught():
     counts = {label: (record["caught"], record["faults"]) for label, record in CAUGHT.items()}
     assert counts["distributed before"] == (27, len(faulty_distributed.FAULTS))
     assert counts["distributed"] == (28, 28)
+
+
+MINE_FIRST = """
+import opfuse
+from communicating import fusion_of
+from faulty_distributed import MineFirst
+
+
+@opfuse.hookimpl
+def opfuse_joint_fusions():
+    return [fusion_of(MineFirst)]
+"""
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_fault_between_processes(tmp_path, monkeypatch, no_plugins):
+    (tmp_path / "mine_first.py").write_text(MINE_FIRST)
+    monkeypatch.syspath_prepend(tmp_path)
+    opfuse.plugins.register(importlib.import_module("mine_first"), name="mine")
+    with pytest.raises(testing.Failure, match="over gloo, on rank 0: column, rows split: Failure"):
+        gloo_ranks.check_on_gloo("mine", [LAYERS["column, rows split"]], {})
+
+
+# The suite as pytest runs it
+
+SUITES = """
+import communicating
+import opfuse
+from opfuse import ops
+from opfuse.testing import LAYERS, DistributedSuite, ShardedLayer
+
+opfuse.plugins.register(communicating, name="right")
+
+
+def mine(split):
+    return [ops.LayerNorm(6), ops.BasicLinear(6, 6, **split("column"))]
+
+
+class Small(DistributedSuite):
+    plugin = "right"
+    layers = (ShardedLayer("mine", mine, 6, gives="features"), LAYERS[6])
+
+
+class TestLimits(Small):
+    limits = {"bias": "it cannot", "mine: values": "neither", "yours: values": "no such layer"}
+    test_gloo = None
+
+
+class TestAbsent(Small):
+    plugin = "absent"
+
+
+class TestNothing(Small):
+    layers = (LAYERS[6],)
+    test_gloo = None
+"""
+
+
+def test_the_suite_under_pytest(tmp_path):
+    (tmp_path / "test_suites.py").write_text(SUITES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = xdist_group\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "test_suites.py"], cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
+    failed = set(re.findall(r"^FAILED test_suites.py::(\S+(?: \S+\])?)", done.stdout, re.MULTILINE))
+    assert {name for name in failed if name.startswith("TestLimits")} == {
+        "TestLimits::test_takes_something",
+        "TestLimits::test_layer[mine-bias]",
+        "TestLimits::test_layer[mine-values]",
+    }, done.stdout
+    assert "limits names 'yours: values', which is neither" in done.stdout
+    assert "limits declares 'bias' (it cannot), but it works" in done.stdout
+    assert {name for name in failed if name.startswith("TestAbsent")} == {
+        "TestAbsent::test_takes_something"
+    }
+    assert "TestNothing::test_takes_something" in failed
+    assert "gate and up: no fusion has a pattern that is in its chain" in done.stdout
 
 
 # What the simulated ranks notice

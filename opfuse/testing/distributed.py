@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ..core.context_managers import options
 from .cases import offered
 from .gloo_ranks import check_on_gloo
 from .processes import registered_module
@@ -36,6 +37,7 @@ class DistributedSuite:
         plugin: As for :class:`FusionSuite`.
         layers: The layers: :data:`opfuse.testing.LAYERS` and your own, each a
             :class:`opfuse.testing.ShardedLayer`.
+        options: Options of the plugin that are in force, such as ``{"overlap.use": "always"}``.
         limits: What the plugin cannot do, and why: check -> reason, or ``"layer: check"`` ->
             reason. Checks are the names in ``testing.RANK_CHECKS``, and ``"gloo"``. A limit that is
             not one, because the check passes, is a failure.
@@ -43,6 +45,7 @@ class DistributedSuite:
 
     plugin: ClassVar[str] = ""
     layers: ClassVar[Sequence[ShardedLayer]] = LAYERS
+    options: ClassVar[Mapping[str, Any]] = {}
     limits: ClassVar[Mapping[str, str]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -53,12 +56,13 @@ class DistributedSuite:
             metafunc.parametrize(("layer", "rank_check"), pairs, ids=ids)
 
     @pytest.fixture(autouse=True)
-    def _one_thread(self) -> Iterator[None]:
+    def _settings(self) -> Iterator[None]:
         if not (dist.is_available() and dist.is_gloo_available()):
             pytest.skip("this torch has no torch.distributed with gloo")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        yield
+        with options(**self.options):
+            yield
         torch.set_num_threads(threads)
 
     def test_takes_something(self) -> None:
@@ -128,13 +132,15 @@ class DistributedSuite:
         if registered_module(self.plugin) == "":
             what = "is registered in code, and no module: no other process finds it"
             pytest.skip(f"plugin {self.plugin!r} {what}")
+        if not offered(self.plugin):
+            pytest.skip(f"plugin {self.plugin!r} offers no fusion")
         try:
-            pickle.dumps(self.layers)
+            pickle.dumps([self.layers, self.options])
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             pytest.skip(f"another process cannot build the layers: {error}")
         problem = None
         try:
-            check_on_gloo(self.plugin, self.layers)
+            check_on_gloo(self.plugin, self.layers, self.options)
         except Failure as failure:
             problem = f"plugin {self.plugin!r} fails {failure}"
         self._judge(("gloo",), problem)

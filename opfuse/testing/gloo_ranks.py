@@ -10,19 +10,21 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..core.context_managers import options
 from ..core.plugins import using
+from .cases import offered
 from .processes import registered_module
 from .rank_checks import compare_steps, whole
 from .running import Failure, only
 from .sharded import Circumstances, Shard, ShardedLayer
 
-SIZE, SECONDS = 2, 20
+SIZE, SECONDS = 2, 30
 _START = """
 import importlib, sys
 plugin, module = sys.argv[1:3]
@@ -43,15 +45,15 @@ def serve(plugin: str, rank: str, folder: str) -> None:
         folder: With the layers; the answers go there.
     """
     path = pathlib.Path(folder)
-    layers: list[ShardedLayer] = pickle.loads((path / "layers").read_bytes())
+    layers, given = pickle.loads((path / "layers").read_bytes())
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=SECONDS)
     store = f"file://{path / 'store'}"
     dist.init_process_group("gloo", store, timeout, SIZE, int(rank))
-    problem = ""
+    problem = "" if offered(plugin) else f"no plugin {plugin!r} with fusions is installed"
     for layer in layers:
         try:
-            _check(plugin, layer, int(rank))
+            _check(plugin, layer, given, int(rank))
         except Exception as error:
             problem = f"{layer.name}: {type(error).__name__}: {error}"
             break
@@ -62,13 +64,13 @@ def serve(plugin: str, rank: str, folder: str) -> None:
     os._exit(0)  # what compiled a model may keep the group, which then aborts
 
 
-def _check(plugin: str, layer: ShardedLayer, rank: int) -> None:
+def _check(plugin: str, layer: ShardedLayer, chosen: Any, rank: int) -> None:
     """Two steps, with all ranks' results on each; each rank compares them."""
     for rows in layer.row_counts()[:2]:
         given = Circumstances(layer, rows)
         with only():
             separate = Shard(given, rank).step()
-        with using(plugin):
+        with using(plugin), options(**chosen):
             mine = Shard(given, rank).step()
         steps: Any = [[None] * SIZE for _ in range(2)]
         for step, of_ranks in zip((mine, separate), steps, strict=True):
@@ -76,8 +78,8 @@ def _check(plugin: str, layer: ShardedLayer, rank: int) -> None:
         compare_steps(given, steps[0], steps[1], whole(given))
 
 
-def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer]) -> None:
-    """Run layers with a plugin in processes over gloo.
+def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer], chosen: Mapping[str, Any]) -> None:
+    """Run layers with a plugin, and options of it, in processes over gloo.
 
     Raises:
         Failure: A result is wrong, a process raises, or one hangs.
@@ -88,7 +90,7 @@ def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer]) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in unset}
     environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        (pathlib.Path(folder) / "layers").write_bytes(pickle.dumps([*layers]))
+        (pathlib.Path(folder) / "layers").write_bytes(pickle.dumps(([*layers], {**chosen})))
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", _START, plugin, module, str(rank), folder],
