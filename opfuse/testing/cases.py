@@ -149,13 +149,17 @@ def subjects(plugin: str) -> list[Subject]:
 
     The checks of the plugin report that. A fusion of collectives runs on several processes.
     """
+    return [subject for subject in offered(plugin) if not has_collectives(subject.fusion)]
+
+
+def offered(plugin: str) -> list[Subject]:
+    """Every fusion that a plugin offers; none if it does not load."""
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         return [
             Subject(plugin, passes, fusion)
             for record in manager.active(plugin)
             for passes, fusion in record.fusions
-            if not has_collectives(fusion)
         ]
 
 
