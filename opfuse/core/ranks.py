@@ -11,11 +11,17 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+# torch 2.13 renamed them, and warns of the old names
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``torch.distributed``'s all-gather of equal parts; takes the whole, and the part."""
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Its reduce-scatter into equal parts; takes the part, and the whole."""
 
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 3.0  # seconds in which the others say that they failed too
@@ -218,6 +224,60 @@ class Talk:
         return " and ".join(f"rank {self._ranks[rank]}" for rank in ranks)
 
 
+class Pending:
+    """A collective that runs; its tensors must not be read before :meth:`wait`.
+
+    Args:
+        work: What the function of ``torch.distributed`` returned.
+        what: Its name, for messages.
+        talk: What the processes say to each other, if the host has to wait for it.
+        tensors: Its tensors, which live as long.
+    """
+
+    def __init__(self, work: Any, what: str, talk: Talk | None, tensors: tuple[Any, ...]) -> None:
+        self._work, self._what, self._talk, self._tensors = work, what, talk, tensors
+
+    def wait(self) -> None:
+        """Let what follows find the result: on the host, or in the current stream of a GPU.
+
+        Raises:
+            RankError: See :meth:`Talk.wait`.
+        """
+        if self._talk is not None:
+            self._talk.wait(self._work, self._what)
+        elif self._work is not None:
+            self._work.wait()
+        self._work, self._talk, self._tensors = None, None, ()
+
+
+def start_collective(
+    group: Group, what: str, start: Callable[..., Any], *tensors: Any
+) -> Pending:
+    """Start a collective of ``torch.distributed``, and go on.
+
+    All processes must start the collectives of a group in one order.
+
+    Args:
+        group: The process group.
+        what: Its name, for messages.
+        start: The function, which takes ``group`` and ``async_op``.
+        *tensors: Its other arguments.
+
+    Raises:
+        RankError: It cannot be started, or the group failed before.
+    """
+    talk = _talk_of(group, tensors)
+    if talk is not None:
+        talk.refuse_broken()
+    try:
+        work = start(*tensors, group=group.given, async_op=True)
+    except RuntimeError as error:
+        if talk is None:
+            raise
+        raise talk.failed(f"{what} failed on {talk.me}: {_first_line(error)}") from error
+    return Pending(work, what, talk, tensors)
+
+
 def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> None:
     """Run a collective of ``torch.distributed`` and wait for it.
 
@@ -230,16 +290,16 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
     Raises:
         RankError: See :meth:`Talk.wait`.
     """
-    talk = group.talk
-    if talk is None or not all([tensor.is_cpu for tensor in tensors if isinstance(tensor, Tensor)]):
-        start(*tensors, group=group.given)  # on a GPU the host goes on, and a watchdog waits
-        return
-    talk.refuse_broken()
-    try:
-        work = start(*tensors, group=group.given, async_op=True)
-    except RuntimeError as error:
-        raise talk.failed(f"{what} failed on {talk.me}: {_first_line(error)}") from error
-    talk.wait(work, what)
+    if _talk_of(group, tensors) is None:
+        start(*tensors, group=group.given)
+    else:
+        start_collective(group, what, start, *tensors).wait()
+
+
+def _talk_of(group: Group, given: Iterable[Any]) -> Talk | None:
+    """The talk of a group, if the host waits: on a GPU it goes on, and a watchdog waits."""
+    on_host = all([each.is_cpu for each in given if isinstance(each, Tensor)])
+    return group.talk if on_host else None
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
