@@ -250,9 +250,7 @@ class Pending:
         self._work, self._talk, self._tensors = None, None, ()
 
 
-def start_collective(
-    group: Group, what: str, start: Callable[..., Any], *tensors: Any
-) -> Pending:
+def start_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> Pending:
     """Start a collective of ``torch.distributed``, and go on.
 
     All processes must start the collectives of a group in one order.
