@@ -68,7 +68,7 @@ def _does_not_pay(ops: Sequence[Any], env: Environment) -> str:
     return ""
 
 
-def configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:
+def configurations(env: Environment) -> Sequence[Mapping[str, Any]]:
     """The numbers of pieces that ``opfuse tune`` compares."""
     if env.options.get("overlap.provider") == "symm_mem" or env.options.get("overlap.pieces"):
         return ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Optional
+from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import (
     AllGather,
     AllReduce,
@@ -18,17 +19,9 @@ from opfuse.ops import (
     ReduceScatter,
 )
 
-from . import conditions, kernels, symm_mem
-from .pieces import (
-    DONE,
-    Link,
-    Multiply,
-    empty,
-    gather_multiply,
-    multiply_reduce,
-    multiply_scatter,
-    wait,
-)
+from . import conditions, operands, symm_mem
+from .operands import Gradients, Rows
+from .pieces import DONE, Link, gather_multiply, multiply_reduce, multiply_scatter, wait
 
 PLAIN = Tensor, torch.nn.Parameter
 """A subclass of them has its own operations."""
@@ -37,7 +30,7 @@ Ctxs = Sequence[Any]
 
 
 class _Overlapped(FusedOperation):
-    """The base of all: a linear with a collective before or after it.
+    """The base of all: a linear [+ bias] with a collective before or after it.
 
     It keeps what the linear would keep; of a gathered input, the part of this process.
     """
@@ -46,14 +39,13 @@ class _Overlapped(FusedOperation):
     adds_to_sum = True
     _count: int | None = None
     _by_symm_mem = False
-    _changes_rows = False
+    _splits_input = _splits_output = False  # whether a process has its part of the rows
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        kinds = [type(op).__mro__ for op in basic_ops]
-        # the places of the linear and of its bias
-        self._linear = next(i for i, mro in enumerate(kinds) if BasicLinear in mro)
-        self._bias = next((i for i, mro in enumerate(kinds) if Bias in mro), None)
+        classes = [type(op).__mro__ for op in basic_ops]  # torch derives some
+        self._linear = next(i for i, mro in enumerate(classes) if BasicLinear in mro)
+        self._bias = next((i for i, mro in enumerate(classes) if Bias in mro), None)
         self._link = Link(conditions.collective_of(basic_ops))
         self._no_extras = ((),) * len(basic_ops)
 
@@ -64,7 +56,7 @@ class _Overlapped(FusedOperation):
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
-        return conditions.configurations(list(self.basic_ops), env)
+        return conditions.configurations(env)
 
     def pieces(self, rows: int) -> int:
         """The number of pieces for so many rows of a process."""
@@ -73,13 +65,17 @@ class _Overlapped(FusedOperation):
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **given: Any) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         ctxs, linear = basic_op_ctxs, basic_op_ctxs[self._linear]
-        linear.apart = type(input_) not in PLAIN or not self._fits(input_)
-        if linear.apart:  # the ops say what is wrong
+        bias = None if self._bias is None else ctxs[self._bias].params[0]
+        rows: Rows | None = None
+        known = type(input_) in PLAIN or isinstance(input_, QuantizedTensor)
+        if known and self._fits(input_.shape):
+            rows, why = self._operands(linear, input_, bias)
+            self.notes = f"its input is gathered unquantized: {why}" if why else ""
+        linear.apart = rows is None
+        if rows is None:  # the ops say what is wrong, or quantize what is gathered
             return self.run_separately(ctxs, input_, **given)
-        x, weight = BasicLinear.operands(linear, input_)
-        bias = None if self._bias is None else ctxs[self._bias].params[0].to(x.dtype)
-        y = self._forward(rows_of(x), weight, bias)
-        return self._shaped(y, x.shape, forward=True), self._no_extras
+        y = self._forward(rows, bias)
+        return self._shaped(y, input_.shape, forward=True), self._no_extras
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Any, **given: Any
@@ -88,50 +84,65 @@ class _Overlapped(FusedOperation):
         ctxs, linear = basic_op_ctxs, basic_op_ctxs[self._linear]
         if linear.apart:
             return self.run_separately_backward(ctxs, grad_output, **given)
-        x, weight = BasicLinear.saved_operands(linear) if linear.requires_grad else (None, None)
-        dy = grad_output if linear.dtype is None else grad_output.to(linear.dtype)
         grads: list[Any] = [()] * len(ctxs)
-        dx = self._backward(ctxs, rows_of(dy), None if x is None else rows_of(x), weight, grads)
+        of_bias = self._begin_bias(ctxs, grad_output)
+        of = operands.gradients(self._link, linear, grad_output, not self._splits_output)
+
+        def of_params() -> None:
+            grads[self._linear] = (of.grad_of_weight(),)
+            if self._bias is not None:
+                grads[self._bias] = (of_bias(),)
+
+        dx = self._backward(of, of_params)
         if dx is not None:
             dx = self._shaped(dx, grad_output.shape, forward=False)
         return dx, grads, self._no_extras
 
-    def _of_params(self, ctxs: Ctxs, dy: Tensor, x: Tensor | None, grads: list[Any]) -> None:
-        """The gradients of weight and bias, from all rows."""
-        linear = ctxs[self._linear]
-        grads[self._linear] = (None if x is None else kernels.grad_of_weight(linear, dy, x),)
-        if self._bias is not None:
-            wanted = ctxs[self._bias].param_requires_grad[0]
-            grads[self._bias] = (dy.sum(0) if wanted else None,)
+    def _begin_bias(self, ctxs: Ctxs, dy: Any) -> Callable[[], Tensor | None]:
+        """What gives the gradient of the bias: of all rows, as its op sees them."""
+        if self._bias is None or not ctxs[self._bias].param_requires_grad[0]:
+            return lambda: None
+        if not self._splits_output:
+            return lambda: operands.rows_of(dy).sum(0)
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        sums = operands.rows_of(dy).sum(0, dtype=wide)
+        pending = self._link.reduce(sums)
+
+        def arrived() -> Tensor:
+            pending.wait()
+            return sums.to(dy.dtype)
+
+        return arrived
 
     def _shaped(self, matrix: Tensor, given: torch.Size, *, forward: bool) -> Tensor:
         """A result in the shape that belongs to that of what was given."""
         if len(given) < 3:
             return matrix if len(given) == 2 else matrix.view(-1)
-        first, size = given[0], self._link.size
-        if self._changes_rows:
-            first = first * size if forward == (self._linear > 0) else first // size
-        return matrix.view(first, *given[1:-1], matrix.shape[1])
+        rows, first, others = matrix.shape[0], given[0], given[1:-1]
+        if self._splits_input or self._splits_output:
+            grows = self._splits_input if forward else self._splits_output
+            first = first * self._link.size if grows else first // self._link.size
+        assert rows == first * others.numel()
+        return matrix.view(first, *others, matrix.shape[1])
 
-    def _fits(self, x: Tensor) -> bool:
-        """Whether the collective takes the rows of an input."""
+    def _fits(self, shape: torch.Size) -> bool:
+        """Whether the collective takes an input of this shape."""
         return True
 
-    def _forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output, from the operands and the bias in one dtype, all matrices but the bias."""
+    def _operands(self, ctx: Any, x: Any, bias: Tensor | None) -> tuple[Rows | None, str]:
+        """The operands of the forward, or why the ops run one after the other."""
+        return operands.local(ctx, x, bias), ""
+
+    def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
+        """The output, a matrix."""
         raise NotImplementedError
 
-    def _backward(
-        self, ctxs: Ctxs, dy: Tensor, x: Tensor | None, weight: Tensor | None, grads: list[Any]
-    ) -> Tensor | None:
-        """The gradient of the input as a matrix; fills in those of the parameters.
+    def _backward(self, of: Gradients, of_params: Callable[[], None]) -> Tensor | None:
+        """The gradient of the input, a matrix; None: it is not needed.
 
         Args:
-            ctxs: The contexts of the basic ops.
-            dy: The gradient of the output, a matrix.
-            x: The input, likewise; None: the weight needs no gradient.
-            weight: The weight; None: the input needs no gradient.
-            grads: For each basic op, the gradients of its parameters.
+            of: The operands.
+            of_params: To be called for the gradients of the parameters.
         """
         raise NotImplementedError
 
@@ -144,35 +155,33 @@ class GatherLinear(_Overlapped):
     weight's.
     """
 
-    _changes_rows = True
+    _splits_input = True
 
-    def _fits(self, x: Tensor) -> bool:
-        return x.ndim > 1
+    def _fits(self, shape: torch.Size) -> bool:
+        return len(shape) > 1
 
-    def _forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        link = self._link
+    def _operands(self, ctx: Any, x: Any, bias: Tensor | None) -> tuple[Rows | None, str]:
+        return operands.to_gather(self._link, ctx, x, bias)
+
+    def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
+        link, here = self._link, rows.lines.shape[0]
         if self._by_symm_mem:
-            out, _ = symm_mem.gather_multiply(link, rows, weight.t())
-            out = out if bias is None else out.add_(bias)
-        else:
-            out = empty(rows, link.size * rows.shape[0], weight.shape[0])
-            count = self.pieces(rows.shape[0])
-            gather_multiply(link, rows, count, by_weight(weight, bias), out)
+            out, _ = symm_mem.gather_multiply(link, rows.lines, rows.weight.t())
+            return out if bias is None else out.add_(bias)
+        out, count = rows.empty(link.size * here), self.pieces(here)
+        gather_multiply(link, rows.lines, count, rows.multiply, out, height=rows.height)
         return out
 
-    def _backward(
-        self, ctxs: Ctxs, dy: Tensor, x: Tensor | None, weight: Tensor | None, grads: list[Any]
-    ) -> Tensor | None:
+    def _backward(self, of: Gradients, of_params: Callable[[], None]) -> Tensor | None:
         link, dx, pending = self._link, None, []
-        whole, gathering = (None, DONE) if x is None else link.gather(x)
-        if weight is not None and self._by_symm_mem:
-            dx = symm_mem.multiply_scatter(link, dy, weight)
-        elif weight is not None:
-            rows = dy.shape[0] // link.size
-            dx = empty(dy, rows, weight.shape[1])
-            pending = multiply_scatter(link, dy, self.pieces(rows), by_gradient(weight), dx)
-        gathering.wait()
-        self._of_params(ctxs, dy, whole, grads)
+        of.gather_input()
+        if of.weight is not None and self._by_symm_mem:
+            dx = symm_mem.multiply_scatter(link, of.lines, of.weight)
+        elif of.weight is not None:
+            here = of.count // link.size
+            dx = of.empty(here)
+            pending = multiply_scatter(link, of.lines, self.pieces(here), of.multiply, dx)
+        of_params()
         wait(pending)
         return dx
 
@@ -184,20 +193,18 @@ class CopyLinear(_Overlapped):
     the weight's.
     """
 
-    def _forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = empty(rows, rows.shape[0], weight.shape[0])
-        by_weight(weight, bias)(rows, out)
+    def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
+        out = rows.empty(rows.lines.shape[0])
+        rows.multiply(rows.lines, out)
         return out
 
-    def _backward(
-        self, ctxs: Ctxs, dy: Tensor, x: Tensor | None, weight: Tensor | None, grads: list[Any]
-    ) -> Tensor | None:
+    def _backward(self, of: Gradients, of_params: Callable[[], None]) -> Tensor | None:
         dx, pending = None, []
-        if weight is not None:
-            dx = empty(dy, dy.shape[0], weight.shape[1])
-            count = self.pieces(dy.shape[0])
-            pending = multiply_reduce(self._link, dy, count, by_gradient(weight), dx)
-        self._of_params(ctxs, dy, x, grads)
+        if of.weight is not None:
+            here = of.count
+            dx = of.empty(here)
+            pending = multiply_reduce(self._link, of.lines, self.pieces(here), of.multiply, dx)
+        of_params()
         wait(pending)
         return dx
 
@@ -208,20 +215,18 @@ class LinearReduce(_Overlapped):
     Forward: each piece is added up while the next one is multiplied. Backward: nothing is sent.
     """
 
-    def _forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = empty(rows, rows.shape[0], weight.shape[0])
-        count = self.pieces(rows.shape[0])
-        wait(multiply_reduce(self._link, rows, count, by_weight(weight, bias), out))
+    def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
+        here = rows.lines.shape[0]
+        out = rows.empty(here)
+        wait(multiply_reduce(self._link, rows.lines, self.pieces(here), rows.multiply, out))
         return out
 
-    def _backward(
-        self, ctxs: Ctxs, dy: Tensor, x: Tensor | None, weight: Tensor | None, grads: list[Any]
-    ) -> Tensor | None:
+    def _backward(self, of: Gradients, of_params: Callable[[], None]) -> Tensor | None:
         dx = None
-        if weight is not None:
-            dx = empty(dy, dy.shape[0], weight.shape[1])
-            by_gradient(weight)(dy, dx)
-        self._of_params(ctxs, dy, x, grads)
+        if of.weight is not None:
+            dx = of.empty(of.count)
+            of.multiply(of.lines, dx)
+        of_params()
         return dx
 
 
@@ -232,64 +237,49 @@ class LinearScatter(_Overlapped):
     gradient are multiplied while the others' arrive.
     """
 
-    _changes_rows = True
+    _splits_output = True
 
-    def _fits(self, x: Tensor) -> bool:
-        return x.ndim > 1 and not x.shape[0] % self._link.size
+    def _fits(self, shape: torch.Size) -> bool:
+        return len(shape) > 1 and not shape[0] % self._link.size
 
-    def _forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        link = self._link
-        if self._by_symm_mem:
-            total, adding = None, DONE
-            if bias is not None:  # the sum of those of all processes
-                total = bias.clone()
-                adding = link.reduce(total)
-            out = symm_mem.multiply_scatter(link, rows, weight.t())
-            adding.wait()
-            out = out if total is None else out.add_(total)
-        else:
-            out = empty(rows, rows.shape[0] // link.size, weight.shape[0])
-            count = self.pieces(out.shape[0])
-            wait(multiply_scatter(link, rows, count, by_weight(weight, bias), out))
-        return out
+    def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
+        link, here = self._link, rows.lines.shape[0] // self._link.size
+        if not self._by_symm_mem:
+            out, count = rows.empty(here), self.pieces(here)
+            wait(multiply_scatter(link, rows.lines, count, rows.multiply, out))
+            return out
+        total = None if bias is None else bias.clone()
+        adding = DONE if total is None else link.reduce(total)
+        out = symm_mem.multiply_scatter(link, rows.lines, rows.weight.t())
+        adding.wait()
+        return out if total is None else out.add_(total)
 
-    def _backward(
-        self, ctxs: Ctxs, dy: Tensor, x: Tensor | None, weight: Tensor | None, grads: list[Any]
-    ) -> Tensor | None:
-        link, dx = self._link, None
-        biased = self._bias is not None and ctxs[self._bias].param_requires_grad[0]
-        keep = biased or x is not None
-        whole: Any = None
-        if weight is None:
-            whole, gathering = link.gather(dy)
-            gathering.wait()
+    def _backward(self, of: Gradients, of_params: Callable[[], None]) -> Tensor | None:
+        link, lines = self._link, None
+        if of.weight is None:
+            dx = None
+            lines, pending = link.gather(of.lines) if of.keeps_lines else (None, DONE)
+            of.gather_columns()
+            pending.wait()
+        elif of.is_whole:
+            dx = of.empty(of.count)
+            of.multiply(of.lines, dx)
         elif self._by_symm_mem:
-            dx, whole = symm_mem.gather_multiply(link, dy, weight, keep)
+            dx, lines = symm_mem.gather_multiply(link, of.lines, of.weight, of.keeps_lines)
         else:
-            dx = empty(dy, link.size * dy.shape[0], weight.shape[1])
-            count = self.pieces(dy.shape[0])
-            whole = gather_multiply(link, dy, count, by_gradient(weight), dx, keep)
-        self._of_params(ctxs, whole, x, grads)
+            dx = of.empty(link.size * of.count)
+            given = link, of.lines, self.pieces(of.count), of.multiply, dx
+            how: Any = {"keep": of.keeps_lines, "height": of.height}
+            lines = gather_multiply(*given, **how, meanwhile=of.gather_columns)
+        if lines is not None:
+            of.arrived(lines)
+        of_params()
         return dx
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """All dimensions but the last together are the rows."""
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def by_weight(weight: Tensor, bias: Tensor | None) -> Multiply:
-    """The product of the forward."""
-    return lambda rows, out: kernels.product(rows, weight, bias, out)
-
-
-def by_gradient(weight: Tensor) -> Multiply:
-    """The product of the backward for the gradient of the input."""
-    return lambda dy, out: kernels.grad_of_input(dy, weight, out)
-
-
 def _fusion(name: str, pattern: Any, cls: Any) -> Fusion:
-    return Fusion(pattern, cls, conditions.runs, conditions.benefit, name=name, needs_rows=True)
+    given: Any = {"name": name, "needs_rows": True, "casts": True}
+    return Fusion(pattern, cls, conditions.runs, conditions.benefit, **given)
 
 
 _LINEAR = BasicLinear, Optional(Bias)

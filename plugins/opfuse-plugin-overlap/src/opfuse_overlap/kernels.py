@@ -67,9 +67,9 @@ def grad_of_weight(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     """``dy.T @ x``, added to the sum that takes it, if the context has one.
 
     Args:
-        ctx: The context of the linear in the backward.
+        ctx: The context of the linear in the backward; None: nothing takes it.
         dy: ``(n, out_features)``.
         x: ``(n, in_features)``.
     """
-    added = BasicLinear.added_grad(ctx, dy, x)
+    added = None if ctx is None else BasicLinear.added_grad(ctx, dy, x)
     return dy.t().mm(x) if added is None else added

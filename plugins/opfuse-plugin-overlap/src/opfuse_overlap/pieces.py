@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -71,11 +70,15 @@ class _Done:
 DONE = _Done()
 
 
-def bounds(rows: int, count: int) -> list[tuple[int, int]]:
-    """Divide rows into at most ``count`` pieces, the first of which may have one row more."""
-    count = max(1, min(count, rows))
-    each, more = divmod(rows, count)
-    stops = [each * (i + 1) + min(i + 1, more) for i in range(count)]
+def bounds(rows: int, count: int, height: int = 1) -> list[tuple[int, int]]:
+    """Divide rows into at most ``count`` pieces, of which the first may be higher by ``height``.
+
+    All are a multiple of it, which divides the rows.
+    """
+    units = rows // height
+    count = max(1, min(count, units))
+    each, more = divmod(units, count)
+    stops = [height * (each * (i + 1) + min(i + 1, more)) for i in range(count)]
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
@@ -86,7 +89,15 @@ def wait(pending: Sequence[Any]) -> None:
 
 
 def gather_multiply(
-    link: Link, part: Tensor, count: int, multiply: Multiply, out: Tensor, keep: bool = False
+    link: Link,
+    part: Tensor,
+    count: int,
+    multiply: Multiply,
+    out: Tensor,
+    *,
+    keep: bool = False,
+    height: int = 1,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor | None:
     """Multiply the rows of all processes, first one's own, while the others' are on their way.
 
@@ -97,15 +108,19 @@ def gather_multiply(
         multiply: The product of some rows.
         out: The result, of all rows.
         keep: Whether the gathered rows are wanted.
+        height: Of how many rows a piece is a multiple.
+        meanwhile: Called once all pieces are on their way.
 
     Returns:
         The gathered rows, or None.
     """
     rows, own = part.shape[0], link.rank
-    pieces = [(span, *link.gather(part[slice(*span)])) for span in bounds(rows, count)]
+    pieces = [(span, *link.gather(part[slice(*span)])) for span in bounds(rows, count, height)]
     whole = pieces[0][1] if len(pieces) == 1 else None
     if keep and whole is None:
         whole = part.new_empty((link.size * rows, *part.shape[1:]))
+    if meanwhile is not None:
+        meanwhile()
     if own is not None:
         multiply(part, out[own * rows : (own + 1) * rows])
     for (start, stop), staged, pending in pieces:
@@ -178,8 +193,3 @@ def _runs(link: Link, in_one: bool) -> list[tuple[int, int]]:
     else:
         runs = [(rank, rank + 1) for rank in range(link.size) if rank != link.rank]
     return [(first, last) for first, last in runs if first < last]
-
-
-def empty(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A matrix for a result, in the dtype and on the device of another."""
-    return torch.empty((rows, columns), dtype=like.dtype, device=like.device)
