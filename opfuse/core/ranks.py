@@ -14,14 +14,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 # torch 2.13 renamed them, and warns of the old names
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """``torch.distributed``'s all-gather of equal parts; takes the whole, and the part."""
-scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Its reduce-scatter into equal parts; takes the part, and the whole."""
+_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 3.0  # seconds in which the others say that they failed too
@@ -222,6 +223,43 @@ class Talk:
     def names(self, ranks: Any) -> str:
         """Some of its processes, for messages."""
         return " and ".join(f"rank {self._ranks[rank]}" for rank in ranks)
+
+
+def scatter_into(part: Tensor, whole: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """``torch.distributed``'s reduce-scatter into equal parts.
+
+    That of gloo adds up everything everywhere, and its end is seen only by waiting for it without
+    a timeout. There each process gets the parts that it adds up.
+
+    Args:
+        part: The part of this process.
+        whole: The whole.
+        group: The process group; None: all processes.
+        async_op: Whether to return what to wait for.
+    """
+    if is_dynamo_compiling() or not (whole.is_cpu and "gloo" in dist.get_backend(group)):
+        return _scatter_into(part, whole, group=group, async_op=async_op)
+    parts = torch.empty_like(whole)
+    work = _Summed(dist.all_to_all_single(parts, whole, group=group, async_op=True), parts, part)
+    return work if async_op else work.wait()
+
+
+class _Summed:
+    """An exchange whose parts are added up once they are there; it is waited for like others."""
+
+    def __init__(self, work: Any, parts: Tensor, total: Tensor) -> None:
+        self._work, self._parts, self._total = work, parts, total
+
+    def is_completed(self) -> bool:
+        """Whether the parts are there, or it failed."""
+        return bool(self._work.is_completed())
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait for the parts, and add them up."""
+        self._work.wait(*timeout)
+        if self._total.numel():
+            parts = self._parts.view(-1, *self._total.shape)
+            torch.sum(parts, 0, dtype=self._total.dtype, out=self._total)
 
 
 class Pending:

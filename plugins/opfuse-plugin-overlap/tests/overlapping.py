@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 
+import pytest
 import torch
 import torch.distributed as dist
+from clock import watching
+from opfuse_overlap import kernels
 
 import opfuse
 from opfuse import ops
@@ -100,3 +104,58 @@ def one_layer(rank, mode, sequence, bias, shape, provider, pieces, dtype):
         grad = part(layer.bias.grad, 0) if column else layer.bias.grad
         close(op.bias.grad, grad, dtype)
     assert (y.shape, y.dtype) == (mine.shape, dtype) and leaf.grad.shape == leaf.shape
+
+
+def mlp(width, hidden, sequence, *, bias=True, dtype=FP64):
+    """A column and a row layer with an activation between them, and the layers they are parts of."""
+    first, second = whole(width, hidden, width, bias=bias, dtype=dtype)
+    chain = opfuse.Sequential(
+        split(first, "column", sequence), ops.GELU(), split(second, "row", sequence)
+    )
+    return chain, first, second
+
+
+def a_step_on_the_clock(rank, sequence, pieces, share):
+    """The time of a step of an MLP, relative to its parts one after the other.
+
+    ``share`` is the time of its collectives, relative to that of its products.
+    """
+    rows, width, hidden = 64, 16, 64
+    chain, *_ = mlp(width, hidden, sequence, dtype=torch.float32)
+    x = torch.randn(rows // 2 if sequence else rows, width, requires_grad=True)
+    with overlapped(pieces=pieces):
+        chain(x)  # the processes compare what they run
+        with watching() as measured:
+            chain(x).sum().backward()
+        byte = share * measured.computed / measured.sent
+        with watching(byte=byte) as clock:
+            chain(x).sum().backward()
+    assert clock.sent == pytest.approx(share * clock.computed)
+    assert clock.computed == 6 * rows * width * hidden // 2
+    return clock.now / clock.serial, clock.events, clock.count, clock.bytes
+
+
+def fails(rank, mode, way, backward):
+    """The second process fails in a product, once pieces are on their way; what each raised."""
+    (layer,) = whole(6, 4)
+    op = split(layer, mode, True)
+    x = torch.randn(4 if mode == "column" else 8, op.in_features, dtype=FP64, requires_grad=True)
+    name = "grad_of_input" if backward else "product"
+    original, calls = getattr(kernels, name), []
+
+    def product(*given):
+        calls.append(name)
+        if rank and len(calls) == 2:
+            if way == "dies":
+                os._exit(1)
+            raise ArithmeticError("no luck")
+        return original(*given)
+
+    with overlapped(pieces=4):
+        op(x).sum().backward()
+        setattr(kernels, name, product)
+        try:
+            op(x).sum().backward()
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return None

@@ -25,3 +25,67 @@ def test_a_layer_equals_the_whole_one(mode, sequence, bias, shape):
 @pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=str)
 def test_providers_and_dtypes(mode, provider, bias, dtype, shape):
     gloo.together(ranks.one_layer, mode, True, bias, shape, provider, 0, dtype)
+
+
+def on_the_clock(sequence, pieces, share=0.5):
+    (found, other) = gloo.together(ranks.a_step_on_the_clock, sequence, pieces, share)
+    assert found == other
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_most_of_the_communication_is_hidden(sequence):
+    """On a clock that counts, with half as much communication as products."""
+    time, *_ = on_the_clock(sequence, 8)
+    assert time <= 0.75
+    in_one_piece, *_ = on_the_clock(sequence, 1)
+    assert in_one_piece > time
+
+
+def test_what_is_sent_in_pieces():
+    rows, width, itemsize = 64, 16, 4
+    _, events, count, sent = on_the_clock(True, 4)
+    # the first layer's input twice, once in one piece; the gradient of the second's output
+    assert count == {"gather": 4 + 4 + 1, "scatter": 4 + 4, "reduce": 1}
+    others = rows // 2 * width * itemsize
+    assert sent == {"gather": 3 * others, "scatter": 2 * others, "reduce": width * itemsize}
+    # forward: own rows while those of the others arrive; each piece leaves before the next one
+    assert events[:7] == ["start gather"] * 4 + ["product", "wait gather", "product"]
+    assert events[13:17] == ["product", "product", "start scatter", "product"]
+
+
+def test_what_runs_beside_what():
+    _, events, *_ = on_the_clock(True, 2)
+    backward = events[events.index("start reduce") :]
+    assert backward == [
+        *("start reduce", "start gather", "start gather", "grad_of_input"),  # the second layer
+        *("wait gather", "grad_of_input", "wait gather", "grad_of_input"),
+        *("grad_of_weight", "wait reduce"),
+        *("start gather", "grad_of_input", "grad_of_input", "start scatter"),  # the first
+        *("grad_of_input", "grad_of_input", "start scatter", "wait gather", "grad_of_weight"),
+        *("wait scatter", "wait scatter"),
+    ]
+
+
+# Of these the group is out of step behind them, so that each has processes of its own
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("way", ["raises", "dies"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_process_that_fails_while_pieces_are_on_their_way(mode, way, backward):
+    team = gloo.Team(seconds=20)
+    try:
+        answers = team.run(ranks.fails, mode, way, backward)
+    finally:
+        team.end()
+    (_, (kind, text)), other = answers
+    assert kind == "RankError"
+    assert (
+        "AllGather + " in text if mode == "column" else " + ReduceScatter" in text or "op " in text
+    )
+    if way == "raises":
+        assert "on rank 1 raised ArithmeticError: no luck" in text
+        assert other[1][0] in ("RankError", "ArithmeticError") and "no luck" in other[1][1]
+    else:
+        assert other is None and "rank 1 did not answer" in text
