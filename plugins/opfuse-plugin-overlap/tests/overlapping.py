@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 from clock import watching
 from opfuse_overlap import kernels
+from tuned import Prescribed
 
 import opfuse
 from opfuse import ops
+from opfuse.core import tuning_table as tables
+from opfuse.core.authoring import saved_bytes
+from opfuse.core.tuning_table import Measurement
 
 FP64 = torch.float64
 
@@ -155,7 +160,159 @@ def fails(rank, mode, way, backward):
         op(x).sum().backward()
         setattr(kernels, name, product)
         try:
-            op(x).sum().backward()
+            for _ in range(2):  # all that the first one needed may have come before
+                op(x).sum().backward()
         except Exception as error:
             return type(error).__name__, str(error)
     return None
+
+
+# A whole MLP
+
+
+def an_mlp(rank, sequence, what, provider="c10d"):
+    """Two layers under one of the things that change how a chain runs."""
+    dtype = torch.float32 if what == "autocast" else FP64
+    chain, first, second = mlp(6, 8, sequence, dtype=dtype)
+    if what == "a copy":
+        chain = copy.deepcopy(chain)
+    if what == "a bias that is frozen":
+        for layer in (first, second, chain[0], chain[2]):
+            layer.bias.requires_grad_(False)
+    if what == "weights that are frozen":
+        for layer in (first, second, chain[0], chain[2]):
+            layer.weight.requires_grad_(False)
+    if what == "a weight's sum":
+        chain, *_ = mlp(6, 8, sequence)
+        into_sums(chain, first, second, sequence)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast")
+    for rows in (8, 2, 8):  # of another size, and as before
+        x = torch.randn(rows, 3, 6, dtype=dtype)
+        mine = part(x, 0) if sequence else x
+        leaf, whole_x = (
+            t.clone().requires_grad_(what != "an input that is data") for t in (mine, x)
+        )
+        for module in (chain, first, second):
+            module.zero_grad()
+        with overlapped(provider, 2), autocast:
+            given = {"use_reentrant": False, "context_fn": opfuse.checkpoint_contexts}
+            if what == "a checkpoint":
+                y = torch.utils.checkpoint.checkpoint(chain, leaf, **given)
+            else:
+                y = chain(leaf)
+        with autocast:
+            expected = second(torch.nn.functional.gelu(first(whole_x), approximate="tanh"))
+        rule = torch.bfloat16 if what == "autocast" else dtype
+        close(y, part(expected, 0) if sequence else expected, rule)
+        expected.sum().backward()
+        y.sum().backward()
+        if leaf.requires_grad:
+            close(leaf.grad, part(whole_x.grad, 0) if sequence else whole_x.grad, rule)
+        pairs = [
+            (chain[0].weight, first.weight, lambda grad: part(grad, 0)),
+            (chain[2].weight, second.weight, lambda grad: part(grad, 1)),
+            (chain[0].bias, first.bias, lambda grad: part(grad, 0)),
+            (chain[2].bias, second.bias, lambda grad: grad),
+        ]
+        for ours, theirs, of in pairs:
+            grad = getattr(ours, "main_grad", ours.grad)
+            assert (grad is None) == (theirs.grad is None)
+            if grad is not None:
+                close(grad, of(theirs.grad), rule)
+            if hasattr(ours, "main_grad"):
+                assert ours.grad is None
+                ours.main_grad.zero_()
+
+
+def into_sums(chain, first, second, sequence):
+    """Layers whose weights' gradients are added to a sum of their own."""
+    for place, layer, mode in ((0, first, "column"), (2, second, "row")):
+        given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=FP64)
+        op = ops.Linear(
+            layer.in_features, layer.out_features, accumulate_into_main_grad=True, **given
+        )
+        op.load_whole(layer.weight, layer.bias)
+        op.weight.main_grad = torch.zeros_like(op.weight)
+        chain[place] = op
+
+
+def kept_bytes(rank):
+    """What is gathered is not kept: the part of this process is."""
+    op = ops.BasicLinear(64, 8, tensor_parallel_mode="column", sequence_parallel=True)
+    x = torch.randn(16, 64, requires_grad=True)
+    with overlapped():
+        op(x)
+        kept = saved_bytes(lambda: op(x), [op.weight])
+    assert kept == x.nbytes
+
+
+# Conditions
+
+
+def reasons(model, x, name):
+    """Why fusions of this plugin were refused, by name."""
+    refused = opfuse.explain(model, x).calls[0].plan.refused
+    return [each.reason for each in refused if each.fusion == name]
+
+
+def is_declined(rank):
+    """By default nothing changes on a CPU; each refusal has its sentence."""
+    column = ops.BasicLinear(6, 4, tensor_parallel_mode="column", sequence_parallel=True)
+    x = torch.randn(4, 6, requires_grad=True)
+    with opfuse.plugins.using("overlap"):
+        (why,) = reasons(column, x, "gather+linear")
+        assert why.startswith("on cpu products and collectives share the processor")
+        assert "opfuse tune measures it" in why and "overlap.use='always'" in why
+        with opfuse.options(**{"overlap.use": "never"}):
+            assert reasons(column, x, "gather+linear") == ["the option overlap.use says never"]
+        for alone in [dist.new_group([each]) for each in range(2)]:
+            if dist.get_rank(alone) >= 0:
+                chain = opfuse.Sequential(ops.AllGather(alone), ops.BasicLinear(6, 4))
+        assert "one process, which sends" in reasons(chain, x, "gather+linear")[0]
+        copies = ops.BasicLinear(6, 4, tensor_parallel_mode="column")
+        with torch.no_grad():
+            (why,) = reasons(copies, x, "copy+linear")
+        assert why == "nothing is sent in the forward, and no backward follows"
+    with overlapped():
+        chain = opfuse.Sequential(ops.AllGather(dim=1), ops.BasicLinear(6, 4))
+        (why,) = reasons(chain, torch.randn(2, 3, 6), "gather+linear")
+        assert why == "the AllGather is of dimension 1, and pieces are of dimension 0"
+        chain = opfuse.Sequential(Doubled(6, 4), ops.AllReduce())
+        assert fused_steps(chain, x)[0] == [None, None]
+    with overlapped("symm_mem"):
+        (why,) = reasons(copies, x, "copy+linear")
+        assert why.startswith("symm_mem has no product with a CopyToTensorParallelRegion")
+    with overlapped(pieces=-1), pytest.warns(opfuse.PluginWarning, match="at least 0, got -1"):
+        column(x)
+
+
+class Doubled(ops.BasicLinear):
+    """Another product."""
+
+    def op_forward(self, ctx, input_, *unread):
+        return 2 * super().op_forward(ctx, input_)
+
+
+def as_measured(rank, folder):
+    """What ``opfuse tune`` found decides: whether, and in how many pieces."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    tables.reload()
+    try:
+        column = ops.BasicLinear(6, 4, tensor_parallel_mode="column", sequence_parallel=True)
+        x = torch.randn(16, 6, requires_grad=True)
+        with opfuse.plugins.using("overlap"):
+            for speed, pieces in ((0.5, 8), (2.0, 8)):
+                found = Measurement(speed, 0.0, 1e-3, configuration={"pieces": pieces})
+                with Prescribed(**{"gather+linear": found}):
+                    opfuse.tune(column, x)
+                (step, *_), _ = fused_steps(column, x)
+                assert (step is None) == (speed < 1)
+                if speed < 1:
+                    (why,) = reasons(column, x, "gather+linear")
+                    assert why.startswith("measured here: 0.50x"), why
+            with watching() as clock:
+                column(x)
+            assert clock.count == {"gather": pieces}
+    finally:
+        os.environ["OPFUSE_TUNING"] = ""
+        tables.reload()

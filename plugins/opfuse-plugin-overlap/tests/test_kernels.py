@@ -6,6 +6,10 @@ import gloo
 import overlapping as ranks
 import pytest
 import torch
+from opfuse_overlap import pieces, symm_mem
+
+import opfuse
+from opfuse import ops
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -25,6 +29,54 @@ def test_a_layer_equals_the_whole_one(mode, sequence, bias, shape):
 @pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=str)
 def test_providers_and_dtypes(mode, provider, bias, dtype, shape):
     gloo.together(ranks.one_layer, mode, True, bias, shape, provider, 0, dtype)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "",
+        "a copy",
+        "a checkpoint",
+        "a bias that is frozen",
+        "weights that are frozen",
+        "an input that is data",
+        "autocast",
+        "a weight's sum",
+    ],
+)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_mlp_equals_the_whole_one(sequence, what):
+    gloo.together(ranks.an_mlp, sequence, what)
+
+
+@pytest.mark.parametrize("what", ["", "a checkpoint", "weights that are frozen", "autocast"])
+def test_an_mlp_by_symm_mem(what):
+    gloo.together(ranks.an_mlp, True, what, "symm_mem")
+
+
+@pytest.mark.parametrize("check", [ranks.kept_bytes, ranks.is_declined])
+def test_a_single_thing(check):
+    gloo.together(check)
+
+
+def test_measurements_decide(tmp_path):
+    gloo.together(ranks.as_measured, str(tmp_path))
+
+
+def test_symm_mem_is_for_some_devices_only():
+    env = opfuse.Environment(torch.device("xpu"), None, torch.float32)
+    op = object.__new__(ops.AllGather)
+    assert (
+        symm_mem.why_not(op, env) == "torch has the products of symm_mem for CUDA, and this is xpu"
+    )
+
+
+@pytest.mark.parametrize(
+    "rows, count, expected", [(0, 4, [(0, 0)]), (1, 4, [(0, 1)]), (7, 3, [(0, 3), (3, 5), (5, 7)])]
+)
+def test_pieces_of_any_number_of_rows(rows, count, expected):
+    assert pieces.bounds(rows, count) == expected
+    assert pieces.bounds(32 * rows, count, 32) == [(32 * a, 32 * b) for a, b in expected]
 
 
 def on_the_clock(sequence, pieces, share=0.5):
@@ -70,9 +122,15 @@ def test_what_runs_beside_what():
 # Of these the group is out of step behind them, so that each has processes of its own
 
 
-@pytest.mark.parametrize("mode", ["column", "row"])
-@pytest.mark.parametrize("way", ["raises", "dies"])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "way", "backward"),
+    [
+        ("column", "raises", False),
+        ("column", "dies", True),
+        ("row", "raises", True),
+        ("row", "dies", False),
+    ],
+)
 def test_a_process_that_fails_while_pieces_are_on_their_way(mode, way, backward):
     team = gloo.Team(seconds=20)
     try:
@@ -80,10 +138,9 @@ def test_a_process_that_fails_while_pieces_are_on_their_way(mode, way, backward)
     finally:
         team.end()
     (_, (kind, text)), other = answers
+    ops = ("AllGather", "BasicLinear") if mode == "column" else ("BasicLinear", "Bias")
     assert kind == "RankError"
-    assert (
-        "AllGather + " in text if mode == "column" else " + ReduceScatter" in text or "op " in text
-    )
+    assert text.startswith(f"chain [Linear], op 0 ({ops[0]}) + op 1 ({ops[1]}) + op 2 (")
     if way == "raises":
         assert "on rank 1 raised ArithmeticError: no luck" in text
         assert other[1][0] in ("RankError", "ArithmeticError") and "no luck" in other[1][1]

@@ -81,7 +81,7 @@ def to_gather(link: Link, ctx: Any, x: Tensor, bias: Tensor | None) -> tuple[Row
     Returns:
         They; or None, and a sentence that says why rows are quantized only once they are gathered.
     """
-    if not ctx.quantizers:
+    if not ctx.quantizers or link.size == 1:
         return local(ctx, x, bias), ""
     wanted = ctx.requires_grad and ctx.backward_override is None and ctx.param_requires_grad[0]
     part, why = codes.quantized(link, ctx.quantizers["input"], x, Usage(True, wanted))
@@ -200,6 +200,7 @@ class CodedGradients(Gradients):
         quantizer, link = self._ctx.quantizers["grad_output"], self._link
         usage = Usage(self.weight is not None, self.wgrad)
         part, self.keeps_lines = None, False
+        self.is_whole = self.is_whole or link.size == 1
         if not self.is_whole and any(usage):
             part, why = codes.quantized(link, quantizer, dy, usage)
             if why:
@@ -223,7 +224,7 @@ class CodedGradients(Gradients):
 
     def gather_input(self) -> None:
         """See :meth:`Gradients.gather_input`."""
-        if self.wgrad:
+        if self.wgrad and self._link.size > 1:
             self._x = self._gathered(self._x)
 
     def gather_columns(self) -> None:
