@@ -153,9 +153,9 @@ def pytest(session: nox.Session, *where: pathlib.Path, options: Sequence[str] = 
 
     What is installed must not be the checkout.
     """
-    check = (
-        "import opfuse, pathlib, sys; "
-        "sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(opfuse.__file__).parents)"
+    check = (  # found, not imported, which would import torch
+        "import importlib.util, pathlib, sys; found = importlib.util.find_spec('opfuse').origin; "
+        "sys.exit(pathlib.Path(sys.argv[1]) in pathlib.Path(found).parents)"
     )
     session.run("python", "-c", check, str(ROOT / "opfuse"))
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]

@@ -177,7 +177,7 @@ def test_the_engine_is_handed_down_once():
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
     "opfuse.core": 6200,
-    "opfuse.ops": 2900,  # 200 for collectives and tensor parallelism
+    "opfuse.ops": 3100,  # 400 for what runs on several processes
     "opfuse.report": 630,
     "opfuse.tuning": 1200,
     "opfuse.testing": 3400,

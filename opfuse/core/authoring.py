@@ -7,6 +7,7 @@ Attributes:
     add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
     adds_itself: Whether it is.
     gather_into: The all-gather of ``torch.distributed`` into one tensor, by its name there.
+    is_captured: Whether what runs on a device now is captured into a CUDA graph.
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
@@ -32,6 +33,7 @@ from .introspection import op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
 from .ranks import Group, Pending, gather_into, scatter_into, start_collective
+from .settings import is_captured
 
 __all__ = [
     "Group",
@@ -41,6 +43,7 @@ __all__ = [
     "add_product",
     "adds_itself",
     "gather_into",
+    "is_captured",
     "matmul_precision",
     "op_class",
     "saved_bytes",

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 3.0  # seconds in which the others say that they failed too
-_talks: dict[str, Talk] = {}  # by the group's name
+_talks: WeakKeyDictionary[Any, Talk] = WeakKeyDictionary()  # by group
 
 
 class RankError(RuntimeError):
@@ -71,25 +72,29 @@ class Group:
         group: Any = self.given or dist.group.WORLD
         if self.size == 1 or "fake" in dist.get_backend(group):
             return None
-        known = _talks.get(group.group_name)
-        if known is None or known.group is not group:
-            known = _talks[group.group_name] = Talk(group)
+        known = _talks.get(group)
+        if known is None:
+            known = _talks[group] = Talk(group)
         return known
 
 
 class Talk:
     """What the processes of one group say to each other.
 
+    Attributes:
+        looks: Whether a process that waits for a collective can look into the store meanwhile.
+
     Args:
         group: The group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self._rank = group, dist.get_rank(group)
+        self._rank, self._seconds = dist.get_rank(group), _seconds(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
+        self.looks = "gloo" in dist.get_backend(group)  # whose waits may end before the collective
         self._compared = self._failed = 0
         self._broken = ""
 
@@ -107,6 +112,23 @@ class Talk:
         Raises:
             RankError: They differ, on every process alike; or another one failed or did not come.
         """
+        first, *others = self.exchange(facts)
+        for rank, of_rank in zip(self._ranks[1:], others, strict=True):
+            if difference := first_difference(first, of_rank):
+                raise RankError(f"rank {self._ranks[0]} and rank {rank} differ in {difference}")
+
+    def exchange(self, facts: Mapping[str, Any]) -> list[Any]:
+        """Give facts to the other processes, all of which must come here.
+
+        Args:
+            facts: JSON-able data, among it ``"the chain"`` and ``"what it is called with"``.
+
+        Returns:
+            Those of each process.
+
+        Raises:
+            RankError: Another one failed or did not come.
+        """
         self.refuse_broken()
         mine, self._compared = f"compare/{self._compared}", self._compared + 1
         texts = {self._rank: json.dumps(facts)}
@@ -122,13 +144,7 @@ class Talk:
             raise self.failed(f"{self.me} waited for {silent} to run {facts['the chain']}")
         if self._compared > 2:  # all have read what came two before
             self._store.delete_key(f"compare/{self._compared - 3}/{self._rank}")
-        self._refuse_differences([json.loads(texts[rank]) for rank in range(len(texts))])
-
-    def _refuse_differences(self, facts: list[dict[str, Any]]) -> None:
-        for rank, of_rank in enumerate(facts[1:], start=1):
-            if difference := first_difference(facts[0], of_rank):
-                pair = f"rank {self._ranks[0]} and rank {self._ranks[rank]}"
-                raise RankError(f"{pair} differ in {difference}")
+        return [json.loads(texts[rank]) for rank in range(len(texts))]
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a collective between tensors of the host.
@@ -173,7 +189,7 @@ class Talk:
 
     def _looks(self, pending: bool = False) -> Iterator[None]:
         """Look again and again, until the group's timeout or until another process fails."""
-        until, pause = time.monotonic() + _seconds(self.group), _LOOK / 100
+        until, pause = time.monotonic() + self._seconds, _LOOK / 100
         while time.monotonic() < until or pending:  # a collective has its own timeout
             yield
             for rank in self._others:
@@ -302,9 +318,7 @@ def start_collective(group: Group, what: str, start: Callable[..., Any], *tensor
     Raises:
         RankError: It cannot be started, or the group failed before.
     """
-    talk = _talk_of(group, tensors)
-    if talk is not None:
-        talk.refuse_broken()
+    talk = _waiting(group, tensors)
     try:
         work = start(*tensors, group=group.given, async_op=True)
     except RuntimeError as error:
@@ -326,16 +340,19 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
     Raises:
         RankError: See :meth:`Talk.wait`.
     """
-    if _talk_of(group, tensors) is None:
+    if _waiting(group, tensors) is None:
         start(*tensors, group=group.given)
     else:
         start_collective(group, what, start, *tensors).wait()
 
 
-def _talk_of(group: Group, given: Iterable[Any]) -> Talk | None:
+def _waiting(group: Group, given: Iterable[Any]) -> Talk | None:
     """The talk of a group, if the host waits: on a GPU it goes on, and a watchdog waits."""
+    talk = group.talk
+    if talk is not None:
+        talk.refuse_broken()
     on_host = all([each.is_cpu for each in given if isinstance(each, Tensor)])
-    return group.talk if on_host else None
+    return talk if talk is not None and on_host and talk.looks else None
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -354,8 +371,9 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _seconds(group: Any) -> float:
     """The timeout of a group."""
-    backend = group._get_backend(group._device_types[0])
-    return float(backend.options._timeout.total_seconds())
+    for device in group._device_types:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())  # threads that simulate processes
 
 
 def _first_line(error: Exception) -> str:

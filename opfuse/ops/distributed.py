@@ -12,23 +12,20 @@ from torch import Tensor
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
 from ..core.ranks import Group, gather_into, run_collective, scatter_into
+from ..core.settings import current
 from ._common import OpGrads, check_size, expected, shows
 
 
-class _Collective(BasicOperation):
-    """The base of the collectives: it has a process group, and saves nothing.
+class WithProcessGroup(BasicOperation):
+    """An op with collectives over a process group.
 
-    Collectives that split or join take the dimension, ``dim``.
+    Args:
+        process_group: The processes; None: all.
+        **given: Arguments of another base.
     """
 
-    saved_names: ClassVar[tuple[str, ...] | None] = ()
-    grad_input = "same"
-    dim = 0
-    _there: Callable[[Tensor], Tensor]
-    _back: Callable[[Tensor], Tensor]
-
-    def __init__(self, process_group: Any = None) -> None:
-        super().__init__()
+    def __init__(self, process_group: Any = None, **given: Any) -> None:
+        super().__init__(**given)
         if not (dist.is_available() and dist.is_initialized()):
             needed = "torch.distributed.init_process_group to be called first"
             raise RuntimeError(f"{type(self).__name__} needs {needed}")
@@ -40,11 +37,41 @@ class _Collective(BasicOperation):
         """The process group; None: all processes."""
         return self._group.given
 
+    def report(self, ctx: Any, forward: float, backward: float) -> None:
+        """Tell reports what this process sends, by the algorithms of a ring; for fusions too.
+
+        Args:
+            ctx: The context of the op.
+            forward: Bytes in the forward.
+            backward: Bytes in the backward, if there is one.
+        """
+        if current.recorder is not None and self.process_group_size > 1:
+            backward = backward if ctx.requires_grad else 0
+            current.recorder.sends(self, int(forward), int(backward))
+
+
+class _Collective(WithProcessGroup):
+    """The base of the collectives that take and give one tensor; it saves nothing.
+
+    Collectives that split or join take the dimension, ``dim``.
+    """
+
+    saved_names: ClassVar[tuple[str, ...] | None] = ()
+    grad_input = "same"
+    dim = 0
+    _there: Callable[[Tensor], Tensor]
+    _back: Callable[[Tensor], Tensor]
+    # bytes that a process sends there and back, over those of its input
+    _ratios: ClassVar[Any]
+
     extra_repr = shows("process_group_size")
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Run the collective on the input."""
+        if current.recorder is not None:
+            there, back = type(self)._ratios(self.process_group_size)
+            self.report(ctx, there * input_.nbytes, back * input_.nbytes)
         return input_ if self.process_group_size == 1 else self._there(input_)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
@@ -106,6 +133,7 @@ class AllGather(_Collective):
 
     saved_names = ("input",)
     recomputes = True
+    _ratios = staticmethod(lambda size: (size - 1, size - 1))
     _there = _Collective._all_gather
     _back = _Collective._reduce_scatter
 
@@ -118,6 +146,8 @@ class AllGather(_Collective):
         """The joined tensor; saves ``(input,)``, or None if it is not gathered again."""
         y = super().op_forward(ctx, input_)
         again = ctx.may_recompute and y is not input_
+        if again:
+            self.report(ctx, 0, (self.process_group_size - 1) * input_.nbytes)
         if ctx.requires_grad:
             ctx.save_for_backward(input_ if again else None)
         if again:
@@ -149,6 +179,7 @@ class ReduceScatter(_Collective):
             processes.
     """
 
+    _ratios = staticmethod(lambda size: ((size - 1) / size,) * 2)
     _there = _Collective._reduce_scatter
     _back = _Collective._all_gather
 
@@ -175,6 +206,7 @@ class AllReduce(_Collective):
 
     feature_ratio = 1
     keeps_rows = True
+    _ratios = staticmethod(lambda size: (2 * (size - 1) / size, 0))
     _there = _Collective._all_reduce
     _back = _Collective._unchanged
 
@@ -200,5 +232,6 @@ class CopyToTensorParallelRegion(_Collective):
 
     feature_ratio = 1
     keeps_rows = True
+    _ratios = staticmethod(lambda size: (0, 2 * (size - 1) / size))
     _there = _Collective._unchanged
     _back = _Collective._all_reduce

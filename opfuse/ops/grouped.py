@@ -113,6 +113,9 @@ class Groups(NamedTuple):
         return torch.stack(list(vectors))[of_rows]
 
 
+MOST_ROWS = torch.iinfo(torch.int32).max
+"""So many rows have ends in int32; of more, each group is multiplied by itself."""
+
 GroupsOf = Callable[[Tensor, Tensor, Sequence[int], bool], Groups]
 """The type of :func:`groups_of`."""
 
@@ -132,7 +135,8 @@ def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = 
             synchronizes.
     """
     rows, inner = x.shape[0], math.prod(x.shape[1:-1])
-    if not looped and _takes(x, features) and sizes.device == x.device and rows * inner:
+    fits = 0 < rows * inner <= MOST_ROWS and sizes.device == x.device
+    if not looped and fits and _takes(x, features):
         return Groups(sizes, None, ends_of(sizes, rows, inner))
     if is_compiling() or sizes.is_meta or type(sizes) is not Tensor:
         return Groups(sizes)

@@ -25,11 +25,12 @@ from ..core.context_managers import options
 from ..core.engine.chain import Chain
 from ..core.errors import PluginWarning
 from ..core.extra_dtypes import kinds_of
-from ..core.fusion import FusionLike, fusion_name
+from ..core.fusion import Fusion, FusionLike, classes_in, fusion_name
 from ..core.op import BasicOperation
 from ..core.plugins import manager, using
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
+from ..ops.distributed import WithProcessGroup
 from .tensors import extra_shape, input_shapes, lay_out, normal, whole_numbers
 
 
@@ -144,9 +145,9 @@ class Subject(NamedTuple):
 
 
 def subjects(plugin: str) -> list[Subject]:
-    """Every fusion that a plugin offers; none if it does not load.
+    """Every fusion that a plugin offers for one process; none if it does not load.
 
-    The checks of the plugin report that.
+    The checks of the plugin report that. A fusion of collectives runs on several processes.
     """
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
@@ -154,7 +155,14 @@ def subjects(plugin: str) -> list[Subject]:
             Subject(plugin, passes, fusion)
             for record in manager.active(plugin)
             for passes, fusion in record.fusions
+            if not has_collectives(fusion)
         ]
+
+
+def has_collectives(fusion: FusionLike) -> bool:
+    """Return whether the pattern of a fusion has an op with a process group."""
+    classes = classes_in(fusion.pattern) if isinstance(fusion, Fusion) else ()
+    return any(issubclass(getattr(each, "cls", each), WithProcessGroup) for each in classes)
 
 
 def find(plugin: str, passes: str, name: str) -> Subject:

@@ -14,7 +14,7 @@ from opfuse.testing import assert_close, interpreter, machine
 
 pytest.importorskip("triton")
 from ledger import assert_predicted
-from opfuse_moe import conditions
+from opfuse_moe import conditions, groups
 from opfuse_moe.cases import CASES
 from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
@@ -248,3 +248,38 @@ def test_what_gains_little_waits_until_it_is_measured():
     assert "1.00x" in conditions.backward_alone((linear,), cuda)
     assert conditions.alone((linear,), cuda._replace(measured=1.0)) is True
     assert conditions.activated((linear, ops.ScaledSwiGLU()), cuda) is True
+
+
+def test_more_rows_than_32_bits_hold_go_to_the_op():
+    sizes = torch.empty(2, dtype=torch.int64, device="meta")
+    for rows, taken in ((groups.MOST_ROWS, True), (groups.MOST_ROWS + 1, False)):
+        x = torch.empty(rows, 16, dtype=torch.bfloat16, device="meta")
+        assert groups._takes(x, sizes, (16, 16), ()) is taken
+
+
+class Table:
+    """A table on a GPU that is not there."""
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_the_memory_of_a_table_waits_for_each_stream_that_reads_it(monkeypatch):
+    key, table = ((0, 64), torch.device("cuda", 1)), Table()
+    monkeypatch.setattr(library, "_TABLES", {key: table})
+    monkeypatch.setattr(library, "_CAPTURED", {})
+    for stream in ("main", "side"):
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "is_captured", lambda device: False)
+            patch.setattr(torch.cuda, "current_stream", lambda device: (stream, device))  # noqa: B023
+            assert library._table(*key) is table
+    assert table.streams == [("main", key[1]), ("side", key[1])]
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "is_captured", lambda device: True)
+        assert library._table(*key) is table
+        assert library._table((0, 65), key[1]) is None
+    library._TABLES.clear()
+    assert library._table(*key) is table  # what a graph reads stays

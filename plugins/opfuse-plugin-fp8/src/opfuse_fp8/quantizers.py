@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
+from opfuse.core.authoring import is_captured
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
 
@@ -245,7 +246,8 @@ class DelayedQuantizer(_TensorQuantizer):
         device: Of its state.
 
     :func:`opfuse_fp8.delayed.update_delayed` advances it, and puts its state next to that of the
-    other quantizers of a block: then the tensors are views of a buffer.
+    other quantizers of a block: then the tensors are views of a buffer. Once a CUDA graph was
+    captured that reads them, they stay where they are.
 
     Attributes:
         scale: What values are multiplied by, fp32, (1,).
@@ -257,6 +259,7 @@ class DelayedQuantizer(_TensorQuantizer):
     format = RescaledTensor
     state_names = ("scale", "amax", "amax_history")
     pending_names = ("amax",)
+    _captured: tuple[Tensor, ...] = ()  # what a CUDA graph reads
 
     def __init__(
         self,
@@ -280,9 +283,23 @@ class DelayedQuantizer(_TensorQuantizer):
 
     def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
         """See :meth:`_TensorQuantizer.with_largest`."""
+        self.note_capture()
         self.record(amax)
         scale = self.scale.clone()
         return *self.with_scale(tensor, usage, scale), scale
+
+    def note_capture(self) -> bool:
+        """Return whether a CUDA graph reads the state where it is, also one that is captured now.
+
+        To be called where a cast reads or writes the state.
+        """
+        if self._recording is not None:
+            return self._recording.note_capture()  # type: ignore[attr-defined, no-any-return]
+        state = self.scale, self.amax, self.amax_history
+        stays = any(one is other for one, other in zip(state, self._captured, strict=False))
+        if is_captured(self.scale.device):
+            self._captured, stays = state, True
+        return stays
 
     def record(self, amax: Tensor) -> None:
         """Record the largest magnitude of a tensor, which a kernel may have found.
@@ -307,7 +324,8 @@ class DelayedQuantizer(_TensorQuantizer):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own state, which shares no memory with that of other quantizers."""
         own = [name for name in self.state_names if name in vars(self)]
-        return {**vars(self), "_shared": None, **{n: vars(self)[n].clone() for n in own}}
+        apart = {"_shared": None, "_captured": ()}
+        return {**vars(self), **apart, **{n: vars(self)[n].clone() for n in own}}
 
 
 def _why_whole(quantizer: Quantizer, known: tuple[type, ...], shape: torch.Size, high: int) -> str:

@@ -21,6 +21,9 @@ PLAIN = Tensor, torch.nn.Parameter
 MOST_FEATURES = 1 << 23
 """Places in a tile have 32 bits."""
 
+MOST_ROWS = (1 << 31) - (1 << 10)
+"""So have rows, those of the last tile among them."""
+
 
 class DeviceGroups(Groups):
     """Groups whose sizes the device reads, with the products of :mod:`.kernels.library`."""
@@ -150,6 +153,7 @@ def _takes(x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[
         and all(t.dtype in DTYPES for t in tensors)
         and x.dtype in DTYPES
         and x.numel() > 0
+        and math.prod(x.shape[:-1]) <= MOST_ROWS
         and all(0 < size < MOST_FEATURES for size in features)
     )
 

@@ -10,7 +10,7 @@ import triton
 from opfuse_triton import Config, DeviceFunctions, Kernel, current_target
 from torch import Tensor
 
-from opfuse.core.authoring import matmul_precision
+from opfuse.core.authoring import is_captured, matmul_precision
 
 from . import backward, forward, tiles
 
@@ -104,7 +104,7 @@ def listed(weights: Sequence[Tensor]) -> Matrices | None:
 
 
 _TABLES: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-_CAPTURED: list[Tensor] = []
+_CAPTURED: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 """Tables that a CUDA graph reads: they outlive those above."""
 
 MOST_TABLES = 256
@@ -112,15 +112,21 @@ MOST_TABLES = 256
 
 def _table(places: tuple[int, ...], device: torch.device) -> Tensor | None:
     """The table on a device; parameters stay where they are, so it is copied there once."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    found = _TABLES.get((places, device))
-    if found is None and not capturing:
+    key = places, device
+    found = _CAPTURED.get(key)
+    if found is not None:
+        return found
+    found = _TABLES.get(key)
+    if is_captured(device):
+        if found is not None:
+            _CAPTURED[key] = found
+        return found
+    if found is None:
         if len(_TABLES) >= MOST_TABLES:
             _TABLES.pop(next(iter(_TABLES)))
-        found = torch.tensor(places, dtype=torch.int64).to(device)
-        _TABLES[places, device] = found
-    if found is not None and capturing:
-        _CAPTURED.append(found)
+        found = _TABLES[key] = torch.tensor(places, dtype=torch.int64).to(device)
+    if device.type == "cuda":  # its memory waits for this stream too once no table is left
+        found.record_stream(torch.cuda.current_stream(device))
     return found
 
 
