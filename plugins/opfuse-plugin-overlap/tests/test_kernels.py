@@ -54,13 +54,18 @@ def test_an_mlp_by_symm_mem(what):
     gloo.together(ranks.an_mlp, True, what, "symm_mem")
 
 
-@pytest.mark.parametrize("check", [ranks.kept_bytes, ranks.is_declined])
+@pytest.mark.parametrize("check", [ranks.kept_bytes, ranks.is_declined, ranks.what_reports_say])
 def test_a_single_thing(check):
     gloo.together(check)
 
 
 def test_measurements_decide(tmp_path):
     gloo.together(ranks.as_measured, str(tmp_path))
+
+
+def test_it_is_tuned_together(tmp_path):
+    one, other = gloo.together(ranks.is_tuned, str(tmp_path))
+    assert one == other
 
 
 def test_symm_mem_is_for_some_devices_only():

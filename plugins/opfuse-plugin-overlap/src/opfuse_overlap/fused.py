@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Optional
 from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.settings import current
 from opfuse.ops import (
     AllGather,
     AllReduce,
@@ -36,7 +37,7 @@ class _Overlapped(FusedOperation):
     """
 
     grad_input = "fresh"
-    adds_to_sum = True
+    adds_to_sum = overlaps = True
     _count: int | None = None
     _by_symm_mem = False
     _splits_input = _splits_output = False  # whether a process has its part of the rows
@@ -75,6 +76,8 @@ class _Overlapped(FusedOperation):
         if rows is None:  # the ops say what is wrong, or quantize what is gathered
             return self.run_separately(ctxs, input_, **given)
         y = self._forward(rows, bias)
+        if current.recorder is not None:
+            self._report(ctxs, rows, y)
         return self._shaped(y, input_.shape, forward=True), self._no_extras
 
     def fuser_backward(
@@ -125,6 +128,31 @@ class _Overlapped(FusedOperation):
         assert rows == first * others.numel()
         return matrix.view(first, *others, matrix.shape[1])
 
+    def _report(self, ctxs: Ctxs, rows: Rows, y: Tensor) -> None:
+        """Tell reports what a process sends.
+
+        Of codes in the backward, one copy counts, and no scales.
+        """
+        linear, place = ctxs[self._linear], 0 if self._linear else len(ctxs) - 1
+        others = (self._link.size - 1) / self._link.size
+        forward, backward = self._sends(linear, rows, y, 1 if _is_coded(linear) else y.itemsize)
+        if self._splits_output and self._bias is not None:
+            wanted = ctxs[self._bias].param_requires_grad[0]
+            backward += wanted * 2 * y.shape[1] * max(y.itemsize, 4)
+        op: Any = self.basic_ops[place]
+        op.report(ctxs[place], others * forward, others * backward)
+
+    def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
+        """The bytes of all rows that are sent in each pass; a sum goes there and back.
+
+        Args:
+            ctx: The context of the linear.
+            rows: The operands.
+            y: The output, a matrix.
+            size: The bytes of a number of its gradient.
+        """
+        raise NotImplementedError
+
     def _fits(self, shape: torch.Size) -> bool:
         """Whether the collective takes an input of this shape."""
         return True
@@ -163,6 +191,11 @@ class GatherLinear(_Overlapped):
     def _operands(self, ctx: Any, x: Any, bias: Tensor | None) -> tuple[Rows | None, str]:
         return operands.to_gather(self._link, ctx, x, bias)
 
+    def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
+        lines = self._link.size * rows.lines.nbytes
+        dx = y.shape[0] * rows.weight.shape[1] * y.itemsize
+        return lines, ctx.param_requires_grad[0] * lines + ctx.input_requires_grad * dx
+
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         link, here = self._link, rows.lines.shape[0]
         if self._by_symm_mem:
@@ -193,6 +226,10 @@ class CopyLinear(_Overlapped):
     the weight's.
     """
 
+    def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
+        dx = y.shape[0] * rows.weight.shape[1] * y.itemsize
+        return 0, 2 * dx * ctx.input_requires_grad
+
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         out = rows.empty(rows.lines.shape[0])
         rows.multiply(rows.lines, out)
@@ -214,6 +251,9 @@ class LinearReduce(_Overlapped):
 
     Forward: each piece is added up while the next one is multiplied. Backward: nothing is sent.
     """
+
+    def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
+        return 2 * y.nbytes, 0
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         here = rows.lines.shape[0]
@@ -241,6 +281,9 @@ class LinearScatter(_Overlapped):
 
     def _fits(self, shape: torch.Size) -> bool:
         return len(shape) > 1 and not shape[0] % self._link.size
+
+    def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
+        return self._link.size * y.nbytes, self._link.size * y.numel() * size
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         link, here = self._link, rows.lines.shape[0] // self._link.size
@@ -275,6 +318,10 @@ class LinearScatter(_Overlapped):
             of.arrived(lines)
         of_params()
         return dx
+
+
+def _is_coded(ctx: Any) -> bool:
+    return bool(ctx.quantizers) and ctx.backward_override is None
 
 
 def _fusion(name: str, pattern: Any, cls: Any) -> Fusion:
