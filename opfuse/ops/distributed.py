@@ -11,15 +11,9 @@ from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
-from ..core.ranks import Group, run_collective
+from ..core.ranks import Group, gather_into, run_collective, scatter_into
 from ..core.settings import current
 from ._common import OpGrads, check_size, expected, shows
-
-# torch 2.13 renamed them, and warns of the old names
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 
 class WithProcessGroup(BasicOperation):
@@ -91,7 +85,7 @@ class _Collective(WithProcessGroup):
         self._check_dimensions(tensor)
         size, part = self.process_group_size, tensor.movedim(self.dim, 0).contiguous()
         gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
-        self._run(_gather_into, gathered, part)
+        self._run(gather_into, gathered, part)
         return gathered.movedim(0, self.dim).contiguous()
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -102,7 +96,7 @@ class _Collective(WithProcessGroup):
             raise ValueError(expected(self, what, f"shape {tuple(tensor.shape)}"))
         whole = tensor.movedim(self.dim, 0).contiguous()
         part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
-        self._run(_reduce_scatter_into, part, whole)
+        self._run(scatter_into, part, whole)
         return part.movedim(0, self.dim).contiguous()
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:

@@ -117,11 +117,11 @@ def test_one_that_plans_again():
 # Of these the group is out of step behind them, so that each has processes of its own
 
 
-def answers(worker):
+def answers(worker, *args):
     """What ``worker`` returns in two processes of its own; None from one that ended."""
     team = gloo.Team(seconds=10)
     try:
-        return [answer and answer[1] for answer in team.run(worker)]
+        return [answer and answer[1] for answer in team.run(worker, *args)]
     finally:
         team.end()
 
@@ -151,10 +151,12 @@ def test_one_that_calls_with_another_shape():
     assert "rank 1 stopped" in second[1] and first[0] == second[0] == "RankError"
 
 
-def test_one_that_dies():
-    first, second = answers(ranks.one_dies)
+@pytest.mark.parametrize("cls", [ops.AllReduce, ops.AllGather, ops.ReduceScatter])
+def test_one_that_dies(cls):
+    first, second = answers(ranks.one_dies, cls)
+    name = cls.__name__
     assert second is None
-    assert first[0] == "RankError" and "chain [AllReduce], op 0 (AllReduce)" in first[1]
+    assert first[0] == "RankError" and f"chain [{name}], op 0 ({name})" in first[1]
     assert "failed on rank 0" in first[1] and "rank 1 did not answer" in first[1]
 
 

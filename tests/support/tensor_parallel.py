@@ -470,8 +470,8 @@ def one_plans_again(rank):
     return op(torch.ones(2)).tolist()
 
 
-def one_dies(rank):
-    op = ops.AllReduce()
+def one_dies(rank, cls):
+    op = cls()
     op(torch.ones(2))
     if rank:
         os._exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -90,6 +90,34 @@ class Quantizer(ABC):
         if self.state_names:
             raise NotImplementedError(f"{type(self).__name__} has state and no requantize")
         return self.quantize(tensor, usage)
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """Return why rows are quantized together with the others of their tensor; ``""``: apart.
+
+        Rows that are quantized apart from the others, by :meth:`quantize_rows`, get the codes and
+        scales that they have in the whole. So processes that each hold some can send these.
+
+        Args:
+            shape: The shape of the rows on each process.
+            usage: The copies that are needed.
+        """
+        return f"{type(self).__name__} does not declare that rows can be quantized apart"
+
+    def quantize_rows(
+        self, tensor: Tensor, usage: Usage, largest: Callable[[Tensor], Tensor]
+    ) -> QuantizedTensor:
+        """Quantize the rows of this process as part of the whole, see :meth:`why_whole`.
+
+        Args:
+            tensor: The rows.
+            usage: The copies that are needed.
+            largest: Returns the elementwise maximum of a tensor over all processes, which all call
+                it as often.
+
+        Returns:
+            The result for these rows. What it records is that of the whole.
+        """
+        raise NotImplementedError(f"{type(self).__name__} quantizes no rows apart")
 
     @property
     def casts_groups(self) -> bool:

@@ -190,6 +190,32 @@ class _TensorQuantizer(BaseQuantizer):
         transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
         return codes if usage.rowwise else None, transposed, scale.reciprocal()
 
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
+        return self.with_largest(tensor, usage, casts.largest(tensor))
+
+    def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
+        """The tensors of the format for values of which the largest magnitude is known.
+
+        Args:
+            tensor: The values.
+            usage: Which copies are needed.
+            amax: fp32, (1,).
+        """
+        raise NotImplementedError
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """See :meth:`opfuse.Quantizer.why_whole`."""
+        return _why_whole(self, (CurrentQuantizer, DelayedQuantizer), shape, 1)
+
+    def quantize_rows(
+        self, tensor: Tensor, usage: Usage, largest: Callable[[Tensor], Tensor]
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize_rows`: the scale is that of the largest of all."""
+        with torch.no_grad():
+            made = self.with_largest(tensor, usage, largest(casts.largest(tensor)))
+            return self.over(tensor.shape, tensor.dtype, made)
+
 
 def _settings(quantizer: Any) -> tuple[Any, ...]:
     names = "dtype", "power_of_2", "square"
@@ -228,12 +254,10 @@ class CurrentQuantizer(_TensorQuantizer):
         super().__init__(dtype)
         self.power_of_2 = power_of_2
 
-    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
-        """See :meth:`BaseQuantizer.tensors_of`."""
+    def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
+        """See :meth:`_TensorQuantizer.with_largest`."""
         most = torch.finfo(self.dtype).max
-        scale = casts.scale_of(
-            casts.largest(tensor), most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX
-        )
+        scale = casts.scale_of(amax, most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX)
         return self.with_scale(tensor, usage, scale)
 
 
@@ -284,10 +308,10 @@ class DelayedQuantizer(_TensorQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{super().describe()}, of earlier steps"
 
-    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
-        """See :meth:`BaseQuantizer.tensors_of`."""
+    def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
+        """See :meth:`_TensorQuantizer.with_largest`."""
         self.note_capture()
-        self.record(casts.largest(tensor))
+        self.record(amax)
         scale = self.scale.clone()
         return *self.with_scale(tensor, usage, scale), scale
 
@@ -331,8 +355,32 @@ class DelayedQuantizer(_TensorQuantizer):
         return {**vars(self), **apart, **{n: vars(self)[n].clone() for n in own}}
 
 
+def _why_whole(quantizer: Quantizer, known: tuple[type, ...], shape: torch.Size, high: int) -> str:
+    """See :meth:`opfuse.Quantizer.why_whole`.
+
+    Args:
+        quantizer: The quantizer.
+        known: The classes whose casts are known; one derived from them may cast otherwise.
+        shape: The shape of the rows.
+        high: The number of rows that share a scale.
+    """
+    if type(quantizer) not in known:
+        names = " and ".join(cls.__name__ for cls in known)
+        return f"{type(quantizer).__name__} may cast otherwise than {names}"
+    rows = shape[:-1].numel()
+    if rows % high:
+        return f"{rows} rows of a process are not whole blocks of {high}"
+    return ""
+
+
 class _BlockwiseQuantizer(BaseQuantizer):
     """Each copy is cast by itself, with the scales of its blocks."""
+
+    def quantize_rows(
+        self, tensor: Tensor, usage: Usage, largest: Callable[[Tensor], Tensor]
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize_rows`: no block has rows of two processes."""
+        return self.quantize(tensor, usage)
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`BaseQuantizer.tensors_of`."""
@@ -363,6 +411,11 @@ class BlockQuantizer(_BlockwiseQuantizer):
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a scale per {self.block[0]} x {self.block[1]}"
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """See :meth:`opfuse.Quantizer.why_whole`."""
+        high = 128 if usage.columnwise else self.block[0]
+        return _why_whole(self, (BlockQuantizer,), shape, high)
 
     def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
         """See :meth:`BaseQuantizer.over`."""
@@ -433,6 +486,10 @@ class MXQuantizer(_BlockwiseQuantizer):
     def casts_groups(self) -> bool:
         """See :attr:`opfuse.Quantizer.casts_groups`."""
         return not self.square
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """See :meth:`opfuse.Quantizer.why_whole`."""
+        return _why_whole(self, (MXQuantizer,), shape, 32 if usage.columnwise or self.square else 1)
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`BaseQuantizer.tensors_of`."""
