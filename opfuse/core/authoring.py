@@ -22,7 +22,7 @@ Attributes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,17 +63,22 @@ def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -
     kept: dict[int, int] = {}
 
     def keep(tensor: Any) -> Any:
-        if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others
-            for name in tensor.__tensor_flatten__()[0]:
-                keep(getattr(tensor, name))
-        else:
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()
+        kept.update((s._cdata, s.nbytes()) for s in _storages(tensor))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = forward()
-    for tensor in apart_from:
-        kept.pop(tensor.untyped_storage()._cdata, None)
+    for storage in [s for tensor in apart_from for s in _storages(tensor)]:
+        kept.pop(storage._cdata, None)
     del result
     return sum(kept.values())
+
+
+def _storages(tensor: Any) -> Iterator[Any]:
+    """The storages of a tensor: those inside a subclass around others, such as a ``DTensor``."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor.untyped_storage()
+        return
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    for part in [part for part in parts if isinstance(part, Tensor)]:  # or it is a mesh
+        yield from _storages(part)

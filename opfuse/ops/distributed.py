@@ -145,7 +145,7 @@ class AllGather(_Collective):
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The joined tensor; saves ``(input,)``, or None if it is not gathered again."""
         y = super().op_forward(ctx, input_)
-        again = ctx.may_recompute and y is not input_
+        again = ctx.may_recompute and ctx.requires_grad and y is not input_
         if again:
             self.report(ctx, 0, (self.process_group_size - 1) * input_.nbytes)
         if ctx.requires_grad:

@@ -49,6 +49,26 @@ class Groups(NamedTuple):
             return _products(self.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
         return _loop(self.counts, x, weights, biases)
 
+    # Products of quantized rows and weights, for a fusion to override. The rows are one tensor,
+    # :class:`opfuse.core.quantization.grouped.GroupedTensor`. Each rounds its result once. None:
+    # the dequantized values have to be multiplied, group by group.
+
+    def coded_products(
+        self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The same as :meth:`products` of codes, with one row dimension."""
+        return None
+
+    def coded_input_grads(
+        self, dy: Any, weights: Sequence[Any], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The same as :meth:`input_grads` of codes, with one row dimension."""
+        return None
+
+    def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
+        """The same as :meth:`stacked_grads` of codes."""
+        return None
+
     def input_grads(self, dy: Tensor, weights: Matrices) -> Tensor:
         """``dy_i @ weight_i`` for each group."""
         if self.ends is not None:

@@ -153,13 +153,17 @@ def subjects(plugin: str, made: Collection[type] = ()) -> list[Subject]:
         plugin: Its name.
         made: The collectives that there is a maker for, in a group of one process.
     """
+    return [subject for subject in offered(plugin) if not has_collectives(subject.fusion, made)]
+
+
+def offered(plugin: str) -> list[Subject]:
+    """Every fusion that a plugin offers; none if it does not load."""
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         return [
             Subject(plugin, passes, fusion)
             for record in manager.active(plugin)
             for passes, fusion in record.fusions
-            if not has_collectives(fusion, made)
         ]
 
 
@@ -176,7 +180,7 @@ def find(plugin: str, passes: str, name: str) -> Subject:
     Raises:
         LookupError: The plugin offers none of that name and pass.
     """
-    for subject in subjects(plugin):
+    for subject in offered(plugin):
         if (subject.passes, subject.name) == (passes, name):
             return subject
     raise LookupError(f"plugin {plugin!r} offers no {passes} fusion {name!r}")

@@ -140,6 +140,9 @@ def kept(rank):
     frozen.weight.requires_grad_(False)
     tensors = saved_tensors(lambda: frozen(x).sum())
     assert not any(t.shape[-1:] == (64,) and t.shape != frozen.weight.shape for t in tensors)
+    op(x.detach()).sum().backward()  # nothing before the weight takes part in the backward
+    again = torch.autograd.grad(op(x).sum(), op.weight)
+    torch.testing.assert_close(op.weight.grad, *again)
 
 
 def sent(rank):

@@ -16,6 +16,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import Engine, FusibleOperation, bind_engine
 from ..introspection import hook_dicts, why_apart
+from ..layout import is_dtensor, run_on_parts
+from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
@@ -75,8 +77,12 @@ class OperationFuser:
         self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
         self._agreed = Agreed()
         self._lock = threading.RLock()
+        self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
             self.run = functools.partial(_run_in_group, self)  # type: ignore[method-assign]
+        first, last = self._chain.ends
+        if (first or last) and not part:
+            self.run = functools.partial(run_on_parts, self.run, first, last)  # type: ignore[method-assign]
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
@@ -94,6 +100,7 @@ class OperationFuser:
                 module, leaf = op.param_source(name)
                 source = op._sources.get(name)
                 elsewhere = "." in name if source is None else source.transposed
+                elsewhere |= name in op._layouts
                 self._params.append(
                     (_ELSEWHERE, op, name) if elsewhere else (vars(module), module, leaf)
                 )
@@ -280,7 +287,8 @@ class OperationFuser:
 
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
         """Raise a clearer error than a kernel's if dtypes or devices do not match."""
-        check_tensors(self._chain, self._owner, input.dtype, input.device, None, extra_inputs)
+        given = input.dtype, input.device, None, extra_inputs, is_dtensor(input)
+        check_tensors(self._chain, self._owner, *given)
 
     # While torch.compile traces: the same, in code that it can trace and guard
 

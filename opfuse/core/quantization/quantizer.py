@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .formats import QuantizedTensor, ScaledTensor, Usage
+from .grouped import RowGroups
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 BOTH = Usage(True, True)
@@ -57,6 +58,23 @@ class Quantizer(ABC):
             quantizer as its ``quantizer``.
         """
 
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """Quantize groups of rows at once, each as its own quantizer does: to the same codes.
+
+        Args:
+            tensor: The values.
+            ends: The row at which each group ends: int32, on the device of the values.
+            usage: The copies that are needed; as both have the same values, it may give one.
+            quantizers: The quantizer of each group; this is the first.
+
+        Returns:
+            Codes, a scale for each group, and ``ends`` itself. None: it cannot, and has recorded
+            nothing; then each group is cast by itself.
+        """
+        return None
+
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Quantize ``tensor`` again with the scales that it was quantized with; records nothing.
 
@@ -100,6 +118,11 @@ class Quantizer(ABC):
             The result for these rows. What it records is that of the whole.
         """
         raise NotImplementedError(f"{type(self).__name__} quantizes no rows apart")
+
+    @property
+    def casts_groups(self) -> bool:
+        """Whether :meth:`quantize_groups` may give something."""
+        return type(self).quantize_groups is not Quantizer.quantize_groups
 
     @property
     def requantizes(self) -> bool:

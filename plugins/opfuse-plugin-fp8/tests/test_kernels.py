@@ -786,6 +786,8 @@ EACH_KERNEL = (
     "LayerNorm + cast, MX",
     "delayed scales",
     "cast, NVFP4 drawn",
+    "cast of groups, current",
+    "cast of groups, MX",
 )
 
 

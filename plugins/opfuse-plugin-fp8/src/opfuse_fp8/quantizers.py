@@ -16,6 +16,7 @@ from opfuse import Quantizer, QuantizerRole
 from opfuse.core.authoring import is_captured
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization.grouped import RowGroups, cast_each
 
 from . import casts
 from .twins import Into
@@ -31,12 +32,20 @@ __all__ = [
 
 Tensors = Sequence[Tensor | None]
 _by_kernels: Callable[[Tensor, Into], QuantizedTensor | None] | None = None
+_groups_by_kernels: Callable[..., RowGroups | None] | None = None
 
 
-def bind_kernels(cast: Callable[[Tensor, Into], QuantizedTensor | None]) -> None:
-    """Hand down what casts by kernels, or gives None; the kernels know the quantizers."""
-    global _by_kernels
-    _by_kernels = cast
+def bind_kernels(
+    cast: Callable[[Tensor, Into], QuantizedTensor | None], groups: Callable[..., RowGroups | None]
+) -> None:
+    """Hand down what casts by kernels, or gives None; the kernels know the quantizers.
+
+    Args:
+        cast: Casts a tensor.
+        groups: Casts groups of rows, called as :meth:`opfuse.Quantizer.quantize_groups`.
+    """
+    global _by_kernels, _groups_by_kernels
+    _by_kernels, _groups_by_kernels = cast, groups
 
 
 def named(role: QuantizerRole) -> str:
@@ -162,6 +171,19 @@ class _TensorQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, one scale"
 
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """See :meth:`opfuse.Quantizer.quantize_groups`."""
+        known = type(self) in (CurrentQuantizer, DelayedQuantizer)  # others may cast in other ways
+        alike = [type(q) is type(self) and _settings(q) == _settings(self) for q in quantizers]
+        if not known or not all(alike):
+            return None
+        made = None
+        if _groups_by_kernels is not None:
+            made = _groups_by_kernels(tensor, ends, usage, quantizers)
+        return cast_each(tensor, ends, usage, quantizers) if made is None else made
+
     def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> Tensors:
         """The tensors of the format for values that are multiplied by ``scale``: fp32, (1,)."""
         codes = casts.cast(tensor, scale, self.dtype).reshape(tensor.shape).contiguous()
@@ -193,6 +215,11 @@ class _TensorQuantizer(BaseQuantizer):
         with torch.no_grad():
             made = self.with_largest(tensor, usage, largest(casts.largest(tensor)))
             return self.over(tensor.shape, tensor.dtype, made)
+
+
+def _settings(quantizer: Any) -> tuple[Any, ...]:
+    names = "dtype", "power_of_2", "square"
+    return tuple([getattr(quantizer, name, None) for name in names])
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -445,6 +472,20 @@ class MXQuantizer(_BlockwiseQuantizer):
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a power of two per {32 if self.square else 1} x 32"
+
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """See :meth:`opfuse.Quantizer.quantize_groups`; by the kernel alone."""
+        alike = [type(q) is MXQuantizer and _settings(q) == _settings(self) for q in quantizers]
+        if self.square or tensor.shape[-1] % 32 or not all(alike) or _groups_by_kernels is None:
+            return None
+        return _groups_by_kernels(tensor, ends, usage, quantizers)
+
+    @property
+    def casts_groups(self) -> bool:
+        """See :attr:`opfuse.Quantizer.casts_groups`."""
+        return not self.square
 
     def why_whole(self, shape: torch.Size, usage: Usage) -> str:
         """See :meth:`opfuse.Quantizer.why_whole`."""

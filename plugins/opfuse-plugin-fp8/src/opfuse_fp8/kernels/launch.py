@@ -19,7 +19,7 @@ from ..together import room_for
 from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
 
-_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 IDENTITY: Any = formula_of(None)
 
@@ -82,7 +82,7 @@ class Casting:
         self.constants: dict[str, Any] = {
             "DTYPE": TL[dtype],
             "FORMAT": format_of(quantizer),
-            "MANTISSA": _MANTISSA[quantizer.dtype],
+            "MANTISSA": MANTISSA[quantizer.dtype],
             "NATIVE": converts(target),
             "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
             "IF_INFINITE": torch.finfo(dtype).max,
