@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 import opfuse
 from opfuse import ops
-from opfuse.testing import FusionSuite, Op
+from opfuse.testing import DistributedSuite, FusionSuite, Op
 
 COLLECTIVES = (ops.AllGather, ops.AllReduce, ops.CopyToTensorParallelRegion, ops.ReduceScatter)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="class")
 def group(tmp_path_factory):
     """This process is a group."""
     file = tmp_path_factory.mktemp("group") / "init"
@@ -22,6 +22,7 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("group")
 class TestConformance(FusionSuite):
     plugin = "overlap"
     makers = {cls: (lambda width, cls=cls: Op(cls)) for cls in COLLECTIVES}  # noqa: RUF012
@@ -35,3 +36,10 @@ class TestConformance(FusionSuite):
         given = {"overlap.use": "always", "overlap.pieces": 2}
         with opfuse.options(**given):
             yield
+
+
+class TestRanks(DistributedSuite):
+    """Layers that are split among ranks, in pieces."""
+
+    plugin = "overlap"
+    options = {"overlap.use": "always", "overlap.pieces": 2}  # noqa: RUF012

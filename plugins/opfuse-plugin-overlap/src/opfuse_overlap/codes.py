@@ -87,7 +87,7 @@ def from_lines(lines: Tensor, like: QuantizedTensor) -> QuantizedTensor:
         return dataclasses.replace(like, shape=shape, rowwise_data=data, columnwise_data=None)
     assert isinstance(like, _BLOCKS)
     codes, scales = _parted(lines[None], like, columns)
-    given = {"rowwise_data": codes, "rowwise_scale_inv": _laid_out(scales, like, columns)}
+    given: Any = {"rowwise_data": codes, "rowwise_scale_inv": _laid_out(scales, like, columns)}
     return dataclasses.replace(
         like, shape=shape, **given, columnwise_data=None, columnwise_scale_inv=None
     )
@@ -105,7 +105,7 @@ def from_columns(lines: Tensor, like: QuantizedTensor, parts: int) -> QuantizedT
     rows, columns = _sides(like)
     codes, scales = _parted(lines.view(parts, columns, -1), like, rows)
     shape = torch.Size((parts * rows, columns))
-    given = {
+    given: Any = {
         "columnwise_data": codes,
         "columnwise_scale_inv": _laid_out(scales, like, parts * rows),
     }

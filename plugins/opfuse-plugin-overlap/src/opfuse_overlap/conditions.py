@@ -60,6 +60,12 @@ def _does_not_pay(ops: Sequence[Any], env: Environment) -> str:
             f"on {env.device.type} products and collectives share the processor, and it was not "
             f"measured here: {advice}"
         )
+    if env.recipe is not None:
+        who = type(env.recipe).__name__
+        return (
+            f"the products of {who} are emulated here, and another plugin may run them in low "
+            f"precision: {advice}"
+        )
     if env.rows is not None and env.rows < LEAST_ROWS:
         return (
             f"it was not measured here, and with fewer than {LEAST_ROWS} rows pieces are too small "

@@ -57,8 +57,8 @@ def local(ctx: Any, x: Any, bias: Tensor | None) -> Rows:
         bias: The bias, or None.
     """
     if ctx.quantizers:
-        quantized, weight = BasicLinear.quantized_operands(ctx, x)
-        rows, wide = rows_of(quantized.widened()), weight.widened()
+        rows, wide = [each.widened() for each in BasicLinear.quantized_operands(ctx, x)]
+        rows = rows_of(rows)
         return Rows(rows, _by_values(wide, bias), wide, ctx.dtype or x.dtype)
     x, weight = BasicLinear.operands(ctx, x)
     added = None if bias is None else bias.to(x.dtype)
@@ -138,7 +138,10 @@ class Gradients:
     def __init__(self, link: Link, ctx: Any, dy: Any, is_whole: bool) -> None:
         self._link, self._ctx, self.is_whole = link, ctx, is_whole
         self.dtype = ctx.dtype or dy.dtype
-        self._x, self.weight = self._saved() if ctx.requires_grad else (None, None)
+        self._x: Any = None
+        self.weight: Any = None
+        if ctx.requires_grad:
+            self._x, self.weight = self._saved()
         self.wgrad = self.keeps_lines = self._x is not None
         self._pending: Any = DONE
         self._take(dy)

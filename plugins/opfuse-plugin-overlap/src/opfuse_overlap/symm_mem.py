@@ -37,7 +37,8 @@ def why_not(op: Any, env: Environment) -> str:
 
 
 def _name(link: Link) -> str:
-    return str((link.group.given or dist.group.WORLD).group_name)
+    group: Any = link.group.given or dist.group.WORLD
+    return str(group.group_name)
 
 
 def gather_multiply(
