@@ -60,3 +60,8 @@ def test_a_chain_with_an_override(name, override):
 @pytest.mark.parametrize("name", ["mx", "current"])
 def test_frozen_weights(name, frozen):
     gloo.together(ranks.a_chain, name, None, 32, True, frozen)
+
+
+@pytest.mark.parametrize("name", [None, *ranks.RECIPES])
+def test_the_linears_of_transformer_engines_test(name):
+    gloo.together(ranks.linears, name)

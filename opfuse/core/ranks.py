@@ -26,7 +26,8 @@ gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LOOK = 0.05  # seconds between two looks into the store
-_ANSWER = 3.0  # seconds in which the others say that they failed too
+_ANSWER = 5.0  # seconds in which the others say that they failed too
+_BEHIND = 10.0  # seconds by which a process may be slower than the others
 _talks: WeakKeyDictionary[Any, Talk] = WeakKeyDictionary()  # by group
 
 
@@ -168,7 +169,7 @@ class Talk:
                 break
             # they may have finished this collective already, a moment before this process does
             ahead = ahead or (time.monotonic() if self._ahead() else 0.0)
-            if ahead and time.monotonic() - ahead > _ANSWER:
+            if ahead and time.monotonic() - ahead > _BEHIND:
                 raise self.failed(f"{self.me} waits in {what}, {self._what_is_ahead()}")
         try:
             work.wait()
