@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Optional
-from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.core.settings import current
 from opfuse.ops import (
     AllGather,
@@ -139,6 +139,10 @@ class _Overlapped(FusedOperation):
         if self._splits_output and self._bias is not None:
             wanted = ctxs[self._bias].param_requires_grad[0]
             backward += wanted * 2 * y.shape[1] * max(y.itemsize, 4)
+        if self._splits_output and _is_coded(linear) and linear.requires_grad:
+            usage = Usage(linear.input_requires_grad, linear.param_requires_grad[0])
+            if why := linear.quantizers["grad_output"].why_whole(y.shape, usage):
+                self.notes = f"the gradient of its output is gathered unquantized: {why}"
         op: Any = self.basic_ops[place]
         op.report(ctxs[place], others * forward, others * backward)
 
