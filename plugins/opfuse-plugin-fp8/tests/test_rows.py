@@ -22,7 +22,7 @@ def make(name, tensor="input"):
 def cast_apart(name, parts, usage, tensor="input"):
     """Each part cast by a quantizer of its own, and these quantizers; all ask for the maximum as often."""
     amaxes, made, quantizers = [], [], [make(name, tensor) for _ in parts]
-    for quantizer, part in zip(quantizers, parts, strict=True):  # what each has
+    for part in parts:  # what each has
         make(name, tensor).quantize_rows(
             part, usage, lambda amax: amaxes.append(amax.clone()) or amax
         )
