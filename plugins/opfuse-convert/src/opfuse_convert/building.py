@@ -20,6 +20,7 @@ from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .parallel import Splits, split_by_torch
+from .probing import Leaf
 from .regions import Found, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
@@ -85,15 +86,16 @@ def _conversion(found: Found, site: Site, leaf: Callable[[str], Any]) -> Convers
     steps = found.region.steps
     names = [*found.span.called, *[name for step in steps for name in step.reads]]
     reads = {n.rsplit(".", i)[0] for n in names for i in range(n.count(".") + 1)}
+    leaves = [(name, leaf(name)) for name in sorted(reads - {""})]
     return Conversion(
         _chain_of(found.region),
-        sorted(reads - {""}),
+        [name for name, _ in leaves],
         site,
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],
         any(step.probed for step in steps),
         found.span.places,
-        {n: how for n in reads - {""} if (how := getattr(leaf(n), "split", None)) is not None},
+        {name: of.split for name, of in leaves if isinstance(of, Leaf) and of.split is not None},
     )
 
 
