@@ -17,6 +17,7 @@ from opfuse.ops import (
     BasicLinear,
     Bias,
     CopyToTensorParallelRegion,
+    ParallelLinear,
     ReduceScatter,
 )
 
@@ -45,8 +46,10 @@ class _Overlapped(FusedOperation):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         classes = [type(op).__mro__ for op in basic_ops]  # torch derives some
-        self._linear = next(i for i, mro in enumerate(classes) if BasicLinear in mro)
+        kinds = {BasicLinear, ParallelLinear}
+        self._linear = next(i for i, mro in enumerate(classes) if kinds.intersection(mro))
         self._bias = next((i for i, mro in enumerate(classes) if Bias in mro), None)
+        self._in_features: int = basic_ops[self._linear].in_features
         self._link = Link(conditions.collective_of(basic_ops))
         self._no_extras = ((),) * len(basic_ops)
 
@@ -89,10 +92,10 @@ class _Overlapped(FusedOperation):
             return self.run_separately_backward(ctxs, grad_output, **given)
         grads: list[Any] = [()] * len(ctxs)
         of_bias = self._begin_bias(ctxs, grad_output)
-        of = operands.gradients(self._link, linear, grad_output, not self._splits_output)
+        of = self._gradients(linear, grad_output)
 
         def of_params() -> None:
-            grads[self._linear] = (of.grad_of_weight(),)
+            grads[self._linear] = of.of_params()
             if self._bias is not None:
                 grads[self._bias] = (of_bias(),)
 
@@ -165,6 +168,10 @@ class _Overlapped(FusedOperation):
         """The operands of the forward, or why the ops run one after the other."""
         return operands.local(ctx, x, bias), ""
 
+    def _gradients(self, ctx: Any, dy: Any) -> Gradients:
+        """The operands of the backward."""
+        return operands.gradients(self._link, ctx, dy, not self._splits_output)
+
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         """The output, a matrix."""
         raise NotImplementedError
@@ -197,8 +204,8 @@ class GatherLinear(_Overlapped):
 
     def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
         lines = self._link.size * rows.lines.nbytes
-        dx = y.shape[0] * rows.weight.shape[1] * y.itemsize
-        return lines, ctx.param_requires_grad[0] * lines + ctx.input_requires_grad * dx
+        dx = y.shape[0] * self._in_features * y.itemsize
+        return lines, any(ctx.param_requires_grad) * lines + ctx.input_requires_grad * dx
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         link, here = self._link, rows.lines.shape[0]
@@ -231,7 +238,7 @@ class CopyLinear(_Overlapped):
     """
 
     def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
-        dx = y.shape[0] * rows.weight.shape[1] * y.itemsize
+        dx = y.shape[0] * self._in_features * y.itemsize
         return 0, 2 * dx * ctx.input_requires_grad
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
@@ -324,6 +331,27 @@ class LinearScatter(_Overlapped):
         return dx
 
 
+class _SideBySide(_Overlapped):
+    """The same with several linears of one input, such as gate and up."""
+
+    def _operands(self, ctx: Any, x: Any, bias: Tensor | None) -> tuple[Rows | None, str]:
+        op: Any = self.basic_ops[1]
+        return operands.side_by_side(op, ctx, x), ""
+
+    def _gradients(self, ctx: Any, dy: Any) -> Gradients:
+        found = operands.GradientsSideBySide(self._link, ctx, dy, True)
+        found.op = self.basic_ops[1]  # type: ignore[assignment]
+        return found
+
+
+class GatherParallelLinear(_SideBySide, GatherLinear):
+    """All-gather + linears side by side; see :class:`GatherLinear`."""
+
+
+class CopyParallelLinear(_SideBySide, CopyLinear):
+    """Copy to the tensor-parallel region + linears side by side; see :class:`CopyLinear`."""
+
+
 def _is_coded(ctx: Any) -> bool:
     return bool(ctx.quantizers) and ctx.backward_override is None
 
@@ -338,6 +366,10 @@ _LINEAR = BasicLinear, Optional(Bias)
 JOINT = [
     _fusion("gather+linear", (AllGather, *_LINEAR), GatherLinear),
     _fusion("copy+linear", (CopyToTensorParallelRegion, *_LINEAR), CopyLinear),
+    _fusion("gather+parallel linear", (AllGather, ParallelLinear), GatherParallelLinear),
+    _fusion(
+        "copy+parallel linear", (CopyToTensorParallelRegion, ParallelLinear), CopyParallelLinear
+    ),
     _fusion("linear+scatter", (*_LINEAR, ReduceScatter), LinearScatter),
     _fusion("linear+reduce", (*_LINEAR, AllReduce), LinearReduce),
 ]
