@@ -91,34 +91,18 @@ class _Overlapped(FusedOperation):
         if linear.apart:
             return self.run_separately_backward(ctxs, grad_output, **given)
         grads: list[Any] = [()] * len(ctxs)
-        of_bias = self._begin_bias(ctxs, grad_output)
-        of = self._gradients(linear, grad_output)
+        sums = self._bias is not None and ctxs[self._bias].param_requires_grad[0]
+        of = self._gradients(linear, grad_output, sums)
 
         def of_params() -> None:
             grads[self._linear] = of.of_params()
             if self._bias is not None:
-                grads[self._bias] = (of_bias(),)
+                grads[self._bias] = (of.sums() if sums else None,)
 
         dx = self._backward(of, of_params)
         if dx is not None:
             dx = self._shaped(dx, grad_output.shape, forward=False)
         return dx, grads, self._no_extras
-
-    def _begin_bias(self, ctxs: Ctxs, dy: Any) -> Callable[[], Tensor | None]:
-        """What gives the gradient of the bias: of all rows, as its op sees them."""
-        if self._bias is None or not ctxs[self._bias].param_requires_grad[0]:
-            return lambda: None
-        if not self._splits_output:
-            return lambda: operands.rows_of(dy).sum(0)
-        wide = torch.promote_types(dy.dtype, torch.float32)
-        sums = operands.rows_of(dy).sum(0, dtype=wide)
-        pending = self._link.reduce(sums)
-
-        def arrived() -> Tensor:
-            pending.wait()
-            return sums.to(dy.dtype)
-
-        return arrived
 
     def _shaped(self, matrix: Tensor, given: torch.Size, *, forward: bool) -> Tensor:
         """A result in the shape that belongs to that of what was given."""
@@ -139,7 +123,7 @@ class _Overlapped(FusedOperation):
         linear, place = ctxs[self._linear], 0 if self._linear else len(ctxs) - 1
         others = (self._link.size - 1) / self._link.size
         forward, backward = self._sends(linear, rows, y, 1 if _is_coded(linear) else y.itemsize)
-        if self._splits_output and self._bias is not None:
+        if self._splits_output and self._bias is not None and _is_coded(linear):
             wanted = ctxs[self._bias].param_requires_grad[0]
             backward += wanted * 2 * y.shape[1] * max(y.itemsize, 4)
         if self._splits_output and _is_coded(linear) and linear.requires_grad:
@@ -168,9 +152,9 @@ class _Overlapped(FusedOperation):
         """The operands of the forward, or why the ops run one after the other."""
         return operands.local(ctx, x, bias), ""
 
-    def _gradients(self, ctx: Any, dy: Any) -> Gradients:
+    def _gradients(self, ctx: Any, dy: Any, sums: bool) -> Gradients:
         """The operands of the backward."""
-        return operands.gradients(self._link, ctx, dy, not self._splits_output)
+        return operands.gradients(self._link, ctx, dy, not self._splits_output, sums)
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         """The output, a matrix."""
@@ -338,7 +322,7 @@ class _SideBySide(_Overlapped):
         op: Any = self.basic_ops[1]
         return operands.side_by_side(op, ctx, x), ""
 
-    def _gradients(self, ctx: Any, dy: Any) -> Gradients:
+    def _gradients(self, ctx: Any, dy: Any, sums: bool) -> Gradients:
         found = operands.GradientsSideBySide(self._link, ctx, dy, True)
         found.op = self.basic_ops[1]  # type: ignore[assignment]
         return found

@@ -135,7 +135,7 @@ class Gradients:
         weight: The weight; None: the gradient of the input is not needed.
         wgrad: Whether that of the weight is.
         is_whole: Whether the lines are of all rows.
-        keeps_lines: Whether the product for the weight reads the lines of all rows.
+        keeps_lines: Whether the gradients of the parameters are those of the lines of all rows.
         height: Of how many rows a piece is a multiple.
 
     Args:
@@ -143,19 +143,21 @@ class Gradients:
         ctx: The context of the linear.
         dy: The gradient of the output.
         is_whole: Whether it has all rows.
+        sums: Whether its sums over all rows are wanted.
     """
 
     lines: Any
     height = 1
 
-    def __init__(self, link: Link, ctx: Any, dy: Any, is_whole: bool) -> None:
+    def __init__(self, link: Link, ctx: Any, dy: Any, is_whole: bool, sums: bool = False) -> None:
         self._link, self._ctx, self.is_whole = link, ctx, is_whole
         self.dtype = ctx.dtype or dy.dtype
         self._x: Any = None
         self.weight: Any = None
         if ctx.requires_grad:
             self._x, self.weight = self._saved()
-        self.wgrad = self.keeps_lines = self._x is not None
+        self.wgrad, self._sums = self._x is not None, sums
+        self.keeps_lines = self.wgrad or sums
         self._pending: Any = DONE
         self._take(dy)
 
@@ -169,7 +171,13 @@ class Gradients:
         return None if x is None else rows_of(x), weight
 
     def _take(self, dy: Any) -> None:
+        self._given = dy.dtype
         self.lines = rows_of(dy.to(self.dtype))
+
+    def sums(self) -> Tensor:
+        """The sums of the gradient over all rows."""
+        total: Tensor = self.lines.sum(0)
+        return total.to(self._given)
 
     @property
     def count(self) -> int:
@@ -213,6 +221,8 @@ class CodedGradients(Gradients):
     """The same under a recipe that quantizes the backward."""
 
     _columns: Any = None
+    _totals: Tensor | None = None
+    _given: torch.dtype
 
     def _saved(self) -> tuple[Any, Any]:
         x, weight = self._ctx.saved_tensors
@@ -222,13 +232,16 @@ class CodedGradients(Gradients):
         quantizer, link = self._ctx.quantizers["grad_output"], self._link
         usage = Usage(self.weight is not None, self.wgrad)
         part, self.keeps_lines = None, False
+        self._plain = dy
         self.is_whole = self.is_whole or link.size == 1
         if not self.is_whole and any(usage):
             part, why = codes.quantized(link, quantizer, dy, usage)
             if why:
                 dy, pending = link.gather(rows_of(dy))
                 pending.wait()
-                self.is_whole = True
+                self.is_whole, self._plain = True, dy
+        if self._sums and not self.is_whole:
+            self._begin_sums()
         if part is not None:
             self._dy, self.height = part, codes.height(part)
             self.keeps_lines = all(usage) and codes.has_one_scale(part)
@@ -236,6 +249,20 @@ class CodedGradients(Gradients):
         elif any(usage):
             self._dy = quantizer(dy, usage)
             self.lines = rows_of(self._dy.widened(ROWWISE)) if usage.rowwise else None
+
+    def _begin_sums(self) -> None:
+        """Add up the values here: other processes get codes of them."""
+        plain = rows_of(self._plain)
+        wide = torch.promote_types(plain.dtype, torch.float32)
+        self._totals, self._given = plain.sum(0, dtype=wide), plain.dtype
+        self._summed = self._link.reduce(self._totals)
+
+    def sums(self) -> Tensor:
+        """See :meth:`Gradients.sums`."""
+        if self._totals is None:
+            return rows_of(self._plain).sum(0)
+        self._summed.wait()
+        return self._totals.to(self._given)
 
     def multiply(self, lines: Tensor, out: Tensor) -> None:
         """See :meth:`Gradients.multiply`."""
@@ -317,7 +344,7 @@ class GradientsSideBySide(Gradients):
         return tuple(self.op.param_grads(self._ctx, parts, of_weight) or ())
 
 
-def gradients(link: Link, ctx: Any, dy: Any, is_whole: bool) -> Gradients:
+def gradients(link: Link, ctx: Any, dy: Any, is_whole: bool, sums: bool) -> Gradients:
     """The operands of a backward; arguments as for :class:`Gradients`."""
     coded = ctx.quantizers and ctx.backward_override is None
-    return (CodedGradients if coded else Gradients)(link, ctx, dy, is_whole)
+    return (CodedGradients if coded else Gradients)(link, ctx, dy, is_whole, sums)
