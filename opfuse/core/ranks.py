@@ -95,7 +95,8 @@ class Talk:
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
-        self.looks = "gloo" in dist.get_backend(group)  # whose waits may end before the collective
+        # its waits may end before the collective
+        self.looks = "gloo" in str(dist.get_backend_config(group))
         self._compared = self._failed = 0
         self._broken = ""
 
@@ -254,7 +255,9 @@ def scatter_into(part: Tensor, whole: Tensor, group: Any = None, async_op: bool 
         group: The process group; None: all processes.
         async_op: Whether to return what to wait for.
     """
-    if is_dynamo_compiling() or not (whole.is_cpu and "gloo" in dist.get_backend(group)):
+    if is_dynamo_compiling() or not (
+        whole.is_cpu and "cpu:gloo" in str(dist.get_backend_config(group))
+    ):
         return _scatter_into(part, whole, group=group, async_op=async_op)
     parts = torch.empty_like(whole)
     work = _Summed(dist.all_to_all_single(parts, whole, group=group, async_op=True), parts, part)

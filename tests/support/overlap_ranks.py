@@ -193,3 +193,31 @@ def linears(rank, name):
     """The eight cases of Transformer Engine's test of userbuffers under a recipe, or none."""
     for mode, bias, trains in itertools.product(("column", "row"), (False, True), (True, False)):
         one_linear(rank, name, mode, bias, trains)
+
+
+def bytes_sent(rank, name):
+    """Bytes of values and of codes that a process gives to the gathers of a step in bf16."""
+    found = []
+    for recipe in (None, RECIPES[name]):
+        torch.manual_seed(3)
+        given = dict(sequence_parallel=True, bias=False, dtype=torch.bfloat16)
+        column = ops.Linear(256, 512, tensor_parallel_mode="column", **given)
+        row = ops.Linear(512, 512, tensor_parallel_mode="row", **given)
+        chain = opfuse.Sequential(column, row)
+        x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+        using = opfuse.plugins.using("fp8,overlap")
+        with using, opfuse.options(**{"overlap.use": "always"}), counted() as forward:
+            with opfuse.autocast(recipe is not None, recipe=recipe):
+                y = chain(x)
+        with counted() as backward:
+            y.sum().backward()
+        found.append((forward["gather"], backward["gather"]))
+    return found
+
+
+def what_reports_say(rank, rows):
+    """Why values are gathered, and then cast."""
+    chain, x = layers(RECIPES["mx"], rows, False)
+    given = opfuse.options(**{"overlap.use": "always"})
+    with opfuse.plugins.using("fp8,overlap"), given, opfuse.autocast(RECIPES["mx"]):
+        return opfuse.explain(chain, x).details
