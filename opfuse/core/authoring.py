@@ -1,21 +1,28 @@
 """Helpers for plugin authors, in addition to the classes of the contract.
 
 Attributes:
+    Group: A process group as an op holds it, ``collective_group``.
     ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
         pickled.
     add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
     adds_itself: Whether it is.
+    gather_into: The all-gather of ``torch.distributed`` into one tensor, by its name there.
+    is_captured: Whether what runs on a device now is captured into a CUDA graph.
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
+    Pending: A collective that runs, which :meth:`Pending.wait` waits for.
     op_class: The class of an op as its author wrote it.
     saved_bytes: Number of bytes that a forward keeps for its backward.
+    scatter_into: The reduce-scatter of ``torch.distributed``.
+    start_collective: Starts a collective and goes on. Waiting for it raises an error, and does not
+        hang, if another process failed.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,15 +32,23 @@ from .fusible import ParamSource
 from .introspection import op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
+from .ranks import Group, Pending, gather_into, scatter_into, start_collective
+from .settings import is_captured
 
 __all__ = [
+    "Group",
     "ModuleCache",
     "ParamSource",
+    "Pending",
     "add_product",
     "adds_itself",
+    "gather_into",
+    "is_captured",
     "matmul_precision",
     "op_class",
     "saved_bytes",
+    "scatter_into",
+    "start_collective",
     "wide",
 ]
 
@@ -48,17 +63,22 @@ def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -
     kept: dict[int, int] = {}
 
     def keep(tensor: Any) -> Any:
-        if hasattr(tensor, "__tensor_flatten__"):  # a subclass around others
-            for name in tensor.__tensor_flatten__()[0]:
-                keep(getattr(tensor, name))
-        else:
-            storage = tensor.untyped_storage()
-            kept[storage._cdata] = storage.nbytes()
+        kept.update((s._cdata, s.nbytes()) for s in _storages(tensor))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = forward()
-    for tensor in apart_from:
-        kept.pop(tensor.untyped_storage()._cdata, None)
+    for storage in [s for tensor in apart_from for s in _storages(tensor)]:
+        kept.pop(storage._cdata, None)
     del result
     return sum(kept.values())
+
+
+def _storages(tensor: Any) -> Iterator[Any]:
+    """The storages of a tensor: those inside a subclass around others, such as a ``DTensor``."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor.untyped_storage()
+        return
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    for part in [part for part in parts if isinstance(part, Tensor)]:  # or it is a mesh
+        yield from _storages(part)

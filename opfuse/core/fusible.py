@@ -465,6 +465,7 @@ def bind_engine(engine: Engine) -> None:
 def _make_own_fuser(op: FusibleOperation) -> None:
     if op._cache.key is not op:
         op._cache.key, op._cache.value = op, op.engine.make_fuser([op], owner=op)
+        op._cache.value.kept_in = op._cache
 
 
 _make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

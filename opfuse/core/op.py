@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from .errors import TE_STATE_READER
 from .fusible import FusibleOperation, ParamSource
+from .layout import Ends, Layout
 from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.scale_update import PreparedOps
@@ -76,6 +78,9 @@ class BasicOperation(FusibleOperation):
     is_fused_op = False
     _is_base = True
     _around: tuple[tuple[BasicOperation, ...], tuple[BasicOperation, ...]] = ((), ())
+    # of the parameters that a group of processes shares, and of the tensors outside of the op
+    _layouts: Mapping[str, Layout] = MappingProxyType({})
+    _ends: Ends | None = None
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     extra_input_dtypes: tuple[str, ...] = ()
@@ -180,6 +185,8 @@ class BasicOperation(FusibleOperation):
         """Return the current value of a parameter as the passes get it; None if there is none."""
         module, leaf = self.param_source(name)
         value = getattr(module, leaf)
+        if name in self._layouts and value is not None:
+            value = self._layouts[name].part_of(f"{type(self).__name__}.{name}", value)
         transposed = name in self._sources and self._sources[name].transposed
         return value.t() if transposed and value is not None else value
 

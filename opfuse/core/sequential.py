@@ -276,6 +276,9 @@ def _regroup(chain: Sequential, *key: Any) -> None:
         for fusible, group in groupby(modules, lambda part: isinstance(part, FusibleOperation)):
             run: Any = list(group)
             groups += [OperationFuser(run)] if fusible else run
+        for group in groups:
+            if isinstance(group, OperationFuser):
+                group.kept_in = chain._cache
         single = len(groups) == 1 and isinstance(groups[0], OperationFuser)
         alone = groups[0].run if single else None
         chain._cache.value, chain._cache.key = (groups, alone), list(key)

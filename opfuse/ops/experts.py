@@ -50,6 +50,12 @@ class _Exchange(WithProcessGroup, ExtraTensorOperation):
         )
         return y
 
+    def _report(self, ctx: Any, x: Tensor, routes: Tensor) -> None:
+        rank = dist.get_rank(self.process_group)
+        away = routes.sum((1, 2)) - routes[:, rank].sum(-1)
+        of_row = x[:1].nbytes
+        self.report(ctx, int(away[0]) * of_row, int(away[1]) * of_row)
+
     def _check_rows(self, x: Tensor, rows: int, what: str) -> None:
         if not x.ndim or x.shape[0] != rows:
             raise ValueError(expected(self, f"{rows} rows, as {what} say", f"{tuple(x.shape)}"))
@@ -112,6 +118,7 @@ class TokenDispatch(_Exchange):
             run_collective(self._group, type(self).__name__, dist.all_to_all_single, theirs, mine)
             got = theirs.cpu()
         routes = torch.stack([sent, got])
+        self._report(ctx, input_, routes)
         if ctx.requires_grad:
             ctx.save_for_backward(routes)
         return self._send(input_, routes), [(got.sum(0).to(split_sizes), routes)]
@@ -147,6 +154,7 @@ class TokenCombine(_Exchange):
             raise ValueError(expected(self, what, f"shape {tuple(routes.shape)}"))
         routes = routes.cpu()
         self._check_rows(input_, int(routes[1].sum()), "the routes")
+        self._report(ctx, input_, routes.flip(0))
         if ctx.requires_grad:
             ctx.save_for_backward(routes)
         return self._return(input_, routes), [()]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.fused_op import FusedOperation
 from ..core.fusible import ParamSource
+from ..core.layout import is_dtensor
 from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
@@ -283,8 +284,10 @@ class Linear(FusedOperation):
     def _draw_bias(self) -> None:
         with forked(self._linear._tracker):
             draw(self.bias, self._linear._fan_in)
-        if self.tensor_parallel_mode == "row" and self.bias is not None:
-            if dist.get_rank(self.tensor_parallel_group):  # what is added up is one bias
+        if self.tensor_parallel_mode == "row" and not self.basic_ops[-1]._layouts:
+            if self.bias is not None and dist.get_rank(
+                self.tensor_parallel_group
+            ):  # what is added up is one bias
                 nn.init.zeros_(self.bias)
 
     @property
@@ -321,7 +324,11 @@ class Linear(FusedOperation):
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):
             theirs = f"{prefix}basic_ops.{index}.{name}"  # as Transformer Engine writes it
             if theirs in state_dict and prefix + name not in state_dict:
-                state_dict[prefix + name] = state_dict.pop(theirs)
+                part = state_dict[prefix + name] = state_dict.pop(theirs)
+                param: Any = self._parameters[name]
+                if is_dtensor(param) and not is_dtensor(part):  # it writes that of one process
+                    how = param.device_mesh, param.placements
+                    state_dict[prefix + name] = type(param).from_local(part, *how, run_check=False)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

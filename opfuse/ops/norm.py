@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..core.fusible import ParamSource
+from ..core.layout import Layout
 from ..core.op_context import Unread
 from ..core.precision import cast, wide
+from ..core.ranks import Group
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
@@ -36,6 +38,7 @@ class _Norm(RowwiseOperation):
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         sm_margin: int | dict[str, int] = 0,
+        sequence_parallel_group: Any = None,
     ) -> None:
         super().__init__()
         self.normalized_shape = check_shape(self, "normalized_shape", normalized_shape)
@@ -56,6 +59,9 @@ class _Norm(RowwiseOperation):
         if elementwise_affine:
             weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
+        if sequence_parallel_group is not None:
+            summed = Layout(Group(sequence_parallel_group), None, summed=True)
+            self._layouts = {"weight": summed, "bias": summed}
         self.reset_parameters()
 
     def extra_repr(self) -> str:
@@ -104,6 +110,9 @@ class LayerNorm(_Norm):
         dtype: Dtype of the parameters; default: torch's.
         zero_centered_gamma: Multiply by ``1 + weight``; the weight then starts at 0.
         sm_margin: Multiprocessors that a CUDA kernel leaves free; without effect here.
+        sequence_parallel_group: Processes that each have some of the rows, and all of the
+            parameters: the gradients of these are summed over the group in the backward.
+            Transformer Engine leaves that to the caller. Default: they are not summed.
 
     Raises:
         ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a
@@ -125,6 +134,7 @@ class LayerNorm(_Norm):
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         sm_margin: int | dict[str, int] = 0,
+        sequence_parallel_group: Any = None,
     ) -> None:
         super().__init__(
             normalized_shape,
@@ -134,6 +144,7 @@ class LayerNorm(_Norm):
             dtype=dtype,
             zero_centered_gamma=zero_centered_gamma,
             sm_margin=sm_margin,
+            sequence_parallel_group=sequence_parallel_group,
         )
         zeros = None
         if bias and self.weight is not None:
@@ -302,6 +313,9 @@ class RMSNorm(_Norm):
         dtype: Dtype of the weight; default: torch's.
         zero_centered_gamma: Multiply by ``1 + weight``; the weight then starts at 0.
         sm_margin: Multiprocessors that a CUDA kernel leaves free; without effect here.
+        sequence_parallel_group: Processes that each have some of the rows, and all of the
+            parameters: the gradients of these are summed over the group in the backward.
+            Transformer Engine leaves that to the caller. Default: they are not summed.
 
     Raises:
         ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a

@@ -55,11 +55,23 @@ class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
         self.check_targets(targets, input_.shape)
         numbers, rows, flat = self.numbers_of(), rows_of(input_), targets.flatten().long()
         losses, lse = self.part.row_losses(rows, flat, numbers)
+        self.report_reductions(ctx, losses)
         if ctx.requires_grad:
             ctx.numbers = numbers
             kept = (input_, targets, lse) if ctx.input_requires_grad else (None, None, None)
             ctx.save_for_backward(*kept)
         return self.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
+
+    def report_reductions(self, ctx: Any, losses: Tensor) -> None:
+        """Tell reports what the two reductions send; for fusions too.
+
+        Args:
+            ctx: The context of the op.
+            losses: The losses of all rows.
+        """
+        values = 3 + bool(self.label_smoothing)
+        size = self.process_group_size
+        self.report(ctx, 2 * (size - 1) / size * values * losses.nbytes, 0)
 
     def fuser_backward(
         self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any

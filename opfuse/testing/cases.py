@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,12 +144,16 @@ class Subject(NamedTuple):
         return f"testing.find({self.plugin!r}, {self.passes!r}, {self.name!r})"
 
 
-def subjects(plugin: str) -> list[Subject]:
+def subjects(plugin: str, made: Collection[type] = ()) -> list[Subject]:
     """Every fusion that a plugin offers for one process; none if it does not load.
 
     The checks of the plugin report that. A fusion of collectives runs on several processes.
+
+    Args:
+        plugin: Its name.
+        made: The collectives that there is a maker for, in a group of one process.
     """
-    return [subject for subject in offered(plugin) if not has_collectives(subject.fusion)]
+    return [subject for subject in offered(plugin) if not has_collectives(subject.fusion, made)]
 
 
 def offered(plugin: str) -> list[Subject]:
@@ -163,10 +167,11 @@ def offered(plugin: str) -> list[Subject]:
         ]
 
 
-def has_collectives(fusion: FusionLike) -> bool:
-    """Return whether the pattern of a fusion has an op with a process group."""
-    classes = classes_in(fusion.pattern) if isinstance(fusion, Fusion) else ()
-    return any(issubclass(getattr(each, "cls", each), WithProcessGroup) for each in classes)
+def has_collectives(fusion: FusionLike, apart_from: Collection[type] = ()) -> bool:
+    """Return whether the pattern of a fusion has an op with a process group, apart from some."""
+    elements = classes_in(fusion.pattern) if isinstance(fusion, Fusion) else ()
+    classes = {getattr(each, "cls", each) for each in elements}.difference(apart_from)
+    return any(issubclass(cls, WithProcessGroup) for cls in classes)
 
 
 def find(plugin: str, passes: str, name: str) -> Subject:
@@ -175,7 +180,7 @@ def find(plugin: str, passes: str, name: str) -> Subject:
     Raises:
         LookupError: The plugin offers none of that name and pass.
     """
-    for subject in subjects(plugin):
+    for subject in offered(plugin):
         if (subject.passes, subject.name) == (passes, name):
             return subject
     raise LookupError(f"plugin {plugin!r} offers no {passes} fusion {name!r}")

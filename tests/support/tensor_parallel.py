@@ -145,6 +145,30 @@ def kept(rank):
     torch.testing.assert_close(op.weight.grad, *again)
 
 
+def sent(rank):
+    """What reports say of the bytes that a process sends."""
+    column = ops.Linear(64, 32, tensor_parallel_mode="column", sequence_parallel=True)
+    row = ops.BasicLinear(32, 64, tensor_parallel_mode="row")
+    chain = opfuse.Sequential(column, row)
+    report = opfuse.explain(chain, torch.ones(8, 64, requires_grad=True))
+    shard, whole_size = 8 * 64 * 4, 16 * 64 * 4
+    (call,) = report.calls
+    rows = [(each.op, each.forward, each.backward) for each in call.sent]
+    # the gather is repeated in the backward, whose adjoint sends as much
+    assert sum(f for op, f, _ in rows if op == "AllGather") == shard
+    assert sum(b for op, _, b in rows if op == "AllGather") == 2 * shard
+    assert ("AllReduce", whole_size, 0) in rows
+    assert "sends 6.1 kB in the forward and 4.1 kB in the backward (AllReduce, AllGather)" in (
+        str(report).replace("AllGather, AllReduce", "AllReduce, AllGather")
+    )
+    assert {"op", "forward", "backward", "overlapped", "path", "call"} == set(
+        report.to_dict()["sent"][0]
+    )
+    with torch.no_grad():
+        (call,) = opfuse.explain(chain, torch.ones(8, 64)).calls
+    assert [each.backward for each in call.sent] == [0, 0]
+
+
 def arguments(rank):
     """What is refused, what a representation shows, and what one process clears."""
     with pytest.raises(
@@ -319,6 +343,38 @@ def trackers(rank):
     assert not torch.equal(*others)
 
 
+class SlowGather(opfuse.FusedOperation):
+    """A gather and a linear; wrong on the second process where it is told so."""
+
+    wrong = False
+
+    def fuser_forward(self, ctxs, input_, **given):
+        y, extras = self.run_separately(ctxs, input_, **given)
+        return (y + 1 if self.wrong and dist.get_rank() else y), extras
+
+    def fuser_backward(self, ctxs, grad_output, **given):
+        return self.run_separately_backward(ctxs, grad_output, **given)
+
+
+def tuned(rank, folder, wrong):
+    """Processes tune together: as often, and with the same entries."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    SlowGather.wrong = wrong
+    fusion = opfuse.Fusion((ops.AllGather, ops.BasicLinear), SlowGather, name="slow gather")
+    handle = opfuse.register_forward_backward_fusion(fusion)
+    try:
+        op = ops.BasicLinear(16, 8, tensor_parallel_mode="column", sequence_parallel=True)
+        x = torch.ones(8, 16, requires_grad=True)
+        # one process counts more calls in a turn if it may
+        report = opfuse.tune(op, x)
+        found = next(r.found for r in report.results if r.fusion == "slow gather")
+        assert op(x).shape == (16, 4)
+        return found.speed, found.noise, found.wrong
+    finally:
+        handle.unregister()
+        del os.environ["OPFUSE_TUNING"]
+
+
 # Faults: each returns what it raised
 
 
@@ -404,8 +460,18 @@ def another_call(rank):
     return raised(lambda: op(torch.ones(3) if rank else torch.ones(2)))
 
 
-def one_dies(rank):
+def one_plans_again(rank):
+    """A process may plan what it runs again, and the others need not."""
     op = ops.AllReduce()
+    op(torch.ones(2))
+    if rank:
+        opfuse.Sequential(ops.GELU()).append(ops.ReLU())(torch.ones(2))
+        opfuse.FusibleOperation._count_change()
+    return op(torch.ones(2)).tolist()
+
+
+def one_dies(rank, cls):
+    op = cls()
     op(torch.ones(2))
     if rank:
         os._exit(1)

@@ -67,6 +67,7 @@ class Chain:
         public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
         groups: The process groups of its collectives.
+        ends: How the tensors outside of its first and its last op are placed, if that is known.
         width: Last dimension of the chain's input, or None for any.
         later_widths: The same for ops whose input width is known only when the chain runs.
         widths: Last dimension on each edge, or None if the chain does not determine it.
@@ -74,11 +75,14 @@ class Chain:
     Args:
         ops: The ops as the user wrote them.
         part: Whether they are part of a longer chain, whose runner then passes channels on.
+        surrounded: Whether those that run around them are among them already.
     """
 
-    def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
+    def __init__(
+        self, ops: Iterable[FusibleOperation], *, part: bool = False, surrounded: bool = False
+    ) -> None:
         self.written = tuple(ops)
-        self.ops = flatten(self.written, surrounded=True)
+        self.ops = flatten(self.written, surrounded=not surrounded)
         counted = set(flatten(self.written))
         self.own = tuple([i for i, op in enumerate(self.ops) if op in counted])
         self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"
@@ -102,6 +106,7 @@ class Chain:
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
         groups = [op.collective_group for op in self.ops if op.collective_group is not None]
         self.groups = [group for group in groups if group.size > 1]
+        self._check_ends([self.ops[i] for i in self.own])
         self._infer_widths()
 
     def _bind_channels(self, part: bool) -> None:
@@ -184,6 +189,21 @@ class Chain:
             f"{f'{name!r} of ' if (name := self._extra_name(slot)) else ''}{' and '.join(who)}"
             for slot, who in zip(self.external_inputs, found, strict=True)
         ]
+
+    def _check_ends(self, ops: Sequence[BasicOperation]) -> None:
+        """Refuse an op that takes tensors placed otherwise than the ops before give them."""
+        self.ends = (ops[0]._ends, ops[-1]._ends) if ops else (None, None)
+        giver: Any = None
+        for op in ops:
+            ends = op._ends
+            if ends and ends.takes and giver and giver._ends.gives != ends.takes:
+                given = f"{op_class(giver).__name__} gives {giver._ends.gives}"
+                raise ValueError(
+                    f"{self.title}: {given}, and {op_class(op).__name__} after it is said to take "
+                    f"{ends.takes}: give both the same placement"
+                )
+            if ends or any(op._around):
+                giver = op if ends and ends.gives else None
 
     def needed_after(self, slot: Slot, stop: int) -> bool:
         """Return whether the caller, or an op from ``stop`` on, uses an extra output."""

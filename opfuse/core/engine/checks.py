@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..introspection import kwarg_names, own_call
+from ..layout import is_dtensor
 from ..settings import checkpoint_frames, current
 from .chain import Chain, Slot
 from .program import Program
@@ -47,8 +48,9 @@ def check_tensors(
     device: torch.device,
     autocast: torch.dtype | None,
     extras: Sequence[Any],
+    whole: bool = False,
 ) -> None:
-    """Refuse dtypes and devices that do not match.
+    """Refuse dtypes and devices that do not match, and parameters of several processes.
 
     Args:
         chain: The chain.
@@ -57,12 +59,13 @@ def check_tensors(
         device: The device of the input.
         autocast: The dtype that autocast asks for, or None.
         extras: The extra inputs, or ``(dtype, device)`` of each.
+        whole: Whether the input is a ``DTensor``, so that parameters may be.
     """
     if not dtype.is_floating_point:
         raise TypeError(f"{chain.title} expected a floating-point input, got {dtype}")
     for i, op in enumerate(chain.ops):
         strict = op.params_in_compute_dtype and autocast is None
-        _check_params(chain, i, dtype if strict else None, device)
+        _check_params(chain, i, dtype if strict else None, device, whole)
         if op is not owner or not own_call(op):  # its own forward uses what it has
             _check_param_names(chain, i)
         if kinds_of(op) != tuple(kind for (j, _), kind in chain.kinds.items() if j == i):
@@ -99,14 +102,19 @@ def _check_extra(
 
 
 def _check_params(
-    chain: Chain, index: int, dtype: torch.dtype | None, device: torch.device
+    chain: Chain, index: int, dtype: torch.dtype | None, device: torch.device, whole: bool
 ) -> None:
     """Refuse parameters on another device, or of another dtype where one is required."""
-    for module, name in chain.param_sources[slice(*chain.param_ranges[index])]:
-        param = module._parameters.get(name)  # a parametrized one is not computed just for a check
+    op, sources = chain.ops[index], chain.param_sources[slice(*chain.param_ranges[index])]
+    for own, (module, name) in zip(op.param_names or (), sources, strict=True):
+        # a parametrized one is not computed just for a check
+        param: Any = module._parameters.get(name)
         if param is None:
             continue
         who = f"{chain.name(index)} of {chain.title}"
+        if not whole and own not in op._layouts and is_dtensor(param):
+            how = f"got a DTensor placed as {param.placements}: the styles of opfuse.ops.parallel"
+            raise TypeError(f"{who} expected a plain {name}, {how} split an op among processes")
         if param.device != device:
             where = f"has its {name} on {param.device}, the input is on {device}"
             raise ValueError(f"{who} {where}")

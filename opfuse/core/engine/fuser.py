@@ -16,10 +16,12 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import Engine, FusibleOperation, bind_engine
 from ..introspection import hook_dicts, why_apart
+from ..layout import is_dtensor, run_on_parts
+from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
-from .agreement import agree, reported
+from .agreement import Agreed, agree, reported
 from .chain import Chain
 from .checks import (
     check_arguments,
@@ -73,10 +75,14 @@ class OperationFuser:
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
-        self._agreed: Any = None  # the last call that the processes of its groups compared
+        self._agreed = Agreed()
         self._lock = threading.RLock()
+        self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
             self.run = functools.partial(_run_in_group, self)  # type: ignore[method-assign]
+        first, last = self._chain.ends
+        if (first or last) and not part:
+            self.run = functools.partial(run_on_parts, self.run, first, last)  # type: ignore[method-assign]
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
@@ -94,6 +100,7 @@ class OperationFuser:
                 module, leaf = op.param_source(name)
                 source = op._sources.get(name)
                 elsewhere = "." in name if source is None else source.transposed
+                elsewhere |= name in op._layouts
                 self._params.append(
                     (_ELSEWHERE, op, name) if elsewhere else (vars(module), module, leaf)
                 )
@@ -243,9 +250,8 @@ class OperationFuser:
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
         if self._chain.groups and not program.compiling:
-            if self._agreed != (call := (program, input.shape)):
-                agree(program, input)
-                self._agreed = call
+            if self._agreed[:2] != (program, input.shape):
+                self._agreed = agree(program, input, self._agreed)
         if program.recipe is not None:
             _begin_under_recipe(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -281,7 +287,8 @@ class OperationFuser:
 
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
         """Raise a clearer error than a kernel's if dtypes or devices do not match."""
-        check_tensors(self._chain, self._owner, input.dtype, input.device, None, extra_inputs)
+        given = input.dtype, input.device, None, extra_inputs, is_dtensor(input)
+        check_tensors(self._chain, self._owner, *given)
 
     # While torch.compile traces: the same, in code that it can trace and guard
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..environment import Environment
 from ..fused_op import FusedOperation
+from ..layout import is_dtensor
 from ..plugins import manager
 from ..quantization.names import check_names, matching
 from ..recipes import why_off
@@ -94,7 +95,8 @@ def make_program(
         tensors: The parameters, for their shapes; None: they are read.
     """
     settings = key.settings
-    check_tensors(chain, owner, key.dtype, key.device, key.autocast, key.extras or ())
+    given = key.dtype, key.device, key.autocast, key.extras or ()
+    check_tensors(chain, owner, *given, input is None or is_dtensor(input))
     check_kwargs(chain, key.kwargs)
     off = why_off(settings.recipe, settings.selection)
     check_names(settings.skip)

@@ -19,6 +19,8 @@ from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
+from .parallel import Splits, split_by_torch
+from .probing import Leaf
 from .regions import Found, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
@@ -33,6 +35,7 @@ def by_reading(
     *,
     known: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
     facts: Mapping[str, Any] = types.MappingProxyType({}),
+    splits: Splits = split_by_torch,
 ) -> Conversion | str:
     """Convert the largest part of a module's forward that ops can compute.
 
@@ -43,6 +46,7 @@ def by_reading(
         module: The module.
         known: Functions with readers of their own, see :class:`opfuse_convert.grammar.Reader`.
         facts: Known arguments by name; default: the plain default values.
+        splits: Says how a linear layer is split among processes.
     """
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -52,7 +56,7 @@ def by_reading(
     try:
         tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
-        leaf, reasons = functools.cache(leaf_of), dict[str, str]()
+        leaf, reasons = functools.cache(lambda each: leaf_of(each, splits)), dict[str, str]()
         reader = functools.partial(StretchReader, leaf, reasons, known)
         survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
@@ -70,26 +74,28 @@ def by_reading(
         1 + len(found.region.extras),
         dropouts,
         (cls, cls.forward, places),
-        lambda facts: by_reading(module, known=known, facts=facts),
+        lambda facts: by_reading(module, known=known, facts=facts, splits=splits),
         defaults,
     )
     site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)
-    return _conversion(found, site)
+    return _conversion(found, site, lambda name: leaf(module.get_submodule(name)))
 
 
-def _conversion(found: Found, site: Site) -> Conversion:
-    """The conversion for a region of a forward."""
+def _conversion(found: Found, site: Site, leaf: Callable[[str], Any]) -> Conversion:
+    """The conversion for a region of a forward; ``leaf`` gives that of a module."""
     steps = found.region.steps
     names = [*found.span.called, *[name for step in steps for name in step.reads]]
     reads = {n.rsplit(".", i)[0] for n in names for i in range(n.count(".") + 1)}
+    leaves = [(name, leaf(name)) for name in sorted(reads - {""})]
     return Conversion(
         _chain_of(found.region),
-        sorted(reads - {""}),
+        [name for name, _ in leaves],
         site,
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],
         any(step.probed for step in steps),
         found.span.places,
+        {name: of.split for name, of in leaves if isinstance(of, Leaf) and of.split is not None},
     )
 
 

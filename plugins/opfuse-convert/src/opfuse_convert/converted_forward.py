@@ -31,6 +31,7 @@ from .converter import Conversion, Converter
 from .guard import Guard, calm
 from .in_graphs import Watch
 from .making import built, checked
+from .parallel import localized
 from .site import Site, watched_elsewhere
 
 _BUILDING = threading.RLock()
@@ -44,6 +45,8 @@ class ConvertedForward(ReplacedForward):
     """
 
     _title = ""
+    _placed: Any = ()  # where the parameters are split among processes
+    _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self.plugin, self._conversion = converter, plugin, conversion
@@ -58,7 +61,15 @@ class ConvertedForward(ReplacedForward):
     @property
     def is_out_of_date(self) -> bool:
         """Whether the module has changed since, so that its own forward runs."""
-        return self._guard is not None and bool(self._guard.why_not())
+        if self._guard is None:
+            return False
+        with localized(self._guard.module, self.is_inside):
+            return bool(self._guard.why_not())
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a style has put another forward around the module's own, see ``Conversion``."""
+        return self._conversion is not None and bool(self._conversion.shapes)
 
     def again(self) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
@@ -68,9 +79,10 @@ class ConvertedForward(ReplacedForward):
         """Guard the present state of the module."""
         assert self._conversion is not None
         of = self._conversion
-        self._guard = Guard(module, of.reads, of.constants, of.places)
+        self._guard = Guard(module, of.reads, of.constants, of.places, of.splits, of.shapes)
         self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
         self._title = title_of(self._converter.name, module)
+        self._placed = self._guard.placements()
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward through the chain, or NotImplemented."""
@@ -81,6 +93,8 @@ class ConvertedForward(ReplacedForward):
         assert self._guard is not None and self._conversion is not None
         if self._guard.module is not module:  # a replica of it, with other parameters
             return NotImplemented
+        if self._is_stale and not is_dynamo_compiling():
+            self._make_again(module)
         forward = self._conversion.call
         if isinstance(forward, Site):
             if not is_dynamo_compiling() and (why := forward.change()):
@@ -91,7 +105,7 @@ class ConvertedForward(ReplacedForward):
             self._say("its forward did not reach the statements that the chain replaces")
             return forward.forward(module, *args, **kwargs)
         if not is_dynamo_compiling() and (why := self._guard.why_not()):
-            self._say(why)
+            self._refuse(why)
             return NotImplemented
         self._say("")
         run = functools.partial(self._run, module)
@@ -111,7 +125,7 @@ class ConvertedForward(ReplacedForward):
         given = site.taken(values)
         why = site.refusal(values) or self._changed_or_refused(module, *given)
         if why:
-            self._say(why)
+            self._refuse(why)
             return None
         follow(site.dropouts)
         self._say("")
@@ -147,6 +161,27 @@ class ConvertedForward(ReplacedForward):
         if not is_dynamo_compiling():
             self.fallback = why
 
+    def _refuse(self, why: str) -> None:
+        """Note why the module's own forward runs, and whether there may be another chain for it."""
+        self._say(why)
+        if not is_dynamo_compiling():
+            placed = self._guard.placements()  # type: ignore[union-attr]
+            self._is_stale, self._placed = placed != self._placed, placed
+
+    def _make_again(self, module: nn.Module) -> None:
+        """Make the chain for parameters that have been split among processes since, if possible."""
+        self._is_stale = False
+        with _BUILDING, calm(module):
+            made = built(self._converter, module)
+            made = made if isinstance(made, str) else checked(module, made, made.probed)
+        if not isinstance(made, str):
+            self._take(module, made)
+
+    def _take(self, module: nn.Module, made: Conversion) -> None:
+        """Change to another conversion."""
+        self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
+        self.seal(module)
+
     def _for_these(self, module: nn.Module, site: Site, facts: dict[str, Any]) -> Site:
         """Change to a chain for arguments like those of a call, if possible; return its site."""
         with _BUILDING, calm(module):
@@ -154,8 +189,7 @@ class ConvertedForward(ReplacedForward):
             made = made if isinstance(made, str) else checked(module, made, made.probed)
         if isinstance(made, str):
             return site
-        self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
-        self.seal(module)
+        self._take(module, made)
         new: Any = made.call
         new.settled = True
         return new  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,10 @@ class Conversion:
             compared with the module before it is used.
         places: Further places whose values the chain depends on, as recorded by
             :class:`opfuse_convert.grammar.Reader`. If one changes, the module's own forward runs.
+        splits: How those of the children are split among processes that are: the chain reads the
+            part of its own process. Each is an ``opfuse.ops.parallel.Split``.
+        shapes: Shapes of the module's own parameters in a call, by name, if a style has replaced
+            its forward by one that calls its own with local parameters. The chain replaces that.
 
     Raises:
         TypeError: ``chain`` is not a :class:`opfuse.Sequential`, or ``call`` is not a function.
@@ -46,6 +50,8 @@ class Conversion:
     constants: Sequence[tuple[str, str]] = ()
     probed: bool = False
     places: Sequence[Place] = ()
+    splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.chain, nn.Sequential):

@@ -22,6 +22,7 @@ from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
 from .layers import layer_in, layered, without_layer
 from .making import alike, built, checked
+from .parallel import with_own
 from .probing import remembering
 from .report import ConversionReport, Converted, Left, measured
 from .sharded import gathered
@@ -75,6 +76,8 @@ def convert(
         if layer_in(cls) is None:
             module.__class__ = layered(cls)
         vars(module)[KEPT_AS] = replaced
+        if replaced.is_inside:
+            with_own(module, type(module))
     for module, replaced in found.made.items():
         replaced.seal(module)
     assign_names(model)
@@ -243,8 +246,10 @@ def revert(model: nn.Module) -> nn.Module:
     found = [module for module in model.modules() if layer_in(type(module)) is not None]
     classes = [without_layer(type(module)) for module in found]
     for module, cls in zip(found, classes, strict=True):
+        replaced: Any = vars(module).pop(KEPT_AS, None)
+        if replaced is not None and replaced.is_inside and "forward" in vars(module):
+            with_own(module, cls)
         module.__class__ = cls
-        vars(module).pop(KEPT_AS, None)
     return model
 
 

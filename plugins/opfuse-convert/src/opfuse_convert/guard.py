@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
+from opfuse.core.layout import is_dtensor
 
 from .grammar import MISSING, Attributes, Place, key_place
 from .grammar.table import is_same
 from .layers import is_patched
+from .parallel import is_placed
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -28,6 +31,8 @@ class Guard:
         reads: Dotted names of the children that the chain replaces; ``""``: the module itself.
         constants: Pairs of such a name and an attribute whose value the chain has copied.
         places: The other places that were looked up.
+        splits: How children are split among processes, by name.
+        shapes: Shapes of the module's own parameters, if they differ from the present ones.
 
     Attributes:
         module: The module.
@@ -39,18 +44,29 @@ class Guard:
         reads: Sequence[str],
         constants: Sequence[tuple[str, str]],
         places: Sequence[Place] = (),
+        splits: Mapping[str, Any] = types.MappingProxyType({}),
+        shapes: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
-        self.module = module
+        self.module, self._splits = module, splits
         children = [(name, module.get_submodule(name)) for name in reads if name]
         everyone = [("", module), *children]
         self._classes = [(name, of, type(of), op_class(of)) for name, of in everyone]
         self._methods = [(cls, cls.forward, cls.__call__) for *_, cls in self._classes]
-        self._hooked = [(name, of, vars(of)) for name, of in children]
+        # the hooks of the style that split a module are there, and no others
+        self._hooked = [
+            (name, of, vars(of), _hooks(of) if name in splits else None) for name, of in children
+        ]
         own = [*_of_children(module, reads), *_of_constants(module, constants)]
         self._once = {place.key: place for place in (*own, *places)}
         self._places = [(p.where.get, p.name, p.value, p) for p in self._once.values()]
         self._params = [
-            (name, of, vars(of), key, getattr(param, "shape", None))
+            (
+                name,
+                of,
+                vars(of),
+                key,
+                (not name and shapes.get(key)) or getattr(param, "shape", None),
+            )
             for name, of in (everyone if "" in reads else children)
             for key, param in of._parameters.items()
         ]
@@ -60,6 +76,11 @@ class Guard:
         params = [of._parameters.get(key) for _, of, _, key, _ in self._params]
         return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
 
+    def placements(self) -> tuple[Any, ...]:
+        """Where the parameters are split among processes, to be compared."""
+        found = [(i, of._parameters.get(key)) for i, (_, of, _, key, _) in enumerate(self._params)]
+        return tuple([(i, param.placements) for i, param in found if is_dtensor(param)])  # type: ignore[union-attr]
+
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""
         if self._hooked and _hooked_everywhere():
@@ -67,8 +88,11 @@ class Guard:
         for name, of, cls, written in self._classes:
             if type(of) is not cls and op_class(of) is not written:
                 return f"{name or 'it'} is a {op_class(of).__name__} now"
-        for name, of, attributes in self._hooked:
-            if (
+        for name, of, attributes, known in self._hooked:
+            if known is not None:
+                if _hooks(of) != known:
+                    return f"{name} has {hook_kinds(of) or 'no'} hooks beside those of its style"
+            elif (
                 attributes["_forward_hooks"]
                 or attributes["_forward_pre_hooks"]
                 or attributes["_backward_hooks"]
@@ -105,11 +129,19 @@ class Guard:
             if shape is None or there is None:
                 if shape is not there:
                     return f"{what} {'is gone' if shape is None else 'was added'}"
+            elif name in self._splits:
+                if not is_placed(self._splits[name], key, param):
+                    return f"{what} is not split as it was"
             elif type(param) not in _PLAIN:
                 return f"{what} is a {type(param).__name__}"
             elif shape != there:
                 return f"{what} has shape {tuple(shape)} instead of {tuple(there)}"
         return ""
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """The hooks of a module's call, to be compared."""
+    return [tuple(hooks.values()) for hooks in hook_dicts(module)]
 
 
 def _of_children(module: nn.Module, reads: Sequence[str]) -> Iterator[Place]:
@@ -178,17 +210,23 @@ def calm(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def unreadable(module: nn.Module, reads: Sequence[str]) -> str:
-    """Return why a chain cannot read the parameters of a module's children; ``""``: it can."""
+def unreadable(module: nn.Module, reads: Sequence[str], splits: Collection[str] = ()) -> str:
+    """Return why a chain cannot read the parameters of a module's children; ``""``: it can.
+
+    Args:
+        module: The module.
+        reads: The names of the children.
+        splits: The names of those that are known to be split among processes.
+    """
     for name in reads:
         child = module.get_submodule(name)
         if (cls := op_class(child)).__module__.startswith("torch.nn.") and is_patched(cls):
             return f"{cls.__name__} got another forward"
         for key, param in child._parameters.items():
-            if param is not None and type(param) not in _PLAIN:
+            if param is not None and type(param) not in _PLAIN and name not in splits:
                 return f"{name or 'its'} {key} is a {type(param).__name__}"
             if param is not None and not param.is_floating_point():
                 return f"{name or 'its'} {key} is of {param.dtype}"
-        if any(hook_dicts(child)) and name:
+        if any(hook_dicts(child)) and name and name not in splits:
             return f"{name} has {hook_kinds(child)} hooks"
     return ""

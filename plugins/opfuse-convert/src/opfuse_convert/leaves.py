@@ -18,10 +18,11 @@ from opfuse.core.op import BasicOperation
 from . import probing
 from .grammar import Place, behind_places
 from .layers import is_patched
+from .parallel import Splits, split_by_torch
 from .probing import Leaf, linear_ops
 
 
-def leaf_of(module: nn.Module) -> Leaf | str:
+def leaf_of(module: nn.Module, splits: Splits = split_by_torch) -> Leaf | str:
     """The ops that compute a module, or a sentence that says why there are none.
 
     A class of ``torch.nn`` is known. Any other is recognised by what it computes: see
@@ -29,19 +30,18 @@ def leaf_of(module: nn.Module) -> Leaf | str:
 
     Args:
         module: The module; nothing of it is changed.
+        splits: Says how a linear layer is split among processes.
     """
     cls = op_class(module)
+    if (found := splits(module)) is not None:
+        how, places = found if type(found) is tuple else (found, ())
+        return how if isinstance(how, str) else _split_leaf(module, how, places)
     if "forward" in vars(module):
         return f"the forward of this {cls.__name__} was replaced"
     if getattr(module, "inplace", False):
         return f"{cls.__name__} writes into its input"
-    if (make := _KNOWN.get(cls)) is not None:
-        if is_patched(cls):
-            return f"{cls.__name__} got another forward"
-        known: Leaf | str = make(module)
-        if isinstance(known, str):
-            return known
-        return known._replace(constants=_constants(cls, module), places=_behind(cls.forward))
+    if cls in _KNOWN:
+        return _known(module)
     if next(module.children(), None) is not None:
         return f"{cls.__name__} has modules of its own"
     if cls.__module__.startswith("torch.nn."):
@@ -49,9 +49,27 @@ def leaf_of(module: nn.Module) -> Leaf | str:
     return probing.recognised(module)
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a ``torch.nn.Linear`` with the forward of its class."""
-    return op_class(module) is nn.Linear and not is_patched(nn.Linear)
+def _known(module: nn.Module) -> Leaf | str:
+    """The ops of a module of a class of ``torch.nn``, as the forward of the class computes it."""
+    cls: Any = op_class(module)
+    if is_patched(cls):
+        return f"{cls.__name__} got another forward"
+    known: Leaf | str = _KNOWN[cls](module)
+    if isinstance(known, str):
+        return known
+    return known._replace(constants=_constants(cls, module), places=_behind(cls.forward))
+
+
+def _split_leaf(module: Any, how: Any, places: Sequence[Place]) -> Leaf | str:
+    """The ops of a linear layer that is split among processes, with the collectives around them."""
+    from opfuse.ops.parallel import split
+
+    made = _known(module)
+    if isinstance(made, Leaf):
+        for op in made.ops:
+            split(op, how)
+        made = made._replace(split=how, places=[*made.places, *places])
+    return made
 
 
 def _constants(cls: Any, module: nn.Module) -> Sequence[str]:

@@ -21,6 +21,7 @@ from .converter import Conversion, Converter
 from .grammar import table
 from .guard import calm, unreadable
 from .layers import original_class
+from .parallel import localized
 
 ROWS = (2, 3)
 
@@ -92,10 +93,11 @@ def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | s
         made: The conversion.
         verify: Whether to compare values and gradients.
     """
-    if why := unreadable(module, made.reads):
-        return why
     try:
-        why = _difference(module, made) if verify else ""
+        with localized(module, bool(made.shapes)):
+            if why := unreadable(module, made.reads, made.splits):
+                return why
+            why = _difference(module, made) if verify else ""
     except Exception as error:
         why = f"comparing raised {_text_of(error)}"
     return f"the chain differs from the module: {why}" if why else made

@@ -47,12 +47,14 @@ class Leaf(NamedTuple):
         constants: Attributes of the module whose values the ops have copied.
         probed: Whether it was recognised by its values.
         places: The places that its forward looks up.
+        split: How it is split among processes; None: it is not.
     """
 
     ops: Sequence[BasicOperation]
     constants: Sequence[str] = ()
     probed: bool = False
     places: Sequence[Place] = ()
+    split: Any = None
 
 
 def recognised(module: nn.Module) -> Leaf | str:

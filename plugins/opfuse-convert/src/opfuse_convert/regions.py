@@ -18,7 +18,7 @@ from opfuse.core.op import BasicOperation
 from .grammar import Held, Reader
 from .grammar.stretches import Span, Stretch
 from .layers import is_patched, original_class
-from .leaves import function_op, gated, is_plain_linear
+from .leaves import function_op, gated
 from .probing import Leaf
 
 _ADDS = operator.add, torch.add
@@ -244,14 +244,21 @@ class Parser:
         if len(a.args) != 1 or a.args != b.args or a.kwargs or b.kwargs:
             return None
         names = [str(a.target), str(b.target)]
-        modules = [self._module.get_submodule(name) for name in names]
-        if not all(is_plain_linear(each) and "forward" not in vars(each) for each in modules):
+        modules: list[Any] = [self._module.get_submodule(name) for name in names]
+        splits = [leaf.split for leaf in map(self._leaf_of, modules) if isinstance(leaf, Leaf)]
+        if len(splits) != 2 or not all(op_class(each) is nn.Linear for each in modules):
             return None
-        if modules[0].out_features != modules[1].out_features:
+        if splits[0] != splits[1] or modules[0].out_features != modules[1].out_features:
+            return None
+        if splits[0] is not None and splits[0].mode != "column":
             return None
         named = {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
-        x: Any = a.args[0]
-        return x, RegionPart([ops.ParallelLinear.reading(named)], reads=names, weight=4)
+        both, x = ops.ParallelLinear.reading(named), a.args[0]
+        if splits[0] is not None:
+            from opfuse.ops.parallel import split
+
+            split(both, splits[0])
+        return x, RegionPart([both], reads=names, weight=4)  # type: ignore[return-value]
 
     def _halves(self, a: fx.Node, b: fx.Node) -> _Step | None:
         """``a`` and ``b`` as the halves of one linear layer's output."""
@@ -306,6 +313,7 @@ class StretchReader(Reader):
         leaf = self._leaf_of(held.module)
         cls, parts = op_class(held.module), held.module.children()
         of_torch = cls.__module__.startswith("torch.nn.") and not is_patched(cls)
+        of_torch = of_torch and cls is not nn.Linear  # it may be split among processes
         if isinstance(leaf, str) and next(parts, None) is None and not of_torch:
             self._reasons.setdefault(held.path, leaf)
         if isinstance(leaf, Leaf):

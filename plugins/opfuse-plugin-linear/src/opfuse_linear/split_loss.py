@@ -21,6 +21,15 @@ class SplitLinearLoss(LinearLoss):
     The softmax is computed by PyTorch's operations.
     """
 
+    def fuser_forward(self, basic_op_ctxs: Any, *given: Any, **more: Any) -> Any:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        result = super().fuser_forward(basic_op_ctxs, *given, **more)
+        ((targets,),) = more["basic_op_extra_inputs"][-1:]
+        wide = torch.float64 if given[0].dtype is torch.float64 else torch.float32
+        losses = torch.empty(targets.shape, dtype=wide, device="meta")
+        self._parts[0].report_reductions(basic_op_ctxs[-1], losses)
+        return result
+
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         Products.planned(self, env)

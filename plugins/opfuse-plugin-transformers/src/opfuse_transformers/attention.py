@@ -10,10 +10,11 @@ parts are joined. So it runs only under a recipe, or where an option says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opfuse_convert import Conversion
+from opfuse_convert import Conversion, leaf_of
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
@@ -22,6 +23,7 @@ from opfuse.core.settings import current
 from opfuse.ops import ParallelLinear
 
 from . import standin
+from .parallel import splits
 
 _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
@@ -46,12 +48,23 @@ def build(module: Any, env: Environment) -> Conversion | str:
     if "forward" in vars(module):
         return "its forward was replaced"
     projections = {name: module._modules[name] for name in names}
-    for name, linear in projections.items():
-        if op_class(linear) is not nn.Linear or "forward" in vars(linear):
-            return f"{name} is not a plain torch.nn.Linear"
-    chain = Sequential(ParallelLinear.reading(projections))
+    leaves = {name: leaf_of(linear, splits) for name, linear in projections.items()}
+    for name, leaf in leaves.items():
+        if op_class(projections[name]) is not nn.Linear or isinstance(leaf, str):
+            return leaf if isinstance(leaf, str) else f"{name} is not a plain torch.nn.Linear"
+    product, places = ParallelLinear.reading(projections), []
+    (how, *others) = [leaf.split for leaf in leaves.values()]
+    if any(other != how for other in others):
+        return "its projections are split among processes in different ways"
+    if how is not None:
+        from opfuse.ops.parallel import split
+
+        split(product, how)
+        places = [place for leaf in leaves.values() for place in leaf.places]
     always = env.options.get("transformers.projections") == "joined"
-    return Conversion(chain, names, _AttentionCall(names, always), _AttentionSeparate(names))
+    call, separate = _AttentionCall(names, product.sizes, always), _AttentionSeparate(names)
+    shared = {} if how is None else dict.fromkeys(names, how)
+    return Conversion(Sequential(product), names, call, separate, places=places, splits=shared)
 
 
 def _own(module: nn.Module) -> Any:
@@ -77,8 +90,8 @@ class _AttentionCall:
 
     why = _apart = ""
 
-    def __init__(self, names: tuple[str, ...], always: bool) -> None:
-        self._names, self._always = names, always
+    def __init__(self, names: tuple[str, ...], sizes: Sequence[int], always: bool) -> None:
+        self._names, self._sizes, self._always = names, sizes, always
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
@@ -87,7 +100,7 @@ class _AttentionCall:
             self.why = "its projections are joined under a recipe alone"
         if self.why:
             return NotImplemented
-        shared = _Shared(chain, [module._modules[name] for name in self._names])
+        shared = _Shared(chain, [module._modules[name] for name in self._names], self._sizes)
         parts = {name: _Projection(shared, number) for number, name in enumerate(self._names)}
         result = standin.run(module, parts, {}, args, kwargs)
         if shared.asked != {0, 1, 2}:
@@ -103,16 +116,15 @@ class _Shared:
         asked: The numbers of those that got their part of the chain.
     """
 
-    def __init__(self, chain: Any, linears: list[Any]) -> None:
-        self._chain, self.linears = chain, linears
+    def __init__(self, chain: Any, linears: list[Any], sizes: Sequence[int]) -> None:
+        self._chain, self.linears, self._sizes = chain, linears, sizes
         self._of: Any = None
         self.asked: set[int] = set()
 
     def part(self, number: int, x: Any) -> Any:
         """The result of a projection for ``x``."""
         if self._of is None:
-            sizes = [linear.out_features for linear in self.linears]
-            self._parts = self._chain(x).split(sizes, -1)
+            self._parts = self._chain(x).split(self._sizes, -1)
             self._of = x, _version(x)
         if x is not self._of[0] or _version(x) != self._of[1]:
             return self.linears[number](x)

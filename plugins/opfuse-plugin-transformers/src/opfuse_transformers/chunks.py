@@ -11,6 +11,8 @@ from torch import nn
 
 from opfuse.core.introspection import op_class
 
+from .parallel import splits
+
 _HOME, _CHUNKS = "transformers.pytorch_utils", "apply_chunking_to_forward"
 
 
@@ -22,7 +24,8 @@ def is_of_transformers(module: nn.Module) -> bool:
 def build(module: nn.Module, env: Any) -> Any:
     """Convert the largest readable part of a forward; a feed-forward in chunks of 0 is readable."""
     chunks = getattr(sys.modules.get(_HOME), _CHUNKS, None)
-    return by_reading(module, known={} if chunks is None else {chunks: _chunked(chunks)})
+    known = {} if chunks is None else {chunks: _chunked(chunks)}
+    return by_reading(module, known=known, splits=splits)
 
 
 def _chunked(chunks: Any) -> Any:

@@ -6,18 +6,23 @@ does.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import sys
 from typing import Any
 
 import torch
 from opfuse_convert import Conversion, gated, leaf_of
 from opfuse_convert.grammar import MISSING, Place, function_places
 from opfuse_convert.grammar.reads import attribute_places
+from opfuse_convert.parallel import localized
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
 from opfuse.core.authoring import op_class
 from opfuse.ops import GatedActivation, GroupedLinear, ScaledActivation
+
+from .parallel import places_of, style_of
 
 # what the library's decorator of such classes says of them
 _DECLARED = {
@@ -29,6 +34,7 @@ _DECLARED = {
 }
 _FORWARDS = "eager", "grouped_mm", "batched_mm"
 _HOME = "transformers.integrations.moe"
+_STYLES = "transformers.distributed.tensor_parallel"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -40,9 +46,29 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def build(module: Any, env: Environment) -> Conversion | str:
-    """The products and the gate, with the weights of the router on it."""
-    if "forward" in vars(module):
-        return "its forward was replaced"
+    """The products and the gate, with the weights of the router on it.
+
+    Experts that a ``tp_plan`` has split have a part of each matrix, and the sum over the processes
+    follows that over the experts of a token: the library's style does it around their forward.
+    """
+    found = style_of(module)
+    if isinstance(found, str):
+        return found
+    if found is None:
+        return "its forward was replaced" if "forward" in vars(module) else _conversion(module)
+    style, _ = found
+    if type(style) is not sys.modules[_STYLES].MoeExpertsParallel:
+        return f"it is split among processes in the style {type(style).__name__}"
+    with localized(module, True):  # as the style calls it
+        made = _conversion(module)
+        shapes = {name: param.shape for name, param in module._parameters.items()}
+    if isinstance(made, Conversion):
+        places = [*made.places, *places_of(style)]
+        made = dataclasses.replace(made, shapes=shapes, places=places)
+    return made
+
+
+def _conversion(module: Any) -> Conversion | str:
     for name, value in _DECLARED.items():
         if getattr(module, name, None) != value:
             return f"its {name} is {getattr(module, name, None)}"

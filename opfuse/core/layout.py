@@ -1,0 +1,143 @@
+"""Parameters that a group of processes shares: an op reads the part of its own process.
+
+Such a parameter is a ``DTensor`` of ``torch.distributed``, or already the part of this process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from .ranks import Group, run_collective
+
+
+class Layout(NamedTuple):
+    """The part of a parameter that each process of a group has.
+
+    Attributes:
+        group: The processes.
+        dim: The dimension that is split among them; None: each has all of it.
+        summed: Whether its gradient is the sum of those of all processes.
+    """
+
+    group: Group
+    dim: int | None
+    summed: bool = False
+
+    def part_of(self, who: str, value: Any) -> Any:
+        """The part of this process, recorded by autograd: the gradient is placed like the value.
+
+        Args:
+            who: The op and its parameter, for messages.
+            value: The parameter.
+
+        Raises:
+            TypeError: It is not a ``DTensor``, and the processes do not have all of it.
+            ValueError: It is a ``DTensor`` that is placed in another way.
+        """
+        if is_dtensor(value):
+            self._check(who, value)
+            value = value.to_local()
+        elif self.dim is not None:
+            what = f"a DTensor split in dimension {self.dim}"
+            raise TypeError(f"{who} expected {what}, got a {type(value).__name__}")
+        if self.summed and self.group.size > 1 and value.requires_grad and torch.is_grad_enabled():
+            return _SumGradients.apply(value, self.group)  # type: ignore[no-untyped-call]
+        return value
+
+    def _check(self, who: str, value: Any) -> None:
+        placed = value.placements
+        fits = len(placed) == 1 and (
+            placed[0].is_replicate() if self.dim is None else placed[0].is_shard(self.dim)
+        )
+        if fits and not is_dynamo_compiling():  # the mesh of a traced tensor is a constant
+            of_value = dist.get_process_group_ranks(value.device_mesh.get_group())
+            fits = of_value == dist.get_process_group_ranks(self.group.given)
+        if not fits:
+            how = "whole on every process" if self.dim is None else f"split in dimension {self.dim}"
+            what = f"a DTensor {how} of one group of {self.group.size}"
+            raise ValueError(f"{who} expected {what}, got one placed as {placed}")
+        if self.dim is not None and value.shape[self.dim] % self.group.size:
+            what = f"a size that is a multiple of {self.group.size} in dimension {self.dim}"
+            raise ValueError(f"{who} expected {what}, got shape {tuple(value.shape)}")
+
+
+class _SumGradients(torch.autograd.Function):
+    """Gives its input; the backward adds the gradients of all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        run_collective(ctx.group, "the sum of gradients", dist.all_reduce, total)
+        return total, None
+
+
+class Ends(NamedTuple):
+    """How the tensors outside of an op are placed; copies of the op share it.
+
+    Attributes:
+        mesh: The ``DeviceMesh`` of the processes.
+        takes: The placement of its input; None: that of the op before.
+        gives: The placement of its output; None: that of the op after.
+        wraps: Whether a chain that ends with it gives a ``DTensor``.
+    """
+
+    mesh: Any
+    takes: Any = None
+    gives: Any = None
+    wraps: bool = False
+
+    def __deepcopy__(self, memo: Any) -> Ends:
+        return self
+
+
+def run_on_parts(
+    run: Callable[..., Any],
+    first: Ends | None,
+    last: Ends | None,
+    input: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a chain whose ends may be ``DTensor``s on the parts of this process.
+
+    Args:
+        run: Runs it.
+        first: The ends of its first op.
+        last: Those of its last op.
+        input: Its input.
+        *args: The other arguments.
+        **kwargs: Those by name.
+    """
+    if is_dtensor(input):
+        if first is None or first.takes is None:
+            what = f"a local tensor, got a DTensor placed as {input.placements}"
+            raise TypeError(f"a chain whose first op no style has split expected {what}")
+        input = input.redistribute(first.mesh, [first.takes]).to_local()
+    result = run(input, *args, **kwargs)
+    if last is None or not last.wraps:
+        return result
+    from torch.distributed.tensor import DTensor
+
+    y, *more = result if isinstance(result, tuple) else (result,)
+    whole = DTensor.from_local(y, last.mesh, [last.gives], run_check=False)
+    return (whole, *more) if more else whole
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a ``DTensor``; the package is not imported for that."""
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return False
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(value, package.DTensor)
