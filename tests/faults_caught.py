@@ -30,12 +30,30 @@ def caught_by(fault):
     return None
 
 
+def caught_on_ranks(fault):
+    """The same for a fusion with collectives."""
+    fusions = [testing.Subject("faulty", "joint", fault.fusion)]
+    for name, check in testing.RANK_CHECKS.items():
+        for layer in testing.LAYERS:
+            trial = testing.Trial(fusions, layer)
+            try:
+                if name != "casts":
+                    testing.RANK_CHECKS["plan"](trial)
+                check(trial)
+            except testing.Declined:
+                continue
+            except testing.Failure as failure:
+                return f"{layer.name}-{name}", str(failure)
+    return None
+
+
 def main(module, label):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     faults, found, start = importlib.import_module(module).FAULTS, {}, time.perf_counter()
+    find = caught_on_ranks if module == "faulty_distributed" else caught_by
     for fault in faults:
-        caught = caught_by(fault)
+        caught = find(fault)
         found[fault.name] = {"axis": fault.axis, "caught by": caught and caught[0]}
         print(f"{fault.axis} {fault.name}: {caught}", flush=True)
     path = FOLDER / "faults_caught.json"

@@ -55,6 +55,32 @@ def numbers(output, title):
 
 
 @needs_extras
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_two_processes_train_as_one():
+    script = SCRIPT.with_name("train_tensor_parallel.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
+    sizes = ["--steps", "4", "--batch", "2", "--context", "16", "--layers", "1"]
+    environ = {**os.environ, "OPFUSE_PLUGINS": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, script, *sizes],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+        env=environ,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("on two processes") == 4 and "The losses agree" in done.stdout
+
+
+@needs_extras
 def test_report_and_exact_resume(tmp_path):
     whole, half, resumed = (tmp_path / f"{name}.pt" for name in ("whole", "half", "resumed"))
     result = example(*TINY, "--steps", 20, "--save", whole, "--out", tmp_path)

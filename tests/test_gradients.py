@@ -202,6 +202,22 @@ def test_as_pytorch_does_it(use):
             torch.testing.assert_close(got, true)
 
 
+def test_a_joint_fusion_knows_which_of_its_ops_no_gradient_reaches(register):
+    class Joint(OneByOne):
+        def fuser_backward(self, ctxs, dy, **given):
+            seen.append([ctx.is_reached for ctx in ctxs])
+            return super().fuser_backward(ctxs, dy, **given)
+
+    seen, pattern = [], (ops.BasicLinear, ops.MakeExtraOutput, ops.GELU)
+    register(joint_fusions=[opfuse.Fusion(pattern, Joint)])
+    chain = opfuse.Sequential(ops.BasicLinear(4, 4), ops.MakeExtraOutput(), ops.GELU())
+    for _ in range(2):
+        y, extra = chain(torch.randn(3, 4))
+        (y + extra).sum().backward(retain_graph=True)
+        extra.sum().backward()
+    assert seen == [[True] * 3, [True, True, False]] * 2
+
+
 class OneByOne(opfuse.FusedOperation):
     """Runs its basic ops one after the other; refuses a gradient that is None."""
 

@@ -177,10 +177,10 @@ def test_the_engine_is_handed_down_once():
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
     "opfuse.core": 6200,
-    "opfuse.ops": 2900,  # 200 for collectives and tensor parallelism
+    "opfuse.ops": 3100,  # 400 for what runs on several processes
     "opfuse.report": 630,
-    "opfuse.tuning": 1200,
-    "opfuse.testing": 3400,
+    "opfuse.tuning": 1250,  # 50 for processes that tune together
+    "opfuse.testing": 4100,  # 700 for ranks that are simulated, and the suite that runs on them
     "opfuse.cli": 300,
     "opfuse_triton": 3600,
     "opfuse_convert": 3270,

@@ -61,11 +61,16 @@ def test_eager_pytorch_is_counted_by_hand(eager):
     }
 
 
+def test_no_gradient_is_copied_because_a_launch_was_recorded(chain):
+    """Autograd takes a gradient as it is, unless something else holds it."""
+    assert not launches.count(chain).torch["copy_"]
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_chain_launches_no_more_than_eager_pytorch(eager, chain, measured):
     found = launches.count(chain, measured=measured)
     assert {"norm_forward", "norm_backward", "activation_backward_kernel"} <= found.triton.keys()
-    assert all_of(found).total() <= 14 < all_of(eager).total() == 20
+    assert all_of(found).total() <= 12 < all_of(eager).total() == 20
     assert ("gemm_by_tiles" in found.triton) is measured
 
 
@@ -75,7 +80,7 @@ def test_a_block_launches_no_more_than_eager_pytorch():
     eager, converted = (
         all_of(launches.count(launches.llama(SMALL, convert=convert))) for convert in (False, True)
     )
-    assert converted.total() <= 70 < eager.total() == 115
+    assert converted.total() <= 68 < eager.total() == 115
     assert eager["mm"] == converted["mm"] + converted["addmm_"] == 21
 
 
@@ -85,7 +90,7 @@ def test_under_delayed_fp8_a_chain_launches_no_more_than_eager_pytorch(eager, ch
     assert found.torch["_scaled_mm_v2"] == 6 and not found.torch["mm"]
     assert found.triton["cast_forward"] == 4
     assert {"norm_rows", "cast_backward"} <= found.triton.keys()
-    assert all_of(found).total() <= 18 < all_of(eager).total() == 20
+    assert all_of(found).total() <= 16 < all_of(eager).total() == 20
     assert found.scales == {"advance_scales": 1}
 
 
@@ -94,7 +99,7 @@ def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
     pytest.importorskip("transformers")
     pytest.importorskip("opfuse_transformers")
     found = launches.count(launches.llama(SMALL, convert=True), opfuse_fp8.DelayedScaling())
-    assert all_of(found).total() <= 89 < 115  # which the test above counts
+    assert all_of(found).total() <= 87 < 115  # which the test above counts
     assert found.torch["_scaled_mm_v2"] == 15 and found.scales == {"advance_scales": 1}
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     for name, where in case_lists(asked.plugin).items():
         for case in load_cases(where):
             print(f"{name}: {case.name}")
-            for line in _ledger_of(case, chosen, asked.sample):
+            for line in _ledger_of(case, [*filter(case.fits, chosen)], asked.sample):
                 print(line, flush=True)
             print()
     print(MODEL)

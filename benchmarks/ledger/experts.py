@@ -66,15 +66,18 @@ class Measured(NamedTuple):
     bytes: int
 
 
-def measure(step: Callable[[], Any], recipe: Any = None, plugins: str = OTHERS) -> Measured:
-    """Count what a step does on an H100.
+def measure(
+    step: Callable[[], Any], recipe: Any = None, plugins: str = OTHERS, arch: int = 90
+) -> Measured:
+    """Count what a step does on an H100, or on another GPU.
 
     Args:
         step: Runs the forward and the backward. It runs twice: the first time scales are made.
         recipe: For :func:`opfuse.autocast`.
         plugins: For ``opfuse.plugins.using``.
+        arch: Key of the GPU in :data:`opfuse_triton.TARGETS`.
     """
-    target, on = TARGETS[90], recipe is not None
+    target, on = TARGETS[arch], recipe is not None
     with planned_for(target, measured=True), opfuse.plugins.using(plugins):
         for _ in range(2):
             launched, moved = Operations(), TorchBytes()
@@ -97,7 +100,8 @@ def experts_step(sizes: Sizes, *, looped: bool = False) -> Callable[[], None]:
 
     Args:
         sizes: The sizes.
-        looped: Whether the host has read the sizes of the groups, as it does under a recipe.
+        looped: Whether the host has read the sizes of the groups, as it does where groups are cast
+            or multiplied one after the other.
     """
     held = nn.Module()
     held.up = nn.Parameter(_empty(sizes.experts, 2 * sizes.hidden, sizes.width))
@@ -146,8 +150,12 @@ def rows(sizes: Sizes) -> Iterator[tuple[str, Measured]]:
     plain, with_values = experts_step(sizes), experts_step(sizes, looped=True)
     yield "Experts, without opfuse-plugin-moe", measure(plain, plugins=f"{OTHERS},-moe")
     yield "Experts", measure(plain)
+    name = "Experts, DelayedScaling, without opfuse-plugin-moe"
+    yield name, measure(with_values, DelayedScaling(), plugins=f"{OTHERS},-moe")
     for recipe in (DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()):
         yield f"Experts, {type(recipe).__name__}", measure(with_values, recipe)
+    name = "Experts, MXFP8BlockScaling, on a B200"
+    yield name, measure(with_values, MXFP8BlockScaling(), arch=100)
 
 
 def main(arguments: list[str] | None = None) -> None:

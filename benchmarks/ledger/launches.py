@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import opfuse_triton
 import torch
-from opfuse_triton import TARGETS
+from opfuse_triton import TARGETS, Launch, Target, target
+from opfuse_triton.machine import recorded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,6 +83,29 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]
         return result
 
 
+class _Names(list[str]):
+    """Keeps a recorded launch by the name of its kernel.
+
+    It keeps no tensor: autograd would copy each gradient that something else holds, which a launch
+    on a GPU does not.
+    """
+
+    def append(self, launch: Launch) -> None:  # type: ignore[override]
+        super().append(launch.kernel.name)
+
+
+@contextlib.contextmanager
+def _names(chosen: Target) -> Iterator[list[str]]:
+    """Within the context no kernel is launched: its name is appended to the list."""
+    names = _Names()
+    with target(chosen):
+        token = recorded.set(names)  # type: ignore[arg-type]
+        try:
+            yield names
+        finally:
+            recorded.reset(token)
+
+
 def count(step: Callable[[], Any], recipe: Any = None, *, measured: bool = False) -> Counted:
     """Count what one step launches on an H100.
 
@@ -92,17 +115,17 @@ def count(step: Callable[[], Any], recipe: Any = None, *, measured: bool = False
         recipe: For :func:`opfuse.autocast`.
         measured: See :func:`planned_for`.
     """
-    target = TARGETS[90]
-    with planned_for(target, measured=measured), opfuse.plugins.using(OTHERS):
+    h100 = TARGETS[90]
+    with planned_for(h100, measured=measured), opfuse.plugins.using(OTHERS):
         for _ in range(2):
             of_step, of_scales = Operations(), Operations()
             with contextlib.ExitStack() as stack:
-                of_end = stack.enter_context(opfuse_triton.recording(target))
+                of_end = stack.enter_context(_names(h100))
                 stack.enter_context(of_scales)
                 stack.enter_context(opfuse.autocast(enabled=recipe is not None, recipe=recipe))
-                with opfuse_triton.recording(target) as launches, of_step:
+                with _names(h100) as launches, of_step:
                     step()
-    triton, scales = (Counter(each.kernel.name for each in of) for of in (launches, of_end))
+    triton, scales = Counter(launches), Counter(of_end)
     scales += of_scales.found - of_step.found
     return Counted(of_step.found, triton, scales)
 

@@ -1,15 +1,22 @@
 """Helpers for plugin authors, in addition to the classes of the contract.
 
 Attributes:
+    Group: A process group as an op holds it, ``collective_group``.
     ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
         pickled.
     add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
     adds_itself: Whether it is.
+    gather_into: The all-gather of ``torch.distributed`` into one tensor, by its name there.
+    is_captured: Whether what runs on a device now is captured into a CUDA graph.
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
+    Pending: A collective that runs, which :meth:`Pending.wait` waits for.
     op_class: The class of an op as its author wrote it.
     saved_bytes: Number of bytes that a forward keeps for its backward.
+    scatter_into: The reduce-scatter of ``torch.distributed``.
+    start_collective: Starts a collective and goes on. Waiting for it raises an error, and does not
+        hang, if another process failed.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
@@ -25,15 +32,23 @@ from .fusible import ParamSource
 from .introspection import op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
+from .ranks import Group, Pending, gather_into, scatter_into, start_collective
+from .settings import is_captured
 
 __all__ = [
+    "Group",
     "ModuleCache",
     "ParamSource",
+    "Pending",
     "add_product",
     "adds_itself",
+    "gather_into",
+    "is_captured",
     "matmul_precision",
     "op_class",
     "saved_bytes",
+    "scatter_into",
+    "start_collective",
     "wide",
 ]
 

@@ -70,6 +70,7 @@ class FusedOperation(_Fixed, FusibleOperation):
             arguments of ``fuser_backward`` and returns a pair: the result of ``fuser_backward``,
             and the output again. It replaces ``fuser_recompute`` and ``fuser_backward`` if the
             next op :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
+        overlaps: Whether the collectives among its ops run beside other work.
         casts: Whether it performs the casts that a recipe wants between its ops. For fusions that
             are plain functions; :class:`opfuse.Fusion` has an argument for it.
         fallback: A sentence that says why it does not run its kernel where it was planned, or
@@ -91,6 +92,7 @@ class FusedOperation(_Fixed, FusibleOperation):
     param_names: tuple[str, ...] | None = ()
     notes: str = ""
     recomputes: bool = False
+    overlaps: bool = False
     fuser_backward_with_output: Callable[..., tuple[Any, Tensor]] | None = None
     casts: bool = False
     fallback: str = ""

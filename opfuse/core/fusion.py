@@ -150,7 +150,7 @@ class Fusion:
     @property
     def names_casts(self) -> bool:
         """Whether the pattern names :class:`opfuse.ops.Cast`."""
-        return Cast in _classes(self.pattern)
+        return Cast in classes_in(self.pattern)
 
     def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
         """Return the ends (exclusive) of matches that start at ``start``, in ascending order."""
@@ -162,7 +162,7 @@ class Fusion:
         Returns:
             For each end (exclusive), a sentence that says which op overrides what.
         """
-        loose, elements = _ends(self.pattern, ops, start, strict=False), _classes(self.pattern)
+        loose, elements = _ends(self.pattern, ops, start, strict=False), classes_in(self.pattern)
         reasons = {}
         for end in loose - _ends(self.pattern, ops, start) - {start}:
             found = [_override(element, op) for op in ops[start:end] for element in elements]
@@ -218,14 +218,14 @@ def _check_element(element: Any, name: str) -> None:
         )
 
 
-def _classes(elements: Sequence[Any]) -> list[Any]:
+def classes_in(elements: Sequence[Any]) -> list[Any]:
     """The classes and ``Subclasses`` elements of a pattern."""
     found = []
     for element in elements:
         if isinstance(element, OneOf):
-            found += _classes(element.elements)
+            found += classes_in(element.elements)
         elif isinstance(element, (Optional, OneOrMore)):
-            found += _classes([element.element])
+            found += classes_in([element.element])
         else:
             found.append(element)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -103,7 +104,7 @@ def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
     own = type(op)
     if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
         return None
-    for name in methods or _methods_of(cls):
+    for name in methods or _methods_of(cls, vars(op) if own is cls else _names_on(cls)):
         if name in vars(op):
             return name
         given = _on_class(cls, name)
@@ -119,19 +120,25 @@ def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
 
 def _on_class(cls: type, name: str) -> Any:
     """Return the attribute that a class has under this name, unbound; None if it has none."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    for base in cls.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return None
 
 
-def _methods_of(cls: type) -> dict[str, None]:
-    """The names of a class's methods, its own and those of opfuse's classes."""
-    found: dict[str, None] = {}
-    for name in dict.fromkeys(name for base in cls.__mro__ for name in vars(base)):
-        if name.startswith("__") or hasattr(nn.Module, name):
-            continue
-        value = _on_class(cls, name)
-        if callable(value) or hasattr(value, "__get__"):
-            found[name] = None
-    return found
+def _names_on(cls: type) -> Iterator[str]:
+    """The names of a class's attributes, its own and inherited ones, without those of a module."""
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    yield from dict.fromkeys(name for base in bases for name in vars(base))
+
+
+def _methods_of(cls: type, names: Iterable[str]) -> Iterator[str]:
+    """Those of the names that are methods of a class, its own or one of opfuse's classes."""
+    for name in names:
+        if not name.startswith("__") and not hasattr(nn.Module, name):
+            value = _on_class(cls, name)
+            if callable(value) or hasattr(value, "__get__"):
+                yield name
 
 
 def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:

@@ -55,6 +55,9 @@ class OperationContext:
             :meth:`opfuse.ops.BasicLinear.operands`.
         saved_tensors: The values passed to :meth:`save_for_backward` (backward only).
         owns_grad_output: Whether the backward may overwrite ``grad_output`` (backward only).
+        is_reached: Whether a gradient reaches the op. A joint fusion also runs where one reaches
+            only some of its ops, and then gets a ``grad_output`` of zeros, which give NaN times a
+            value that is not finite: its backward leaves out the others (backward only).
         grad_sum: A sum that takes the gradient of the op's weight, and the factor of what is in it;
             None: there is none. The backward may add the gradient by its product, and then gives
             the sum in place of the gradient (backward only).
@@ -79,6 +82,7 @@ class OperationContext:
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False
+        self.is_reached: bool = True
         self.grad_sum: tuple[Tensor, float] | None = None
         self.may_recompute: bool = False
         self.recomputable_output: Tensor | None = None

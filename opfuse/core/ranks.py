@@ -11,15 +11,23 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+# torch 2.13 renamed them, and warns of the old names
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""``torch.distributed``'s all-gather of equal parts; takes the whole, and the part."""
+_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 3.0  # seconds in which the others say that they failed too
-_talks: dict[str, Talk] = {}  # by the group's name
+_talks: WeakKeyDictionary[Any, Talk] = WeakKeyDictionary()  # by group
 
 
 class RankError(RuntimeError):
@@ -64,25 +72,29 @@ class Group:
         group: Any = self.given or dist.group.WORLD
         if self.size == 1 or "fake" in dist.get_backend(group):
             return None
-        known = _talks.get(group.group_name)
-        if known is None or known.group is not group:
-            known = _talks[group.group_name] = Talk(group)
+        known = _talks.get(group)
+        if known is None:
+            known = _talks[group] = Talk(group)
         return known
 
 
 class Talk:
     """What the processes of one group say to each other.
 
+    Attributes:
+        looks: Whether a process that waits for a collective can look into the store meanwhile.
+
     Args:
         group: The group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self._rank = group, dist.get_rank(group)
+        self._rank, self._seconds = dist.get_rank(group), _seconds(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
+        self.looks = "gloo" in dist.get_backend(group)  # whose waits may end before the collective
         self._compared = self._failed = 0
         self._broken = ""
 
@@ -100,6 +112,23 @@ class Talk:
         Raises:
             RankError: They differ, on every process alike; or another one failed or did not come.
         """
+        first, *others = self.exchange(facts)
+        for rank, of_rank in zip(self._ranks[1:], others, strict=True):
+            if difference := first_difference(first, of_rank):
+                raise RankError(f"rank {self._ranks[0]} and rank {rank} differ in {difference}")
+
+    def exchange(self, facts: Mapping[str, Any]) -> list[Any]:
+        """Give facts to the other processes, all of which must come here.
+
+        Args:
+            facts: JSON-able data, among it ``"the chain"`` and ``"what it is called with"``.
+
+        Returns:
+            Those of each process.
+
+        Raises:
+            RankError: Another one failed or did not come.
+        """
         self.refuse_broken()
         mine, self._compared = f"compare/{self._compared}", self._compared + 1
         texts = {self._rank: json.dumps(facts)}
@@ -115,13 +144,7 @@ class Talk:
             raise self.failed(f"{self.me} waited for {silent} to run {facts['the chain']}")
         if self._compared > 2:  # all have read what came two before
             self._store.delete_key(f"compare/{self._compared - 3}/{self._rank}")
-        self._refuse_differences([json.loads(texts[rank]) for rank in range(len(texts))])
-
-    def _refuse_differences(self, facts: list[dict[str, Any]]) -> None:
-        for rank, of_rank in enumerate(facts[1:], start=1):
-            if difference := first_difference(facts[0], of_rank):
-                pair = f"rank {self._ranks[0]} and rank {self._ranks[rank]}"
-                raise RankError(f"{pair} differ in {difference}")
+        return [json.loads(texts[rank]) for rank in range(len(texts))]
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a collective between tensors of the host.
@@ -166,7 +189,7 @@ class Talk:
 
     def _looks(self, pending: bool = False) -> Iterator[None]:
         """Look again and again, until the group's timeout or until another process fails."""
-        until, pause = time.monotonic() + _seconds(self.group), _LOOK / 100
+        until, pause = time.monotonic() + self._seconds, _LOOK / 100
         while time.monotonic() < until or pending:  # a collective has its own timeout
             yield
             for rank in self._others:
@@ -218,6 +241,93 @@ class Talk:
         return " and ".join(f"rank {self._ranks[rank]}" for rank in ranks)
 
 
+def scatter_into(part: Tensor, whole: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """``torch.distributed``'s reduce-scatter into equal parts.
+
+    That of gloo adds up everything everywhere, and its end is seen only by waiting for it without
+    a timeout. There each process gets the parts that it adds up.
+
+    Args:
+        part: The part of this process.
+        whole: The whole.
+        group: The process group; None: all processes.
+        async_op: Whether to return what to wait for.
+    """
+    if is_dynamo_compiling() or not (whole.is_cpu and "gloo" in dist.get_backend(group)):
+        return _scatter_into(part, whole, group=group, async_op=async_op)
+    parts = torch.empty_like(whole)
+    work = _Summed(dist.all_to_all_single(parts, whole, group=group, async_op=True), parts, part)
+    return work if async_op else work.wait()
+
+
+class _Summed:
+    """An exchange whose parts are added up once they are there; it is waited for like others."""
+
+    def __init__(self, work: Any, parts: Tensor, total: Tensor) -> None:
+        self._work, self._parts, self._total = work, parts, total
+
+    def is_completed(self) -> bool:
+        """Whether the parts are there, or it failed."""
+        return bool(self._work.is_completed())
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait for the parts, and add them up."""
+        self._work.wait(*timeout)
+        if self._total.numel():
+            parts = self._parts.view(-1, *self._total.shape)
+            torch.sum(parts, 0, dtype=self._total.dtype, out=self._total)
+
+
+class Pending:
+    """A collective that runs; its tensors must not be read before :meth:`wait`.
+
+    Args:
+        work: What the function of ``torch.distributed`` returned.
+        what: Its name, for messages.
+        talk: What the processes say to each other, if the host has to wait for it.
+        tensors: Its tensors, which live as long.
+    """
+
+    def __init__(self, work: Any, what: str, talk: Talk | None, tensors: tuple[Any, ...]) -> None:
+        self._work, self._what, self._talk, self._tensors = work, what, talk, tensors
+
+    def wait(self) -> None:
+        """Let what follows find the result: on the host, or in the current stream of a GPU.
+
+        Raises:
+            RankError: See :meth:`Talk.wait`.
+        """
+        if self._talk is not None:
+            self._talk.wait(self._work, self._what)
+        elif self._work is not None:
+            self._work.wait()
+        self._work, self._talk, self._tensors = None, None, ()
+
+
+def start_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> Pending:
+    """Start a collective of ``torch.distributed``, and go on.
+
+    All processes must start the collectives of a group in one order.
+
+    Args:
+        group: The process group.
+        what: Its name, for messages.
+        start: The function, which takes ``group`` and ``async_op``.
+        *tensors: Its other arguments.
+
+    Raises:
+        RankError: It cannot be started, or the group failed before.
+    """
+    talk = _waiting(group, tensors)
+    try:
+        work = start(*tensors, group=group.given, async_op=True)
+    except RuntimeError as error:
+        if talk is None:
+            raise
+        raise talk.failed(f"{what} failed on {talk.me}: {_first_line(error)}") from error
+    return Pending(work, what, talk, tensors)
+
+
 def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> None:
     """Run a collective of ``torch.distributed`` and wait for it.
 
@@ -230,16 +340,19 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
     Raises:
         RankError: See :meth:`Talk.wait`.
     """
+    if _waiting(group, tensors) is None:
+        start(*tensors, group=group.given)
+    else:
+        start_collective(group, what, start, *tensors).wait()
+
+
+def _waiting(group: Group, given: Iterable[Any]) -> Talk | None:
+    """The talk of a group, if the host waits: on a GPU it goes on, and a watchdog waits."""
     talk = group.talk
-    if talk is None or not all([tensor.is_cpu for tensor in tensors if isinstance(tensor, Tensor)]):
-        start(*tensors, group=group.given)  # on a GPU the host goes on, and a watchdog waits
-        return
-    talk.refuse_broken()
-    try:
-        work = start(*tensors, group=group.given, async_op=True)
-    except RuntimeError as error:
-        raise talk.failed(f"{what} failed on {talk.me}: {_first_line(error)}") from error
-    talk.wait(work, what)
+    if talk is not None:
+        talk.refuse_broken()
+    on_host = all([each.is_cpu for each in given if isinstance(each, Tensor)])
+    return talk if talk is not None and on_host and talk.looks else None
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -258,8 +371,9 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _seconds(group: Any) -> float:
     """The timeout of a group."""
-    backend = group._get_backend(group._device_types[0])
-    return float(backend.options._timeout.total_seconds())
+    for device in group._device_types:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    return float(dist.default_pg_timeout.total_seconds())  # threads that simulate processes
 
 
 def _first_line(error: Exception) -> str:

@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -60,6 +62,7 @@ class ThreadSettings(threading.local):
         block: The outermost :class:`opfuse.autocast` block, or None.
         recording: Whether the running forward may advance the scales of a recipe.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
+        together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
     """
@@ -71,6 +74,7 @@ class ThreadSettings(threading.local):
     block: Any = None
     recording: bool = True
     model_init: Any = None
+    together: Any = None
     building: str = ""
     environment: Any = None
 
@@ -111,6 +115,22 @@ def checkpoint_frames() -> int:
         count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
         frame = frame.f_back
     return count
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether what this thread runs on a device is captured into a CUDA graph.
+
+    Its stream is asked, wherever the current device is.
+
+    Args:
+        device: That of a tensor.
+    """
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Recorder:
@@ -170,6 +190,17 @@ class Recorder:
         """
         if self._outer is not None:
             self._outer.saved(program, tensors)
+
+    def sends(self, op: Any, forward: int, backward: int) -> None:
+        """Called where an op has collectives; calls an outer recorder too.
+
+        Args:
+            op: The op.
+            forward: Bytes that this process sends in its forward.
+            backward: Bytes that it will send in its backward.
+        """
+        if self._outer is not None:
+            self._outer.sends(op, forward, backward)
 
 
 class Setting:

@@ -7,7 +7,8 @@ from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cross_entropy import CrossEntropy
 from .distributed import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
-from .dropout import Dropout
+from .dropout import Dropout, TrackedDropout
+from .experts import TokenCombine, TokenDispatch
 from .gated import (
     GEGLU,
     GLU,
@@ -27,6 +28,7 @@ from .pointwise import ConstantScale, Reshape
 from .residual import AddExtraInput, MakeExtraOutput, SwapExtraInput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from .vocab_parallel import VocabParallelCrossEntropy
 
 __all__ = [
     "GEGLU",
@@ -73,4 +75,8 @@ __all__ = [
     "SiTUGLU",
     "SwapExtraInput",
     "SwiGLU",
+    "TokenCombine",
+    "TokenDispatch",
+    "TrackedDropout",
+    "VocabParallelCrossEntropy",
 ]

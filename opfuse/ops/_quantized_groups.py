@@ -1,13 +1,14 @@
 """Products of groups of rows under a recipe, for ``GroupedLinear``: a quantized linear per group.
 
 Each group has its own quantizers of input, weight and gradient, as if it were a ``BasicLinear``.
-The products are emulated, group by group.
+The products are emulated, group by group, unless the groups of a fusion multiply the codes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.op_context import OperationContext
-from ..core.quantization import QuantizedTensor, Usage
+from ..core.quantization import COLUMNWISE, QuantizedTensor, Usage
+from ..core.quantization.grouped import RowGroups
 from ..core.quantization.state import quantizer_names
 from ._common import rows_of
 from ._products import quantized_backward, quantized_operands
@@ -27,25 +29,22 @@ _NAMES = "input", "weight", "grad_output"
 class QuantizedGroups:
     """The groups of a call under a recipe.
 
+    All rows are cast at once where the quantizers can (:meth:`opfuse.Quantizer.quantize_groups`),
+    and are one quantized tensor then. Otherwise each group is cast by itself.
+
     Args:
         op: The op, with quantizers for input, weight and gradient of each group.
         ctx: Its context.
         groups: The sizes of the groups.
         stacked: Whether the weights are one parameter.
-
-    Raises:
-        RuntimeError: The numbers of rows have no values, as while tracing.
     """
 
     def __init__(self, op: Any, ctx: OperationContext, groups: Groups, *, stacked: bool) -> None:
-        if groups.counts is None:
-            who = f"{type(op).__name__} under a recipe expected split_sizes that have values"
-            got = f"a {type(groups.sizes).__name__} on a fake or meta device"
-            raise RuntimeError(f"{who}, got {got}")
-        forward, backward = [quantizer_names(op, mode) for mode in ("forward", "backward")]
-        names = enumerate(zip(forward[::2], forward[1::2], backward, strict=True))
-        self._groups = [_Group(ctx, of, *((0, i) if stacked else (i, None))) for i, of in names]
-        self._counts, self._stacked = groups.counts, stacked
+        forward, self._grads = [quantizer_names(op, mode) for mode in ("forward", "backward")]
+        self._inputs, self._weights = forward[::2], forward[1::2]
+        names = enumerate(zip(self._inputs, self._weights, self._grads, strict=True))
+        self._each = [_Group(ctx, of, *((0, i) if stacked else (i, None))) for i, of in names]
+        self._ctx, self._groups, self._stacked, self._who = ctx, groups, stacked, type(op).__name__
 
     def products(
         self, x: Tensor, biases: Sequence[Tensor], dtype: torch.dtype
@@ -58,47 +57,148 @@ class QuantizedGroups:
             dtype: The dtype to which the sums are rounded.
 
         Returns:
-            The products; and the inputs and weights that the backward needs.
+            The products; and the inputs and weights that the backward needs. Rows that were cast
+            at once take the place of the first input, and the others are None.
         """
-        parts, saved = [], []
-        each: Sequence[Tensor | None] = biases or [None] * len(self._groups)
-        for group, rows, bias in zip(self._groups, self._split(x), each, strict=True):
+        saved: list[Any] = [(None, None)] * len(self._each)
+        ctx = self._ctx
+        wgrad, dgrad = any(ctx.param_requires_grad[: self._count]), ctx.input_requires_grad
+        of_x = self._at_once(self._inputs, x, Usage(True, ctx.requires_grad and wgrad))
+        if of_x is None:
+            y = self._joined(x, self._one_by_one(x, saved), biases, dtype)
+        else:
+            weights = self._weights_at_once(Usage(True, ctx.requires_grad and dgrad))
+            coded = self._groups.coded_products(of_x, weights, biases, dtype)
+            if coded is None:
+                pairs = zip(self._cut(of_x, self._inputs), weights, strict=True)
+                coded = self._joined(x, pairs, biases, dtype)
+            y = coded
+            if ctx.requires_grad:
+                saved = [(None, w.only(COLUMNWISE) if dgrad else None) for w in weights]
+                saved[0] = of_x.only(COLUMNWISE) if wgrad else None, saved[0][1]
+        xs, kept = map(list, zip(*saved, strict=True))
+        return y.view(*x.shape[:-1], y.shape[1]), xs, kept
+
+    def _at_once(self, names: Sequence[str], x: Tensor, usage: Usage) -> RowGroups | None:
+        """All rows, quantized; None: each group has to be cast by itself."""
+        quantizers = [self._ctx.quantizers[name] for name in names]
+        if self._ctx.backward_override is not None or not quantizers[0].casts_groups:
+            return None
+        if len({quantizer.row_multiple for quantizer in self._ctx.quantizers.values()}) > 1:
+            return None  # rows of zeros that one of two operands has not
+        ends = self._groups.ends
+        if ends is None:
+            inner = math.prod(x.shape[1:-1])
+            ends = torch.tensor(self._counts, dtype=torch.int64).cumsum(0) * inner
+        return quantizers[0].quantize_groups(x, ends.to(x.device, torch.int32), usage, quantizers)
+
+    def _weights_at_once(self, usage: Usage) -> Sequence[QuantizedTensor]:
+        """The weights of all groups, quantized."""
+        ctx = self._ctx
+        assert ctx.weights is not None
+        quantizers = [ctx.quantizers[name] for name in self._weights]
+        params = ctx.params[: self._count]
+        return ctx.weights.quantized_groups(self._weights, params, quantizers, usage)
+
+    def _one_by_one(self, x: Tensor, saved: list[Any]) -> Iterator[tuple[Any, Any]]:
+        """Input and weight of each group, cast by itself; saves what the backward needs."""
+        for i, (group, rows) in enumerate(zip(self._each, self._split(x), strict=True)):
             of_x, (weight,) = quantized_operands(group, group.padded(rows), ("weight",))
+            saved[i] = group.to_save or (None, None)
+            yield of_x, weight
+
+    def _joined(
+        self, x: Tensor, operands: Iterable[Any], biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        """The products of all groups, of dequantized values in fp32, without rows of padding."""
+        parts = []
+        each: Sequence[Tensor | None] = biases or [None] * len(self._each)
+        inner = math.prod(x.shape[1:-1])
+        for (of_x, weight), bias, rows in zip(operands, each, self._counts, strict=True):
             wide = of_x.widened()
             bias = bias if bias is None else bias.to(wide.dtype)
-            parts.append(F.linear(wide, weight.widened(), bias)[: len(rows)].to(dtype))
-            saved.append(group.to_save or (None, None))
-        y = torch.cat(parts)
-        xs, weights = map(list, zip(*saved, strict=True))
-        return y.view(*x.shape[:-1], y.shape[1]), xs, weights
+            parts.append(F.linear(wide, weight.widened(), bias)[: rows * inner].to(dtype))
+        return torch.cat(parts)
 
     def grads(
         self, grad_output: Tensor, xs: Sequence[Any], weights: Sequence[Any]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradients of the input and of the weights, from the result of :meth:`products`."""
+        ctx, x = self._ctx, xs[0]
+        wants = [any(group.param_requires_grad) for group in self._each]
+        dgrad, wgrad = weights[0] is not None, x is not None
+        of_dy: RowGroups | None = None
+        known = isinstance(x, RowGroups) or not any(wants)
+        if known and (dgrad or all(wants)):  # the gradient of a frozen group is not cast
+            of_dy = self._at_once(self._grads, grad_output, Usage(dgrad, wgrad))
+        dx, whole = None, None
+        if of_dy is not None:
+            dtype = ctx.dtype or grad_output.dtype
+            dx = self._groups.coded_input_grads(of_dy, weights, dtype) if dgrad else None
+            whole = self._groups.coded_weight_grads(of_dy, x, dtype) if wgrad else None
+        if (dx is None and dgrad) or (whole is None and wgrad):
+            dx, grads = self._grads_of_values(grad_output, of_dy, xs, weights)
+        elif self._stacked:
+            grads = [whole]
+        else:
+            grads = [None if whole is None or not wants[i] else whole[i] for i in range(len(wants))]
+        return None if dx is None else dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
+
+    def _grads_of_values(
+        self,
+        grad_output: Tensor,
+        of_dy: RowGroups | None,
+        xs: Sequence[Any],
+        weights: Sequence[Any],
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The gradients, by products of dequantized values in fp32, group by group."""
         width = grad_output.shape[-1]
         dxs: list[Any] = []
         grads: list[Any] = []
-        parts = zip(self._groups, self._split(grad_output), xs, weights, strict=True)
-        for group, rows, *saved in parts:
+        if isinstance(xs[0], RowGroups):
+            xs = self._cut(xs[0], self._inputs)
+        dys: Any = self._split(grad_output) if of_dy is None else self._cut(of_dy, self._grads)
+        inner = math.prod(grad_output.shape[1:-1])
+        each = zip(self._each, dys, xs, weights, self._counts, strict=True)
+        for group, dy, x, weight, count in each:
             dx = grad = None
+            saved = x if any(group.param_requires_grad) else None, weight
             if any(tensor is not None for tensor in saved):
                 group.saved_tensors = saved
-                dy = group.padded(rows)
-                dx, (grad,) = quantized_backward(group, dy, (width,))
-            dxs.append(None if dx is None else dx[: len(rows)])
+                padded = group.padded(dy) if of_dy is None else dy
+                dx, (grad,) = quantized_backward(group, padded, (width,))
+            dxs.append(None if dx is None else dx[: count * inner])
             grads.append(grad)
         if self._stacked:
             grads = [None if grads[0] is None else torch.stack(grads)]
-        if dxs[0] is None:
-            return None, grads
-        dx = torch.cat(dxs)
-        return dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
+        return None if dxs[0] is None else torch.cat(dxs), grads
+
+    @property
+    def _count(self) -> int:
+        """How many parameters have the weights."""
+        return 1 if self._stacked else len(self._each)
+
+    @functools.cached_property
+    def _counts(self) -> list[int]:
+        """The numbers of rows, which the host reads here if it has not done so."""
+        known, sizes = self._groups.counts, self._groups.sizes
+        if known is None:
+            if sizes.is_meta or type(sizes) is not Tensor:
+                who = f"{self._who} under a recipe expected split_sizes that have values"
+                raise RuntimeError(f"{who}, got a {type(sizes).__name__} on a fake or meta device")
+            known = sizes.tolist()
+        return known
 
     def _split(self, tensor: Tensor) -> Sequence[Tensor]:
         """The rows of each group, with one row dimension."""
         inner = math.prod(tensor.shape[1:-1])
         return torch.split(rows_of(tensor), [count * inner for count in self._counts])
+
+    def _cut(self, tensor: RowGroups, names: Sequence[str]) -> Sequence[QuantizedTensor]:
+        """The rows of each group that were cast at once, by the quantizers of these names."""
+        inner = math.prod(tensor.shape[1:-1])
+        quantizers = [self._ctx.quantizers[name] for name in names]
+        return tensor.cut([count * inner for count in self._counts], quantizers)
 
 
 class _Group:

@@ -92,9 +92,11 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             to the compute dtype first. If a backward raises, ``main_grad`` may have its gradient
             already. ``weight.grad`` does not change. If the weight has an attribute
             ``grad_added_to_main_grad``, that becomes True and autograd gets zeros, so that its
-            hooks run. If ``weight.overwrite_main_grad`` is true, ``main_grad`` is replaced. This
-            holds for every fusion. ``torch.autograd.grad`` still returns the requested gradients;
-            second derivatives, functorch and ``torch.compile`` are refused.
+            hooks run. If ``weight.overwrite_main_grad`` is true, the first gradient of a backward
+            replaces ``main_grad``, and the further ones of a shared weight are added; a backward
+            inside of another, as of a reentrant checkpoint, is one of its own. This holds for
+            every fusion. ``torch.autograd.grad`` still returns the requested gradients; second
+            derivatives, functorch and ``torch.compile`` are refused.
         userbuffers_options: None; others come with a later release.
 
     Attributes:
@@ -350,7 +352,7 @@ class BasicLinear(WithLaterArguments, LinearOperation):
         return total
 
     def grad_sum(self, params: tuple[Tensor, ...]) -> tuple[Tensor, float] | None:
-        """The ``main_grad`` of the weight, and 0 where it is overwritten; None: it does not fit."""
+        """The ``main_grad`` of the weight, and 0 where it is replaced; None: it does not fit."""
         methods = ("op_backward", "accumulate_grads")
         if any(
             getattr(type(self), name) is not getattr(BasicLinear, name) or name in vars(self)
@@ -361,7 +363,7 @@ class BasicLinear(WithLaterArguments, LinearOperation):
             total = _main_grad(self, params[0])
         except RuntimeError:  # raised again if there is a gradient
             return None
-        return total, 0.0 if getattr(params[0], "overwrite_main_grad", False) else 1.0
+        return total, 0.0 if _is_replaced(params[0]) else 1.0
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -417,15 +419,37 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
     if grad is None:
         return None
     main_grad = _main_grad(op, weight)
+    replaced = _is_replaced(weight)
     if not _is_same(grad, main_grad):  # else a product has added it
-        if getattr(weight, "overwrite_main_grad", False):
+        if replaced:
             main_grad.copy_(grad)
         else:
             main_grad.add_(grad)
+    if replaced:
+        _node_of(weight).metadata[_REPLACED_IN] = torch._C._current_graph_task_id()
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros_like(weight)
+
+
+_REPLACED_IN = "opfuse: the backward that replaced main_grad"
+
+
+def _is_replaced(weight: Any) -> bool:
+    """Whether a weight's ``main_grad`` is replaced by the next gradient of this backward.
+
+    Only by the first one. Autograd's node that accumulates the weight's gradient remembers it: all
+    uses of the weight share that node, and no copy of the weight does.
+    """
+    if not getattr(weight, "overwrite_main_grad", False):
+        return False
+    replaced_in = _node_of(weight).metadata.get(_REPLACED_IN)
+    return bool(replaced_in != torch._C._current_graph_task_id())
+
+
+def _node_of(weight: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(weight).node
 
 
 def _is_same(grad: Tensor, main_grad: Tensor) -> bool:

@@ -11,30 +11,21 @@ from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
-from ..core.ranks import Group, run_collective
+from ..core.ranks import Group, gather_into, run_collective, scatter_into
+from ..core.settings import current
 from ._common import OpGrads, check_size, expected, shows
 
-# torch 2.13 renamed them, and warns of the old names
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_into: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
+class WithProcessGroup(BasicOperation):
+    """An op with collectives over a process group.
 
-class _Collective(BasicOperation):
-    """The base of the collectives: it has a process group, and saves nothing.
-
-    Collectives that split or join take the dimension, ``dim``.
+    Args:
+        process_group: The processes; None: all.
+        **given: Arguments of another base.
     """
 
-    saved_names: ClassVar[tuple[str, ...] | None] = ()
-    grad_input = "same"
-    dim = 0
-    _there: Callable[[Tensor], Tensor]
-    _back: Callable[[Tensor], Tensor]
-
-    def __init__(self, process_group: Any = None) -> None:
-        super().__init__()
+    def __init__(self, process_group: Any = None, **given: Any) -> None:
+        super().__init__(**given)
         if not (dist.is_available() and dist.is_initialized()):
             needed = "torch.distributed.init_process_group to be called first"
             raise RuntimeError(f"{type(self).__name__} needs {needed}")
@@ -46,11 +37,41 @@ class _Collective(BasicOperation):
         """The process group; None: all processes."""
         return self._group.given
 
+    def report(self, ctx: Any, forward: float, backward: float) -> None:
+        """Tell reports what this process sends, by the algorithms of a ring; for fusions too.
+
+        Args:
+            ctx: The context of the op.
+            forward: Bytes in the forward.
+            backward: Bytes in the backward, if there is one.
+        """
+        if current.recorder is not None and self.process_group_size > 1:
+            backward = backward if ctx.requires_grad else 0
+            current.recorder.sends(self, int(forward), int(backward))
+
+
+class _Collective(WithProcessGroup):
+    """The base of the collectives that take and give one tensor; it saves nothing.
+
+    Collectives that split or join take the dimension, ``dim``.
+    """
+
+    saved_names: ClassVar[tuple[str, ...] | None] = ()
+    grad_input = "same"
+    dim = 0
+    _there: Callable[[Tensor], Tensor]
+    _back: Callable[[Tensor], Tensor]
+    # bytes that a process sends there and back, over those of its input
+    _ratios: ClassVar[Any]
+
     extra_repr = shows("process_group_size")
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Run the collective on the input."""
+        if current.recorder is not None:
+            there, back = type(self)._ratios(self.process_group_size)
+            self.report(ctx, there * input_.nbytes, back * input_.nbytes)
         return input_ if self.process_group_size == 1 else self._there(input_)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> OpGrads:
@@ -64,7 +85,7 @@ class _Collective(BasicOperation):
         self._check_dimensions(tensor)
         size, part = self.process_group_size, tensor.movedim(self.dim, 0).contiguous()
         gathered = part.new_empty((size * part.shape[0], *part.shape[1:]))
-        self._run(_gather_into, gathered, part)
+        self._run(gather_into, gathered, part)
         return gathered.movedim(0, self.dim).contiguous()
 
     def _reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -75,7 +96,7 @@ class _Collective(BasicOperation):
             raise ValueError(expected(self, what, f"shape {tuple(tensor.shape)}"))
         whole = tensor.movedim(self.dim, 0).contiguous()
         part = whole.new_empty((whole.shape[0] // size, *whole.shape[1:]))
-        self._run(_reduce_scatter_into, part, whole)
+        self._run(scatter_into, part, whole)
         return part.movedim(0, self.dim).contiguous()
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
@@ -112,6 +133,7 @@ class AllGather(_Collective):
 
     saved_names = ("input",)
     recomputes = True
+    _ratios = staticmethod(lambda size: (size - 1, size - 1))
     _there = _Collective._all_gather
     _back = _Collective._reduce_scatter
 
@@ -123,7 +145,9 @@ class AllGather(_Collective):
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The joined tensor; saves ``(input,)``, or None if it is not gathered again."""
         y = super().op_forward(ctx, input_)
-        again = ctx.may_recompute and y is not input_
+        again = ctx.may_recompute and ctx.requires_grad and y is not input_
+        if again:
+            self.report(ctx, 0, (self.process_group_size - 1) * input_.nbytes)
         if ctx.requires_grad:
             ctx.save_for_backward(input_ if again else None)
         if again:
@@ -155,6 +179,7 @@ class ReduceScatter(_Collective):
             processes.
     """
 
+    _ratios = staticmethod(lambda size: ((size - 1) / size,) * 2)
     _there = _Collective._reduce_scatter
     _back = _Collective._all_gather
 
@@ -181,6 +206,7 @@ class AllReduce(_Collective):
 
     feature_ratio = 1
     keeps_rows = True
+    _ratios = staticmethod(lambda size: (2 * (size - 1) / size, 0))
     _there = _Collective._all_reduce
     _back = _Collective._unchanged
 
@@ -206,5 +232,6 @@ class CopyToTensorParallelRegion(_Collective):
 
     feature_ratio = 1
     keeps_rows = True
+    _ratios = staticmethod(lambda size: (0, 2 * (size - 1) / size))
     _there = _Collective._unchanged
     _back = _Collective._all_reduce

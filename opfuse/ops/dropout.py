@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core.op_context import Unread
 from ._common import OpGrads, RowwiseOperation, expected, shows
+from ._tensor_parallel import Tracker, check_tracker, forked
 
 
 class Dropout(RowwiseOperation):
@@ -60,3 +61,37 @@ class Dropout(RowwiseOperation):
             return grad_output, ()
         scale = 1 / (1 - ctx.p) if ctx.p < 1 else 0.0
         return torch.ops.aten.native_dropout_backward.default(grad_output, mask, scale), ()
+
+
+class TrackedDropout(Dropout):
+    """``Dropout`` whose mask each process draws for itself, for the parallel parts of a model.
+
+    No fusion of ``Dropout`` takes it, since those draw in another way.
+
+    Args:
+        p: Probability of a zero.
+        rng_state_tracker_function: As for :class:`BasicLinear`; ``fork()`` is around the draw.
+
+    Raises:
+        TypeError: ``p`` is not a real number, or the other is not a function.
+        ValueError: ``p`` is not between 0 and 1.
+    """
+
+    saved_names = ("mask",)
+    context_names = ("p",)
+    grad_input = "same"
+    keeps_rows = True
+    differentiable = True
+
+    def __init__(self, p: float, rng_state_tracker_function: Tracker) -> None:
+        super().__init__(p)
+        check_tracker(self, rng_state_tracker_function)
+        self._tracker = rng_state_tracker_function
+
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
+        """As the base, with numbers of this process."""
+        with forked(self._tracker):
+            return super().op_forward(ctx, input_)
+
+    op_backward = Dropout.op_backward

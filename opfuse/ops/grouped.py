@@ -49,6 +49,26 @@ class Groups(NamedTuple):
             return _products(self.sizes, x, list(weights), list(biases))  # type: ignore[no-any-return]
         return _loop(self.counts, x, weights, biases)
 
+    # Products of quantized rows and weights, for a fusion to override. The rows are one tensor,
+    # :class:`opfuse.core.quantization.grouped.GroupedTensor`. Each rounds its result once. None:
+    # the dequantized values have to be multiplied, group by group.
+
+    def coded_products(
+        self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The same as :meth:`products` of codes, with one row dimension."""
+        return None
+
+    def coded_input_grads(
+        self, dy: Any, weights: Sequence[Any], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The same as :meth:`input_grads` of codes, with one row dimension."""
+        return None
+
+    def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
+        """The same as :meth:`stacked_grads` of codes."""
+        return None
+
     def input_grads(self, dy: Tensor, weights: Matrices) -> Tensor:
         """``dy_i @ weight_i`` for each group."""
         if self.ends is not None:
@@ -113,6 +133,9 @@ class Groups(NamedTuple):
         return torch.stack(list(vectors))[of_rows]
 
 
+MOST_ROWS = torch.iinfo(torch.int32).max
+"""So many rows have ends in int32; of more, each group is multiplied by itself."""
+
 GroupsOf = Callable[[Tensor, Tensor, Sequence[int], bool], Groups]
 """The type of :func:`groups_of`."""
 
@@ -132,7 +155,8 @@ def groups_of(x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = 
             synchronizes.
     """
     rows, inner = x.shape[0], math.prod(x.shape[1:-1])
-    if not looped and _takes(x, features) and sizes.device == x.device and rows * inner:
+    fits = 0 < rows * inner <= MOST_ROWS and sizes.device == x.device
+    if not looped and fits and _takes(x, features):
         return Groups(sizes, None, ends_of(sizes, rows, inner))
     if is_compiling() or sizes.is_meta or type(sizes) is not Tensor:
         return Groups(sizes)

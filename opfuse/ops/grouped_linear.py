@@ -51,11 +51,13 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     Under a quantization recipe each group is a :class:`BasicLinear` of its own, with three
     quantizers of its own: ``"input0"``, ``"weight0"``, ``"grad_output0"``, and so on; with one
-    group they have no number. The op casts and multiplies each group separately, and the host reads
-    the split sizes; ``torch.compile`` breaks its graph there. Biases are added before a product is
-    rounded; scaled biases and their gradients are not quantized. A format may require a multiple of
-    some number of rows (:attr:`opfuse.Quantizer.row_multiple`): a smaller group is padded with rows
-    of zeros for the cast, which changes no other number.
+    group they have no number. Quantizers may cast all groups at once
+    (:meth:`opfuse.Quantizer.quantize_groups`): the input is one tensor then, saved as ``input0``.
+    The op multiplies each group separately, and the host reads the split sizes; a fusion may
+    multiply all at once. ``torch.compile`` breaks its graph there. Biases are added before a
+    product is rounded; scaled biases and their gradients are not quantized. A format may require a
+    multiple of some number of rows (:attr:`opfuse.Quantizer.row_multiple`): a smaller group is
+    padded with rows of zeros for the cast, which changes no other number.
 
     A call accepts two tensors to write into, as keyword arguments or in ``op_kwargs``: ``output``
     for the output, and ``grad_input`` for the gradient of the input. Each must be contiguous, have

@@ -9,6 +9,22 @@ from .quantized import Quantized
 
 
 @dataclasses.dataclass(frozen=True)
+class Sent:
+    """What an op sends to other processes.
+
+    Attributes:
+        op: Its name.
+        forward, backward: Bytes that this process sends in each pass.
+        overlapped: Whether a fused op runs its collectives beside other work.
+    """
+
+    op: str
+    forward: int
+    backward: int
+    overlapped: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """One call of one fuser.
 
@@ -24,6 +40,7 @@ class Call:
         notes: The ``notes`` of its fused ops, such as time spent compiling; not compared.
         saved_bytes: Bytes that each step of the forward keeps for the backward, without parameters
             and with each storage once; empty without a backward; not compared.
+        sent: What this process sends to others, for each op with collectives; not compared.
         quantized: The effect of a recipe; not compared, since its ops have names.
     """
 
@@ -36,4 +53,5 @@ class Call:
     cut: str = ""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     saved_bytes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    sent: tuple[Sent, ...] = dataclasses.field(default=(), compare=False)
     quantized: Quantized = dataclasses.field(default=Quantized(), compare=False)

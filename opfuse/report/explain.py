@@ -27,7 +27,7 @@ from ..core.records import PluginFilter
 from ..core.replaced_forward import replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
-from .call import Call
+from .call import Call, Sent
 from .picture import draw
 from .quantized import quantized_by
 from .text import describe
@@ -76,6 +76,8 @@ class Explanation:
             distribution, lost_to (the distribution of the first fusion that was taken in its place,
             empty if that was registered in code, None if the reason is the candidate's own); once
             for equal calls.
+            ``sent``: what this process sends to others, each with path, call, op, forward and
+            backward (bytes), overlapped.
             ``own_forward``: converted modules that ran their own forward, each with path, class,
             reason.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear
@@ -93,6 +95,7 @@ class Explanation:
             ],
             "backward": [_row(step, where) for where, c in calls for step in c.plan.backward],
             "refused": [_row(refusal, {"path": path}) for path, _, refusal in refused],
+            "sent": [where | dataclasses.asdict(sent) for where, c in calls for sent in c.sent],
             "own_forward": [dict(zip(_OWN, row, strict=True)) for row in self.own],
             "quantized": quantized,
         }
@@ -142,6 +145,20 @@ class _Calls(Recorder):
         call = Call("", "", ops, program.plan, grad_enabled, why, quantized=quantized_by(program))
         self.calls.append(call)
         self.ran.append((fuser, program))
+
+    def sends(self, op: Any, forward: int, backward: int) -> None:
+        """Keep what an op sends."""
+        super().sends(op, forward, backward)
+        number, program = max(
+            (n, program) for n, (_, program) in enumerate(self.ran) if op in program.chain.ops
+        )
+        place = program.chain.ops.index(op)
+        steps = [step for step in program.forward if step.start <= place < step.stop]
+        overlapped = any(getattr(step.op, "overlaps", False) for step in steps)
+        sent = Sent(op_class(op).__name__, forward, backward, overlapped)
+        self.calls[number] = dataclasses.replace(
+            self.calls[number], sent=(*self.calls[number].sent, sent)
+        )
 
     def saved(self, program: Program, tensors: Mapping[int, Sequence[Any]]) -> None:
         """Keep how much each step leaves for the backward, each storage once."""

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from ..core.engine.plan import FusionPlan, PlanStep
 from .call import Call
-from .text import alike_calls, title_of, why_none
+from .text import alike_calls, sent_by, title_of, why_none
 
 _CHAR = 7.4  # width of a character of the monospaced font, a little more than the widest of them
 _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
@@ -29,7 +29,8 @@ def draw(calls: Sequence[Call], nothing: str) -> str:
     chains = [] if calls else [([nothing], FusionPlan((), ()))]
     for call, numbers in alike_calls(calls):
         title = title_of(dataclasses.replace(call, ops=(call.owner,)), numbers, calls)
-        chains.append(([line for line in (title, call.cut, why_none(call)) if line], call.plan))
+        said = [title, call.cut, why_none(call), sent_by(call)]
+        chains.append(([line for line in said if line], call.plan))
     columns: dict[str, list[str]] = {"forward": [], "ops": [], "backward": []}
     for _, plan in chains:
         columns["ops"] += _ops(plan)

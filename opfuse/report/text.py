@@ -59,11 +59,27 @@ def _describe_call(call: Call, full: bool) -> list[str]:
     else:
         none = "nothing here needs a gradient" if call.grad_enabled else "grad mode is off"
         lines.append(f"  backward: none, {none}")
+    lines += wrap(sent_by(call), "  ", "    ")
     if full:
         lines += _describe_refused(plan.refused)
         lines += [f"  {line}" for line in call.quantized.lines()]
         lines += [line for note in call.notes for line in wrap(note, "  ", "    ")]
     return lines
+
+
+def sent_by(call: Call) -> str:
+    """What a process sends to others in a call; ``""``: nothing."""
+    if not call.sent:
+        return ""
+    sizes = [sum(getattr(sent, of) for sent in call.sent) for of in ("forward", "backward")]
+    beside = sum(sent.forward + sent.backward for sent in call.sent if sent.overlapped)
+    ops = ", ".join(dict.fromkeys(sent.op for sent in call.sent))
+    both = " and ".join(
+        f"{as_bytes(size)} in the {of}"
+        for of, size in zip(("forward", "backward"), sizes, strict=True)
+    )
+    much = f"; {as_bytes(beside)} of it beside other work" if beside else ""
+    return f"sends {both} ({ops}){much}"
 
 
 def alike_calls(calls: Sequence[Call], full: bool = True) -> list[tuple[Call, list[int]]]:

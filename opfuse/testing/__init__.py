@@ -1,7 +1,7 @@
 """The conformance kit: tests of a plugin against the contract.
 
-``FusionSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the parts are for tests of
-kernels.
+``FusionSuite``, ``DistributedSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the
+parts are for tests of kernels.
 
 Not imported by opfuse itself. Needs pytest.
 """
@@ -9,20 +9,25 @@ Not imported by opfuse itself. Needs pytest.
 from ..tuning.tolerance import ROWS, TOLERANCES, assert_close, tolerance
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, subjects
 from .checks import CHECKS
+from .distributed import DistributedSuite
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
 from .quantizers import QuantizerSuite
+from .rank_checks import CHECKS as RANK_CHECKS
+from .rank_checks import Trial
 from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
 from .running import Declined, Failure
+from .sharded import LAYERS, ShardedLayer, Split
 from .suite import FusionSuite
 from .tensors import lay_out
 
 # fmt: off
 __all__ = [
-    "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation", "CubicGLU", "Declined",
-    "Delayed", "Failure", "FusionSuite", "Op", "Outcome", "PerBlock", "PerTensor",
-    "QuantizerSuite", "Subject", "Tier", "assert_close", "find", "lay_out", "make_chains", "run",
-    "run_all", "snippet", "subjects", "tiers", "tolerance",
+    "CHECKS", "LAYERS", "RANK_CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation",
+    "CubicGLU", "Declined", "Delayed", "DistributedSuite", "Failure", "FusionSuite", "Op",
+    "Outcome", "PerBlock", "PerTensor", "QuantizerSuite", "ShardedLayer", "Split", "Subject",
+    "Tier", "Trial", "assert_close", "find", "lay_out", "make_chains", "run", "run_all", "snippet",
+    "subjects", "tiers", "tolerance",
 ]
 # fmt: on

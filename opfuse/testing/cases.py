@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,12 @@ from ..core.context_managers import options
 from ..core.engine.chain import Chain
 from ..core.errors import PluginWarning
 from ..core.extra_dtypes import kinds_of
-from ..core.fusion import FusionLike, fusion_name
+from ..core.fusion import Fusion, FusionLike, classes_in, fusion_name
 from ..core.op import BasicOperation
 from ..core.plugins import manager, using
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
+from ..ops.distributed import WithProcessGroup
 from .tensors import extra_shape, input_shapes, lay_out, normal, whole_numbers
 
 
@@ -143,11 +144,20 @@ class Subject(NamedTuple):
         return f"testing.find({self.plugin!r}, {self.passes!r}, {self.name!r})"
 
 
-def subjects(plugin: str) -> list[Subject]:
-    """Every fusion that a plugin offers; none if it does not load.
+def subjects(plugin: str, made: Collection[type] = ()) -> list[Subject]:
+    """Every fusion that a plugin offers for one process; none if it does not load.
 
-    The checks of the plugin report that.
+    The checks of the plugin report that. A fusion of collectives runs on several processes.
+
+    Args:
+        plugin: Its name.
+        made: The collectives that there is a maker for, in a group of one process.
     """
+    return [subject for subject in offered(plugin) if not has_collectives(subject.fusion, made)]
+
+
+def offered(plugin: str) -> list[Subject]:
+    """Every fusion that a plugin offers; none if it does not load."""
     with using(plugin), warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         return [
@@ -157,13 +167,20 @@ def subjects(plugin: str) -> list[Subject]:
         ]
 
 
+def has_collectives(fusion: FusionLike, apart_from: Collection[type] = ()) -> bool:
+    """Return whether the pattern of a fusion has an op with a process group, apart from some."""
+    elements = classes_in(fusion.pattern) if isinstance(fusion, Fusion) else ()
+    classes = {getattr(each, "cls", each) for each in elements}.difference(apart_from)
+    return any(issubclass(cls, WithProcessGroup) for cls in classes)
+
+
 def find(plugin: str, passes: str, name: str) -> Subject:
     """A fusion of a plugin.
 
     Raises:
         LookupError: The plugin offers none of that name and pass.
     """
-    for subject in subjects(plugin):
+    for subject in offered(plugin):
         if (subject.passes, subject.name) == (passes, name):
             return subject
     raise LookupError(f"plugin {plugin!r} offers no {passes} fusion {name!r}")

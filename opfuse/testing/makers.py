@@ -11,21 +11,24 @@ from typing import Any
 from .. import ops as built_in
 from ..core.fusion import OneOf, Subclasses
 from ..core.op import BasicOperation
-from ..ops import distributed
+from ..ops.distributed import WithProcessGroup
 from .cases import CAST, CubicActivation, CubicGLU, Op
 from .placing import DEEP
 
 Makers = Mapping[type, Callable[[int], Any]]
 
 
+APART = ("Cast", "TrackedDropout")  # no pattern has one
+
+
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
-    classes = [getattr(built_in, name) for name in built_in.__all__ if name != "Cast"]
+    classes = [getattr(built_in, name) for name in built_in.__all__ if name not in APART]
     classes = [
         cls
         for cls in classes
         if issubclass(cls, BasicOperation)
         and not inspect.isabstract(cls)
-        and cls.__module__ != distributed.__name__  # they need a process group
+        and not issubclass(cls, WithProcessGroup)
     ]
     # representatives first
     classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))

@@ -30,6 +30,7 @@ from ..core.quantization import (
     nothing_recorded,
 )
 from ..core.quantization.formats import ScaledTensor, copy_to_read, untransposed
+from ..core.quantization.grouped import GroupedTensor, cast_each
 from ..core.records import PluginRecord
 
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -76,6 +77,11 @@ class _PerTensor(Quantizer):
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         return self.scaled(tensor, _scale(_amax(tensor), self.dtype).reshape(1), usage)
+
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> GroupedTensor | None:
+        return cast_each(tensor, ends, usage, quantizers)
 
     def scaled(self, tensor: Tensor, scale: Tensor, usage: Usage) -> QuantizedTensor:
         data = _codes(tensor.detach(), scale.reshape(()), self.dtype).contiguous()

@@ -43,7 +43,8 @@ class FusionSuite:
             their casts one code in 1000 may be one step off; all other fusions give the codes of
             the separate ops.
         makers: How to make ops that are not built in: class -> function of the input's features
-            that gives an :class:`Op`, or several.
+            that gives an :class:`Op`, or several. Fusions of collectives are tested if these are
+            among them, for a group of one process that your tests initialize.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains,
             each a list of :class:`Op`.
         recipes: The recipes that its fusions are tested under; None: those of the plugin, with
@@ -72,7 +73,7 @@ class FusionSuite:
             metafunc.parametrize("skipped_tier", tiers(), ids=lambda tier: tier.name)
         if "fusion_check" in names:
             runnable = [tier for tier in tiers() if not tier.reason]
-            found = subjects(self.plugin)
+            found = subjects(self.plugin, self.makers)
             params = [
                 (tier, subject, name)
                 for tier in runnable
@@ -96,7 +97,7 @@ class FusionSuite:
         if module is not None and (plugin_check == "entry_point" or not module):
             what = "is registered in code" + ("" if module else ", and no module")
             pytest.skip(f"plugin {self.plugin!r} {what}: no other process finds it")
-        chains = [self.chains(subject, "cpu") for subject in subjects(self.plugin)]
+        chains = [self.chains(subject, "cpu") for subject in subjects(self.plugin, self.makers)]
         cases = [case for of_fusion in chains for case in of_fusion.plain]
         problem = None
         try:
@@ -112,7 +113,7 @@ class FusionSuite:
 
     def test_offers_something(self) -> None:
         """There are fusions to test, and the limits name fusions and checks that exist."""
-        found = subjects(self.plugin)
+        found = subjects(self.plugin, self.makers)
         if not found:
             pytest.fail(
                 f"plugin {self.plugin!r} offers no fusion, or is not installed", pytrace=False

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ..core.ranks import run_collective
+from ..core.settings import current
 
 Call = Callable[[], object]
 Sampler = Callable[[], float]
@@ -30,18 +34,38 @@ _MOST_CALLS = 1000  # in a graph
 class Clock:
     """Times calls on a CPU.
 
+    Processes that tune together make each call the same number of times, since its collectives wait
+    for those of the others. So each time is that of the slowest of them, and all know it.
+
     Args:
         device: Where they compute.
 
     Attributes:
         device: The device.
+        together: The processes that tune together, or None.
         runs: How often a fusion runs on the same inputs, to see that its bits are the same.
     """
 
     runs = 1
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.together = device, current.together
+
+    def slowest(self, seconds: float) -> float:
+        """The time of the slowest of the processes that tune together."""
+        if self.together is None:
+            return seconds
+        time = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        run_collective(self.together, "opfuse.tune", dist.all_reduce, time, dist.ReduceOp.MAX)
+        return float(time)
+
+    def agreed(self, problem: str) -> str:
+        """The first problem that one of the processes that tune together has, or ``""``."""
+        if self.together is None or self.together.talk is None:
+            return problem
+        facts = {"the chain": "opfuse.tune", "what it is called with": {}, "problem": problem}
+        found = [of_rank["problem"] for of_rank in self.together.talk.exchange(facts)]
+        return next(filter(None, found), "")
 
     @staticmethod
     def of(device: torch.device) -> Clock:
@@ -91,11 +115,12 @@ class Clock:
         once.
         """
         alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        now = time.process_time if alone else time.perf_counter
+        waits = self.together is not None  # for other processes, which takes no CPU time
+        now = time.process_time if alone and not waits else time.perf_counter
         start = now()
         for _ in range(times):
             way()
-        return (now() - start) / times
+        return self.slowest((now() - start) / times)
 
 
 class GPUClock(Clock):
@@ -133,21 +158,26 @@ class GPUClock(Clock):
         """See :meth:`Clock.samplers`: all by graphs, or all by events."""
         for calls in ways:
             calls[0]()  # compiles
-        took = [self.elapsed(calls) for calls in ways for _ in range(2)][1::2]
+        took = [self._elapsed(calls) for calls in ways for _ in range(2)][1::2]
         why = ""
         if any(seconds < max(TURN, 2 * host) for seconds, host in took):
             try:
                 return [self._captured(calls) for calls in ways], ""
             except RuntimeError as error:
                 why = " ".join(str(error).split())[:200]
-        return [lambda calls=calls: self.elapsed(calls)[0] for calls in ways], why  # type: ignore[misc]
+        return [lambda calls=calls: self._elapsed(calls)[0] for calls in ways], why  # type: ignore[misc]
+
+    def _elapsed(self, calls: Sequence[Call]) -> tuple[float, float]:
+        on_gpu, on_host = self.elapsed(calls)
+        return self.slowest(on_gpu), self.slowest(on_host)
 
     def _captured(self, calls: Sequence[Call]) -> Sampler:
         """Capture each call once, then as often as a turn takes."""
         replay = self.capture(calls, 1)
-        times = math.ceil(TURN / max(replay() * len(calls), 1e-9))
+        times = math.ceil(TURN / max(self.slowest(replay()) * len(calls), 1e-9))
         times = min(times, max(1, _MOST_CALLS // len(calls)))
-        return replay if times == 1 else self.capture(calls, times)
+        often = replay if times == 1 else self.capture(calls, times)
+        return lambda: self.slowest(often())
 
     # What a test without a GPU replaces, besides ``cache`` and ``around``
 

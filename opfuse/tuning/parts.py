@@ -119,7 +119,7 @@ def part_program(
         RuntimeError: The fused op cannot be built.
     """
     program = call.program
-    chain = Chain(program.chain.ops[of.start : of.stop], part=True)
+    chain = Chain(program.chain.ops[of.start : of.stop], part=True, surrounded=True)
     whole = program.facts
     first = min(max(whole.needs.first_backward - of.start, 0), len(of)) if grads else len(of)
     here = slice(of.start, of.stop)

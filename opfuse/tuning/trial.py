@@ -72,7 +72,7 @@ class Trial:
         timing = self._costs(fused)
         self.eager = timing.eager
         saved = self._saved(self._separate) - self._saved(fused) + self._recomputable(fused)
-        if wrong := self._reference.changed():
+        if wrong := self._reference.clock.agreed(self._reference.changed()):
             return self._wrong(wrong)
         took = timing.speed, timing.noise, timing.first - timing.second
         compared, rows = not self._reference.draws, self._reference.rows
@@ -98,6 +98,9 @@ class Trial:
 
     def _difference(self, program: Program) -> str:
         """How a program differs from the separate ops, as a sentence, or ``""``."""
+        return self._reference.clock.agreed(self._difference_here(program))
+
+    def _difference_here(self, program: Program) -> str:
         reference = self._reference
         fused = reference.run(program)
         is_steady = reference.draws or reference.is_steady(program, fused)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..core.engine.planner import rows_of
 from ..core.engine.program import Program
 from ..core.engine.step import Step
 from ..core.plugins import manager
+from ..core.ranks import Group
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
@@ -57,6 +58,9 @@ def tune(
     stays changed: in objects that other objects hold, in attributes of classes, in globals, in
     objects of PyTorch's or Python's own classes, and in attributes that opfuse's ops set.
 
+    If chains have collectives, each process of their group must call it. They measure together:
+    each time is that of the slowest process, and all write the same entries.
+
     To tune for inference, call it under ``torch.no_grad()``. Give inputs of the size that matters:
     an entry applies to numbers of rows between the same powers of two.
 
@@ -83,6 +87,7 @@ def tune(
         recorder, again = _Collector(compiled), True
         while again:  # what is inside a module that declines its chain runs by itself
             recorder.hear(model, inputs, kwargs)
+            off.enter_context(_together(recorder.groups))
             _run(recorder.candidates, recorder.wholes, len(jobs), progress)
             jobs += [*recorder.candidates, *recorder.wholes]
             slower = [whole.replaced for whole in recorder.wholes if whole.declines]
@@ -91,6 +96,17 @@ def tune(
     path = tables.path_for(jobs[0].device) if jobs else None
     unmeasured = dict.fromkeys(job.unmeasured for job in jobs if job.unmeasured)
     return TuningReport([job.result() for job in jobs if job.found], path, tuple(unmeasured))
+
+
+@contextlib.contextmanager
+def _together(groups: Sequence[Group]) -> Iterator[None]:
+    """A block in which the processes of the largest of these groups tune together."""
+    before = current.together
+    current.together = max(groups, key=lambda group: group.size, default=None)
+    try:
+        yield
+    finally:
+        current.together = before
 
 
 def _run(
@@ -162,6 +178,7 @@ class _Collector(Recorder):
     def __init__(self, compiled: bool) -> None:
         self.candidates: list[_Candidate] = []
         self.wholes: list[Whole] = []
+        self.groups: list[Group] = []
         self._compiled = compiled
         self._seen: set[Any] = set()
 
@@ -177,6 +194,7 @@ class _Collector(Recorder):
         super().record(fuser, program, given)
         if program.double_backward:
             return
+        self.groups += program.chain.groups
         x, tensors, kwargs = given
         program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]

@@ -62,12 +62,14 @@ class Whole(Job):
         autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
         exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
         rule: dict[str, Any] = {"exact": _once(exact), "dtype": dtype or self._given[0].dtype}
-        draw = functools.cache(Clock.of(self.device).draw)
+        clock = Clock.of(self.device)
+        draw = functools.cache(clock.draw)
         rule["draw"] = lambda y, place: draw(y.shape, y.dtype, place)
         with switched_off(parts), autocast:
             for prefer in ("memory", "speed"):
                 with options(prefer=prefer):  # both round, so fp64 decides
-                    if wrong := differ(own, chain, self._given, wanted, **rule):
+                    wrong = differ(own, chain, self._given, wanted, **rule)
+                    if wrong := clock.agreed(wrong):
                         return Measurement(0, 0, 0, wrong=f"differs from the module: {wrong}")
             with options(prefer="memory"):
                 ours = saved_bytes(lambda: chain(*self._given), params)

@@ -38,6 +38,7 @@ OPS = {
     "Identity": (ops.Identity, (), ()),
     "Reshape": (lambda: ops.Reshape((-1,)), (), ("input_shape",)),
     "Dropout": (lambda: ops.Dropout(0.5), ("mask",), ("p",)),
+    "TrackedDropout": (lambda: ops.TrackedDropout(0.5, None), ("mask",), ("p",)),
     "Quantize": (ops.Quantize, (), ()),
     "AddExtraInput": (ops.AddExtraInput, (), ()),
     "MakeExtraOutput": (ops.MakeExtraOutput, (), ()),
@@ -119,7 +120,7 @@ def test_backward_gives_what_is_asked_for(call, name):
     assert dx.shape == (3, 8)
     assert [g.shape for g in grads] == [op.get_parameter(key).shape for key in op.param_names]
     assert len(grad_extras) == op.num_extra_inputs
-    if op.saved_names and name not in ("Dropout",):
+    if op.saved_names and name not in ("Dropout", "TrackedDropout"):
         _, ran = run(call, name, input_requires_grad=False)
         assert len(ran.saved) == len(op.saved_names)
         assert ran.backward(grad)[0] is None

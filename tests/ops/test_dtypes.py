@@ -83,6 +83,7 @@ EXPRESSIONS = {
     },
     "AddExtraInput": lambda x, p: x + p(ROWS, WIDTH),
     "Dropout": lambda x, p: F.dropout(x, 0.5),
+    "TrackedDropout": lambda x, p: F.dropout(x, 0.5),
     "ConstantScale": lambda x, p: x * 2.0,
     "RoPE": lambda x, p: (x.float() if x.itemsize == 2 else x).cos().to(x.dtype),
     "ApplyRoPE": lambda x, p: x * p(WIDTH) + x.roll(WIDTH // 2, -1) * p(WIDTH),
@@ -103,7 +104,13 @@ ARGUMENTS = {
     "LayerNorm": (WIDTH,),
 }
 ARGUMENTS |= {"RoPE": (WIDTH,), "ApplyRoPE": (WIDTH,)}
-ARGUMENTS |= {"RMSNorm": (WIDTH,), "Dropout": (0.5,), "ConstantScale": (2.0,), "Reshape": ((-1,),)}
+ARGUMENTS |= {
+    "RMSNorm": (WIDTH,),
+    "Dropout": (0.5,),
+    "TrackedDropout": (0.5, None),
+    "ConstantScale": (2.0,),
+    "Reshape": ((-1,),),
+}
 
 
 def ours(name, x, p):

@@ -557,3 +557,13 @@ def test_what_cannot_be_read(name, error):
     module.flat = nn.Parameter(torch.randn(4, 4))
     with pytest.raises(error, match="GroupedLinear.reading expected"):
         ops.GroupedLinear.reading(module, name)
+
+
+def test_ends_that_32_bits_do_not_hold_are_not_used(monkeypatch):
+    monkeypatch.setattr(ops.grouped, "_takes", lambda x, features: True)
+    sizes = torch.empty(2, dtype=torch.int64, device="meta")
+    monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
+    for rows in (2**31 - 1, 2**31):
+        x = torch.empty(rows, 16, dtype=torch.bfloat16, device="meta")
+        found = ops.grouped.groups_of(x, sizes, (16, 16))
+        assert (found.ends is not None) == (rows < 2**31)

@@ -126,6 +126,63 @@ def test_main_grad_can_be_overwritten(near):
     assert op.weight.grad is None
 
 
+class Declining(ops.BasicLinear):
+    """A linear whose product adds to no sum."""
+
+    def grad_sum(self, params):
+        return None
+
+
+@pytest.mark.parametrize("adds", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("chains", [1, 2])
+def test_the_first_gradient_of_a_backward_replaces_and_further_ones_are_added(near, chains, adds):
+    kinds = [ops.BasicLinear if each else Declining for each in adds]
+    one, two = (kind(4, 4, accumulate_into_main_grad=True) for kind in kinds)
+    two.weight = one.weight
+    with_main_grad(one).weight.main_grad.fill_(torch.nan)
+    one.weight.overwrite_main_grad = True
+    models = [opfuse.Sequential(one, two)] if chains == 1 else [*map(opfuse.Sequential, (one, two))]
+    for grad_added in (False, True):  # whether hooks run or not
+        if grad_added:
+            one.weight.grad_added_to_main_grad = False
+        x = torch.randn(3, 4)
+        weight = one.weight.detach().clone().requires_grad_()
+        nn.Sequential(*models)(x).square().sum().backward()
+        (x @ weight.T @ weight.T).square().sum().backward()
+        near(one.weight.main_grad, weight.grad, gemm=True)
+
+
+def test_a_weight_of_several_groups_is_replaced_once(near):
+    op = ops.GroupedLinear(2, 4, 4, bias=False, accumulate_into_main_grad=True)
+    op.weight1 = op.weight0
+    op.weight0.main_grad, op.weight0.overwrite_main_grad = torch.full((4, 4), torch.nan), True
+    x, dy = torch.randn(5, 4), torch.randn(5, 4)
+    for _ in range(2):
+        op(x, torch.tensor([2, 3])).backward(dy)
+        near(op.weight0.main_grad, dy.T @ x, gemm=True)
+
+
+def test_a_copy_of_a_weight_is_replaced_in_its_own_backward(near):
+    op, x = with_main_grad(linear(4, 4, bias=False)), torch.randn(3, 4)
+    op.weight.overwrite_main_grad = True
+    other = copy.deepcopy(op)
+    other.weight.main_grad, other.weight.overwrite_main_grad = torch.full((4, 4), 7.0), True
+    op(other(x)).sum().backward()
+    near(other.weight.main_grad, (torch.ones(3, 4) @ op.weight.detach()).T @ x, gemm=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_autograd_replaces_main_grad_once_in_a_backward(near):
+    op, x = with_main_grad(linear(4, 4, bias=False)), torch.randn(3, 4)
+    op.weight.overwrite_main_grad, op.weight.grad_added_to_main_grad = True, False
+    weight = op.weight.detach().requires_grad_()
+    (x @ weight.T @ weight.T).sum().backward()
+    for _ in range(3):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            op(op(x)).sum().backward()
+        near(op.weight.main_grad, weight.grad, gemm=True)
+
+
 def test_megatron_fsdp_tells_where_main_grad_is(near):
     op, x, buffer = linear(6, 5), torch.randn(3, 6), torch.zeros(5, 6)
     op.weight.__fsdp_param__, op.weight.get_main_grad = True, lambda: buffer

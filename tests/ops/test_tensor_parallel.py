@@ -37,9 +37,45 @@ def test_linears_side_by_side(sequence):
     gloo.together(ranks.side_by_side, sequence)
 
 
-@pytest.mark.parametrize("check", [ranks.kept, ranks.arguments, ranks.trackers])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ([[2, 0, 3, 1], [1, 4, 0, 2]], "uneven"),
+        ([[0, 0, 0, 0], [1, 2, 1, 1]], "one has no rows"),
+        ([[3, 2, 0, 0], [1, 1, 0, 0]], "one gets none"),
+    ],
+)
+def test_experts_of_other_processes(sizes, name):
+    gloo.together(ranks.experts, sizes, name)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {},
+        {"ignore_index": 7, "reduction": "sum"},
+        {"label_smoothing": 0.1, "reduction": "none"},
+        {"z_loss": 0.01, "softcap": 5.0},
+        {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 3.0, "ignore_index": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_loss_over_classes_of_several_processes(numbers, dtype, sequence):
+    gloo.together(ranks.loss, numbers, dtype, sequence, sequence, False)
+
+
+@pytest.mark.parametrize("check", [ranks.kept, ranks.sent, ranks.arguments, ranks.trackers])
 def test_a_single_thing(check):
     gloo.together(check)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_tuning_together(tmp_path, wrong):
+    first, second = gloo.together(ranks.tuned, str(tmp_path), wrong)
+    assert first == second
+    assert ("differs from the separate ops" in first[2]) == wrong and (first[0] > 0) != wrong
 
 
 def test_uneven_rows_are_refused_alike():
@@ -74,14 +110,18 @@ def test_an_error_that_all_raise_is_raised():
         assert kind == "ValueError" and "expected 4 features" in text
 
 
+def test_one_that_plans_again():
+    assert gloo.together(ranks.one_plans_again) == [[2.0, 2.0]] * 2
+
+
 # Of these the group is out of step behind them, so that each has processes of its own
 
 
-def answers(worker):
+def answers(worker, *args):
     """What ``worker`` returns in two processes of its own; None from one that ended."""
     team = gloo.Team(seconds=10)
     try:
-        return [answer and answer[1] for answer in team.run(worker)]
+        return [answer and answer[1] for answer in team.run(worker, *args)]
     finally:
         team.end()
 
@@ -111,10 +151,12 @@ def test_one_that_calls_with_another_shape():
     assert "rank 1 stopped" in second[1] and first[0] == second[0] == "RankError"
 
 
-def test_one_that_dies():
-    first, second = answers(ranks.one_dies)
+@pytest.mark.parametrize("cls", [ops.AllReduce, ops.AllGather, ops.ReduceScatter])
+def test_one_that_dies(cls):
+    first, second = answers(ranks.one_dies, cls)
+    name = cls.__name__
     assert second is None
-    assert first[0] == "RankError" and "chain [AllReduce], op 0 (AllReduce)" in first[1]
+    assert first[0] == "RankError" and f"chain [{name}], op 0 ({name})" in first[1]
     assert "failed on rank 0" in first[1] and "rank 1 did not answer" in first[1]
 
 

@@ -9,9 +9,10 @@ from chains import Forwarding, Joint
 
 from opfuse import ops
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
+from opfuse.ops.distributed import WithProcessGroup
 
 ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
-COLLECTIVES = {n for n in ops.__all__ if getattr(ops, n).__module__ == "opfuse.ops.distributed"}
+COLLECTIVES = {n for n in ops.__all__ if issubclass(getattr(ops, n), WithProcessGroup)}
 RARE = ("CrossEntropy", "RoPE", "ApplyRoPE")  # few patterns of chance with these can match at all
 CLASSES = [
     getattr(ops, name)

@@ -140,6 +140,33 @@ def kept(rank):
     frozen.weight.requires_grad_(False)
     tensors = saved_tensors(lambda: frozen(x).sum())
     assert not any(t.shape[-1:] == (64,) and t.shape != frozen.weight.shape for t in tensors)
+    op(x.detach()).sum().backward()  # nothing before the weight takes part in the backward
+    again = torch.autograd.grad(op(x).sum(), op.weight)
+    torch.testing.assert_close(op.weight.grad, *again)
+
+
+def sent(rank):
+    """What reports say of the bytes that a process sends."""
+    column = ops.Linear(64, 32, tensor_parallel_mode="column", sequence_parallel=True)
+    row = ops.BasicLinear(32, 64, tensor_parallel_mode="row")
+    chain = opfuse.Sequential(column, row)
+    report = opfuse.explain(chain, torch.ones(8, 64, requires_grad=True))
+    shard, whole_size = 8 * 64 * 4, 16 * 64 * 4
+    (call,) = report.calls
+    rows = [(each.op, each.forward, each.backward) for each in call.sent]
+    # the gather is repeated in the backward, whose adjoint sends as much
+    assert sum(f for op, f, _ in rows if op == "AllGather") == shard
+    assert sum(b for op, _, b in rows if op == "AllGather") == 2 * shard
+    assert ("AllReduce", whole_size, 0) in rows
+    assert "sends 6.1 kB in the forward and 4.1 kB in the backward (AllReduce, AllGather)" in (
+        str(report).replace("AllGather, AllReduce", "AllReduce, AllGather")
+    )
+    assert {"op", "forward", "backward", "overlapped", "path", "call"} == set(
+        report.to_dict()["sent"][0]
+    )
+    with torch.no_grad():
+        (call,) = opfuse.explain(chain, torch.ones(8, 64)).calls
+    assert [each.backward for each in call.sent] == [0, 0]
 
 
 def arguments(rank):
@@ -191,6 +218,94 @@ def arguments(rank):
     torch.save(row, io.BytesIO())
 
 
+def experts(rank, sizes, name):
+    """A mixture of experts, each process with half of them, and the whole one on each process."""
+    dtype = FP64
+    torch.manual_seed(3)
+    whole_layers = [
+        ops.GroupedLinear(4, 6, 8, dtype=dtype),
+        ops.GroupedLinear(4, 8, 6, dtype=dtype),
+    ]
+    mine = [ops.GroupedLinear(2, 6, 8, dtype=dtype), ops.GroupedLinear(2, 8, 6, dtype=dtype)]
+    for of_all, of_part in zip(whole_layers, mine, strict=True):
+        for i in range(2):
+            for kind in ("weight", "bias"):
+                getattr(of_part, f"{kind}{i}").data.copy_(getattr(of_all, f"{kind}{2 * rank + i}"))
+    dispatch, combine = ops.TokenDispatch(4), ops.TokenCombine()
+    dispatch.set_extra_output_channel(0, "sizes", output_to_caller=False)
+    dispatch.set_extra_output_channel(1, "routes", output_to_caller=False)
+    combine.set_extra_input_channel(0, "routes")
+    for linear in mine:
+        linear.set_extra_input_channel(0, "sizes")
+    chain = opfuse.Sequential(dispatch, mine[0], ops.GELU(), mine[1], combine)
+    for linear in whole_layers:
+        linear.set_extra_input_name(0, "sizes")
+    reference = opfuse.Sequential(whole_layers[0], ops.GELU(), whole_layers[1])
+
+    here = torch.tensor(sizes[rank])
+    xs = [torch.randn(sum(of_rank), 6, dtype=dtype) for of_rank in sizes]
+    leaf = xs[rank].clone().requires_grad_()
+    y = chain(leaf, here)
+    y.square().sum().backward()
+    # the parameters of an expert get gradients of the rows of all processes
+    for other, x in enumerate(xs):
+        x.requires_grad_()
+        expected = reference(x, torch.tensor(sizes[other]))
+        expected.square().sum().backward()
+        if other == rank:
+            torch.testing.assert_close(y, expected)
+            torch.testing.assert_close(leaf.grad, x.grad)
+    for of_all, of_part in zip(whole_layers, mine, strict=True):
+        for i in range(2):
+            for kind in ("weight", "bias"):
+                wanted = getattr(of_all, f"{kind}{2 * rank + i}").grad
+                torch.testing.assert_close(getattr(of_part, f"{kind}{i}").grad, wanted)
+    with pytest.raises(ValueError, match="TokenDispatch expected 1 rows, as the split sizes say"):
+        chain(leaf, torch.tensor([1, 0, 0, 0]))
+    with torch.no_grad():
+        torch.testing.assert_close(chain(leaf, here), y)
+
+
+def loss(rank, numbers, dtype, sequence, bias, fused):
+    """A head that is split by classes, and the loss, beside the whole one in fp64."""
+    torch.manual_seed(2)
+    head = torch.nn.Linear(6, 10, bias=bias, dtype=FP64)
+    head.weight.data *= 8
+    given = dict(tensor_parallel_mode="column", sequence_parallel=sequence, dtype=dtype)
+    mine = ops.Linear(6, 10, bias=bias, **given)
+    mine.load_whole(head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+    head.weight.data.copy_(head.weight.to(dtype))
+    x = torch.randn(2, 16, 6).to(dtype).to(FP64).requires_grad_()
+    targets = torch.randint(10, (2, 16))
+    targets[0, 3] = numbers.get("ignore_index", 9)
+    chain = opfuse.Sequential(mine, ops.VocabParallelCrossEntropy(**numbers))
+    leaf = (part(x, 0) if sequence else x).detach().to(dtype).requires_grad_()
+    call = lambda: chain(leaf, targets)  # noqa: E731
+    if fused:
+        assert "linear+loss, split classes" in str(opfuse.explain(chain, leaf, targets))
+    y = call()
+    reference = ops.CrossEntropy(**numbers)
+    expected = reference(head(x), targets)
+    close = {FP64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(y.to(FP64), expected, atol=close, rtol=close)
+    dy = torch.randn(expected.shape, dtype=FP64)
+    expected.backward(dy)
+    y.backward(dy.to(y.dtype))
+    dx = part(x.grad, 0) if sequence else x.grad
+    torch.testing.assert_close(leaf.grad.to(FP64), dx, atol=close, rtol=close)
+    torch.testing.assert_close(
+        mine.weight.grad.to(FP64), part(head.weight.grad, 0), atol=close, rtol=close
+    )
+    if bias:
+        torch.testing.assert_close(
+            mine.bias.grad.to(FP64), part(head.bias.grad, 0), atol=close, rtol=close
+        )
+    with torch.no_grad():
+        torch.testing.assert_close(call(), y.detach(), atol=close, rtol=close)
+    found = raised(lambda: chain(leaf, torch.full_like(targets, 10)))
+    assert found[0] == "IndexError" and "target 10 is not one of 10 classes" in found[1]
+
+
 class Tracker:
     """As those of Megatron-LM: a generator state of its own."""
 
@@ -214,9 +329,50 @@ def trackers(rank):
         )
         drawn[build] = op.weight
         assert op.weight.abs().max() <= 64**-0.5 and op.weight.abs().max() > 0.9 * 64**-0.5
+    x, drop = torch.ones(64), ops.TrackedDropout(0.5, lambda: Tracker(rank))
+    masks = [torch.empty(64) for _ in range(2)]
+    dist.all_gather(masks, drop(x))
+    assert not torch.equal(*masks) and torch.equal(drop(x), masks[rank])
+    torch.manual_seed(1)
+    before = torch.rand(1)
+    torch.manual_seed(1)
+    drop(x)
+    assert torch.equal(torch.rand(1), before)
     others = [torch.empty_like(drawn[ops.BasicLinear]) for _ in range(2)]
     dist.all_gather(others, drawn[ops.BasicLinear].detach())
     assert not torch.equal(*others)
+
+
+class SlowGather(opfuse.FusedOperation):
+    """A gather and a linear; wrong on the second process where it is told so."""
+
+    wrong = False
+
+    def fuser_forward(self, ctxs, input_, **given):
+        y, extras = self.run_separately(ctxs, input_, **given)
+        return (y + 1 if self.wrong and dist.get_rank() else y), extras
+
+    def fuser_backward(self, ctxs, grad_output, **given):
+        return self.run_separately_backward(ctxs, grad_output, **given)
+
+
+def tuned(rank, folder, wrong):
+    """Processes tune together: as often, and with the same entries."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    SlowGather.wrong = wrong
+    fusion = opfuse.Fusion((ops.AllGather, ops.BasicLinear), SlowGather, name="slow gather")
+    handle = opfuse.register_forward_backward_fusion(fusion)
+    try:
+        op = ops.BasicLinear(16, 8, tensor_parallel_mode="column", sequence_parallel=True)
+        x = torch.ones(8, 16, requires_grad=True)
+        # one process counts more calls in a turn if it may
+        report = opfuse.tune(op, x)
+        found = next(r.found for r in report.results if r.fusion == "slow gather")
+        assert op(x).shape == (16, 4)
+        return found.speed, found.noise, found.wrong
+    finally:
+        handle.unregister()
+        del os.environ["OPFUSE_TUNING"]
 
 
 # Faults: each returns what it raised
@@ -304,8 +460,18 @@ def another_call(rank):
     return raised(lambda: op(torch.ones(3) if rank else torch.ones(2)))
 
 
-def one_dies(rank):
+def one_plans_again(rank):
+    """A process may plan what it runs again, and the others need not."""
     op = ops.AllReduce()
+    op(torch.ones(2))
+    if rank:
+        opfuse.Sequential(ops.GELU()).append(ops.ReLU())(torch.ones(2))
+        opfuse.FusibleOperation._count_change()
+    return op(torch.ones(2)).tolist()
+
+
+def one_dies(rank, cls):
+    op = cls()
     op(torch.ones(2))
     if rank:
         os._exit(1)

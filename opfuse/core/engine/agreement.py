@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,15 +38,33 @@ def causes() -> dict[str, Any]:
     }
 
 
-def agree(program: Program, input: Tensor) -> None:
-    """Compare a call with those of the other processes of its chain's groups.
+class Agreed(NamedTuple):
+    """The last call of a chain that its processes compared.
 
-    Plans of the steps without collectives may differ. So may the number of rows, if an op of the
-    chain sends each process its own number.
+    Attributes:
+        program, shape: What it was.
+        facts: What was compared.
+    """
+
+    program: Any = None
+    shape: Any = None
+    facts: dict[str, Any] | None = None
+
+
+def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
+    """Compare a call with those of the other processes of its chain's groups, if it is new.
+
+    It is new if what is compared is: a process may plan again what the others do not. Plans of the
+    steps without collectives may differ. So may the number of rows, if an op of the chain sends
+    each process its own number.
 
     Args:
         program: The program that is about to run.
         input: The chain's input.
+        last: The last call.
+
+    Returns:
+        This call.
 
     Raises:
         RankError: They differ, or another process failed or did not come.
@@ -75,9 +93,10 @@ def agree(program: Program, input: Tensor) -> None:
             if any(collective[step.start : step.start + len(step.basic_ops)])
         ],
     }
-    for group in chain.groups:
+    for group in chain.groups if facts != last.facts else ():
         if (talk := group.talk) is not None:
             talk.compare(facts)
+    return Agreed(program, input.shape, facts)
 
 
 @contextmanager

@@ -75,11 +75,14 @@ class Chain:
     Args:
         ops: The ops as the user wrote them.
         part: Whether they are part of a longer chain, whose runner then passes channels on.
+        surrounded: Whether those that run around them are among them already.
     """
 
-    def __init__(self, ops: Iterable[FusibleOperation], *, part: bool = False) -> None:
+    def __init__(
+        self, ops: Iterable[FusibleOperation], *, part: bool = False, surrounded: bool = False
+    ) -> None:
         self.written = tuple(ops)
-        self.ops = flatten(self.written, surrounded=True)
+        self.ops = flatten(self.written, surrounded=not surrounded)
         counted = set(flatten(self.written))
         self.own = tuple([i for i, op in enumerate(self.ops) if op in counted])
         self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"

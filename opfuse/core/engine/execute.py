@@ -313,6 +313,8 @@ def _begin_late(
     first = [step]
     if any(step.op is other.op for other in program.forward):  # not fused, or by a joint fusion
         last = step.stop - 1
+        for ctx in ctxs[reached + 1 : step.stop]:
+            ctx.is_reached = False
     else:  # by a fusion that may not handle zeros: the ops run one by one
         first = separate(step, "backward", last)
     for i in range(step.start, last):
@@ -354,7 +356,8 @@ def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], steps: Sequence[Step], reach
     """Let products add to the sums of ops that store gradients themselves, where they are kept.
 
     Only to ops by themselves, and to fused ops that declare it: others may change what an op's
-    backward gives.
+    backward gives. Nor to ops that share a parameter whose sum is replaced: which gradient comes
+    first is only known once all are there.
     """
     program: Program = func_ctx.program
     takers = [step for step in steps if step.source is None or step.op.adds_to_sum]
@@ -363,7 +366,16 @@ def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], steps: Sequence[Step], reach
         program.accumulating, func_ctx.accumulating, strict=True
     ):
         kept = index in taken and index <= reached and _adds(func_ctx, first, last)
-        ctxs[index].grad_sum = program.chain.ops[index].grad_sum(params) if kept else None
+        total = program.chain.ops[index].grad_sum(params) if kept else None
+        if total is not None and total[1] != 1 and _is_shared(params, func_ctx.accumulating):
+            total = None
+        ctxs[index].grad_sum = total
+
+
+def _is_shared(params: Sequence[Any], of_ops: Sequence[Sequence[Any]]) -> bool:
+    """Return whether one of an op's parameters is there more than once in those of all ops."""
+    every = [id(param) for of_op in of_ops for param in of_op]
+    return any(every.count(id(param)) > 1 for param in params)
 
 
 def _adds(func_ctx: Any, first: int, last: int) -> bool:

@@ -21,7 +21,7 @@ from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
-from .agreement import agree, reported
+from .agreement import Agreed, agree, reported
 from .chain import Chain
 from .checks import (
     check_arguments,
@@ -75,7 +75,7 @@ class OperationFuser:
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
-        self._agreed: Any = None  # the last call that the processes of its groups compared
+        self._agreed = Agreed()
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
@@ -250,9 +250,8 @@ class OperationFuser:
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
         if self._chain.groups and not program.compiling:
-            if self._agreed != (call := (program, input.shape)):
-                agree(program, input)
-                self._agreed = call
+            if self._agreed[:2] != (program, input.shape):
+                self._agreed = agree(program, input, self._agreed)
         if program.recipe is not None:
             _begin_under_recipe(program)
         if kwargs and not program.double_backward and torch.is_grad_enabled():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .formats import QuantizedTensor, ScaledTensor, Usage
+from .grouped import RowGroups
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 BOTH = Usage(True, True)
@@ -57,6 +58,23 @@ class Quantizer(ABC):
             quantizer as its ``quantizer``.
         """
 
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """Quantize groups of rows at once, each as its own quantizer does: to the same codes.
+
+        Args:
+            tensor: The values.
+            ends: The row at which each group ends: int32, on the device of the values.
+            usage: The copies that are needed; as both have the same values, it may give one.
+            quantizers: The quantizer of each group; this is the first.
+
+        Returns:
+            Codes, a scale for each group, and ``ends`` itself. None: it cannot, and has recorded
+            nothing; then each group is cast by itself.
+        """
+        return None
+
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Quantize ``tensor`` again with the scales that it was quantized with; records nothing.
 
@@ -72,6 +90,39 @@ class Quantizer(ABC):
         if self.state_names:
             raise NotImplementedError(f"{type(self).__name__} has state and no requantize")
         return self.quantize(tensor, usage)
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """Return why rows are quantized together with the others of their tensor; ``""``: apart.
+
+        Rows that are quantized apart from the others, by :meth:`quantize_rows`, get the codes and
+        scales that they have in the whole. So processes that each hold some can send these.
+
+        Args:
+            shape: The shape of the rows on each process.
+            usage: The copies that are needed.
+        """
+        return f"{type(self).__name__} does not declare that rows can be quantized apart"
+
+    def quantize_rows(
+        self, tensor: Tensor, usage: Usage, largest: Callable[[Tensor], Tensor]
+    ) -> QuantizedTensor:
+        """Quantize the rows of this process as part of the whole, see :meth:`why_whole`.
+
+        Args:
+            tensor: The rows.
+            usage: The copies that are needed.
+            largest: Returns the elementwise maximum of a tensor over all processes, which all call
+                it as often.
+
+        Returns:
+            The result for these rows. What it records is that of the whole.
+        """
+        raise NotImplementedError(f"{type(self).__name__} quantizes no rows apart")
+
+    @property
+    def casts_groups(self) -> bool:
+        """Whether :meth:`quantize_groups` may give something."""
+        return type(self).quantize_groups is not Quantizer.quantize_groups
 
     @property
     def requantizes(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..settings import current
+from ..settings import current, is_captured
 from .names import matching
 from .parameter import QuantizedParameter, held_by
 from .quantizer import Quantizer
@@ -101,10 +101,12 @@ class QuantizerStates:
         with torch.inference_mode(False):  # their state is for training too
             for mode in MODES:
                 for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
-                    made[name] = theirs.get(name) or op.engine.new_quantizer(
-                        recipe, role, current.environment
-                    )
-                    check_state(made[name])
+                    found = theirs.get(name)
+                    if found is None:
+                        found = op.engine.new_quantizer(recipe, role, current.environment)
+                        _refuse_captured(found, f"{type(op).__name__} {op.name!r}")
+                    check_state(found)
+                    made[name] = found
         self._recipe_names[recipe] = op.engine.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
@@ -270,6 +272,18 @@ def check_state(quantizer: Quantizer) -> None:
             raise TypeError(f"{who}.{name} is state: set it in __init__ only, not on the class")
     if more := {*quantizer.pending_names} - {*quantizer.state_names}:
         raise TypeError(f"{who}.pending_names expected names of its state, got {sorted(more)}")
+
+
+def _refuse_captured(quantizer: Quantizer, op: str) -> None:
+    """Refuse state that a CUDA graph would set to its first values at each replay."""
+    for name in quantizer.state_names:
+        state = vars(quantizer).get(name)
+        if isinstance(state, Tensor) and is_captured(state.device):
+            raise RuntimeError(
+                f"the {type(quantizer).__name__} of {op} has state, which expected to be made "
+                f"before a CUDA graph is captured, and got its first call while one is: run the "
+                f"step once before you capture it"
+            )
 
 
 @functools.cache

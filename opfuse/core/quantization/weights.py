@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class WeightCache:
         # computed weights are not recognized again, and calibration casts nothing reusable
         if is_compiling() or not _can_be_known_again(weight) or not quantizer.quantizes:
             return quantizer(matrix, usage)
-        state = weight._version, weight.dtype, weight.device
+        state = _state(weight)
         found = self._entries.get(name) if current.weights == "cached" else None
         if found is not None and found.param() is weight and found.state == state:
             if same_quantizer(found.quantizer, quantizer):
@@ -78,6 +79,57 @@ class WeightCache:
         made = quantizer(matrix, usage)
         self._entries[name] = _Entry(weakref.ref(weight), state, quantizer, made)
         return made
+
+    def quantized_groups(
+        self,
+        names: Sequence[str],
+        weights: Sequence[Tensor],
+        quantizers: Sequence[Quantizer],
+        usage: Usage,
+    ) -> Sequence[QuantizedTensor]:
+        """Cast the matrices of groups as :meth:`quantized` does: at once, if it can be.
+
+        Args:
+            names: The name of each.
+            weights: One of each group, of one shape; or one parameter with all matrices.
+            quantizers: That of each.
+            usage: The copies that are needed.
+        """
+        stacked = len(weights) < len(names)
+        known = current.weights == "cached" and any(name in self._entries for name in names)
+        made = None if known else _at_once(weights, quantizers, usage)
+        if made is None:
+            places = [(weights[0], i) if stacked else (weights[i], None) for i in range(len(names))]
+            each = zip(names, places, quantizers, strict=True)
+            return [self.quantized(name, w, by, usage, part) for name, (w, part), by in each]
+        for i, name in enumerate(names):
+            weight = weights[0 if stacked else i]
+            if _can_be_known_again(weight):
+                entry = _Entry(weakref.ref(weight), _state(weight), quantizers[i], made[i])
+                self._entries[name] = entry
+        return made
+
+
+def _at_once(
+    weights: Sequence[Tensor], quantizers: Sequence[Quantizer], usage: Usage
+) -> Sequence[QuantizedTensor] | None:
+    """Matrices that are cast at once; None: each has to be cast by itself."""
+    if is_compiling() or not quantizers[0].casts_groups:
+        return None
+    kinds = {(type(w) in (Tensor, nn.Parameter), w.shape, w.dtype, w.device) for w in weights}
+    if len(kinds) > 1 or not next(iter(kinds))[0]:
+        return None
+    whole = weights[0] if weights[0].ndim == 3 else torch.cat([w.detach() for w in weights])
+    count, rows = len(quantizers), whole.shape[:-1].numel() // len(quantizers)
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=whole.device) * rows
+    made = quantizers[0].quantize_groups(whole.detach().flatten(0, -2), ends, usage, quantizers)
+    parts = None if made is None else made.cut([rows] * count, quantizers)
+    # a format may fill up what a weight must have
+    return None if parts is None or parts[0].shape[0] != rows else parts
+
+
+def _state(weight: Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return weight._version, weight.dtype, weight.device
 
 
 def _can_be_known_again(weight: Tensor) -> bool:

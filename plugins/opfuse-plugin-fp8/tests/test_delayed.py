@@ -59,6 +59,12 @@ def same(some, others):
     return all(map(torch.equal, states(some), states(others)))
 
 
+def capture(patch):
+    """As while a CUDA graph is captured."""
+    for module in (delayed, fp8.quantizers, opfuse.core.quantization.state):
+        patch.setattr(module, "is_captured", lambda device: True)
+
+
 def rows_of(some):
     return [quantizer._shared for quantizer in some]
 
@@ -135,7 +141,7 @@ def test_nothing_moves_while_a_graph_is_captured(monkeypatch):
         see(quantizers_, 1)
     tensors = [getattr(quantizer, name) for quantizer in some for name in STATE]
     with monkeypatch.context() as patch:
-        patch.setattr(delayed, "_is_captured", lambda device: True)
+        capture(patch)
         update_delayed(some, None)
         update_delayed([some[1], some[3]], None)
     update_delayed(others, None)
@@ -145,6 +151,62 @@ def test_nothing_moves_while_a_graph_is_captured(monkeypatch):
     assert all(one is other for one, other in zip(tensors, after, strict=True))
     buffer, _ = some[0]._shared
     assert buffer._captured and not buffer._selections
+
+
+@pytest.mark.parametrize("when", ["cast", "unrecorded", "update", "after a step"])
+def test_what_a_graph_reads_stays_where_it_is(monkeypatch, when):
+    """Also if it is captured before the first update, or the margin changes after it."""
+    some, others = quantizers(4), quantizers(4)
+    if when == "after a step":
+        for quantizers_ in (some, others):
+            see(quantizers_, 0), update_delayed(quantizers_, None)
+    tensors = [getattr(quantizer, name) for quantizer in some for name in STATE]
+    with monkeypatch.context() as patch:
+        capture(patch)
+        if when == "update":
+            update_delayed(some, None)
+        else:
+            see([q.unrecorded() for q in some] if when == "unrecorded" else some, 2)
+    if when == "update":
+        update_delayed(others, None)
+    elif when != "unrecorded":
+        see(others, 2)
+    for step in range(3, 6):
+        for quantizers_ in (some, others):
+            quantizers_[1].margin = step
+            see(quantizers_, step), update_delayed(quantizers_, None)
+        assert same(some, others), step
+    after = [getattr(quantizer, name) for quantizer in some for name in STATE]
+    assert all(one is other for one, other in zip(tensors, after, strict=True))
+    for copied in copy.deepcopy(some):  # no graph reads a copy
+        update_delayed([copied], None)
+        assert ScaleBuffer.holds(copied)
+
+
+def test_a_tensor_that_replaced_one_of_a_graph_moves(monkeypatch):
+    (quantizer,) = quantizers(1)
+    with monkeypatch.context() as patch:
+        capture(patch)
+        quantizer.quantize(torch.ones(2), BOTH)
+    for name in STATE:
+        setattr(quantizer, name, getattr(quantizer, name).clone())
+    update_delayed([quantizer], None)
+    assert ScaleBuffer.holds(quantizer)
+
+
+def test_state_that_a_graph_would_make_again_is_refused(monkeypatch):
+    chain, x = opfuse.Sequential(ops.Linear(16, 16)), torch.randn(16, 16)
+    for recipe in (fp8.DelayedScaling(), fp8.NVFP4BlockScaling()):
+        with monkeypatch.context() as patch:
+            capture(patch)
+            with pytest.raises(RuntimeError, match=r"has state.*run the step once before"):
+                with opfuse.autocast(recipe=recipe):
+                    chain(x)
+        with opfuse.autocast(recipe=recipe):
+            chain(x)
+            with monkeypatch.context() as patch:
+                capture(patch)
+                chain(x)
 
 
 def test_few_selections_of_rows_are_kept():

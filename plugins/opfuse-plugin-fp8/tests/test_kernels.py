@@ -786,6 +786,8 @@ EACH_KERNEL = (
     "LayerNorm + cast, MX",
     "delayed scales",
     "cast, NVFP4 drawn",
+    "cast of groups, current",
+    "cast of groups, MX",
 )
 
 
@@ -878,3 +880,19 @@ def test_rows_and_features_may_pass_32_bits():
     config = launches[0].config
     assert launches[0].grid[0] * config["BLOCK_ROWS"] * config["BLOCK_COLUMNS"] == 1 << 34
     assert tiles.programs(1 << 20, 1 << 14, config) == launches[0].grid[0]
+
+
+@computes
+def test_state_on_another_device_than_the_values_is_refused():
+    x, moved = torch.randn(16, 32), fp8.DelayedQuantizer(E4M3)
+    scales = moved.quantize(x, BOTH)
+    scales.scale = scales.scale.to("meta")
+    with pytest.raises(RuntimeError, match=r"its scale of the earlier cast is, got some on cpu"):
+        library.cast(x, Into(moved, BOTH, scales))
+    elsewhere = fp8.DelayedQuantizer(E4M3, device="meta")
+    for quantizer in (
+        *(elsewhere, elsewhere.unrecorded()),
+        fp8.nvfp4.StochasticNVFP4Quantizer(device="meta"),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected values on meta.*got some on cpu: move"):
+            library.cast(x, Into(quantizer, BOTH))

@@ -1,5 +1,7 @@
 """The plugin against the contract."""
 
+import dataclasses
+
 import pytest
 from opfuse_inductor import kernels
 
@@ -14,6 +16,12 @@ class TestConformance(FusionSuite):
     """
 
     plugin = "inductor"
+
+    @classmethod
+    def chains(cls, subject, device):
+        """A few of those as wide as tiles, which these graphs do not have."""
+        found = super().chains(subject, device)
+        return found if cls.thorough else dataclasses.replace(found, tiles=found.tiles[::16])
 
     @pytest.fixture(autouse=True)
     def _as_traced_and_however_small(self, monkeypatch):

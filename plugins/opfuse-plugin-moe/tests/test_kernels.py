@@ -4,33 +4,50 @@ Without a GPU they run in a process with ``TRITON_INTERPRET=1``, and are compile
 """
 
 import dataclasses
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, testing
+from opfuse.core.quantization import BOTH, Quantizer
+from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization.grouped import cast_each
 from opfuse.testing import assert_close, interpreter, machine
+from opfuse.testing.recipes import offered
 
 pytest.importorskip("triton")
 from ledger import assert_predicted
-from opfuse_moe import conditions
-from opfuse_moe.cases import CASES
+from opfuse_moe import conditions, groups
+from opfuse_moe.cases import CASES, multiplies_codes, multiplies_mx
 from opfuse_moe.conditions import PREDICTED
 from opfuse_moe.kernels import library
-from opfuse_triton import TARGETS, functions_of, recording, target
+from opfuse_triton import TARGETS, Kernel, current_target, functions_of, recording, target
 from opfuse_triton.floor import assert_floor
 from opfuse_triton.recorded import record
 from opfuse_triton.resources import read_resources
 
 INTERPRETING = machine.is_interpreting()
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu"
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [[1], [5, 0, 66, 1], [0, 0, 3, 0, 0], [0, 127]]
 BY_NAME = {case.name: case for case in CASES}
 
 needs_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETING, reason="no GPU, and Triton does not interpret"
+)
+needs_codes = pytest.mark.skipif(
+    not INTERPRETING
+    and (DEVICE == "cpu" or not multiplies_codes(current_target(torch.device(DEVICE)))),
+    reason="no GPU that multiplies FP8 codes, and Triton does not interpret",
+)
+needs_blocks = pytest.mark.skipif(
+    not INTERPRETING
+    and (DEVICE == "cpu" or not multiplies_mx(current_target(torch.device(DEVICE)))),
+    reason="no GPU that multiplies MX blocks, and Triton does not interpret",
 )
 needs_compiler = pytest.mark.skipif(
     INTERPRETING, reason="a process that interprets kernels cannot compile them"
@@ -91,6 +108,129 @@ def test_products_match_fp64(dtype, listed):
         assert_close(y, torch.cat(exact))
         dx = library.product(dy, matrices.transposed(), ends)
         assert_close(dx, torch.cat(grouped(lambda dy, w: dy @ w, sizes, dy, of=(w,))))
+
+
+class Cast(Quantizer):
+    """Divides by the largest magnitude."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def quantize(self, tensor, usage, out=None):
+        scale = tensor.abs().amax().reshape(1) if tensor.numel() else tensor.new_ones(1)
+        return ScaledTensor(tensor.shape, tensor.dtype, self, (tensor / scale).to(self.dtype),
+                            None, scale)  # fmt: skip
+
+
+def coded(*shape, dtype=E4M3):
+    (values,) = drawn(shape)
+    return values.to(dtype)
+
+
+@needs_codes
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)], ids=str)
+def test_products_of_codes_match_fp64(dtypes):
+    for sizes, (depth, features) in zip(
+        SIZES, [(33, 50), (64, 136), (16, 3), (129, 1)], strict=True
+    ):
+        count = len(sizes)
+        x, w = (
+            coded(sum(sizes), depth, dtype=dtypes[0]),
+            coded(count, features, depth, dtype=dtypes[1]),
+        )
+        bias, *inverses = drawn((count, features), (count,), (count,))
+        apart = [each.clone() for each in w]
+        for matrices in (library.matrices_of(w.unbind()), library.matrices_of(apart)):
+            assert (matrices.table is not None) == (matrices.first is apart[0] and count > 1)
+            given = (x, inverses[0]), matrices, inverses[1], ends_of(sizes)
+            for out, biases in ((torch.float32, bias.unbind()), (torch.bfloat16, ())):
+                y = library.coded_product(*given, out, biases)
+                exact = grouped(lambda x, w: x @ w.T, sizes, x, of=(w,))
+                each = zip(
+                    exact, *inverses, bias if biases else torch.zeros_like(bias), strict=True
+                )
+                exact = torch.cat([y * (a * b).double() + c.double() for y, a, b, c in each])
+                assert_close(y, exact)
+
+
+@needs_codes
+@pytest.mark.parametrize("dtypes", [(E5M2, E4M3), (E4M3, E4M3)], ids=str)
+def test_gradients_of_codes_match_fp64(dtypes):
+    for sizes, (depth, features) in zip(
+        SIZES, [(33, 50), (64, 136), (16, 3), (129, 1)], strict=True
+    ):
+        count, ends = len(sizes), ends_of(sizes)
+        tensors = drawn((sum(sizes), features), (sum(sizes), depth), (count, depth, features))
+        each = [Cast(dtype) for dtype in dtypes]
+        dy, x = [
+            cast_each(t, ends, BOTH, [one] * count)
+            for t, one in zip(tensors[:2], each, strict=True)
+        ]
+        values = [t.dequantize() for t in (dy, x)]
+        (inverse,) = drawn((count,))
+        w = tensors[2].to(E4M3)
+        given = (dy.rowwise_data, dy.scale_inv), library.matrices_of(w), inverse, ends
+        dx = library.coded_product(*given, torch.float32, exact=True)
+        exact = grouped(lambda dy, w: dy @ w.T, sizes, values[0], of=(w,))
+        assert_close(dx, torch.cat([y * a.double() for y, a in zip(exact, inverse, strict=True)]))
+        pairs = [(t.columnwise_data, t.scale_inv) for t in (dy, x)]
+        dw = library.coded_weight_grads(*pairs, ends, (sum(sizes), features, depth), torch.float32)
+        assert_close(dw, torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, *values)))
+        assert all(not dw[i].any() for i, size in enumerate(sizes) if not size)
+
+
+def scaled(*shape, dtype=E4M3):
+    """Codes with powers of two, and the values."""
+    codes = coded(*shape, dtype=dtype)
+    powers = drawn((*shape[:-1], shape[-1] // 32))[0].mul(3).round().exp2().to(E8M0)
+    values = codes.double().unflatten(-1, (-1, 32)) * powers.double()[..., None]
+    return library.Scaled(codes, powers), values.flatten(-2)
+
+
+@needs_blocks
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+def test_products_of_blocks_match_fp64(dtypes):
+    for sizes, (depth, features) in zip(
+        SIZES, [(32, 50), (64, 136), (160, 3), (288, 1)], strict=True
+    ):
+        count, ends = len(sizes), ends_of(sizes)
+        (x, rows), (w, matrices) = [
+            scaled(*shape, dtype=dtype)
+            for shape, dtype in zip(
+                [(sum(sizes), depth), (count, features, depth)], dtypes, strict=True
+            )
+        ]
+        (bias,) = drawn((count, features))
+        for out, biases in ((torch.float32, bias.unbind()), (torch.bfloat16, ())):
+            y = library.scaled_product(x, w, ends, out, biases)
+            added = bias if biases else torch.zeros_like(bias)
+            exact = grouped(lambda x, w, b: x @ w.T + b, sizes, rows, of=(matrices, added))
+            assert_close(y, torch.cat(exact))
+
+
+@needs_blocks
+def test_gradients_of_blocks_match_fp64():
+    for sizes, (depth, features) in zip(
+        SIZES, [(32, 50), (64, 136), (160, 3), (288, 1)], strict=True
+    ):
+        blocks, made, values = [-(-size // 32) for size in sizes], [], []
+        for width, dtype in ((features, E5M2), (depth, E4M3)):
+            parts = [scaled(width, 32 * n, dtype=dtype) for n in blocks]
+            for (codes, _), size in zip([part for part, _ in parts], sizes, strict=True):
+                codes.view(torch.uint8)[:, size:] = 0  # what fills a group up
+            of_each = [
+                (one.codes.double().unflatten(-1, (-1, 32)) * one.scales.double()[..., None])
+                for one, _ in parts
+            ]
+            values.append([each.flatten(-2) for each in of_each])
+            codes, powers = [
+                torch.cat([t.reshape(-1).view(torch.uint8) for t in each])
+                for each in zip(*[one for one, _ in parts], strict=True)
+            ]
+            made.append(library.Scaled(codes.view(dtype), powers.view(E8M0)))
+        given = ends_of(sizes), (sum(sizes), features, depth), torch.float32
+        dw = library.scaled_weight_grads(*made, *given)
+        assert_close(dw, torch.stack([dy @ x.T for dy, x in zip(*values, strict=True)]))
 
 
 @needs_kernels
@@ -188,8 +328,14 @@ ONE_COLUMN = {
     "grouped product": TALL,
     "grouped product of a list": TALL,
     "grouped product of a list, with biases": TALL,
+    "grouped product of codes": TALL,
     "its gradient": WIDE,
     "gradient of the matrices": {"depth": 64, "features": 64},
+    "its gradient of codes": WIDE,
+    "gradient of the matrices, of codes": {"depth": 64, "features": 64},
+    "grouped product of MX codes": TALL,
+    "its gradient of MX codes": WIDE,
+    "gradient of the matrices, of MX codes": {"depth": 64, "features": 64},
     "gradient of the biases": WIDE,
     "grouped product + SwiGLU": TALL,
     "its gradient + that of SwiGLU": WIDE,
@@ -201,6 +347,8 @@ ONE_COLUMN = {
 def test_each_tensor_is_read_and_written_once_where_one_column_of_tiles_has_all(case):
     """With more columns each reads the rows again. Matrices of groups without rows are not read."""
     shape = {"groups": 5, "rows": 131, **ONE_COLUMN[case.name]}
+    if case.name.startswith("gradient of the matrices, of"):
+        shape["rows"] = 160  # groups of whole blocks
     assert_floor(dataclasses.replace(case, small=[shape]))
 
 
@@ -216,6 +364,41 @@ def test_the_one_that_takes_most_registers_compiles(arch, monkeypatch, tmp_path)
     (launch, *_) = record(case, case.shapes[0], arch).launches
     found = read_resources(launch.compile())
     assert not found.spilled and found.shared <= launch.target.shared_memory
+
+
+@needs_codes
+@pytest.mark.parametrize("stacked", [True, False], ids=["one tensor", "a list"])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("input",)], ids=str)
+def test_codes_are_multiplied_in_both_passes(stacked, frozen, monkeypatch):
+    """By a launch for each product, with the results of the op alone."""
+
+    if stacked:
+        held = torch.nn.Module()
+        held.weight = torch.nn.Parameter(torch.randn(3, 32, 48, device=DEVICE))
+        op = ops.GroupedLinear.reading(held, "weight")
+    else:
+        held = op = ops.GroupedLinear(3, 48, 32, device=DEVICE)
+    for name, param in held.named_parameters():
+        param.requires_grad_(not ("weight" in name and "weight" in frozen))
+    sizes = torch.tensor([5, 0, 20], device=DEVICE)
+    launched, found = Counter(), []
+    launch = Kernel.launch
+    monkeypatch.setattr(Kernel, "launch", lambda self, *given, **more: (
+        launched.update([self.name]), launch(self, *given, **more))[1])  # fmt: skip
+    for plugins in ("moe,opfuse-testing", "opfuse-testing"):
+        x = drawn((25, 48))[0].requires_grad_("input" not in frozen)
+        held.zero_grad()
+        with offered(), opfuse.plugins.using(plugins), opfuse.autocast(testing.PerTensor()):
+            y = op(x, sizes)
+            y.backward(drawn(y.shape)[0])  # the same for both, so that its codes are
+        found.append([y, x.grad, *[p.grad for p in held.parameters()]])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_close(one, other.double())
+    wanted = {"grouped_product": 1 + ("input" not in frozen)}
+    wanted |= {} if "weight" in frozen else {"grouped_coded_wgrad": 1}
+    assert {k: n for k, n in launched.items() if k != "group_sums"} == wanted
 
 
 @needs_compiler
@@ -248,3 +431,81 @@ def test_what_gains_little_waits_until_it_is_measured():
     assert "1.00x" in conditions.backward_alone((linear,), cuda)
     assert conditions.alone((linear,), cuda._replace(measured=1.0)) is True
     assert conditions.activated((linear, ops.ScaledSwiGLU()), cuda) is True
+
+
+def test_more_rows_than_32_bits_hold_go_to_the_op():
+    sizes = torch.empty(2, dtype=torch.int64, device="meta")
+    for rows, taken in ((groups.MOST_ROWS, True), (groups.MOST_ROWS + 1, False)):
+        x = torch.empty(rows, 16, dtype=torch.bfloat16, device="meta")
+        assert groups._takes(x, sizes, (16, 16), ()) is taken
+
+
+class Table:
+    """A table on a GPU that is not there."""
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_the_memory_of_a_table_waits_for_each_stream_that_reads_it(monkeypatch):
+    key, table = ((0, 64), torch.device("cuda", 1)), Table()
+    monkeypatch.setattr(library, "_TABLES", {key: table})
+    monkeypatch.setattr(library, "_CAPTURED", {})
+    for stream in ("main", "side"):
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "is_captured", lambda device: False)
+            patch.setattr(torch.cuda, "current_stream", lambda device: (stream, device))  # noqa: B023
+            assert library._table(*key) is table
+    assert table.streams == [("main", key[1]), ("side", key[1])]
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "is_captured", lambda device: True)
+        assert library._table(*key) is table
+        assert library._table((0, 65), key[1]) is None
+    library._TABLES.clear()
+    assert library._table(*key) is table  # what a graph reads stays
+
+
+class Whole(Cast):
+    """A quantizer that casts groups at once, as those with one scale do."""
+
+    def quantize_groups(self, tensor, ends, usage, quantizers):
+        return cast_each(tensor, ends, usage, quantizers)
+
+
+class Blocks(Whole):
+    """One whose groups are filled up, as those with MX blocks do."""
+
+    row_multiple = 32
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("quantizer", "where", "said"),
+    [
+        (Whole, {"capability": (9, 0), "architecture": "sm_90"}, ""),
+        (Whole, {"capability": (8, 0), "architecture": "sm_80"}, "needs compute capability 8.9"),
+        (Whole, {"architecture": "gfx950"}, ""),
+        (Whole, {"architecture": "gfx942"}, "does not multiply the FP8 codes of the OCP"),
+        (Whole, {"capability": (9, 0), "options": {"fp8.products": "emulated"}}, "are emulated"),
+        (
+            Whole,
+            {"capability": (9, 0), "recipe": testing.PerTensor(backward_override="dequantized")},
+            "override",
+        ),
+        (Cast, {"capability": (9, 0)}, "quantizers of PerTensor do not cast groups at once"),
+        (Blocks, {"capability": (10, 0), "architecture": "sm_100"}, ""),
+        (Blocks, {"capability": (9, 0), "architecture": "sm_90"}, "on sm_100 and gfx950"),
+    ],
+)
+def test_where_codes_are_multiplied(quantizer, where, said):
+    linear = SimpleNamespace(
+        num_groups=2, is_stacked=False, get_quantizer=lambda mode, index: quantizer(E4M3)
+    )
+    env = opfuse.Environment(torch.device("cuda"), None, torch.bfloat16)
+    env = env._replace(**{"recipe": testing.PerTensor(), **where})
+    for condition in (conditions.alone, conditions.backward_alone):
+        found = condition((linear,), env)
+        assert found is True if not said else said in found

@@ -142,6 +142,23 @@ def test_every_cut_draws_the_same(twins_run, dtype, norm):
             assert_close(one, other.double())
 
 
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+def test_a_norm_that_is_not_used_spoils_no_gradient(twins_run, norm):
+    """Rows that are not finite would give NaN by a gradient of zeros."""
+    x, extra = torch.randn(2, 5, 24, device=DEVICE), torch.randn(2, 5, 24, device=DEVICE)
+    extra[0, 0, 0], extra[1, 1, 1] = torch.inf, torch.nan
+    grads = []
+    for fused in (True, False):
+        model = chain(*NAMES, norm=norm) if fused else chain(*NAMES[:3])
+        torch.manual_seed(5)
+        leaves = [t.clone().requires_grad_() for t in (x, extra)]
+        model(*leaves)[-1].backward(x)
+        grads.append([leaf.grad for leaf in leaves])
+        assert all(param.grad is None for param in model.parameters())
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other) and other.isfinite().all() and one.any()
+
+
 @pytest.mark.parametrize("names", [NAMES[:1], NAMES[:2], NAMES, ("dropout", "add", "norm")])
 def test_gradients_match_fp64_of_the_same_mask(twins_run, names):
     x, extra = torch.randn(2, 5, 24, device=DEVICE), torch.randn(2, 5, 24, device=DEVICE)

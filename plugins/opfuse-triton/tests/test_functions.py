@@ -1,11 +1,10 @@
 """Device functions: who has them, and in kernels that apply any activation what they compute.
 
-What runs kernels needs a process with ``TRITON_INTERPRET=1``; the last test starts that process.
+What runs kernels needs a process with ``TRITON_INTERPRET=1``; the session ``plugin(triton)`` starts it.
 """
 
 import importlib.util
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -23,8 +22,6 @@ pytest.importorskip("triton")
 import triton_activation as support  # noqa: E402
 from opfuse_triton import TARGETS, functions_of, recording  # noqa: E402
 
-HERE = pathlib.Path(__file__)
-ROOT = HERE.parents[3]
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 compiled = pytest.mark.skipif(is_interpreting(), reason="TRITON_INTERPRET is set")
 OPS = {
@@ -252,20 +249,6 @@ def test_a_wrong_number_of_functions_is_an_error():
 
     with pytest.raises(ValueError, match="Three.device_functions gave 3 functions: expected value"):
         functions_of(Three())
-
-
-@compiled
-def test_this_file_passes_in_the_interpreter(tmp_path):
-    path = os.pathsep.join([str(ROOT / "tests" / "support"), *filter(None, sys.path)])
-    environ = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider"]
-    command += ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}"]
-    done = subprocess.run(
-        [*command, str(HERE), str(HERE.parent / "test_kernels.py")],
-        cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    print(done.stdout)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_without_triton_the_package_says_so():

@@ -14,7 +14,7 @@ from .te_checkpoint import *  # noqa: F403
 
 __all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
 
-quantizers.bind_kernels(direct.cast)
+quantizers.bind_kernels(direct.cast, direct.cast_groups)
 
 
 @hookimpl

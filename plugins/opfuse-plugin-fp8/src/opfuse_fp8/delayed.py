@@ -3,8 +3,8 @@
 The buffer has a row for each quantizer, and the tensors of its state are views of that row: by
 name, shape and dtype they are what they were. Once in a buffer they stay where they are, so a CUDA
 graph finds them. A tensor that was replaced, as when a model moves to another device, is no view
-of it any more: :func:`update_delayed` notices, and makes a new buffer for its quantizer. It moves
-nothing while a graph is captured.
+of it any more: :func:`update_delayed` notices, and makes a new buffer for its quantizer. It never
+moves tensors that a graph's capture saw: their values are copied out and back at each step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from opfuse_triton import kernels_run
 from torch import Tensor
 
 from opfuse import Quantizer
+from opfuse.core.authoring import is_captured
 
 from . import casts
 from .quantizers import DelayedQuantizer
@@ -59,7 +60,9 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
             buffer, row = quantizer._shared
             rows.setdefault(buffer, []).append(row)
         else:
-            kind = quantizer.amax.device, len(quantizer.amax_history), quantizer.most_recent
+            device, length = quantizer.amax.device, len(quantizer.amax_history)
+            stays = quantizer.note_capture()
+            kind = device, length, quantizer.most_recent, stays
             loose.setdefault(kind, []).append(quantizer)
     for found in loose.values():
         ScaleBuffer(found).take_in(found)
@@ -74,14 +77,10 @@ def _reduce(amaxes: Sequence[Tensor], group: Any) -> None:
     torch._foreach_copy_(list(amaxes), list(all_of_them.split(1)))
 
 
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 def _tensor(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on a device; a CUDA graph that is captured can fill tensors, and not copy to them."""
     with torch.inference_mode(False):
-        if not _is_captured(device):
+        if not is_captured(device):
             return torch.tensor(numbers, dtype=dtype, device=device)
         return torch.cat([torch.full((1,), each, dtype=dtype, device=device) for each in numbers])
 
@@ -122,13 +121,13 @@ class ScaleBuffer:
     def take_in(self, quantizers: Sequence[DelayedQuantizer]) -> None:
         """Advance the quantizers of this buffer, and make their tensors views of it.
 
-        While a CUDA graph is captured, which reads the tensors where they are, they stay there.
+        Tensors that a CUDA graph reads where they are stay there.
 
         Args:
-            quantizers: Those that it was made of.
+            quantizers: Those that it was made of, all of them with such tensors or none.
         """
         self.advance(range(len(quantizers)))
-        if _is_captured(self.scales.device):
+        if quantizers[0].note_capture():
             for old, new in zip(_states(quantizers), zip(*self._views, strict=True), strict=True):
                 torch._foreach_copy_(old, list(new))
             return
@@ -167,16 +166,16 @@ class ScaleBuffer:
     def _selection(self, rows: tuple[int, ...]) -> Tensor:
         """The rows as a tensor, int64; one that a CUDA graph reads is kept."""
         device, found = self.scales.device, self._selections.pop(rows, None)
-        is_captured = _is_captured(device)
+        capturing = is_captured(device)
         if found is None:
             found = _tensor(rows, torch.int64, device)
-            if is_captured:  # it has its numbers only once the graph is replayed
+            if capturing:  # it has its numbers only once the graph is replayed
                 self._captured.append(found)
                 return found
             if len(self._selections) >= MOST_SELECTIONS:
                 del self._selections[next(iter(self._selections))]
         self._selections[rows] = found  # the last in their order
-        if is_captured:
+        if capturing:
             self._captured.append(found)
         return found
 

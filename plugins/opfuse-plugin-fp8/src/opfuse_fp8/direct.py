@@ -5,6 +5,7 @@ Importing this imports no Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.quantization import QuantizedTensor, Usage
+from opfuse.core.quantization.grouped import RowGroups
 
-from .conditions import PLAIN, of_quantizer
+from .conditions import DTYPES, PLAIN, of_quantizer
+from .quantizers import DelayedQuantizer, MXQuantizer
 from .twins import Into
+
+MOST_GROUPS = 1024
+"""Groups whose ends a program looks through at once."""
 
 
 def cast(x: Tensor, into: Into) -> QuantizedTensor | None:
@@ -32,6 +38,36 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor | None:
 
     with torch.no_grad():
         return library.cast(x, into)
+
+
+def cast_groups(
+    x: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Any]
+) -> RowGroups | None:
+    """Groups of rows cast by one kernel; None: it does not run there.
+
+    Args:
+        x: The values.
+        ends: The row at which each group ends.
+        usage: The copies that are needed.
+        quantizers: The quantizer of each group: alike, with a scale per tensor or MX blocks.
+    """
+    first = quantizers[0]
+    if not by_kernels(x, first) or x.dtype not in DTYPES or not x.numel():
+        return None
+    if len(quantizers) > MOST_GROUPS:
+        return None
+    from .kernels import launch_groups
+
+    with torch.no_grad():
+        x, scales = x.detach().contiguous(), None
+        if isinstance(first, MXQuantizer):
+            return launch_groups.cast_mx(x, ends, usage, first)
+        if isinstance(first, DelayedQuantizer):
+            scales = torch.cat([quantizer.scale for quantizer in quantizers])
+        made, amax = launch_groups.cast(x, ends, usage, first, scales)
+        if scales is not None:
+            torch._foreach_maximum_([each.amax for each in quantizers], list(amax.split(1)))
+    return made
 
 
 def by_kernels(x: Tensor, quantizer: Any) -> bool:

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
+from opfuse.core.authoring import is_captured
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.quantization.grouped import RowGroups, cast_each
 
 from . import casts
 from .twins import Into
@@ -30,12 +32,20 @@ __all__ = [
 
 Tensors = Sequence[Tensor | None]
 _by_kernels: Callable[[Tensor, Into], QuantizedTensor | None] | None = None
+_groups_by_kernels: Callable[..., RowGroups | None] | None = None
 
 
-def bind_kernels(cast: Callable[[Tensor, Into], QuantizedTensor | None]) -> None:
-    """Hand down what casts by kernels, or gives None; the kernels know the quantizers."""
-    global _by_kernels
-    _by_kernels = cast
+def bind_kernels(
+    cast: Callable[[Tensor, Into], QuantizedTensor | None], groups: Callable[..., RowGroups | None]
+) -> None:
+    """Hand down what casts by kernels, or gives None; the kernels know the quantizers.
+
+    Args:
+        cast: Casts a tensor.
+        groups: Casts groups of rows, called as :meth:`opfuse.Quantizer.quantize_groups`.
+    """
+    global _by_kernels, _groups_by_kernels
+    _by_kernels, _groups_by_kernels = cast, groups
 
 
 def named(role: QuantizerRole) -> str:
@@ -161,11 +171,55 @@ class _TensorQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, one scale"
 
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """See :meth:`opfuse.Quantizer.quantize_groups`."""
+        known = type(self) in (CurrentQuantizer, DelayedQuantizer)  # others may cast in other ways
+        alike = [type(q) is type(self) and _settings(q) == _settings(self) for q in quantizers]
+        if not known or not all(alike):
+            return None
+        made = None
+        if _groups_by_kernels is not None:
+            made = _groups_by_kernels(tensor, ends, usage, quantizers)
+        return cast_each(tensor, ends, usage, quantizers) if made is None else made
+
     def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> Tensors:
         """The tensors of the format for values that are multiplied by ``scale``: fp32, (1,)."""
         codes = casts.cast(tensor, scale, self.dtype).reshape(tensor.shape).contiguous()
         transposed = as_matrix(codes).t().contiguous() if usage.columnwise else None
         return codes if usage.rowwise else None, transposed, scale.reciprocal()
+
+    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
+        """See :meth:`BaseQuantizer.tensors_of`."""
+        return self.with_largest(tensor, usage, casts.largest(tensor))
+
+    def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
+        """The tensors of the format for values of which the largest magnitude is known.
+
+        Args:
+            tensor: The values.
+            usage: Which copies are needed.
+            amax: fp32, (1,).
+        """
+        raise NotImplementedError
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """See :meth:`opfuse.Quantizer.why_whole`."""
+        return _why_whole(self, (CurrentQuantizer, DelayedQuantizer), shape, 1)
+
+    def quantize_rows(
+        self, tensor: Tensor, usage: Usage, largest: Callable[[Tensor], Tensor]
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize_rows`: the scale is that of the largest of all."""
+        with torch.no_grad():
+            made = self.with_largest(tensor, usage, largest(casts.largest(tensor)))
+            return self.over(tensor.shape, tensor.dtype, made)
+
+
+def _settings(quantizer: Any) -> tuple[Any, ...]:
+    names = "dtype", "power_of_2", "square"
+    return tuple([getattr(quantizer, name, None) for name in names])
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -200,12 +254,10 @@ class CurrentQuantizer(_TensorQuantizer):
         super().__init__(dtype)
         self.power_of_2 = power_of_2
 
-    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
-        """See :meth:`BaseQuantizer.tensors_of`."""
+    def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
+        """See :meth:`_TensorQuantizer.with_largest`."""
         most = torch.finfo(self.dtype).max
-        scale = casts.scale_of(
-            casts.largest(tensor), most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX
-        )
+        scale = casts.scale_of(amax, most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX)
         return self.with_scale(tensor, usage, scale)
 
 
@@ -221,7 +273,8 @@ class DelayedQuantizer(_TensorQuantizer):
         device: Of its state.
 
     :func:`opfuse_fp8.delayed.update_delayed` advances it, and puts its state next to that of the
-    other quantizers of a block: then the tensors are views of a buffer.
+    other quantizers of a block: then the tensors are views of a buffer. Once a CUDA graph was
+    captured that reads them, they stay where they are.
 
     Attributes:
         scale: What values are multiplied by, fp32, (1,).
@@ -233,6 +286,7 @@ class DelayedQuantizer(_TensorQuantizer):
     format = RescaledTensor
     state_names = ("scale", "amax", "amax_history")
     pending_names = ("amax",)
+    _captured: tuple[Tensor, ...] = ()  # what a CUDA graph reads
 
     def __init__(
         self,
@@ -254,11 +308,25 @@ class DelayedQuantizer(_TensorQuantizer):
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{super().describe()}, of earlier steps"
 
-    def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
-        """See :meth:`BaseQuantizer.tensors_of`."""
-        self.record(casts.largest(tensor))
+    def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
+        """See :meth:`_TensorQuantizer.with_largest`."""
+        self.note_capture()
+        self.record(amax)
         scale = self.scale.clone()
         return *self.with_scale(tensor, usage, scale), scale
+
+    def note_capture(self) -> bool:
+        """Return whether a CUDA graph reads the state where it is, also one that is captured now.
+
+        To be called where a cast reads or writes the state.
+        """
+        if self._recording is not None:
+            return self._recording.note_capture()  # type: ignore[attr-defined, no-any-return]
+        state = self.scale, self.amax, self.amax_history
+        stays = any(one is other for one, other in zip(state, self._captured, strict=False))
+        if is_captured(self.scale.device):
+            self._captured, stays = state, True
+        return stays
 
     def record(self, amax: Tensor) -> None:
         """Record the largest magnitude of a tensor, which a kernel may have found.
@@ -283,11 +351,36 @@ class DelayedQuantizer(_TensorQuantizer):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own state, which shares no memory with that of other quantizers."""
         own = [name for name in self.state_names if name in vars(self)]
-        return {**vars(self), "_shared": None, **{n: vars(self)[n].clone() for n in own}}
+        apart = {"_shared": None, "_captured": ()}
+        return {**vars(self), **apart, **{n: vars(self)[n].clone() for n in own}}
+
+
+def _why_whole(quantizer: Quantizer, known: tuple[type, ...], shape: torch.Size, high: int) -> str:
+    """See :meth:`opfuse.Quantizer.why_whole`.
+
+    Args:
+        quantizer: The quantizer.
+        known: The classes whose casts are known; one derived from them may cast otherwise.
+        shape: The shape of the rows.
+        high: The number of rows that share a scale.
+    """
+    if type(quantizer) not in known:
+        names = " and ".join(cls.__name__ for cls in known)
+        return f"{type(quantizer).__name__} may cast otherwise than {names}"
+    rows = shape[:-1].numel()
+    if rows % high:
+        return f"{rows} rows of a process are not whole blocks of {high}"
+    return ""
 
 
 class _BlockwiseQuantizer(BaseQuantizer):
     """Each copy is cast by itself, with the scales of its blocks."""
+
+    def quantize_rows(
+        self, tensor: Tensor, usage: Usage, largest: Callable[[Tensor], Tensor]
+    ) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize_rows`: no block has rows of two processes."""
+        return self.quantize(tensor, usage)
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`BaseQuantizer.tensors_of`."""
@@ -318,6 +411,11 @@ class BlockQuantizer(_BlockwiseQuantizer):
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a scale per {self.block[0]} x {self.block[1]}"
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """See :meth:`opfuse.Quantizer.why_whole`."""
+        high = 128 if usage.columnwise else self.block[0]
+        return _why_whole(self, (BlockQuantizer,), shape, high)
 
     def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
         """See :meth:`BaseQuantizer.over`."""
@@ -374,6 +472,24 @@ class MXQuantizer(_BlockwiseQuantizer):
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
         return f"{_short(self.dtype)}, a power of two per {32 if self.square else 1} x 32"
+
+    def quantize_groups(
+        self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
+    ) -> RowGroups | None:
+        """See :meth:`opfuse.Quantizer.quantize_groups`; by the kernel alone."""
+        alike = [type(q) is MXQuantizer and _settings(q) == _settings(self) for q in quantizers]
+        if self.square or tensor.shape[-1] % 32 or not all(alike) or _groups_by_kernels is None:
+            return None
+        return _groups_by_kernels(tensor, ends, usage, quantizers)
+
+    @property
+    def casts_groups(self) -> bool:
+        """See :attr:`opfuse.Quantizer.casts_groups`."""
+        return not self.square
+
+    def why_whole(self, shape: torch.Size, usage: Usage) -> str:
+        """See :meth:`opfuse.Quantizer.why_whole`."""
+        return _why_whole(self, (MXQuantizer,), shape, 32 if usage.columnwise or self.square else 1)
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """See :meth:`BaseQuantizer.tensors_of`."""

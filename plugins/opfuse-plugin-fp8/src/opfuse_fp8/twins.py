@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor, Usage
@@ -25,6 +26,24 @@ class Into(NamedTuple):
     quantizer: Any
     usage: Usage
     again: Any = None
+
+
+def refuse_other_device(into: Into, device: torch.device) -> None:
+    """Refuse state that kernels would read on another device than that of the values.
+
+    Raises:
+        RuntimeError: The state of the quantizer, or the scale of an earlier cast, is elsewhere.
+    """
+    names = into.quantizer.state_names
+    state = {name: getattr(into.quantizer, name) for name in names}
+    if isinstance(scale := getattr(into.again, "scale", None), Tensor):
+        state["scale of the earlier cast"] = scale
+    for name, tensor in state.items():
+        if tensor.device != device:
+            raise RuntimeError(
+                f"{type(into.quantizer).__name__} expected values on {tensor.device}, where its "
+                f"{name} is, got some on {device}: move the model to its inputs by model.to()"
+            )
 
 
 def cast(x: Tensor, into: Into) -> QuantizedTensor:

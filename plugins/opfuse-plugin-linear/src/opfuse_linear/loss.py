@@ -176,7 +176,8 @@ def _chunks_pay(ops: Any, env: Environment) -> bool | str:
     return plain_linear(ops, env)
 
 
-def _in_forward(ops: Any, env: Environment) -> bool | str:
+def in_forward(ops: Any, env: Environment) -> bool | str:
+    """Whether the forward may compute the gradients; asked while planning."""
     if (pays := _chunks_pay(ops, env)) is not True or not env.requires_grad:
         return pays
     if ops[-1].reduction == "none":
@@ -198,13 +199,13 @@ def _by_kernels(env: Environment) -> bool:
 def _in_forward_on_cpu(ops: Any, env: Environment) -> bool | str:
     if _by_kernels(env):
         return "on a GPU the same chunks have a fusion that trades time for memory"
-    return _in_forward(ops, env)
+    return in_forward(ops, env)
 
 
 def _in_forward_on_gpu(ops: Any, env: Environment) -> bool | str:
     if not _by_kernels(env):
         return "on a CPU the same chunks have a fusion that takes no more time"
-    return _in_forward(ops, env)
+    return in_forward(ops, env)
 
 
 def _in_backward(ops: Any, env: Environment) -> bool | str:

@@ -7,22 +7,25 @@ times experts per token.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from opfuse_triton import KernelCase, Operand, functions_of, is_interpreting
+from opfuse_triton import KernelCase, Operand, Target, functions_of, is_interpreting
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse.ops import SwiGLU
 from opfuse.ops.grouped import Groups
 
 from .kernels import library
 
-BF16 = torch.bfloat16
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+E8M0 = torch.float8_e8m0fnu
 _SWIGLU = functions_of(SwiGLU())
 
 
@@ -130,6 +133,140 @@ def _gradients_apart(
     return of_hidden.to(hidden.dtype), of_scales
 
 
+def _coded(
+    x: Tensor, w: Tensor, x_inverse: Tensor, w_inverse: Tensor, bias: Tensor, ends: Tensor
+) -> Tensor:
+    matrices = library.matrices_of(w)
+    given = ends, bias.dtype, bias.unbind()
+    return library.coded_product((x, x_inverse), matrices, w_inverse, *given)
+
+
+def _coded_apart(
+    of: GroupsOf,
+    x: Tensor,
+    w: Tensor,
+    x_inverse: Tensor,
+    w_inverse: Tensor,
+    bias: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Group by group, of dequantized values in fp32; on the meta device groups are alike."""
+    rows, matrices = _widened(x.split(_counts(ends, len(x))), x_inverse), _widened(w, w_inverse)
+    each = zip(rows, matrices, bias, strict=True)
+    return torch.cat([F.linear(x, w, b.to(x.dtype)).to(b.dtype) for x, w, b in each])
+
+
+def _widened(codes: Sequence[Tensor] | Tensor, inverses: Tensor) -> list[Tensor]:
+    dtype = torch.promote_types(inverses.dtype, torch.float32)
+    return [part.to(dtype) * inverse for part, inverse in zip(codes, inverses, strict=True)]
+
+
+def _coded_dgrad(
+    dy: Tensor, w: Tensor, dy_inverse: Tensor, w_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    matrices = library.matrices_of(w)
+    return library.coded_product((dy, dy_inverse), matrices, w_inverse, ends, BF16, exact=True)
+
+
+def _coded_dgrad_apart(
+    of: GroupsOf, dy: Tensor, w: Tensor, dy_inverse: Tensor, w_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    rows, matrices = _widened(dy.split(_counts(ends, len(dy))), dy_inverse), _widened(w, w_inverse)
+    parts = [dy @ w.t() for dy, w in zip(rows, matrices, strict=True)]
+    return torch.cat([_rounded(part) for part in parts])
+
+
+def _coded_wgrad(
+    dy: Tensor, x: Tensor, dy_inverse: Tensor, x_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    sizes = dy.shape[1], dy.shape[0], x.shape[0]
+    given = (dy.view(-1), dy_inverse), (x.view(-1), x_inverse)
+    return library.coded_weight_grads(*given, ends, sizes, BF16)
+
+
+def _coded_wgrad_apart(
+    of: GroupsOf, dy: Tensor, x: Tensor, dy_inverse: Tensor, x_inverse: Tensor, ends: Tensor
+) -> Tensor:
+    """The copies of each group are one after the other."""
+    counts, each = _counts(ends, dy.shape[1]), list[list[Tensor]]()
+    for codes, inverse in ((dy, dy_inverse), (x, x_inverse)):
+        blocks = codes.view(-1).split([len(codes) * count for count in counts])
+        each.append(_widened([block.view(len(codes), -1) for block in blocks], inverse))
+    return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
+
+
+def _mx(
+    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, ends: Tensor
+) -> Tensor:
+    operands = library.Scaled(x, x_scale), library.Scaled(w, w_scale)
+    return library.scaled_product(*operands, ends, BF16, bias.unbind())
+
+
+def _mx_apart(
+    of: GroupsOf, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, ends: Tensor
+) -> Tensor:
+    rows, matrices = _times(x, x_scale).split(_counts(ends, len(x))), _times(w, w_scale)
+    each = zip(rows, matrices, bias, strict=True)
+    return torch.cat([_rounded(F.linear(x, w, b.to(x.dtype))) for x, w, b in each])
+
+
+def _mx_dgrad(dy: Tensor, w: Tensor, dy_scale: Tensor, w_scale: Tensor, ends: Tensor) -> Tensor:
+    operands = library.Scaled(dy, dy_scale), library.Scaled(w, w_scale)
+    return library.scaled_product(*operands, ends, BF16)
+
+
+def _mx_dgrad_apart(
+    of: GroupsOf, dy: Tensor, w: Tensor, dy_scale: Tensor, w_scale: Tensor, ends: Tensor
+) -> Tensor:
+    rows, matrices = _times(dy, dy_scale).split(_counts(ends, len(dy))), _times(w, w_scale)
+    return torch.cat([_rounded(dy @ w.t()) for dy, w in zip(rows, matrices, strict=True)])
+
+
+def _mx_wgrad(dy: Tensor, x: Tensor, dy_scale: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor:
+    sizes = dy.shape[1], dy.shape[0], x.shape[0]
+    operands = [library.Scaled(t.view(-1), s.view(-1)) for t, s in ((dy, dy_scale), (x, x_scale))]
+    return library.scaled_weight_grads(*operands, ends, sizes, BF16)
+
+
+def _mx_wgrad_apart(
+    of: GroupsOf, dy: Tensor, x: Tensor, dy_scale: Tensor, x_scale: Tensor, ends: Tensor
+) -> Tensor:
+    """The copies of each group are one after the other."""
+    counts, each = _counts(ends, dy.shape[1]), list[list[Tensor]]()
+    for codes, scales in ((dy, dy_scale), (x, x_scale)):
+        values, high = _times(codes.view(-1, 32), scales.view(-1, 1)).view(-1), len(codes)
+        blocks = values.split([high * count for count in counts])
+        each.append([block.view(high, -1) for block in blocks])
+    return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
+
+
+def _times(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values of MX blocks, in fp32 or where scales are the reference's in fp64."""
+    dtype = torch.float64 if scales.dtype is torch.float64 else torch.float32
+    blocks = codes.to(dtype).unflatten(-1, (-1, 32)) * scales.to(dtype)[..., None]
+    return blocks.flatten(-2)
+
+
+def _rounded(product: Tensor) -> Tensor:
+    """As the kernels round; the reference is in fp64."""
+    return product if product.dtype is torch.float64 else product.to(BF16)
+
+
+def _counts(ends: Tensor, rows: int) -> list[int]:
+    """The rows of each group, which the host reads."""
+    if not ends.is_meta:
+        return _sizes(ends).tolist()  # type: ignore[no-any-return]
+    each, groups = rows // len(ends), len(ends)
+    return [*[each] * (groups - 1), rows - each * (groups - 1)]
+
+
+def multiplies_codes(target: Target) -> bool:
+    """Whether a target has products of the FP8 codes of the OCP."""
+    if target.backend == "hip":
+        return target.arch == "gfx950"
+    return int(target.arch) >= 89
+
+
 # Peers: Liger-Kernel as of 0.8. Its product with SwiGLU has no scales, and is no peer
 
 
@@ -205,6 +342,81 @@ def _draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
     return {"ends": ends}
 
 
+def _draw_whole(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
+    """The same of multiples of 32 rows, so that a columnwise copy has no zeros in between."""
+    return {"ends": _draw(groups, rows // 32)["ends"] * 32}
+
+
+def _draw_scaled(name: str, **shape: int) -> dict[str, Tensor]:
+    """Powers of two around 1, too."""
+    found = _draw_whole(**shape)
+    for key, operand in _mx_operands(name, **shape).items():
+        if operand.dtype is E8M0:
+            found[key] = torch.randint(-3, 4, operand.shape).float().exp2().to(E8M0)
+    return found
+
+
+def _coded_operands(name: str, **shape: int) -> Mapping[str, Operand]:
+    """Those of gradients of codes: columnwise copies have contiguous rows."""
+    groups, rows, depth, features = [shape[n] for n in ("groups", "rows", "depth", "features")]
+    codes: dict[str, Any] = {
+        "dx": {"dy": ((rows, features), E5M2), "w": ((groups, depth, features), E4M3)},
+        "dw": {"dy": ((features, rows), E5M2), "x": ((depth, rows), E4M3)},
+    }
+    found = {key: Operand(*given) for key, given in codes[name].items()}
+    inverse = Operand((groups,), torch.float32, "vector")
+    found |= {f"{key}_inverse": inverse for key in codes[name]}
+    found["ends"] = Operand((groups,), torch.int32, "vector")
+    size = {"dx": (rows, depth), "dw": (groups, features, depth)}[name]
+    return found | {name: Operand(size, BF16, output=True)}
+
+
+def _mx_operands(name: str, **shape: int) -> Mapping[str, Operand]:
+    """Those of products of MX codes: what is added up is contiguous in all."""
+    groups, rows, depth, features = [shape[n] for n in ("groups", "rows", "depth", "features")]
+    sizes: dict[str, Any] = {
+        "y": {"x": (rows, depth), "w": (groups, features, depth)},
+        "dx": {"dy": (rows, features), "w": (groups, depth, features)},
+        "dw": {"dy": (features, rows), "x": (depth, rows)},
+    }
+    found = {key: Operand(size, E4M3) for key, size in sizes[name].items()}
+    for key, size in sizes[name].items():
+        found[f"{key}_scale"] = Operand((*size[:-1], size[-1] // 32), E8M0, "vector")
+    if name == "y":
+        found["bias"] = Operand((groups, features), BF16, "vector")
+    found["ends"] = Operand((groups,), torch.int32, "vector")
+    result = {"y": (rows, features), "dx": (rows, depth), "dw": (groups, features, depth)}[name]
+    return found | {name: Operand(result, BF16, output=True)}
+
+
+def multiplies_mx(target: Target) -> bool:
+    """Whether a target has products of MX blocks."""
+    return target.arch in (100, 103, "gfx950")
+
+
+def _of_mx(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
+    operands = partial(_mx_operands, result)
+    small = [
+        {"groups": 5, "rows": 160, "depth": 64, "features": 96},
+        {"groups": 1, "rows": 32, "depth": 32, "features": 160},
+    ]
+    return KernelCase(
+        name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
+        separate=partial(apart, _torch), twin=partial(apart, _looped),
+        draw=partial(_draw_scaled, result), flops=_flops, runs_on=multiplies_mx, turn=30,
+    )  # fmt: skip
+
+
+def _coded_gradient(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
+    operands = partial(_coded_operands, result)
+    small = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
+    return KernelCase(
+        name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
+        separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw_whole,
+        flops=_flops, runs_on=multiplies_codes, turn=30,
+    )  # fmt: skip
+
+
 def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]:
     """The operands of these names; ``y`` and ``dy`` have ``features``, ``hidden`` has ``depth``."""
 
@@ -216,6 +428,8 @@ def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]
             "bias": Operand((groups, features), BF16, "vector"),
             "scales": Operand((rows,), BF16, "vector"),
             "ends": Operand((groups,), torch.int32, "vector"),
+            "x_inverse": Operand((groups,), torch.float32, "vector"),
+            "w_inverse": Operand((groups,), torch.float32, "vector"),
             "hidden": Operand((rows, 2 * depth), BF16),
         }
         results = {
@@ -229,6 +443,8 @@ def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]
             "d_scales": Operand((rows,), torch.float32, "vector", output=True),
         }
         found = {name: known[name] for name in inputs.split()}
+        if "x_inverse" in found:  # of codes
+            found |= {name: replace(found[name], dtype=E4M3) for name in ("x", "w")}
         return found | {name: results[name] for name in outputs.split()}
 
     return operands
@@ -270,10 +486,14 @@ def _case(
     liger: Any = None,
 ) -> KernelCase:
     gemms, operands = () if kernel is library.SUMS else (kernel.name,), _operands(*tensors)
+    coded: Mapping[str, Any] = {}
+    if "x_inverse" in tensors[0]:
+        coded = {"runs_on": multiplies_codes}
     return KernelCase(
         name, run, operands, shapes, _SMALL, partial(_floor, operands), gemms,
         separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw, dtypes=_DTYPES,
         flops=_flops if gemms else None, peers={"liger_kernel": liger} if liger else {}, turn=30,
+        **coded,
     )  # fmt: skip
 
 
@@ -291,12 +511,29 @@ CASES = [
         ("x w bias scales ends", "y"), _DOWN, library.PRODUCT,
     ),
     _case(
+        "grouped product of codes", _coded, _coded_apart,
+        ("x w x_inverse w_inverse bias ends", "y"), _UP, library.PRODUCT,
+    ),
+    _case(
         "its gradient", _dgrad, _dgrad_apart,
         ("dy w ends", "dx"), _UP, library.PRODUCT, _dgrad_by_liger,
     ),
     _case(
         "gradient of the matrices", library.weight_grads, _wgrad_apart,
         ("dy x ends", "dw"), _UP, library.WGRAD, _wgrad_by_liger,
+    ),
+    _coded_gradient(
+        "its gradient of codes", "dx", _coded_dgrad, _coded_dgrad_apart, library.PRODUCT
+    ),
+    _coded_gradient(
+        "gradient of the matrices, of codes", "dw",
+        _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD,
+    ),
+    _of_mx("grouped product of MX codes", "y", _mx, _mx_apart, library.SCALED),
+    _of_mx("its gradient of MX codes", "dx", _mx_dgrad, _mx_dgrad_apart, library.SCALED),
+    _of_mx(
+        "gradient of the matrices, of MX codes", "dw",
+        _mx_wgrad, _mx_wgrad_apart, library.SCALED_WGRAD,
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),

@@ -14,6 +14,9 @@ from opfuse.ops import GroupedLinear
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the kernels read and write. They add up in fp32."""
 
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of codes that the kernels multiply."""
+
 MOST_GROUPS = 1024
 """Groups whose ends a program looks through at once."""
 
@@ -22,7 +25,17 @@ PREDICTED = Predicted(
     {
         "grouped linear": (1.07, ["grouped product of a list"]),
         "grouped linear of one tensor": (1.0, ["grouped product"]),
+        "grouped linear of codes": (2.30, ["grouped product of codes"]),
         "grouped linear backward": (1.0, ["its gradient", "gradient of the matrices"]),
+        "grouped linear backward of codes": (
+            2.20,
+            ["its gradient of codes", "gradient of the matrices, of codes"],
+        ),
+        "grouped linear of MX codes": (2.32, ["grouped product of MX codes"]),
+        "grouped linear backward of MX codes": (
+            2.21,
+            ["its gradient of MX codes", "gradient of the matrices, of MX codes"],
+        ),
         "activated": (1.43, ["grouped product + SwiGLU"]),
         "gradients": (3.43, ["its gradient + that of SwiGLU"]),
     },
@@ -30,13 +43,23 @@ PREDICTED = Predicted(
 """The speed of each fusion by the model: torch's product needs its matrices in one tensor."""
 
 
-def why_not(op: GroupedLinear, env: Environment) -> str:
-    """Why the kernels do not take the products of an op, as a sentence; empty: they do."""
+def why_not(op: GroupedLinear, env: Environment, *, coded: bool = False) -> str:
+    """Why the kernels do not take the products of an op, as a sentence; empty: they do.
+
+    Args:
+        op: The op.
+        env: Where it would run.
+        coded: Whether they multiply codes where the op is quantized.
+    """
     if why := why_no_kernel(env.device, env.capability):
         return why
     if env.recipe is not None:
         who = type(env.recipe).__name__
-        return f"{who} quantizes the groups, and this fusion multiplies plain tensors"
+        why = f"{who} quantizes the groups, and this fusion multiplies plain tensors"
+        if coded:
+            why = _why_no_codes(op, env)
+        if why:
+            return why
     if env.compiling:
         return "torch.compile does not see into its kernels"
     if env.dtype not in DTYPES:
@@ -46,15 +69,60 @@ def why_not(op: GroupedLinear, env: Environment) -> str:
     return ""
 
 
+def _why_no_codes(op: GroupedLinear, env: Environment) -> str:
+    """Why the codes that a recipe makes are not multiplied; empty: they are, or there are none."""
+    who, override = type(env.recipe).__name__, getattr(env.recipe, "backward_override", None)
+    first = op.get_quantizer("forward", 0)
+    if first is None:  # the recipe skips it
+        return ""
+    if not first.casts_groups:
+        return f"the quantizers of {who} do not cast groups at once: the op casts one by one"
+    if override is not None:
+        return f"backward_override={override!r} needs what was cast, and the op casts each group"
+    if env.options.get("fp8.products") == "emulated":
+        return "products are emulated, as the option fp8.products says"
+    name = env.architecture or "this GPU"
+    if env.device.type == "cpu" or name == "gfx950":
+        return ""
+    if name.startswith("gfx"):
+        return f"{name} does not multiply the FP8 codes of the OCP"
+    if env.capability is not None and env.capability < (8, 9):
+        return f"an FP8 product needs compute capability 8.9, and this is {name}"
+    if _has_blocks(op) and env.capability is not None and env.capability[0] != 10:
+        return f"its kernels multiply MX blocks on sm_100 and gfx950, and this is {name}"
+    return ""
+
+
+def _has_blocks(op: GroupedLinear) -> bool:
+    """Whether a recipe quantizes in blocks along the rows."""
+    first = op.get_quantizer("forward", 0)
+    return first is not None and first.row_multiple > 1
+
+
+def _name(op: GroupedLinear, env: Environment, name: str) -> str:
+    """The name of a fusion in the table."""
+    if env.recipe is None or op.get_quantizer("forward", 0) is None:
+        return name
+    return f"{name} of {'MX ' if _has_blocks(op) else ''}codes"
+
+
 def alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """Whether a grouped linear is multiplied by the kernels."""
-    name = "grouped linear of one tensor" if ops[0].is_stacked else "grouped linear"
-    return why_not(ops[0], env) or PREDICTED.why_not(name, env) or True
+    (op,) = ops
+    if why := why_not(op, env, coded=True):
+        return why
+    name = _name(op, env, "grouped linear")
+    if op.is_stacked and name == "grouped linear":
+        name = "grouped linear of one tensor"
+    return PREDICTED.why_not(name, env) or True
 
 
 def backward_alone(ops: Sequence[Any], env: Environment) -> bool | str:
     """The same for its gradients."""
-    return why_not(ops[0], env) or PREDICTED.why_not("grouped linear backward", env) or True
+    (op,) = ops
+    if why := why_not(op, env, coded=True):
+        return why
+    return PREDICTED.why_not(_name(op, env, "grouped linear backward"), env) or True
 
 
 def activated(ops: Sequence[Any], env: Environment) -> bool | str:

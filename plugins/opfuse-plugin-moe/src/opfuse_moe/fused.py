@@ -69,7 +69,8 @@ class ForwardGrouped(_Grouped):
             basic_op_extra_inputs,
             basic_op_kwargs or ({},),
         )
-        maker = self._groups.Maker(self._groups.DeviceGroups, ctx.params, config=self._config)
+        made = self._groups.DeviceGroups, ctx.params, bool(ctx.quantizers)
+        maker = self._groups.Maker(*made, config=self._config)
         return op.forward_in(maker, ctx, input_, extras, given), ((),)
 
 
@@ -81,8 +82,10 @@ class BackwardGrouped(_Grouped):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         (op,), (ctx,) = self._ops, basic_op_ctxs
-        saved = [t for t in ctx.saved_tensors or () if t is not None and t.is_floating_point()]
-        maker = self._groups.Maker(self._groups.DeviceGroups, saved, config=self._config)
+        plain = [t for t in ctx.saved_tensors or () if isinstance(t, Tensor)]
+        floating = [t for t in plain if t.is_floating_point()]
+        made = self._groups.DeviceGroups, floating, bool(ctx.quantizers)
+        maker = self._groups.Maker(*made, config=self._config)
         dx, grads, of_extras = op.backward_in(maker, ctx, grad_output)
         return dx, (grads,), (of_extras,)
 

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opfuse_quantized.formats import MXTensor
+from opfuse_quantized.grouped import GroupedMXTensor
 from opfuse_triton import Config
 from torch import Tensor
 
+from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops.grouped import Groups, ends_of, groups_of
 
-from .conditions import DTYPES
+from .conditions import CODES, DTYPES
 from .kernels import library
 
 PLAIN = Tensor, torch.nn.Parameter
@@ -20,6 +23,9 @@ PLAIN = Tensor, torch.nn.Parameter
 
 MOST_FEATURES = 1 << 23
 """Places in a tile have 32 bits."""
+
+MOST_ROWS = (1 << 31) - (1 << 10)
+"""So have rows, those of the last tile among them."""
 
 
 class DeviceGroups(Groups):
@@ -32,6 +38,62 @@ class DeviceGroups(Groups):
         matrices = library.matrices_of(weights)
         y = library.product(_rows(x), matrices, self._ends, biases, config=self.config)
         return y.view(*x.shape[:-1], y.shape[1])
+
+    def coded_products(
+        self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor], dtype: torch.dtype
+    ) -> Tensor | None:
+        """See :meth:`opfuse.ops.grouped.Groups.coded_products`."""
+        return self._product(x, weights, "rowwise", dtype, biases)
+
+    def coded_input_grads(
+        self, dy: Any, weights: Sequence[Any], dtype: torch.dtype
+    ) -> Tensor | None:
+        """See :meth:`opfuse.ops.grouped.Groups.coded_input_grads`."""
+        return self._product(dy, weights, "columnwise", dtype, (), exact=True)
+
+    def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
+        """See :meth:`opfuse.ops.grouped.Groups.coded_weight_grads`."""
+        codes = [each.columnwise_data for each in (dy, x)]
+        if self.ends is None or dtype not in DTYPES or not _are_codes(codes):
+            return None
+        sizes = dy.shape[:-1].numel(), dy.shape[-1], x.shape[-1]
+        if type(dy) is not type(x):
+            return None
+        if isinstance(dy, GroupedMXTensor):
+            scales = [each.columnwise_scale_inv for each in (dy, x)]
+            operands = [library.Scaled(*pair) for pair in zip(codes, scales, strict=True)]
+            return library.scaled_weight_grads(*operands, self.ends, sizes, dtype)
+        given = [(code, each.scale_inv) for code, each in zip(codes, (dy, x), strict=True)]
+        return library.coded_weight_grads(*given, self.ends, sizes, dtype)
+
+    def _product(
+        self,
+        x: Any,
+        weights: Sequence[Any],
+        copy: str,
+        dtype: torch.dtype,
+        biases: Sequence[Tensor],
+        exact: bool = False,
+    ) -> Tensor | None:
+        """The product of rows with a copy of each weight; None: the kernels do not take them."""
+        format_ = MXTensor if isinstance(x, GroupedMXTensor) else ScaledTensor
+        known = all(isinstance(weight, format_) for weight in weights)
+        codes = [getattr(weight, f"{copy}_data") for weight in weights] if known else []
+        takes = bool(codes) and _are_codes([x.rowwise_data, *codes])
+        if self.ends is None or dtype not in DTYPES or not takes:
+            return None
+        rows = _rows(x.rowwise_data)
+        if format_ is MXTensor:
+            if any(weight.swizzled for weight in weights):
+                return None
+            scales = [getattr(weight, f"{copy}_scale_inv") for weight in weights]
+            matrices = library.Scaled(library.stacked(codes), library.stacked(scales))
+            left = library.Scaled(rows, x.rowwise_scale_inv)
+            return library.scaled_product(left, matrices, self.ends, dtype, biases)
+        inverse = library.stacked([weight.scale_inv.reshape(1) for weight in weights]).reshape(-1)
+        given = inverse, self.ends, dtype, biases, self.config
+        matrices_ = library.matrices_of(codes)
+        return library.coded_product((rows, x.scale_inv), matrices_, *given, exact=exact)
 
     def input_grads(self, dy: Tensor, weights: Any) -> Tensor:
         """See :meth:`opfuse.ops.grouped.Groups.input_grads`."""
@@ -119,22 +181,26 @@ class Maker:
     Args:
         cls: The class of the groups.
         tensors: The other tensors that the kernels read.
+        coded: Whether rows and matrices are quantized, and codes are multiplied.
         **given: Attributes of the groups.
 
     Attributes:
         made: The groups of the kernels, if there are some.
     """
 
-    def __init__(self, cls: type[DeviceGroups], tensors: Sequence[Tensor], **given: Any) -> None:
-        self._cls, self._tensors, self._given = cls, tensors, given
+    def __init__(
+        self, cls: type[DeviceGroups], tensors: Sequence[Tensor], coded: bool = False, **given: Any
+    ) -> None:
+        self._cls, self._tensors, self._coded, self._given = cls, tensors, coded, given
         self.made: Any = None
 
     def __call__(
         self, x: Tensor, sizes: Tensor, features: Sequence[int], looped: bool = False
     ) -> Groups:
         """See :func:`opfuse.ops.grouped.groups_of`."""
+        looped = torch.is_grad_enabled() if self._coded else looped
         if looped or not _takes(x, sizes, features, self._tensors):
-            return groups_of(x, sizes, features, looped)
+            return groups_of(x, sizes, features, looped or self._coded)
         inner = math.prod(x.shape[1:-1])
         if sizes.is_cpu:  # where the kernels are interpreted
             sizes = groups_of(x, sizes, features, True).sizes
@@ -150,8 +216,14 @@ def _takes(x: Tensor, sizes: Tensor, features: Sequence[int], tensors: Sequence[
         and all(t.dtype in DTYPES for t in tensors)
         and x.dtype in DTYPES
         and x.numel() > 0
+        and math.prod(x.shape[:-1]) <= MOST_ROWS
         and all(0 < size < MOST_FEATURES for size in features)
     )
+
+
+def _are_codes(tensors: Sequence[Any]) -> bool:
+    """Whether these are plain tensors in FP8."""
+    return all(type(tensor) is Tensor and tensor.dtype in CODES for tensor in tensors)
 
 
 def _rows(x: Tensor) -> Tensor:

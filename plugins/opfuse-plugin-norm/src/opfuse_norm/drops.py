@@ -113,10 +113,13 @@ class DropoutAddNorm(_Dropping):
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        extras = basic_op_grad_extra_outputs[2:]
-        dx, grads, _ = self._parts[1].fuser_backward(
-            basic_op_ctxs[2:], grad_output, basic_op_grad_extra_outputs=extras
-        )
+        extras, dx, grads = basic_op_grad_extra_outputs[2:], None, self._nothing[2:]
+        if basic_op_ctxs[-1].is_reached:
+            dx, grads, _ = self._parts[1].fuser_backward(
+                basic_op_ctxs[2:], grad_output, basic_op_grad_extra_outputs=extras
+            )
+        else:  # only the sum is used, before the norm
+            dx = extras[0][0]
         of_extras = (self._nothing[0], (dx,), *self._nothing[2:])
         return self._gradient(basic_op_ctxs[0], dx), ((), (), *grads), of_extras
 

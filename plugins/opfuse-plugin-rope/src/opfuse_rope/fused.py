@@ -10,6 +10,7 @@ from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
+from opfuse.core.authoring import is_captured
 from opfuse.ops import ApplyRoPE, L2Normalization, RMSNorm, RoPE, SwapExtraInput
 
 from . import layouts
@@ -115,7 +116,7 @@ class _Fused(FusedOperation):
         if found is None:
             found = layouts.frequencies_of(rotation, device)
             # one that a CUDA graph makes has its numbers only once it is replayed
-            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            if not is_captured(device):
                 self._frequencies[key] = found
         return found
 

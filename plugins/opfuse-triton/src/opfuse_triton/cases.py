@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .targets import Target
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -73,6 +75,8 @@ class KernelCase:
         unaligned: Shapes at which ``check`` compiles it for tensors, or rows, that do not begin at
             multiples of 16 bytes: accesses are narrow then, and addresses take registers.
         flops: Called as ``flops(**shape)``: floating-point operations of its matrix products.
+        runs_on: Whether a target has what the kernels need, such as products of FP8 codes. None:
+            all have.
         turn: Its place in the order of ``python -m opfuse_triton gpu``; the smallest come first.
     """
 
@@ -91,7 +95,12 @@ class KernelCase:
     dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
     unaligned: Sequence[Mapping[str, int]] = ()
     flops: Callable[..., int] | None = None
+    runs_on: Callable[[Target], bool] | None = None
     turn: int = 50
+
+    def fits(self, target: Target) -> bool:
+        """Whether it runs on a target."""
+        return self.runs_on is None or self.runs_on(target)
 
     def inputs(
         self,

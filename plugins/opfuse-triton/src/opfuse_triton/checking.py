@@ -72,8 +72,9 @@ def check(plugin: str | None = None, *, candidates: bool = False) -> list[Checke
     work: list[tuple[Any, ...]] = [
         (name, where, number, arch, candidates)
         for name, where in case_lists(plugin).items()
-        for number in range(len(load_cases(where)))
-        for arch in TARGETS
+        for number, case in enumerate(load_cases(where))
+        for arch, target in TARGETS.items()
+        if case.fits(target)
     ]
     if len(work) == 1:
         return check_case(*work[0])

@@ -16,10 +16,10 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
 from ..together import room_for
-from ..twins import Into
+from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
 
-_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 IDENTITY: Any = formula_of(None)
 
@@ -71,6 +71,7 @@ class Casting:
         device: torch.device,
         values: Tensor | None = None,
     ) -> None:
+        refuse_other_device(into, device)
         quantizer, target = into.quantizer, current_target(device)
         self._quantizer, self.usage, self._again = into
         self._shape, self._dtype, self._device = shape, dtype, device
@@ -81,7 +82,7 @@ class Casting:
         self.constants: dict[str, Any] = {
             "DTYPE": TL[dtype],
             "FORMAT": format_of(quantizer),
-            "MANTISSA": _MANTISSA[quantizer.dtype],
+            "MANTISSA": MANTISSA[quantizer.dtype],
             "NATIVE": converts(target),
             "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
             "IF_INFINITE": torch.finfo(dtype).max,
@@ -121,8 +122,11 @@ class Casting:
         if self._codes == (None, None):
             self._allocate()
         if self.constants["FORMAT"] == "tensor":
-            scale = quantizer.scale if self._again is None else self._again.scale
-            amax = quantizer.amax if self._again is None else None
+            if self._again is None:
+                quantizer.note_capture()
+                scale, amax = quantizer.scale, quantizer.amax
+            else:
+                scale = self._again.scale
         (row, column), (row_scale, column_scale) = self._codes, self._scales
         if usage != self.usage and usage.rowwise:
             column = column_scale = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from opfuse.core.quantization import QuantizedTensor
 
 from ..nvfp4 import BLOCK, NVFP4Quantizer
-from ..twins import Into
+from ..twins import Into, refuse_other_device
 from . import nvfp4
 from .launch import TL, converts, is_unaligned
 from .tiles import programs
@@ -43,6 +43,7 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
         x: Contiguous and not empty, with whole blocks in the copies that are needed.
         into: What it is cast into, by an :class:`opfuse_fp8.NVFP4Quantizer`.
     """
+    refuse_other_device(into, x.device)
     quantizer, usage, _ = into
     x = x.clone() if is_unaligned(x) else x
     columns, target = x.shape[-1], current_target(x.device)

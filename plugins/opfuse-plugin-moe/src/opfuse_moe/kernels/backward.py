@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from opfuse_triton.grouped import filled_of, place_of, tiles_of
 
-from .forward import halves_of, matrix_of, place_of, row_product, tiles_of
+from .forward import halves_of, matrix_of, row_product
 
 
 @triton.jit
@@ -104,6 +105,44 @@ def grouped_wgrad(
     place = (group.to(tl.int64) * features + feature)[:, None] * depth + column[None, :]
     stored = (feature < features)[:, None] & (column < depth)[None, :]
     tl.store(dw + place, product.to(dw.dtype.element_ty), stored)
+
+
+@triton.jit
+def grouped_coded_wgrad(
+    dy, x, ends, dy_inverse, x_inverse, dw,
+    groups, rows, features, depth,
+    GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``dw[g] = dy.T @ x`` of FP8 codes, see :func:`grouped_wgrad`.
+
+    ``dy`` and ``x`` are columnwise copies: the rows of a group follow one another, filled up with
+    zeros, so that what is added up is contiguous in both, as Hopper's tensor cores need it.
+    """
+    across = tl.cdiv(depth, BLOCK_N)
+    each = tl.cdiv(features, BLOCK_M) * across
+    group, tile = tl.program_id(0) // each, tl.program_id(0) % each
+    first, stop, _ = tiles_of(ends, groups, rows, 1, GROUPS, BLOCK_M)
+    begin, height = filled_of(group, first, stop, groups, rows, GROUPS, 16)
+    feature = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_K)
+    # beyond the last feature or column another is read again, and not stored
+    of_dy = dy + begin.to(tl.int64) * features
+    of_dy += (feature % features)[:, None] * height + place[None, :]
+    of_x = x + begin.to(tl.int64) * depth + (column % depth)[None, :] * height + place[:, None]
+    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(height, BLOCK_K)):
+        inside = place < height - step * BLOCK_K
+        left = tl.load(of_dy, inside[None, :], other=0.0)
+        right = tl.load(of_x, inside[:, None], other=0.0)
+        product = tl.dot(left, right, product, max_num_imprecise_acc=BLOCK_K)
+        of_dy += BLOCK_K
+        of_x += BLOCK_K
+    product *= tl.load(dy_inverse + group) * tl.load(x_inverse + group)
+    at = (group.to(tl.int64) * features + feature)[:, None] * depth + column[None, :]
+    stored = (feature < features)[:, None] & (column < depth)[None, :]
+    tl.store(dw + at, product.to(dw.dtype.element_ty), stored)
 
 
 @triton.jit

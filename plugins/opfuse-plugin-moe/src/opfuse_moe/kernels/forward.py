@@ -11,6 +11,9 @@ Arguments of the kernels:
   ``g * w_group`` if there is no table. ``w_feature`` and ``w_depth`` are its strides.
 - ``ends``: ``(groups,)``, int32.
 - ``bias``: ``(groups, features)``, or None. ``scales``: ``(rows,)``, or None.
+- ``x_inverse``, ``w_inverse``: of FP8 codes, what those of each group are multiplied by, or None.
+- ``EXACT``: whether Hopper's tensor cores, which add up FP8 products in fewer bits than fp32 has,
+  do so within ``BLOCK_K`` of them only.
 - ``GROUPS``: the power of two from ``groups`` on. ``ALIGNED``: what divides all of ``table``.
 """
 
@@ -18,36 +21,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def tiles_of(ends, groups, rows, columns, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The first row of each group, its end, and its number of tiles."""
-    group = tl.arange(0, GROUPS)
-    known = group < groups
-    first = tl.load(ends + group - 1, known & (group > 0), other=0)
-    stop = tl.load(ends + group, known, other=0)
-    # whatever the ends are, no row is outside of the tensor
-    first = tl.minimum(tl.maximum(first, 0), rows)
-    stop = tl.minimum(tl.maximum(stop, first), rows)
-    stop = tl.where(known, stop, first)
-    return first, stop, (stop - first + BLOCK_M - 1) // BLOCK_M * columns
-
-
-@triton.jit
-def place_of(tile, first, stop, tiles, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Group, first row, end of the group's rows, and column of a tile.
-
-    The tiles of a column follow one another, and share what they read of the matrix in the cache.
-    """
-    last = tl.cumsum(tiles)
-    group = tl.sum((last <= tile).to(tl.int32))
-    here = tl.arange(0, GROUPS) == group
-    start = tl.sum(tl.where(here, first, 0))
-    end = tl.sum(tl.where(here, stop, 0))
-    within = tile - tl.sum(tl.where(here, last - tiles, 0))
-    height = (end - start + BLOCK_M - 1) // BLOCK_M
-    return group, start + within % height * BLOCK_M, end, within // height
+from opfuse_triton.grouped import place_of, tiles_of
 
 
 @triton.jit
@@ -64,8 +38,10 @@ def matrix_of(group, w, table, w_group, ALIGNED: tl.constexpr):
 def row_product(
     x, matrix, row, feature, depth, x_stride, w_feature, w_depth,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXACT: tl.constexpr = False,
 ):  # fmt: skip
     """The product of rows with features of a matrix, in fp32."""
+    most: tl.constexpr = BLOCK_K if EXACT else None
     along = tl.arange(0, BLOCK_K)
     far = along.to(tl.int64)
     of_x = x + row[:, None] * x_stride + far[None, :]
@@ -75,7 +51,9 @@ def row_product(
         inside = along < depth - step * BLOCK_K
         left = tl.load(of_x, inside[None, :], other=0.0)
         right = tl.load(of_w, inside[:, None], other=0.0)
-        product = tl.dot(left, right, product, input_precision=PRECISION)
+        product = tl.dot(
+            left, right, product, input_precision=PRECISION, max_num_imprecise_acc=most
+        )  # fmt: skip
         of_x += BLOCK_K
         of_w += tl.full((), BLOCK_K, tl.int64) * w_depth
     return product
@@ -83,9 +61,9 @@ def row_product(
 
 @triton.jit
 def grouped_product(
-    x, w, table, ends, bias, scales, y,
+    x, w, table, ends, x_inverse, w_inverse, bias, scales, y,
     groups, rows, features, depth, x_stride, w_group, w_feature, w_depth,
-    PRECISION: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w.T + bias``, where the bias is multiplied by the scale of the row if there is one.
@@ -103,8 +81,10 @@ def grouped_product(
         # beyond the last row or feature another is read again, and not stored
         result = row_product(
             x, matrix, tl.minimum(row, end - 1), feature % features, depth,
-            x_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EXACT,
         )  # fmt: skip
+        if x_inverse is not None:
+            result *= tl.load(x_inverse + group) * tl.load(w_inverse + group)
         if bias is not None:
             place = group.to(tl.int64) * features + feature
             added = tl.load(bias + place, feature < features, other=0.0).to(tl.float32)[None, :]

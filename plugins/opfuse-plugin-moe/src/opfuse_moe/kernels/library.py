@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +10,20 @@ import triton
 from opfuse_triton import Config, DeviceFunctions, Kernel, current_target
 from torch import Tensor
 
-from opfuse.core.authoring import matmul_precision
+from opfuse.core.authoring import is_captured, matmul_precision
 
-from . import backward, forward, tiles
+from . import backward, forward, scaled, tiles
 
 PRODUCT = Kernel(forward.grouped_product, tiles.of_product)
 ACTIVATED = Kernel(forward.grouped_activated, tiles.of_gated)
 GRADIENTS = Kernel(backward.grouped_gradients, tiles.of_gradients)
 WGRAD = Kernel(backward.grouped_wgrad, tiles.of_wgrad)
+CODED_WGRAD = Kernel(backward.grouped_coded_wgrad, tiles.of_wgrad)
+SCALED = Kernel(scaled.grouped_scaled_product, tiles.of_product)
+SCALED_WGRAD = Kernel(scaled.grouped_scaled_wgrad, tiles.of_wgrad)
 SUMS = Kernel(backward.group_sums, [Config({"BLOCK_M": 32, "BLOCK_N": 128})])
+
+Grid = Callable[[Config], tuple[int]]
 
 PER_MULTIPROCESSOR = 2
 """Programs that a multiprocessor has registers and shared memory for."""
@@ -48,6 +53,23 @@ class Matrices(NamedTuple):
     def transposed(self) -> Matrices:
         """The same with rows as columns."""
         return self._replace(sizes=self.sizes[::-1], strides=self.strides[::-1])
+
+
+class Scaled(NamedTuple):
+    """Contiguous FP8 codes, with a power of two for each 32.
+
+    Attributes:
+        codes: The codes.
+        scales: float8_e8m0fnu; the last dimension has one for each 32 codes.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def bytes(self) -> Tensor:
+        """The scales as bytes."""
+        return self.scales.view(torch.uint8)
 
 
 class Activation(NamedTuple):
@@ -84,8 +106,33 @@ def matrices_of(weights: Sequence[Tensor] | Tensor) -> Matrices:
         return Matrices(weights, None, step, count, tuple(sizes), tuple(strides))  # type: ignore[arg-type]
     if len(weights) == 1:
         return matrices_of(weights[0][None])
+    if (whole := in_a_row(weights)) is not None:
+        return matrices_of(whole)
     found = listed(weights) if all([weight.is_contiguous() for weight in weights]) else None
     return matrices_of(torch.stack(list(weights))) if found is None else found
+
+
+def in_a_row(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Contiguous tensors of one shape as one, if they are in one memory, equally far apart."""
+    first, second = tensors[0], tensors[min(1, len(tensors) - 1)]
+    start, step = first.storage_offset(), second.storage_offset() - first.storage_offset()
+    if step < first.numel() or not first.is_contiguous():
+        return None
+    memory, shape, strides = first.untyped_storage()._cdata, first.shape, first.stride()
+    for i, each in enumerate(tensors):
+        if (each.untyped_storage()._cdata, each.storage_offset()) != (memory, start + i * step):
+            return None
+        if (each.shape, each.stride(), each.dtype) != (shape, strides, first.dtype):
+            return None
+    return first.as_strided((len(tensors), *shape), (step, *strides))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Contiguous tensors of one shape as one: where they are, or a copy."""
+    whole = in_a_row(tensors)
+    if whole is None and tensors[0].itemsize == 1:
+        whole = torch.stack([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
+    return torch.stack(list(tensors)) if whole is None else whole
 
 
 def listed(weights: Sequence[Tensor]) -> Matrices | None:
@@ -104,7 +151,7 @@ def listed(weights: Sequence[Tensor]) -> Matrices | None:
 
 
 _TABLES: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-_CAPTURED: list[Tensor] = []
+_CAPTURED: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 """Tables that a CUDA graph reads: they outlive those above."""
 
 MOST_TABLES = 256
@@ -112,15 +159,21 @@ MOST_TABLES = 256
 
 def _table(places: tuple[int, ...], device: torch.device) -> Tensor | None:
     """The table on a device; parameters stay where they are, so it is copied there once."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    found = _TABLES.get((places, device))
-    if found is None and not capturing:
+    key = places, device
+    found = _CAPTURED.get(key)
+    if found is not None:
+        return found
+    found = _TABLES.get(key)
+    if is_captured(device):
+        if found is not None:
+            _CAPTURED[key] = found
+        return found
+    if found is None:
         if len(_TABLES) >= MOST_TABLES:
             _TABLES.pop(next(iter(_TABLES)))
-        found = torch.tensor(places, dtype=torch.int64).to(device)
-        _TABLES[places, device] = found
-    if found is not None and capturing:
-        _CAPTURED.append(found)
+        found = _TABLES[key] = torch.tensor(places, dtype=torch.int64).to(device)
+    if device.type == "cuda":  # its memory waits for this stream too once no table is left
+        found.record_stream(torch.cuda.current_stream(device))
     return found
 
 
@@ -148,8 +201,38 @@ def product(
     x = _dense(x)
     y = x.new_empty((x.shape[0], matrices.sizes[0]))
     scales = None if scales is None else scales.contiguous()
-    tensors = matrices.first, matrices.table, ends, _stacked(biases), scales, y
-    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config)
+    tensors = matrices.first, matrices.table, ends, None, None, _stacked(biases), scales, y
+    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config, EXACT=False)
+    return y
+
+
+def coded_product(
+    codes: tuple[Tensor, Tensor],
+    matrices: Matrices,
+    inverses: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+    biases: Sequence[Tensor] = (),
+    config: Config | None = None,
+    *,
+    exact: bool = False,
+) -> Tensor:
+    """:func:`product` of FP8 codes, rounded once.
+
+    Args:
+        codes: The rows, and what the codes of each group are multiplied by: fp32.
+        matrices: The codes of one for each group.
+        inverses: The same of the matrices.
+        ends: As for :func:`product`.
+        dtype: The dtype of the result.
+        biases: As for :func:`product`.
+        config: Likewise.
+        exact: Whether a Hopper GPU adds up in fp32; else it may do so in fewer bits.
+    """
+    x = _dense(codes[0])
+    y = x.new_empty((x.shape[0], matrices.sizes[0]), dtype=dtype)
+    tensors = matrices.first, matrices.table, ends, codes[1], inverses, _stacked(biases), None, y
+    _launch(PRODUCT, x, tensors, matrices, matrices.sizes[0], config, EXACT=exact)
     return y
 
 
@@ -223,13 +306,100 @@ def weight_grads(dy: Tensor, x: Tensor, ends: Tensor, config: Config | None = No
     dy, x = _dense(dy), _dense(x)
     rows, features, depth, groups = *dy.shape, x.shape[1], ends.shape[0]
     dw = x.new_empty((groups, features, depth))
-
-    def grid(config: Config) -> tuple[int]:
-        down, across = config["BLOCK_M"], config["BLOCK_N"]
-        return (groups * triton.cdiv(features, down) * triton.cdiv(depth, across),)
-
+    grid = _tiles_of_matrices(groups, features, depth)
     sizes = rows, features, depth, dy.stride(0), x.stride(0)
     WGRAD.launch(grid, dy, x, ends, dw, *sizes, config=config, PRECISION=_precision(x))
+    return dw
+
+
+def coded_weight_grads(
+    dy: tuple[Tensor, Tensor],
+    x: tuple[Tensor, Tensor],
+    ends: Tensor,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:
+    """:func:`weight_grads` of FP8 codes, rounded once.
+
+    Args:
+        dy: The columnwise copy of a :class:`opfuse.core.quantization.grouped.GroupedTensor`, and
+            what the codes of each group are multiplied by: fp32.
+        x: Likewise.
+        ends: The end of each group, int32.
+        sizes: The rows of both, the features of ``dy``, and those of ``x``.
+        dtype: The dtype of the result.
+        config: As for :func:`product`.
+    """
+    (rows, features, depth), groups = sizes, ends.shape[0]
+    dw = ends.new_empty((groups, features, depth), dtype=dtype)
+    CODED_WGRAD.launch(
+        _tiles_of_matrices(groups, features, depth),
+        dy[0], x[0], ends, dy[1], x[1], dw, groups, rows, features, depth,
+        config=config, GROUPS=triton.next_power_of_2(groups),
+    )  # fmt: skip
+    return dw
+
+
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def scaled_product(
+    x: Scaled,
+    matrices: Scaled,
+    ends: Tensor,
+    dtype: torch.dtype,
+    biases: Sequence[Tensor] = (),
+    config: Config | None = None,
+) -> Tensor:
+    """:func:`product` of FP8 codes in MX blocks, rounded once.
+
+    Args:
+        x: The rows.
+        matrices: ``(groups, features, depth)``.
+        ends: The end of each group, int32.
+        dtype: The dtype of the result.
+        biases: One for each group, or none.
+        config: As for :func:`product`.
+    """
+    (rows, depth), (groups, features, _) = x.codes.shape, matrices.codes.shape
+    y = x.codes.new_empty((rows, features), dtype=dtype)
+    SCALED.launch(
+        _tiles(rows, groups, features, x.codes.device),
+        x.codes, x.bytes, matrices.codes, matrices.bytes, ends, _stacked(biases), y,
+        groups, rows, features, depth,
+        config=config, GROUPS=triton.next_power_of_2(groups),
+        X_FORMAT=_FORMATS[x.codes.dtype], W_FORMAT=_FORMATS[matrices.codes.dtype],
+    )  # fmt: skip
+    return y
+
+
+def scaled_weight_grads(
+    dy: Scaled,
+    x: Scaled,
+    ends: Tensor,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    config: Config | None = None,
+) -> Tensor:
+    """:func:`weight_grads` of FP8 codes in MX blocks, rounded once.
+
+    Args:
+        dy: The columnwise copy of a :class:`opfuse_quantized.grouped.GroupedMXTensor`.
+        x: Likewise.
+        ends: The end of each group, int32.
+        sizes: The rows of both, the features of ``dy``, and those of ``x``.
+        dtype: The dtype of the result.
+        config: As for :func:`product`.
+    """
+    (rows, features, depth), groups = sizes, ends.shape[0]
+    dw = ends.new_empty((groups, features, depth), dtype=dtype)
+    SCALED_WGRAD.launch(
+        _tiles_of_matrices(groups, features, depth),
+        dy.codes, dy.bytes, x.codes, x.bytes, ends, dw, groups, rows, features, depth,
+        config=config, GROUPS=triton.next_power_of_2(groups),
+        X_FORMAT=_FORMATS[dy.codes.dtype], W_FORMAT=_FORMATS[x.codes.dtype],
+    )  # fmt: skip
     return dw
 
 
@@ -257,20 +427,34 @@ def _launch(
 ) -> None:
     """Launch a kernel over the tiles of all groups, which it counts by itself."""
     (rows, depth), groups = x.shape, matrices.count
-    target = current_target(x.device)
-
-    def grid(config: Config) -> tuple[int]:
-        # each group may have a tile that its rows do not fill
-        most = (triton.cdiv(rows, config["BLOCK_M"]) + groups) * triton.cdiv(
-            features, config["BLOCK_N"]
-        )
-        return (min(most, PER_MULTIPROCESSOR * target.multiprocessors),)
-
+    grid = _tiles(rows, groups, features, x.device)
     sizes = groups, rows, features, depth, x.stride(0), matrices.step, *matrices.strides
     kernel.launch(
         grid, x, *tensors, *sizes, config=config, PRECISION=_precision(x),
         ALIGNED=matrices.aligned, GROUPS=triton.next_power_of_2(groups), **constants,
     )  # fmt: skip
+
+
+def _tiles(rows: int, groups: int, features: int, device: torch.device) -> Grid:
+    """As many programs as run at once, each of which takes tiles; fewer where there are fewer."""
+    programs = PER_MULTIPROCESSOR * current_target(device).multiprocessors
+
+    def grid(config: Config) -> tuple[int]:
+        # each group may have a tile that its rows do not fill
+        down = triton.cdiv(rows, config["BLOCK_M"]) + groups
+        return (min(down * triton.cdiv(features, config["BLOCK_N"]), programs),)
+
+    return grid
+
+
+def _tiles_of_matrices(groups: int, features: int, depth: int) -> Grid:
+    """A program for each tile of a matrix of each group."""
+
+    def grid(config: Config) -> tuple[int]:
+        down, across = config["BLOCK_M"], config["BLOCK_N"]
+        return (groups * triton.cdiv(features, down) * triton.cdiv(depth, across),)
+
+    return grid
 
 
 def _configured(kernel: Kernel, x: Tensor, groups: int) -> Config:

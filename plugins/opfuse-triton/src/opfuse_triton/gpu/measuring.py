@@ -27,7 +27,12 @@ Tell = Callable[[], None]
 
 
 def parts(case: KernelCase, on_gpu: bool) -> list[tuple[str, Mapping[str, int] | None]]:
-    """The parts that a case is measured in, by name: its odd shapes, then each real shape."""
+    """The parts that a case is measured in, by name: its odd shapes, then each real shape.
+
+    There are none on a GPU that it does not run on.
+    """
+    if on_gpu and not case.fits(current_target(torch.cuda.current_device())):
+        return []
     shapes = case.shapes if on_gpu else case.small[:1]
     return [(case.name, None), *[(f"{case.name}: {describe(shape)}", shape) for shape in shapes]]
 

@@ -31,6 +31,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_FEATURES = 65536
 """The widest row that the kernels take."""
 
+MOST_ROWS = (1 << 30) - (1 << 14)
+"""The most rows that the kernels of norms take: a program counts its rows, and those of a step
+further, in 32 bits. Elements are counted in 64.
+"""
+
 
 def normalized_dtype(x: Tensor, extra: Tensor | None, into: Tensor | None = None) -> torch.dtype:
     """The dtype of what is normalized: that of ``x``, of ``x + extra``, or of where the sum goes.

@@ -31,7 +31,7 @@ def keep_factors(seed_ptr, row, first, threshold, scale, BLOCK: tl.constexpr):
     """
     group = first // 4 + tl.arange(0, BLOCK // 4)[None, :]
     rows = row.to(tl.int64) + tl.zeros_like(group)
-    groups = (group + tl.zeros_like(row)).to(tl.uint32)
+    groups = group.to(tl.uint32) + tl.zeros_like(row).to(tl.uint32)
     words = rows.to(tl.uint32), (rows >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(tl.load(seed_ptr), groups, words[0], words[1], tl.zeros_like(groups))
     even = tl.join(_factor(a, threshold, scale), _factor(c, threshold, scale))
@@ -53,11 +53,12 @@ def dropout_kernel(
     BLOCK: tl.constexpr,
 ):
     """A tile of ``ROWS`` rows and ``BLOCK`` columns."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    first = tl.program_id(1) * BLOCK
+    columns = (features - 1) // BLOCK + 1  # tl.cdiv would overflow
+    row = (tl.program_id(0) // columns).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (tl.program_id(0) % columns).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (first + place < features)
-    start = row.to(tl.int64) * features + first
+    inside = (row < rows) & (place < tl.minimum(features - first, BLOCK).to(tl.int32))
+    start = row * features + first
     x = tl.load(x_ptr + start + place, inside, other=0.0)
     kept = x.to(tl.float32) * keep_factors(seed_ptr, row, first, threshold, scale, BLOCK)
     y = kept.to(x.dtype).to(tl.float32)
@@ -93,7 +94,9 @@ def dropout(
     features = x.shape[-1] if x.ndim else 1
     rows, y = x.numel() // features, torch.empty_like(x, dtype=normalized_dtype(x, extra))
     KERNEL.launch(
-        lambda chosen: (triton.cdiv(rows, chosen["ROWS"]), triton.cdiv(features, chosen["BLOCK"])),
+        lambda chosen: (
+            triton.cdiv(rows, chosen["ROWS"]) * triton.cdiv(features, chosen["BLOCK"]),
+        ),
         *(x, extra, y, drop.seed, rows, features, drop.threshold, drop.scale),
         config=config,
     )

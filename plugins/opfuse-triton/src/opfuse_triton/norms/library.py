@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from opfuse_triton import Config, current_target
 
-from . import DTYPES, LAYER, MOST_FEATURES, Norm, normalized_dtype, twins
+from . import DTYPES, LAYER, MOST_FEATURES, MOST_ROWS, Norm, normalized_dtype, twins
 from . import again as again_kernels
 from . import backward as backward_kernels
 from . import drop as drop_twin
@@ -117,7 +117,9 @@ def candidates(
 def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
     """Return whether the kernels take these tensors."""
     features = first.shape[-norm.dims :].numel()
-    return features <= MOST_FEATURES and _are_plain(first, *others)
+    if features > MOST_FEATURES or first.numel() > features * MOST_ROWS:
+        return False
+    return _are_plain(first, *others)
 
 
 def _are_plain(first: Tensor, *others: Tensor | None) -> bool:

@@ -1,0 +1,190 @@
+"""The loss over logits whose classes are split among processes: VocabParallelCrossEntropy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.op_context import AllGrads, Outputs
+from ..core.precision import wide, widen
+from ..core.ranks import Group, run_collective
+from ._common import rows_of
+from .cross_entropy import CrossEntropy, LossNumbers, counts, reduced, row_weights
+from .distributed import WithProcessGroup
+
+
+class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
+    """:class:`CrossEntropy` of logits of which each process has its part of the classes.
+
+    Takes logits ``(..., classes / processes)``, those of a linear that is split by columns, and the
+    targets among all classes, the same on every process. Gives the same loss on every process.
+    Each row takes two reductions, of its largest logit and of two or three sums; the logits are
+    not gathered (Megatron-LM, Shoeybi et al. 2019). The backward takes none.
+
+    Args:
+        process_group: The processes; default: all.
+        **numbers: As for :class:`CrossEntropy`.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        TypeError, ValueError: As for :class:`CrossEntropy`.
+        IndexError: In a call, a target that is not a class; on a GPU the device reports it later.
+    """
+
+    saved_names = ("input", "targets", "lse")  # type: ignore[assignment]
+    context_names = ("numbers",)
+    grad_input = "fresh"
+
+    def __init__(self, process_group: Any = None, **numbers: Any) -> None:
+        super().__init__(process_group, **numbers)
+        rank = dist.get_rank(process_group)
+        self.part = VocabPart(self._group, rank if self._group.size > 1 else 0)
+
+    def extra_repr(self) -> str:
+        """The numbers and the number of processes."""
+        return f"{super().extra_repr()}, process_group_size={self.process_group_size}"
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The loss; saves ``(input, targets, lse)``, and leaves the numbers."""
+        (ctx,), ((targets,),) = basic_op_ctxs, basic_op_extra_inputs
+        self.check_targets(targets, input_.shape)
+        numbers, rows, flat = self.numbers_of(), rows_of(input_), targets.flatten().long()
+        losses, lse = self.part.row_losses(rows, flat, numbers)
+        self.report_reductions(ctx, losses)
+        if ctx.requires_grad:
+            ctx.numbers = numbers
+            kept = (input_, targets, lse) if ctx.input_requires_grad else (None, None, None)
+            ctx.save_for_backward(*kept)
+        return self.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
+
+    def report_reductions(self, ctx: Any, losses: Tensor) -> None:
+        """Tell reports what the two reductions send; for fusions too.
+
+        Args:
+            ctx: The context of the op.
+            losses: The losses of all rows.
+        """
+        values = 3 + bool(self.label_smoothing)
+        size = self.process_group_size
+        self.report(ctx, 2 * (size - 1) / size * values * losses.nbytes, 0)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """As :class:`CrossEntropy`, for the classes of this process."""
+        (ctx,) = basic_op_ctxs
+        x, targets, lse = ctx.saved_tensors
+        if x is None:
+            return None, [()], [(None,)]
+        flat = targets.flatten().long()
+        weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
+        dx = self.part.row_gradients(rows_of(x), flat, weights, lse, ctx.numbers)
+        return dx.view(x.shape), [()], [(None,)]
+
+
+class VocabPart(NamedTuple):
+    """The classes of one process, and the arithmetic of the loss; for fusions too.
+
+    Attributes:
+        group: The processes.
+        rank: This one; each has as many classes.
+    """
+
+    group: Group
+    rank: int
+
+    def row_losses(
+        self, logits: Tensor, targets: Tensor, numbers: LossNumbers
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of each row, 0 where it is ignored, and the ``logsumexp`` over all classes.
+
+        Args:
+            logits: ``(rows, classes of this process)``.
+            targets: ``(rows,)``, int64, among all classes.
+            numbers: Of the op.
+
+        Returns:
+            Both of shape ``(rows,)``, in fp32 for half precision.
+        """
+        z, classes = _capped(widen(logits), numbers.softcap), logits.shape[1] * self.group.size
+        counted = counts(targets, numbers)
+        _check_classes(targets, counted, classes)
+        largest = z.amax(-1) if logits.shape[1] else z.new_full(targets.shape, -torch.inf)
+        if self.group.size > 1:
+            run_collective(self.group, "the largest logits", dist.all_reduce, largest, _MAX)
+        # a row of infinities: the difference is NaN, as torch has it
+        sums = [(z - largest.unsqueeze(-1)).exp_().sum(-1), self._picked(z, targets)]
+        if numbers.label_smoothing:
+            sums.append(z.sum(-1))
+        total = torch.stack(sums)
+        if self.group.size > 1:
+            run_collective(self.group, "the sums of a softmax", dist.all_reduce, total)
+        lse, smoothing = largest + total[0].log(), numbers.label_smoothing
+        losses = lse - total[1] * (1 - smoothing)
+        if smoothing:
+            losses -= total[2] * (smoothing / classes)
+        if numbers.z_loss:
+            losses += lse.square() * numbers.z_loss
+        return torch.where(counted, losses, 0.0), lse
+
+    def row_gradients(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, lse: Tensor, numbers: LossNumbers
+    ) -> Tensor:
+        """The gradient of this process's logits, in their dtype.
+
+        Args:
+            logits: ``(rows, classes of this process)``.
+            targets: ``(rows,)``, int64, among all classes.
+            weights: The gradient of each row's loss, ``(rows,)``, in fp32 for half precision.
+            lse: As :meth:`row_losses` gave it.
+            numbers: Of the forward.
+        """
+        _, smoothing, z_loss, softcap, _ = numbers
+        z = _capped(widen(logits), softcap)
+        dz = (z - lse.unsqueeze(-1)).exp_()
+        factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
+        dz.mul_(factor.unsqueeze(-1))
+        if smoothing:
+            dz.sub_((weights * (smoothing / (z.shape[1] * self.group.size))).unsqueeze(-1))
+        if z.shape[1]:
+            places, mine = self._places(targets, z.shape[1])
+            at_places = torch.where(mine, weights * (smoothing - 1), 0.0)
+            dz.scatter_add_(-1, places.unsqueeze(-1), at_places.unsqueeze(-1))
+        if softcap is not None:
+            dz.mul_(1 - (z / softcap).square())
+        return dz.to(logits.dtype)
+
+    def _picked(self, z: Tensor, targets: Tensor) -> Tensor:
+        """The logit of each row's target, 0 where another process has it."""
+        if not z.shape[1]:
+            return z.new_zeros(targets.shape)
+        places, mine = self._places(targets, z.shape[1])
+        return torch.where(mine, z.gather(-1, places.unsqueeze(-1)).squeeze(-1), 0.0)
+
+    def _places(self, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+        """The place of each target here, 0 where it has none; and where it has one."""
+        places = targets - self.rank * classes
+        mine = (places >= 0) & (places < classes)
+        return places.where(mine, 0), mine
+
+
+_MAX = dist.ReduceOp.MAX if dist.is_available() else None
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _check_classes(targets: Tensor, counted: Tensor, classes: int) -> None:
+    """Refuse targets that are not classes, without a sync with the host."""
+    fine = ~counted | ((targets >= 0) & (targets < classes))
+    if not targets.is_cpu:
+        torch._assert_async(fine.all())
+    elif not fine.all():
+        bad = int(targets[~fine][0])
+        raise IndexError(f"VocabParallelCrossEntropy: target {bad} is not one of {classes} classes")

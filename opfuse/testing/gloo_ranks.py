@@ -1,0 +1,119 @@
+"""Layers with the fusions of a plugin, in processes that form a gloo group."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.context_managers import options
+from ..core.plugins import using
+from .cases import offered
+from .processes import registered_module
+from .rank_checks import compare_steps, whole
+from .running import Failure, only
+from .sharded import Circumstances, Shard, ShardedLayer
+
+SIZE, SECONDS = 2, 30
+_START = """
+import importlib, sys
+plugin, module = sys.argv[1:3]
+import opfuse
+if module:
+    opfuse.plugins.register(importlib.import_module(module), name=plugin)
+from opfuse.testing import gloo_ranks
+gloo_ranks.serve(plugin, *sys.argv[3:])
+"""
+
+
+def serve(plugin: str, rank: str, folder: str) -> None:
+    """Run the layers as one process of the group, and write what went wrong.
+
+    Args:
+        plugin: The plugin, whose fusions are in force.
+        rank: The number of this process.
+        folder: With the layers; the answers go there.
+    """
+    path = pathlib.Path(folder)
+    layers, given = pickle.loads((path / "layers").read_bytes())
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=SECONDS)
+    store = f"file://{path / 'store'}"
+    dist.init_process_group("gloo", store, timeout, SIZE, int(rank))
+    problem = "" if offered(plugin) else f"no plugin {plugin!r} with fusions is installed"
+    for layer in layers:
+        try:
+            _check(plugin, layer, given, int(rank))
+        except Exception as error:
+            problem = f"{layer.name}: {type(error).__name__}: {error}"
+            break
+    (path / f"answer{rank}").write_text(json.dumps(problem))
+    if not problem:
+        dist.barrier()  # neither leaves while the other still reads from it
+    sys.stdout.flush()
+    os._exit(0)  # what compiled a model may keep the group, which then aborts
+
+
+def _check(plugin: str, layer: ShardedLayer, chosen: Any, rank: int) -> None:
+    """Two steps, with all ranks' results on each; each rank compares them."""
+    for rows in layer.row_counts()[:2]:
+        given = Circumstances(layer, rows)
+        with only():
+            separate = Shard(given, rank).step()
+        with using(plugin), options(**chosen):
+            mine = Shard(given, rank).step()
+        steps: Any = [[None] * SIZE for _ in range(2)]
+        for step, of_ranks in zip((mine, separate), steps, strict=True):
+            dist.all_gather_object(of_ranks, step)
+        compare_steps(given, steps[0], steps[1], whole(given))
+
+
+def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer], chosen: Mapping[str, Any]) -> None:
+    """Run layers with a plugin, and options of it, in processes over gloo.
+
+    Raises:
+        Failure: A result is wrong, a process raises, or one hangs.
+    """
+    module = registered_module(plugin) or ""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    unset = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET")
+    environ = {name: value for name, value in os.environ.items() if name not in unset}
+    environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "layers").write_bytes(pickle.dumps(([*layers], {**chosen})))
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _START, plugin, module, str(rank), folder],
+                env=environ,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(SIZE)
+        ]
+        problems = [_answer(process, folder, rank) for rank, process in enumerate(processes)]
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise Failure(f"over gloo, on rank {rank}: {problem}")
+
+
+def _answer(process: subprocess.Popen[str], folder: str, rank: int) -> str:
+    """What went wrong in a process; ``""``: nothing."""
+    try:
+        _, errors = process.communicate(timeout=10 * SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return f"it hangs for {10 * SECONDS} seconds"
+    answer = pathlib.Path(folder) / f"answer{rank}"
+    if not answer.exists():
+        return f"it ended: {errors.strip()[-2000:]}"
+    return str(json.loads(answer.read_text()))

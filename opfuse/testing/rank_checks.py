@@ -1,0 +1,481 @@
+"""Checks of fusions with collectives, on simulated ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import ops
+from ..core.ranks import RankError
+from ..core.sequential import Sequential
+from ..tuning.tolerance import difference
+from . import recipes
+from .cases import Subject
+from .running import Declined, Failure, Plans, only, saying
+from .sharded import Circumstances, Shard, ShardedLayer, Step
+
+Answers = list[Any]
+
+
+class Trial:
+    """Some fusions, and the layer that they are tested with.
+
+    Args:
+        fusions: The fusions, which are in force together.
+        layer: The layer.
+    """
+
+    def __init__(self, fusions: Sequence[Subject], layer: ShardedLayer) -> None:
+        self.fusions, self.layer = tuple(fusions), layer
+        self.names = {subject.name for subject in fusions}
+
+    def given(self, **changes: Any) -> Circumstances:
+        """Circumstances, the first row counts of the layer if no others are named."""
+        return Circumstances(self.layer, **{"rows": self.layer.row_counts()[0], **changes})
+
+    def run(self, given: Circumstances, worker: Callable[..., Any], *args: Any) -> Answers:
+        """What each rank answered with the fusions; none raised, and all waited."""
+        answers = _answers(given, self.fusions, worker, *args)
+        for number, answer in enumerate(answers):
+            if answer.error is not None:
+                problem = f"{type(answer.error).__name__}: {answer.error}"
+                raise Failure(f"rank {number} raises {problem}") from answer.error
+            for call in answer.calls:
+                if not call.waited:
+                    raise Failure(f"rank {number} starts {call.kind} and does not wait for it")
+                if call.changed:
+                    what = f"changes what {call.kind} sends, before it waits for that"
+                    raise Failure(f"rank {number} {what}")
+        return answers
+
+    def compare(self, given: Circumstances) -> None:
+        """One step with the fusions is that of the whole layer, and no more is sent.
+
+        Raises:
+            Failure: It is not.
+            Declined: The separate ops do not take it.
+        """
+        with saying(hint=f"\nwith {given}"):
+            expected = separately(given)
+            got = self.run(given, _step)
+            compare_steps(given, [a.value for a in got], [a.value for a in expected], whole(given))
+            _compare_traffic(given, got, expected)
+
+
+def _answers(
+    given: Circumstances, fusions: Sequence[Subject], worker: Callable[..., Any], *args: Any
+) -> Answers:
+    # torch built without torch.distributed has no process group to derive from
+    from .simulated import simulate
+
+    with only(*fusions):
+        return simulate(given.size, worker, given, *args)
+
+
+def _step(rank: Any, given: Circumstances) -> Step:
+    return Shard(given, rank.number).step(rank.calls)
+
+
+@functools.lru_cache(maxsize=4096)
+def separately(given: Circumstances, worker: Callable[..., Any] = _step) -> Answers:
+    """What each rank answers without a fusion.
+
+    Raises:
+        Declined: The separate ops do not take it.
+    """
+    answers = _answers(given, (), worker)
+    for error in filter(None, [answer.error for answer in answers]):
+        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+    return answers
+
+
+@functools.lru_cache(maxsize=4096)
+def whole(given: Circumstances) -> Step:
+    """What the whole layer computes, in fp64."""
+    with only():
+        return Shard(given.with_(checkpoint=False, recipe=None), None, torch.float64).step()
+
+
+def parts_of(
+    given: Circumstances, name: str, tensors: Sequence[Tensor], shape: Sequence[int]
+) -> list[Tensor]:
+    """What ranks have of a gradient, as gradients of the whole layer, which has that shape."""
+    layer = given.layer
+    if name == "input":
+        return [*tensors] if layer.takes == "whole" else [layer.joined(tensors, layer.takes)]
+    dims = [d for d in range(len(shape)) if tensors[0].shape[d] != shape[d]]
+    if dims:
+        return [torch.cat([*tensors], dims[0])]
+    if layer.sequence and name not in layer.summed:  # each has that of its rows
+        return [torch.stack([*tensors]).double().sum(0)]
+    return [*tensors]
+
+
+def compare_steps(
+    given: Circumstances, got: Sequence[Step], expected: Sequence[Step], truth: Step
+) -> None:
+    """Compare the steps of all ranks with those of the separate ops, and of the whole layer.
+
+    Raises:
+        Failure: They differ.
+    """
+    layer = given.layer
+    outputs = [[step.output for step in steps] for steps in (got, expected)]
+    is_whole = layer.gives == "whole"
+    joined = [[*ys] if is_whole else [layer.joined(ys, layer.gives)] for ys in outputs]
+    _compare(given, "the output", joined, truth.output, outputs)
+    for name, true in truth.grads.items():
+        grads: Any = [[step.grads.get(name) for step in steps] for steps in (got, expected)]
+        what = f"the gradient of {name}"
+        for rank, (mine, other) in enumerate(zip(*grads, strict=True)):
+            if (mine is None) != (other is None):
+                kind = "None" if mine is None else "a tensor"
+                raise Failure(f"{what} is {kind} on rank {rank}, the separate ops' is not")
+        if true is not None and grads[0][0] is not None:
+            joined = [parts_of(given, name, of, true.shape) for of in grads]
+            _compare(given, what, joined, true, grads)
+
+
+def _compare(
+    given: Circumstances,
+    what: str,
+    joined: Sequence[Sequence[Tensor]],
+    truth: Tensor,
+    parts: Sequence[Sequence[Tensor]],
+) -> None:
+    for rank, (mine, other) in enumerate(zip(*parts, strict=True)):
+        if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+            pair = f"{mine.dtype} {tuple(mine.shape)} instead of {other.dtype} {tuple(other.shape)}"
+            raise Failure(f"{what} on rank {rank} is {pair}")
+    dtype, (got, expected) = given.autocast or given.dtype, joined
+    for number, (mine, other) in enumerate(zip(got, expected, strict=True)):
+        where = f" on rank {number}" if len(got) > 1 else ""
+        # a product in pieces rounds elsewhere
+        rounded = None if dtype is torch.float64 else other
+        if problem := difference(mine, truth, rounded=rounded, dtype=dtype, roundings=2):
+            raise Failure(f"{what}{where} {problem}")
+        if not torch.equal(mine, got[0]) and torch.equal(other, expected[0]):
+            raise Failure(f"{what} is not the same on rank 0 and{where}, bit by bit")
+
+
+def _compare_traffic(given: Circumstances, got: Answers, expected: Answers) -> None:
+    """No more bytes than the separate ops send, and no reduction in fewer bits.
+
+    Bytes that are not kept for the backward may be sent again, and what is as small as a bias may
+    be sent apart.
+    """
+    vectors = [p.numel() for p in given.layer.chain().parameters() if p.ndim == 1]
+    apart = 2 * given.dtype.itemsize * sum(vectors)
+    for number, (mine, other) in enumerate(zip(got, expected, strict=True)):
+        sent = [sum(call.sent for call in answer.calls) for answer in (mine, other)]
+        if sent[0] > sent[1] + apart + max(0, other.value.saved - mine.value.saved):
+            raise Failure(f"rank {number} sends {sent[0]} bytes, with the separate ops {sent[1]}")
+        for passes in PASSES:
+            calls = [_calls_in(passes, answer) for answer in (mine, other)]
+            bits = [[call.dtype.itemsize * 8 for call in of if call.reduces] for of in calls]
+            if all(bits) and min(bits[0]) < min(bits[1]):
+                what = f"reduces in {min(bits[0])} bits, with the separate ops in {min(bits[1])}"
+                raise Failure(f"in its {passes} rank {number} {what}")
+
+
+PASSES = ("forward", "backward")
+
+
+def _calls_in(passes: str, answer: Any) -> Sequence[Any]:
+    """The collectives of one pass of a step."""
+    sent: int = answer.value.sent
+    return answer.calls[:sent] if passes == "forward" else answer.calls[sent:]  # type: ignore[no-any-return]
+
+
+# The checks
+
+
+def plan(trial: Trial) -> None:
+    """A fusion is taken on every rank, in every pass that it is for.
+
+    Raises:
+        Declined: None is, with the reason.
+    """
+    given = trial.given()
+    expected = [answer.value for answer in separately(given)]
+    with saying("its declaration is wrong, or the separate ops are: without a fusion "):
+        compare_steps(given, expected, expected, whole(given))
+    answers = trial.run(given, _plans)
+    taken = [_taken(trial, answer.value) for answer in answers]
+    if taken[0] != taken[-1] or len({*map(tuple, taken)}) > 1:
+        raise Failure(f"ranks take different fusions: {' against '.join(map(str, taken))}")
+    if not taken[0]:
+        refused = [
+            refusal.reason
+            for found in answers[0].value
+            for refusal in found.refused
+            if refusal.fusion in trial.names
+        ]
+        raise Declined(refused[0] if refused else "no fusion has a pattern that is in its chain")
+
+
+def _plans(rank: Any, given: Circumstances) -> Any:
+    with Plans() as plans:
+        Shard(given, rank.number).step()
+    return plans.plans
+
+
+def _taken(trial: Trial, plans: Sequence[Any]) -> list[str]:
+    """The names of the fusions that are in the passes that they are for."""
+    found = set()
+    for each in plans:
+        here = {
+            "forward": {step.fusion for step in each.forward},
+            "backward": {step.fusion for step in each.backward},
+        }
+        here["joint"] = here["forward"] & here["backward"]
+        found |= {s.name for s in trial.fusions if s.name in here[s.passes]}
+    return sorted(found)
+
+
+def values(trial: Trial) -> None:
+    """Output and gradients are those of the whole layer, for any rows, dtype, number of ranks."""
+    for rows in trial.layer.row_counts():
+        trial.compare(trial.given(rows=rows))
+    trial.compare(trial.given(size=3))
+    for dtype in (torch.float32, torch.bfloat16):
+        trial.compare(trial.given(dtype=dtype))
+    trial.compare(trial.given(dtype=torch.float32, autocast=torch.bfloat16))
+
+
+def bias(trial: Trial) -> None:
+    """A large bias is added once."""
+    for size in (2, 3):
+        trial.compare(trial.given(size=size, bias=1000.0))
+
+
+def frozen(trial: Trial) -> None:
+    """Whichever leaves need a gradient get the right one, and nothing is sent for the others."""
+    names = ["input", *Shard(trial.given()).names]
+    sets = [(name,) for name in names] + [tuple(n for n in names if n != kept) for kept in names]
+    for chosen in dict.fromkeys([*sets, tuple(names), tuple(names[1:])]):
+        trial.compare(trial.given(frozen=chosen))
+
+
+def modes(trial: Trial) -> None:
+    """Without gradients, and in inference mode, the output is the same."""
+    for mode in ("no_grad", "inference"):
+        trial.compare(trial.given(mode=mode))
+
+
+def calls(trial: Trial) -> None:
+    """Calls between a forward and its backward, of other shapes and numbers, disturb nothing."""
+    given = trial.given()
+    larger = tuple(2 * n + 1 for n in given.rows)
+    each = [given, given.with_(rows=larger), given.with_(seed=7), given, given.with_(seed=9)]
+    expected = [[a.value for a in separately(one)] for one in each]
+    answers = trial.run(given, _interleaved, each)
+    with saying("with other calls before its backward, ", f"\nwith {given}"):
+        for number, one in enumerate(each):
+            steps = [answer.value[number] for answer in answers]
+            compare_steps(one, steps, expected[number], whole(one))
+
+
+def _interleaved(rank: Any, given: Circumstances, each: Sequence[Circumstances]) -> list[Step]:
+    first = Shard(given, rank.number)
+    shards = [first]
+    for one in each[1:]:
+        shard = Shard(one, rank.number)
+        shard.chain, shard.params = first.chain, first.params
+        shards.append(shard)
+    outputs = [shard.forward() for shard in shards]
+    pairs = [*zip(shards, outputs, strict=True)]
+    grads = [shard.backward(y) for shard, y in reversed(pairs)][::-1]
+    return [Step(y.detach(), grad) for y, grad in zip(outputs, grads, strict=True)]
+
+
+def replicated(trial: Trial) -> None:
+    """What all ranks have is the same bit by bit after steps of an optimizer, and right."""
+    given = trial.given(dtype=torch.float32)
+    answers = trial.run(given, _train)
+    with only():
+        expected = Shard(given, None, torch.float64)
+        full = _trained(expected, None)
+    for name, true in full.items():
+        got = [answer.value[name] for answer in answers]
+        if name == "output":
+            parts = [trial.layer.joined(got, trial.layer.gives)]
+        else:
+            parts = parts_of(given, name, got, true.shape)
+            if name not in trial.layer.summed and got[0].shape == true.shape:
+                parts = got
+        if name in trial.layer.summed:
+            parts = [torch.stack(got).sum(0)]
+        for part in parts:
+            problem = difference(part, true, dtype=torch.float32, roundings=20)
+            if problem:
+                raise Failure(f"after two steps of an optimizer {name} {problem}")
+            if not torch.equal(part, parts[0]):
+                raise Failure(f"after two steps of an optimizer {name} differs between ranks")
+
+
+def _train(rank: Any, given: Circumstances) -> dict[str, Tensor]:
+    return _trained(Shard(given, rank.number), rank)
+
+
+def _trained(shard: Shard, rank: Any) -> dict[str, Tensor]:
+    """The output after two steps, and the parameters."""
+    layer, shapes = shard.given.layer, {n: p.shape for n, p in Shard(shard.given).params.items()}
+    for _ in range(2):
+        for name, grad in shard.backward(shard.forward()).items():
+            if name == "input" or grad is None:
+                continue
+            param = shard.params[name]
+            if rank and layer.sequence and name not in layer.summed and grad.shape == shapes[name]:
+                grad = grad.clone()
+                dist.all_reduce(grad)  # as whoever trains has to
+            share = 1 / shard.given.size if rank and name in layer.summed else 1.0
+            with torch.no_grad():
+                param.sub_(0.1 * share * grad)
+    return {"output": shard.forward().detach()} | {n: p.detach() for n, p in shard.params.items()}
+
+
+def memory(trial: Trial) -> None:
+    """It keeps no more bytes than the separate ops, and is right under checkpoint."""
+    given = trial.given()
+    expected, got = separately(given), trial.run(given, _step)
+    for rank, (mine, other) in enumerate(zip(got, expected, strict=True)):
+        saved = mine.value.saved, other.value.saved
+        if saved[0] > saved[1]:
+            what = f"keeps {saved[0]} bytes for its backward, the separate ops {saved[1]}"
+            raise Failure(f"rank {rank} {what}")
+    trial.compare(trial.given(checkpoint=True))
+
+
+def uneven(trial: Trial) -> None:
+    """Rows that differ between ranks are refused on all, and the group goes on."""
+    given = trial.given()
+    expected = separately(given)
+    answers = trial.run(given, _uneven)
+    for number, answer in enumerate(answers):
+        for error in answer.value[1:]:
+            if not isinstance(error, RankError):
+                what = "where ranks have different numbers of rows, rank"
+                raise Failure(f"{what} {number} raises {error!r} instead of a RankError")
+    steps = [answer.value[0] for answer in answers]
+    with saying("after rows that were refused, "):
+        compare_steps(given, steps, [a.value for a in expected], whole(given))
+
+
+def _uneven(rank: Any, given: Circumstances) -> list[Any]:
+    shard, raised = Shard(given, rank.number), list[Any]()
+    shard.step()
+    dim = given.layer.dim
+    for more in (7, 11):
+        rows = [*given.rows]
+        rows[dim] = more + rank.number
+        x = torch.ones(*rows, shard.input.shape[-1], dtype=given.dtype, requires_grad=True)
+        try:
+            shard.forward(x)
+            raised.append(None)
+        except Exception as error:
+            raised.append(error)
+    return [shard.step(), *raised]
+
+
+class _Raises(ops.Identity):
+    """Raises on the last rank, in its forward or its backward."""
+
+    saved_names = ()
+    grad_input = "same"
+
+    def __init__(self, passes: str) -> None:
+        super().__init__()
+        self.passes = passes
+
+    def _fail(self, passes: str) -> None:
+        if passes == self.passes and dist.get_rank() == dist.get_world_size() - 1:
+            raise ArithmeticError("raised by the conformance kit")
+
+    def op_forward(self, ctx: Any, input_: Tensor, *unread: Any) -> Tensor:
+        """Raise, or give the input."""
+        self._fail("forward")
+        return input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        """Raise, or give the gradient."""
+        self._fail("backward")
+        return grad_output, ()
+
+
+def errors(trial: Trial) -> None:
+    """If one rank raises, the others end with a RankError, and nothing is swallowed."""
+    given = trial.given()
+    for passes in PASSES:
+        if not _calls_in(passes, separately(given)[0]):
+            continue  # nobody waits for another one there
+        answers = _answers(given, trial.fusions, _with_error, passes)
+        for rank, answer in enumerate(answers):
+            right: Any = (ArithmeticError, RankError) if rank == given.size - 1 else RankError
+            if not isinstance(answer.error, right):
+                got = "goes on" if answer.error is None else f"raises {answer.error!r}"
+                who = f"where rank {given.size - 1} raises in its {passes}, rank {rank}"
+                raise Failure(f"{who} {got} instead of raising a RankError")
+
+
+def _with_error(rank: Any, given: Circumstances, passes: str) -> None:
+    shard = Shard(given, rank.number)
+    around = _Raises(passes)
+    own = [*shard.chain]
+    shard.chain = Sequential(*([around, *own] if passes == "forward" else [*own, around]))
+    y = shard.forward()
+    if passes == "backward":
+        shard.backward(y)
+
+
+def casts(trial: Trial) -> None:
+    """Under a recipe, codes are those of the cast of what is gathered.
+
+    Raises:
+        Declined: No fusion is used under a recipe.
+    """
+    ran, reasons = 0, []
+    for recipe in (recipes.PerTensor(), recipes.PerBlock()):
+        # one code is a sixteenth or more away from the next
+        given = trial.given(dtype=torch.float32, recipe=recipe)
+        try:
+            expected = [answer.value for answer in separately(given)]
+            answers = trial.run(given, _plans)
+            if not _taken(trial, answers[0].value):
+                raise Declined(f"no fusion is used under {recipe!r}")
+        except Declined as reason:
+            reasons.append(str(reason))
+            continue
+        got = [answer.value for answer in trial.run(given, _step)]
+        ran += 1
+        with saying(f"under {recipe!r} "):
+            _compare_codes(got, expected)
+    if not ran:
+        raise Declined("; ".join(dict.fromkeys(reasons)))
+
+
+def _compare_codes(got: Sequence[Step], expected: Sequence[Step]) -> None:
+    for mine, other in zip(got, expected, strict=True):
+        pairs: dict[str, Any] = {"the output": (mine.output, other.output)}
+        for name, grad in mine.grads.items():
+            pairs[f"the gradient of {name}"] = grad, other.grads[name]
+        for what, (one, two) in pairs.items():
+            if one is None or two is None:
+                if one is not two:
+                    raise Failure(f"{what} is None, or the separate ops' is")
+            elif problem := difference(one, two.double(), dtype=torch.float32, roundings=4):
+                raise Failure(f"{what} {problem}: other codes?")
+
+
+CHECKS: dict[str, Callable[[Trial], None]] = {
+    check.__name__: check
+    for check in (
+        *(plan, values, bias, replicated, frozen, modes, calls, memory, uneven, errors, casts),
+    )
+}
+"""The checks by name; the others rest on the first."""

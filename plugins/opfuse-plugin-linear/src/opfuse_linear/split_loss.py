@@ -1,0 +1,78 @@
+"""A linear layer and the loss after it, whose classes are split among processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import Environment, Fusion, Optional
+from opfuse.ops import BasicLinear, Bias, VocabParallelCrossEntropy
+
+from . import chunks
+from .fused import Products
+from .loss import LinearLoss, in_forward
+
+
+class SplitLinearLoss(LinearLoss):
+    """As its base: each chunk of rows takes the two reductions that the op takes for all rows.
+
+    The softmax is computed by PyTorch's operations.
+    """
+
+    def fuser_forward(self, basic_op_ctxs: Any, *given: Any, **more: Any) -> Any:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        result = super().fuser_forward(basic_op_ctxs, *given, **more)
+        ((targets,),) = more["basic_op_extra_inputs"][-1:]
+        wide = torch.float64 if given[0].dtype is torch.float64 else torch.float32
+        losses = torch.empty(targets.shape, dtype=wide, device="meta")
+        self._parts[0].report_reductions(basic_op_ctxs[-1], losses)
+        return result
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        Products.planned(self, env)
+        part = self._parts[0].part
+        self._softmax = lambda *given: _softmax_in_place(part, *given)
+        self._row_losses = lambda *given: part.row_losses(*given)[0]
+
+
+def _softmax_in_place(
+    part: Any, logits: Tensor, targets: Tensor, weights: Tensor, numbers: Any, losses: Tensor
+) -> Tensor:
+    """As :func:`opfuse_linear.chunks.softmax_in_place`, for the classes of this process."""
+    of_rows, lse = part.row_losses(logits, targets, numbers)
+    losses.copy_(of_rows)
+    rows = max(1, chunks.BLOCK // max(1, logits.shape[1]))
+    blocks = [torch.split(tensor, rows) for tensor in (logits, targets, weights, lse)]
+    for block, *given in zip(*blocks, strict=True):
+        block.copy_(part.row_gradients(block, *given, numbers))
+    return losses
+
+
+def _on_cpu(ops: Any, env: Environment) -> bool | str:
+    if env.device.type != "cpu":
+        return "on a GPU the same chunks have a fusion that trades time for memory"
+    return in_forward(ops, env)
+
+
+def _elsewhere(ops: Any, env: Environment) -> bool | str:
+    if env.device.type == "cpu":
+        return "on a CPU the same chunks have a fusion that takes no more time"
+    return in_forward(ops, env)
+
+
+_PATTERN = BasicLinear, Optional(Bias), VocabParallelCrossEntropy
+
+JOINT = [
+    Fusion(_PATTERN, SplitLinearLoss, _on_cpu, name="linear+loss, split classes", needs_rows=True),
+    Fusion(
+        _PATTERN,
+        SplitLinearLoss,
+        _elsewhere,
+        name="linear+loss, split classes, on a GPU",
+        needs_rows=True,
+        trades_time=True,
+    ),
+]
