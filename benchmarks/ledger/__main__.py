@@ -1,4 +1,8 @@
-"""``python -m benchmarks.ledger [PLUGIN]``: count the bytes that kernels move, with no GPU."""
+"""``python -m benchmarks.ledger [PLUGIN]``: count the bytes that kernels move, with no GPU.
+
+``python -m benchmarks.ledger launches`` counts what a training step of a block launches, and
+``python -m benchmarks.ledger experts`` what one of a mixture of experts launches and moves.
+"""
 
 from __future__ import annotations
 

@@ -474,7 +474,7 @@ def cuda_13(monkeypatch):
         (
             (LINEAR,),
             environment(fp8.CustomRecipe(lambda role: None, name="made up in test_products")),
-            "does not know what CustomRecipe quantizes to",
+            "has no product for what CustomRecipe quantizes to",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

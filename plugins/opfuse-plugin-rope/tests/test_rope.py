@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from opfuse_rope import fused
 
 import opfuse
 from opfuse import ops
@@ -240,6 +241,15 @@ def test_what_is_declined(op, says):
     assert says in fused._why_not((op or ops.RoPE(8),), env)
     compiling = env._replace(compiling=True, dtype=torch.bfloat16)
     assert fused._why_not((ops.RoPE(8),), compiling).startswith("torch.compile fuses")
+
+
+def test_a_norm_before_a_rotation_is_worth_more_than_one_by_itself():
+    """The fusion of both wins over one of the norm, which saves six passes, and one of the rotation."""
+    env = opfuse.Environment(torch.device("cuda"), None, torch.bfloat16)
+    norm, rope = ops.RMSNorm(8), ops.RoPE(8)
+    for fusion in (*fused.FORWARD, *fused.BACKWARD):
+        alone = fusion.benefit_of((rope,), env)
+        assert fusion.benefit_of((norm, rope), env) > alone + 6
 
 
 def test_importing_the_plugin_imports_nothing_heavy():

@@ -192,7 +192,7 @@ def _emulated(ops: Any, env: Environment) -> str:
     wanted = env.options.get("fp8.products", AUTO)
     kind = "" if env.recipe is None else hardware.kind_of(type(env.recipe))
     if not kind:
-        return f"emulated: this plugin does not know what {name} quantizes to"
+        return f"emulated: this plugin has no product for what {name} quantizes to"
     if wanted == EMULATED:
         return "emulated, as the option fp8.products says"
     why = hardware.why_no_gemm(kind, here)

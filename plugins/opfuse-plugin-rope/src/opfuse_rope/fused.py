@@ -311,11 +311,15 @@ _ONE, _TWO = (_NORM, _ROPE), (_NORM, _ROPE, SwapExtraInput, _NORM, _ROPE)
 
 
 def _fusions(fused: Any, when: Any) -> list[Fusion]:
-    # additional passes over memory of the separate ops: a rotation takes more than a norm
     return [
-        Fusion(_TWO, fused, when, benefit=24.0, name="rope of queries and keys"),
-        Fusion(_ONE, fused, when, benefit=12.0, name="rope"),
+        Fusion(_TWO, fused, when, benefit=_passes, name="rope of queries and keys"),
+        Fusion(_ONE, fused, when, benefit=_passes, name="rope"),
     ]
+
+
+def _passes(ops: Sequence[Any], env: Environment) -> float:
+    """Additional passes over memory of the separate ops: a rotation takes 12, a norm fewer."""
+    return 12.0 * sum(not isinstance(op, SwapExtraInput) for op in ops)
 
 
 FORWARD = _fusions(ForwardRoPE, _forward_runs)

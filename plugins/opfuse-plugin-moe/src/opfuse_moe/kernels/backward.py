@@ -139,7 +139,8 @@ def grouped_coded_wgrad(
         product = tl.dot(left, right, product, max_num_imprecise_acc=BLOCK_K)
         of_dy += BLOCK_K
         of_x += BLOCK_K
-    product *= tl.load(dy_inverse + group) * tl.load(x_inverse + group)
+    # one after the other: their product may be too small for fp32 where the result is not
+    product = product * tl.load(dy_inverse + group) * tl.load(x_inverse + group)
     at = (group.to(tl.int64) * features + feature)[:, None] * depth + column[None, :]
     stored = (feature < features)[:, None] & (column < depth)[None, :]
     tl.store(dw + at, product.to(dw.dtype.element_ty), stored)

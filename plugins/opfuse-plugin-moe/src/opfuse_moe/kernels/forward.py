@@ -84,7 +84,8 @@ def grouped_product(
             x_stride, w_feature, w_depth, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EXACT,
         )  # fmt: skip
         if x_inverse is not None:
-            result *= tl.load(x_inverse + group) * tl.load(w_inverse + group)
+            # one after the other: their product may be too small for fp32 where the result is not
+            result = result * tl.load(x_inverse + group) * tl.load(w_inverse + group)
         if bias is not None:
             place = group.to(tl.int64) * features + feature
             added = tl.load(bias + place, feature < features, other=0.0).to(tl.float32)[None, :]
