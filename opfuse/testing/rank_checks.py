@@ -421,7 +421,8 @@ def errors(trial: Trial) -> None:
             if not isinstance(answer.error, right):
                 got = "goes on" if answer.error is None else f"raises {answer.error!r}"
                 who = f"where rank {given.size - 1} raises in its {passes}, rank {rank}"
-                raise Failure(f"{who} {got} instead of raising a RankError")
+                how = "start collectives with opfuse.core.authoring.start_collective"
+                raise Failure(f"{who} {got} instead of raising a RankError; {how}")
 
 
 def _with_error(rank: Any, given: Circumstances, passes: str) -> None:
