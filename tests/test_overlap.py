@@ -60,3 +60,28 @@ def test_a_chain_with_an_override(name, override):
 @pytest.mark.parametrize("name", ["mx", "current"])
 def test_frozen_weights(name, frozen):
     gloo.together(ranks.a_chain, name, None, 32, True, frozen)
+
+
+@pytest.mark.parametrize("name", [None, *ranks.RECIPES])
+def test_the_linears_of_transformer_engines_test(name):
+    gloo.together(ranks.linears, name)
+
+
+@pytest.mark.parametrize(("name", "copies", "scales"), [("current", 1, 0), ("mx", 2, 1 / 32)])
+def test_codes_are_half_the_bytes(name, copies, scales):
+    (plain, coded), other = gloo.together(ranks.bytes_sent, name)
+    assert [plain, coded] == other
+    x, dy = 128 * 256, 128 * 512
+    assert plain == (2 * x, 2 * x + 2 * dy)
+    each = 1 + scales
+    assert coded == (each * x, each * x + copies * each * dy)
+
+
+def test_reports_say_what_is_not_sent_as_codes():
+    details, _ = gloo.together(ranks.what_reports_say, 48)
+    for what in ("its input is gathered", "the gradient of its output is gathered"):
+        assert f"{what} unquantized: 48 rows of a process are not whole blocks of 32" in " ".join(
+            details.split()
+        )
+    details, _ = gloo.together(ranks.what_reports_say, 32)
+    assert "unquantized" not in details

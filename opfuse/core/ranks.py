@@ -27,7 +27,8 @@ gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _LOOK = 0.05  # seconds between two looks into the store
-_ANSWER = 3.0  # seconds in which the others say that they failed too
+_ANSWER = 5.0  # seconds in which the others say that they failed too
+_BEHIND = 10.0  # seconds by which a process may be slower than the others
 _talks: WeakKeyDictionary[Any, Talk] = WeakKeyDictionary()  # by group
 
 
@@ -95,7 +96,8 @@ class Talk:
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default = dist.distributed_c10d._get_default_store()
         self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
-        self.looks = "gloo" in dist.get_backend(group)  # whose waits may end before the collective
+        # its waits may end before the collective
+        self.looks = "gloo" in str(dist.get_backend_config(group))
         self._compared = self._failed = 0
         self._broken = ""
 
@@ -168,7 +170,7 @@ class Talk:
                 break
             # they may have finished this collective already, a moment before this process does
             ahead = ahead or (time.monotonic() if self._ahead() else 0.0)
-            if ahead and time.monotonic() - ahead > _ANSWER:
+            if ahead and time.monotonic() - ahead > _BEHIND:
                 raise self.failed(f"{self.me} waits in {what}, {self._what_is_ahead()}")
         try:
             work.wait()
@@ -253,7 +255,9 @@ def scatter_into(part: Tensor, whole: Tensor, group: Any = None, async_op: bool 
         group: The process group; None: all processes.
         async_op: Whether to return what to wait for.
     """
-    if is_dynamo_compiling() or not (whole.is_cpu and "gloo" in dist.get_backend(group)):
+    if is_dynamo_compiling() or not (
+        whole.is_cpu and "cpu:gloo" in str(dist.get_backend_config(group))
+    ):
         return _scatter_into(part, whole, group=group, async_op=async_op)
     parts = torch.empty_like(whole)
     work = _Summed(dist.all_to_all_single(parts, whole, group=group, async_op=True), parts, part)

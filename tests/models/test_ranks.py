@@ -8,22 +8,17 @@ import families
 import gloo
 import torch
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
+    ),
+    pytest.mark.xdist_group("gloo"),
+]
 
 
-def ranks(how, least, tmp_path):
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp first"])
+def test_data_parallel(how):
     import model_ranks
 
     names = list(families.FAMILIES) if families.ALL else ["llama", "encoder"]
-    gloo.spawn(model_ranks.worker, tmp_path, names, model_ranks.ORDERS[how], least)
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_data_parallel(how, tmp_path):
-    ranks(how, True, tmp_path)
-
-
-def test_sharded_and_then_converted(tmp_path):
-    ranks("fsdp first", True, tmp_path)
+    gloo.together(model_ranks.worker, names, model_ranks.ORDERS[how], True)

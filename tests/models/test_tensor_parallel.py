@@ -37,6 +37,17 @@ def test_sharded_over_it(family, tmp_path):
     gloo.together(ranks.sharded, family, tmp_path, size=4)
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Mixtral"])
+def test_split_after_conversion(family, tmp_path):
+    gloo.together(ranks.split_after, family, tmp_path)
+
+
+def test_styles_that_change(tmp_path):
+    for style, forward in gloo.together(ranks.changed_styles, tmp_path):
+        assert "transform_inputs_pre_forward was replaced by function" in style
+        assert forward == "the forward of up_proj was replaced by function"
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(

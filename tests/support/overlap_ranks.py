@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -146,3 +147,77 @@ def a_chain(rank, name, override, rows, bias, frozen=()):
     for mine, other in zip(states, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
     return text
+
+
+def one_linear(rank, name, mode, bias, trains):
+    """A linear whose rows are split: the fused ops, and values beside the whole layer in fp64."""
+    torch.manual_seed(7)
+    size, column = dist.get_world_size(), mode == "column"
+    layer = torch.nn.Linear(256, 256, bias=bias, dtype=torch.float64)
+    op = ops.Linear(256, 256, bias=bias, tensor_parallel_mode=mode, sequence_parallel=True)
+    op.load_whole(layer.weight.float(), layer.bias.float() if bias else None)
+    op.weight.requires_grad_(trains)
+    whole = torch.randn(128, 256, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(128, 256, dtype=torch.float64)
+    x = whole.detach().float().chunk(size, 0 if column else 1)[rank].clone().requires_grad_()
+    expected = layer(whole)
+    expected.backward(dy)
+    with opfuse.plugins.using("fp8,overlap"), opfuse.options(**{"overlap.use": "always"}):
+        with opfuse.autocast(RECIPES[name]) if name else contextlib.nullcontext():
+            y = op(x)
+            plan = opfuse.explain(op, x).calls[0].plan
+        y.backward(dy.float().chunk(size, 1 if column else 0)[rank])
+    steps = [step for step in (*plan.forward, *plan.backward) if "BasicLinear" in step.basic_ops]
+    kinds = {(step.op, "AllGather" in step.basic_ops or "ReduceScatter" in step.basic_ops)
+             for step in steps}  # fmt: skip
+    assert len(steps) == 2 and kinds == {("GatherLinear" if column else "LinearScatter", True)}
+    found = {"y": y, "dx": x.grad}
+    wanted = {
+        "y": expected.chunk(size, 1 if column else 0)[rank],
+        "dx": whole.grad.chunk(size, 0 if column else 1)[rank],
+    }
+    if trains:
+        found["dw"] = op.weight.grad
+        wanted["dw"] = layer.weight.grad.chunk(size, 0 if column else 1)[rank]
+    if bias:
+        found["db"] = op.bias.grad
+        wanted["db"] = layer.bias.grad.chunk(size)[rank] if column else layer.bias.grad
+    limit = {None: 1e-5, "nvfp4": 0.35}.get(name, 0.08)
+    for what, value in found.items():
+        apart = (value.double() - wanted[what]).norm() / wanted[what].norm()
+        assert apart < limit, (what, float(apart))
+    assert (op.weight.grad is None) != trains
+
+
+def linears(rank, name):
+    """The eight cases of Transformer Engine's test of userbuffers under a recipe, or none."""
+    for mode, bias, trains in itertools.product(("column", "row"), (False, True), (True, False)):
+        one_linear(rank, name, mode, bias, trains)
+
+
+def bytes_sent(rank, name):
+    """Bytes of values and of codes that a process gives to the gathers of a step in bf16."""
+    found = []
+    for recipe in (None, RECIPES[name]):
+        torch.manual_seed(3)
+        given = dict(sequence_parallel=True, bias=False, dtype=torch.bfloat16)
+        column = ops.Linear(256, 512, tensor_parallel_mode="column", **given)
+        row = ops.Linear(512, 512, tensor_parallel_mode="row", **given)
+        chain = opfuse.Sequential(column, row)
+        x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+        using = opfuse.plugins.using("fp8,overlap")
+        with using, opfuse.options(**{"overlap.use": "always"}), counted() as forward:
+            with opfuse.autocast(recipe is not None, recipe=recipe):
+                y = chain(x)
+        with counted() as backward:
+            y.sum().backward()
+        found.append((forward["gather"], backward["gather"]))
+    return found
+
+
+def what_reports_say(rank, rows):
+    """Why values are gathered, and then cast."""
+    chain, x = layers(RECIPES["mx"], rows, False)
+    given = opfuse.options(**{"overlap.use": "always"})
+    with opfuse.plugins.using("fp8,overlap"), given, opfuse.autocast(RECIPES["mx"]):
+        return opfuse.explain(chain, x).details

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import opfuse
 from opfuse import ops
+from opfuse.core import ranks as core
 
 FP64 = torch.float64
 
@@ -402,6 +403,38 @@ def other_options(rank):
         return raised(lambda: op(torch.ones(2)))
 
 
+class Nothing:
+    """A plugin."""
+
+    @opfuse.hookimpl
+    def opfuse_options(self):
+        return {"nothing.at_all": False}
+
+
+def other_version(rank):
+    """The same plugin in two versions."""
+    given = dict(name="nothing", distribution="opfuse-plugin-nothing", version=f"0.{rank}")
+    record = opfuse.plugins.register(Nothing(), **given)
+    try:
+        return raised(lambda: ops.AllReduce()(torch.ones(2)))
+    finally:
+        opfuse.plugins.remove(record)
+
+
+def other_table(rank, folder):
+    """A tuning table on one of them."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    try:
+        if rank:
+            fusion = opfuse.Fusion((ops.Bias, ops.GELU), SlowGather, name="bias and gelu")
+            handle = opfuse.register_forward_backward_fusion(fusion)
+            opfuse.tune(opfuse.Sequential(ops.Bias(4), ops.GELU()), torch.ones(2, 4))
+            handle.unregister()
+        return raised(lambda: ops.AllReduce()(torch.ones(2)))
+    finally:
+        del os.environ["OPFUSE_TUNING"]
+
+
 def other_ops(rank):
     more = [ops.GELU()] if rank else []
     return raised(lambda: opfuse.Sequential(ops.AllReduce(), *more)(torch.ones(2)))
@@ -455,6 +488,7 @@ def one_raises_backward(rank):
 
 def another_call(rank):
     """One process calls with a shape that it knows, the other with a new one."""
+    core._BEHIND = core._ANSWER = 2.0  # of a process of its own
     op = ops.AllReduce()
     op(torch.ones(2))
     return raised(lambda: op(torch.ones(3) if rank else torch.ones(2)))

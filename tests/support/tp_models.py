@@ -152,6 +152,55 @@ def sharded(rank, family, folder):
         same_gradients(model, plain)
 
 
+def split_after(rank, family, folder):
+    """A plan that comes after conversion: chains are made again, those of experts by a second one."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plain, *_ = made(family, folder, 0)
+    model, given = copy.deepcopy(plain), tokens()
+    opfuse.convert(model)
+    step(model, **given)
+    plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    apply_tensor_parallelism(model, init_device_mesh("cpu", (2,)), plan)
+    step(plain, **given)
+    for again in (False, True):
+        if again:
+            opfuse.convert(model)
+        for _ in range(2):
+            step(model, **given)
+            same_gradients(model, plain)
+    assert mlps(model) == ["", ""]
+
+
+def changed_styles(rank, folder):
+    """What a style computes changes after conversion: the layers run as they do then."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    _, model = made("Llama", folder, 1)
+    opfuse.convert(model)
+    given, found, seen = tokens(), [], []
+    expected = step(model, **given)
+    before = ColwiseParallel.transform_inputs_pre_forward
+
+    def noting(self, module, *args):
+        seen.append(module)
+        return before(self, module, *args)
+
+    ColwiseParallel.transform_inputs_pre_forward = noting
+    try:
+        assert abs(step(model, **given) - expected) <= 1e-5
+        found.append(opfuse.converted(model)["model.layers.0.mlp"])
+        assert model.model.layers[0].mlp.up_proj in seen
+    finally:
+        ColwiseParallel.transform_inputs_pre_forward = before
+    own = model.model.layers[0].mlp.up_proj.forward
+    model.model.layers[0].mlp.up_proj.forward = lambda x: own(2 * x)
+    assert abs(step(model, **given) - expected) > 1e-4
+    found.append(opfuse.converted(model)["model.layers.0.mlp"])
+    return found
+
+
 # Modules of torch under torch's styles
 
 

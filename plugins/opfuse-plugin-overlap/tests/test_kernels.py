@@ -103,9 +103,9 @@ def test_what_is_sent_in_pieces():
     rows, width, itemsize = 64, 16, 4
     _, events, count, sent = on_the_clock(True, 4)
     # the first layer's input twice, once in one piece; the gradient of the second's output
-    assert count == {"gather": 4 + 4 + 1, "scatter": 4 + 4, "reduce": 1}
+    assert count == {"gather": 4 + 4 + 1, "scatter": 4 + 4}
     others = rows // 2 * width * itemsize
-    assert sent == {"gather": 3 * others, "scatter": 2 * others, "reduce": width * itemsize}
+    assert sent == {"gather": 3 * others, "scatter": 2 * others}
     # forward: own rows while those of the others arrive; each piece leaves before the next one
     assert events[:7] == ["start gather"] * 4 + ["product", "wait gather", "product"]
     assert events[13:17] == ["product", "product", "start scatter", "product"]
@@ -113,11 +113,12 @@ def test_what_is_sent_in_pieces():
 
 def test_what_runs_beside_what():
     _, events, *_ = on_the_clock(True, 2)
-    backward = events[events.index("start reduce") :]
+    ends = [i for i, event in enumerate(events) if event == "wait scatter"]
+    backward = events[ends[1] + 1 :]
     assert backward == [
-        *("start reduce", "start gather", "start gather", "grad_of_input"),  # the second layer
+        *("start gather", "start gather", "grad_of_input"),  # the second layer
         *("wait gather", "grad_of_input", "wait gather", "grad_of_input"),
-        *("grad_of_weight", "wait reduce"),
+        "grad_of_weight",
         *("start gather", "grad_of_input", "grad_of_input", "start scatter"),  # the first
         *("grad_of_input", "grad_of_input", "start scatter", "wait gather", "grad_of_weight"),
         *("wait scatter", "wait scatter"),

@@ -9,7 +9,7 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """Gather + linear, linear + reduce-scatter or all-reduce, copy to the region + linear."""
+    """Gather or copy to the region + linears, linear + reduce-scatter or all-reduce."""
     from . import fused
 
     return fused.JOINT

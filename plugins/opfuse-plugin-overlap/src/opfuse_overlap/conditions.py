@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opfuse import Environment
-from opfuse.ops import AllGather, AllReduce, CopyToTensorParallelRegion
+from opfuse.ops import AllGather, AllReduce, CopyToTensorParallelRegion, ParallelLinear
 
 from . import symm_mem
 
@@ -40,7 +40,13 @@ def _cannot(ops: Sequence[Any], env: Environment) -> str:
         return "torch.compile traces the separate ops, and orders their collectives itself"
     if op.dim:
         return f"the {type(op).__name__} is of dimension {op.dim}, and pieces are of dimension 0"
+    several = isinstance(ops[-1], ParallelLinear)
+    if several and env.recipe is not None:
+        who = type(env.recipe).__name__
+        return f"linears side by side multiply plain tensors here, and {who} quantizes them"
     if env.options.get("overlap.provider") == "symm_mem":
+        if several:
+            return "symm_mem multiplies by one weight here: overlap.provider='c10d' by several"
         return symm_mem.why_not(op, env)
     return ""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Optional
-from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.core.settings import current
 from opfuse.ops import (
     AllGather,
@@ -17,6 +17,7 @@ from opfuse.ops import (
     BasicLinear,
     Bias,
     CopyToTensorParallelRegion,
+    ParallelLinear,
     ReduceScatter,
 )
 
@@ -45,8 +46,10 @@ class _Overlapped(FusedOperation):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         classes = [type(op).__mro__ for op in basic_ops]  # torch derives some
-        self._linear = next(i for i, mro in enumerate(classes) if BasicLinear in mro)
+        kinds = {BasicLinear, ParallelLinear}
+        self._linear = next(i for i, mro in enumerate(classes) if kinds.intersection(mro))
         self._bias = next((i for i, mro in enumerate(classes) if Bias in mro), None)
+        self._in_features: int = basic_ops[self._linear].in_features
         self._link = Link(conditions.collective_of(basic_ops))
         self._no_extras = ((),) * len(basic_ops)
 
@@ -88,34 +91,18 @@ class _Overlapped(FusedOperation):
         if linear.apart:
             return self.run_separately_backward(ctxs, grad_output, **given)
         grads: list[Any] = [()] * len(ctxs)
-        of_bias = self._begin_bias(ctxs, grad_output)
-        of = operands.gradients(self._link, linear, grad_output, not self._splits_output)
+        sums = self._bias is not None and ctxs[self._bias].param_requires_grad[0]
+        of = self._gradients(linear, grad_output, sums)
 
         def of_params() -> None:
-            grads[self._linear] = (of.grad_of_weight(),)
+            grads[self._linear] = of.of_params()
             if self._bias is not None:
-                grads[self._bias] = (of_bias(),)
+                grads[self._bias] = (of.sums() if sums else None,)
 
         dx = self._backward(of, of_params)
         if dx is not None:
             dx = self._shaped(dx, grad_output.shape, forward=False)
         return dx, grads, self._no_extras
-
-    def _begin_bias(self, ctxs: Ctxs, dy: Any) -> Callable[[], Tensor | None]:
-        """What gives the gradient of the bias: of all rows, as its op sees them."""
-        if self._bias is None or not ctxs[self._bias].param_requires_grad[0]:
-            return lambda: None
-        if not self._splits_output:
-            return lambda: operands.rows_of(dy).sum(0)
-        wide = torch.promote_types(dy.dtype, torch.float32)
-        sums = operands.rows_of(dy).sum(0, dtype=wide)
-        pending = self._link.reduce(sums)
-
-        def arrived() -> Tensor:
-            pending.wait()
-            return sums.to(dy.dtype)
-
-        return arrived
 
     def _shaped(self, matrix: Tensor, given: torch.Size, *, forward: bool) -> Tensor:
         """A result in the shape that belongs to that of what was given."""
@@ -136,9 +123,13 @@ class _Overlapped(FusedOperation):
         linear, place = ctxs[self._linear], 0 if self._linear else len(ctxs) - 1
         others = (self._link.size - 1) / self._link.size
         forward, backward = self._sends(linear, rows, y, 1 if _is_coded(linear) else y.itemsize)
-        if self._splits_output and self._bias is not None:
+        if self._splits_output and self._bias is not None and _is_coded(linear):
             wanted = ctxs[self._bias].param_requires_grad[0]
             backward += wanted * 2 * y.shape[1] * max(y.itemsize, 4)
+        if self._splits_output and _is_coded(linear) and linear.requires_grad:
+            usage = Usage(linear.input_requires_grad, linear.param_requires_grad[0])
+            if why := linear.quantizers["grad_output"].why_whole(y.shape, usage):
+                self.notes = f"the gradient of its output is gathered unquantized: {why}"
         op: Any = self.basic_ops[place]
         op.report(ctxs[place], others * forward, others * backward)
 
@@ -160,6 +151,10 @@ class _Overlapped(FusedOperation):
     def _operands(self, ctx: Any, x: Any, bias: Tensor | None) -> tuple[Rows | None, str]:
         """The operands of the forward, or why the ops run one after the other."""
         return operands.local(ctx, x, bias), ""
+
+    def _gradients(self, ctx: Any, dy: Any, sums: bool) -> Gradients:
+        """The operands of the backward."""
+        return operands.gradients(self._link, ctx, dy, not self._splits_output, sums)
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         """The output, a matrix."""
@@ -193,8 +188,8 @@ class GatherLinear(_Overlapped):
 
     def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
         lines = self._link.size * rows.lines.nbytes
-        dx = y.shape[0] * rows.weight.shape[1] * y.itemsize
-        return lines, ctx.param_requires_grad[0] * lines + ctx.input_requires_grad * dx
+        dx = y.shape[0] * self._in_features * y.itemsize
+        return lines, any(ctx.param_requires_grad) * lines + ctx.input_requires_grad * dx
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
         link, here = self._link, rows.lines.shape[0]
@@ -227,7 +222,7 @@ class CopyLinear(_Overlapped):
     """
 
     def _sends(self, ctx: Any, rows: Rows, y: Tensor, size: int) -> tuple[int, int]:
-        dx = y.shape[0] * rows.weight.shape[1] * y.itemsize
+        dx = y.shape[0] * self._in_features * y.itemsize
         return 0, 2 * dx * ctx.input_requires_grad
 
     def _forward(self, rows: Rows, bias: Tensor | None) -> Tensor:
@@ -320,6 +315,27 @@ class LinearScatter(_Overlapped):
         return dx
 
 
+class _SideBySide(_Overlapped):
+    """The same with several linears of one input, such as gate and up."""
+
+    def _operands(self, ctx: Any, x: Any, bias: Tensor | None) -> tuple[Rows | None, str]:
+        op: Any = self.basic_ops[1]
+        return operands.side_by_side(op, ctx, x), ""
+
+    def _gradients(self, ctx: Any, dy: Any, sums: bool) -> Gradients:
+        found = operands.GradientsSideBySide(self._link, ctx, dy, True)
+        found.op = self.basic_ops[1]  # type: ignore[assignment]
+        return found
+
+
+class GatherParallelLinear(_SideBySide, GatherLinear):
+    """All-gather + linears side by side; see :class:`GatherLinear`."""
+
+
+class CopyParallelLinear(_SideBySide, CopyLinear):
+    """Copy to the tensor-parallel region + linears side by side; see :class:`CopyLinear`."""
+
+
 def _is_coded(ctx: Any) -> bool:
     return bool(ctx.quantizers) and ctx.backward_override is None
 
@@ -334,6 +350,10 @@ _LINEAR = BasicLinear, Optional(Bias)
 JOINT = [
     _fusion("gather+linear", (AllGather, *_LINEAR), GatherLinear),
     _fusion("copy+linear", (CopyToTensorParallelRegion, *_LINEAR), CopyLinear),
+    _fusion("gather+parallel linear", (AllGather, ParallelLinear), GatherParallelLinear),
+    _fusion(
+        "copy+parallel linear", (CopyToTensorParallelRegion, ParallelLinear), CopyParallelLinear
+    ),
     _fusion("linear+scatter", (*_LINEAR, ReduceScatter), LinearScatter),
     _fusion("linear+reduce", (*_LINEAR, AllReduce), LinearReduce),
 ]

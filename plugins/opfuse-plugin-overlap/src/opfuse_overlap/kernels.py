@@ -63,6 +63,11 @@ def grad_of_input(dy: Tensor, weight: Tensor, out: Tensor) -> None:
     torch.mm(dy, weight, out=out)
 
 
+def add_grad_of_input(dy: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Add ``dy @ weight``; arguments as for :func:`grad_of_input`."""
+    torch.addmm(out, dy, weight, out=out)
+
+
 def grad_of_weight(ctx: Any, dy: Tensor, x: Tensor) -> Tensor:
     """``dy.T @ x``, added to the sum that takes it, if the context has one.
 

@@ -6,13 +6,14 @@ products under a recipe are those of the dequantized values, in fp32, as the op'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
-from opfuse.ops import BasicLinear
+from opfuse.ops import BasicLinear, ParallelLinear
 
 from . import codes, kernels
 from .pieces import DONE, Link, Multiply
@@ -29,21 +30,22 @@ class Rows(NamedTuple):
     Attributes:
         lines: A line for each row.
         multiply: The product of lines.
-        weight: The weight, plain or dequantized.
+        weight: The weight, plain or dequantized; those of several linears as a list.
         dtype: Of the result.
         height: Of how many rows a piece is a multiple.
     """
 
     lines: Tensor
     multiply: Multiply
-    weight: Tensor
+    weight: Any
     dtype: torch.dtype
     height: int = 1
 
     def empty(self, rows: int) -> Tensor:
         """A place for the result of so many rows."""
-        size = rows, self.weight.shape[0]
-        return torch.empty(size, dtype=self.dtype, device=self.weight.device)
+        weights = self.weight if isinstance(self.weight, list) else [self.weight]
+        size = rows, sum(weight.shape[0] for weight in weights)
+        return torch.empty(size, dtype=self.dtype, device=self.lines.device)
 
 
 def local(ctx: Any, x: Any, bias: Tensor | None) -> Rows:
@@ -67,6 +69,17 @@ def local(ctx: Any, x: Any, bias: Tensor | None) -> Rows:
         kernels.product(rows, weight, added, out)
 
     return Rows(rows_of(x), multiply, weight, x.dtype)
+
+
+def side_by_side(op: ParallelLinear, ctx: Any, x: Tensor) -> Rows:
+    """The same of several linears of one input, without a recipe."""
+    x, weights, biases = op.operands(ctx, x)
+
+    def multiply(rows: Tensor, out: Tensor) -> None:
+        for weight, bias, place in zip(weights, biases, op.split(out), strict=True):
+            kernels.product(rows, weight, bias, place)
+
+    return Rows(rows_of(x), multiply, list(weights), x.dtype)
 
 
 def to_gather(link: Link, ctx: Any, x: Tensor, bias: Tensor | None) -> tuple[Rows | None, str]:
@@ -122,7 +135,7 @@ class Gradients:
         weight: The weight; None: the gradient of the input is not needed.
         wgrad: Whether that of the weight is.
         is_whole: Whether the lines are of all rows.
-        keeps_lines: Whether the product for the weight reads the lines of all rows.
+        keeps_lines: Whether the gradients of the parameters are those of the lines of all rows.
         height: Of how many rows a piece is a multiple.
 
     Args:
@@ -130,19 +143,21 @@ class Gradients:
         ctx: The context of the linear.
         dy: The gradient of the output.
         is_whole: Whether it has all rows.
+        sums: Whether its sums over all rows are wanted.
     """
 
     lines: Any
     height = 1
 
-    def __init__(self, link: Link, ctx: Any, dy: Any, is_whole: bool) -> None:
+    def __init__(self, link: Link, ctx: Any, dy: Any, is_whole: bool, sums: bool = False) -> None:
         self._link, self._ctx, self.is_whole = link, ctx, is_whole
         self.dtype = ctx.dtype or dy.dtype
         self._x: Any = None
         self.weight: Any = None
         if ctx.requires_grad:
             self._x, self.weight = self._saved()
-        self.wgrad = self.keeps_lines = self._x is not None
+        self.wgrad, self._sums = self._x is not None, sums
+        self.keeps_lines = self.wgrad or sums
         self._pending: Any = DONE
         self._take(dy)
 
@@ -156,7 +171,13 @@ class Gradients:
         return None if x is None else rows_of(x), weight
 
     def _take(self, dy: Any) -> None:
+        self._given = dy.dtype
         self.lines = rows_of(dy.to(self.dtype))
+
+    def sums(self) -> Tensor:
+        """The sums of the gradient over all rows."""
+        total: Tensor = self.lines.sum(0)
+        return total.to(self._given)
 
     @property
     def count(self) -> int:
@@ -165,8 +186,12 @@ class Gradients:
 
     def empty(self, rows: int) -> Tensor:
         """A place for the gradient of so many rows of the input."""
-        size = rows, self.weight.shape[1]
-        return torch.empty(size, dtype=self.dtype, device=self.weight.device)
+        size = rows, self._in_features
+        return torch.empty(size, dtype=self.dtype, device=self.lines.device)
+
+    @property
+    def _in_features(self) -> int:
+        return int(self.weight.shape[1])
 
     def multiply(self, lines: Tensor, out: Tensor) -> None:
         """The gradient of the input, for some lines."""
@@ -184,16 +209,20 @@ class Gradients:
         """Take the lines of all rows."""
         self.lines = lines
 
-    def grad_of_weight(self) -> Tensor | None:
-        """The gradient of the weight."""
+    def of_params(self) -> Sequence[Tensor | None]:
+        """The gradients of the parameters."""
         self._pending.wait()
-        return kernels.grad_of_weight(self._ctx, self.lines, self._x) if self.wgrad else None
+        if not self.wgrad:
+            return (None,)
+        return (kernels.grad_of_weight(self._ctx, self.lines, self._x),)
 
 
 class CodedGradients(Gradients):
     """The same under a recipe that quantizes the backward."""
 
     _columns: Any = None
+    _totals: Tensor | None = None
+    _given: torch.dtype
 
     def _saved(self) -> tuple[Any, Any]:
         x, weight = self._ctx.saved_tensors
@@ -203,13 +232,16 @@ class CodedGradients(Gradients):
         quantizer, link = self._ctx.quantizers["grad_output"], self._link
         usage = Usage(self.weight is not None, self.wgrad)
         part, self.keeps_lines = None, False
+        self._plain = dy
         self.is_whole = self.is_whole or link.size == 1
         if not self.is_whole and any(usage):
             part, why = codes.quantized(link, quantizer, dy, usage)
             if why:
                 dy, pending = link.gather(rows_of(dy))
                 pending.wait()
-                self.is_whole = True
+                self.is_whole, self._plain = True, dy
+        if self._sums and not self.is_whole:
+            self._begin_sums()
         if part is not None:
             self._dy, self.height = part, codes.height(part)
             self.keeps_lines = all(usage) and codes.has_one_scale(part)
@@ -217,6 +249,20 @@ class CodedGradients(Gradients):
         elif any(usage):
             self._dy = quantizer(dy, usage)
             self.lines = rows_of(self._dy.widened(ROWWISE)) if usage.rowwise else None
+
+    def _begin_sums(self) -> None:
+        """Add up the values here: other processes get codes of them."""
+        plain = rows_of(self._plain)
+        wide = torch.promote_types(plain.dtype, torch.float32)
+        self._totals, self._given = plain.sum(0, dtype=wide), plain.dtype
+        self._summed = self._link.reduce(self._totals)
+
+    def sums(self) -> Tensor:
+        """See :meth:`Gradients.sums`."""
+        if self._totals is None:
+            return rows_of(self._plain).sum(0)
+        self._summed.wait()
+        return self._totals.to(self._given)
 
     def multiply(self, lines: Tensor, out: Tensor) -> None:
         """See :meth:`Gradients.multiply`."""
@@ -252,18 +298,53 @@ class CodedGradients(Gradients):
         """See :meth:`Gradients.arrived`."""
         self._dy = codes.from_lines(lines, self._dy)
 
-    def grad_of_weight(self) -> Tensor | None:
-        """See :meth:`Gradients.grad_of_weight`."""
+    def of_params(self) -> Sequence[Tensor | None]:
+        """See :meth:`Gradients.of_params`."""
         if not self.wgrad:
-            return None
+            return (None,)
         dy, x = [
             each() if callable(each) else each for each in (self._columns or self._dy, self._x)
         ]
         dy, x = (rows_of(each.widened(COLUMNWISE)) for each in (dy, x))
-        return kernels.grad_of_weight(None, dy, x).to(self.dtype)
+        return (kernels.grad_of_weight(None, dy, x).to(self.dtype),)
 
 
-def gradients(link: Link, ctx: Any, dy: Any, is_whole: bool) -> Gradients:
+class GradientsSideBySide(Gradients):
+    """The same of several linears of one input.
+
+    Attributes:
+        op: The op.
+    """
+
+    op: ParallelLinear
+
+    def _saved(self) -> tuple[Any, Any]:
+        x, weights = ParallelLinear.saved_operands(self._ctx)
+        return None if x is None else rows_of(x), None if weights[0] is None else weights
+
+    @property
+    def _in_features(self) -> int:
+        return int(self.weight[0].shape[1])
+
+    def multiply(self, lines: Tensor, out: Tensor) -> None:
+        """See :meth:`Gradients.multiply`."""
+        first, *more = zip(self.op.split(lines), self.weight, strict=True)
+        kernels.grad_of_input(*first, out)
+        for dy, weight in more:
+            kernels.add_grad_of_input(dy, weight, out)
+
+    def of_params(self) -> Sequence[Tensor | None]:
+        """See :meth:`Gradients.of_params`."""
+        self._pending.wait()
+        parts = self.op.split(self.lines)
+
+        def of_weight(dy: Tensor) -> Tensor:
+            return kernels.grad_of_weight(None, dy, self._x)
+
+        return tuple(self.op.param_grads(self._ctx, parts, of_weight) or ())
+
+
+def gradients(link: Link, ctx: Any, dy: Any, is_whole: bool, sums: bool) -> Gradients:
     """The operands of a backward; arguments as for :class:`Gradients`."""
     coded = ctx.quantizers and ctx.backward_override is None
-    return (CodedGradients if coded else Gradients)(link, ctx, dy, is_whole)
+    return (CodedGradients if coded else Gradients)(link, ctx, dy, is_whole, sums)
