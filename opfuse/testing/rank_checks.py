@@ -254,10 +254,9 @@ def bias(trial: Trial) -> None:
 def frozen(trial: Trial) -> None:
     """Whichever leaves need a gradient get the right one, and nothing is sent for the others."""
     names = ["input", *Shard(trial.given()).names]
-    rows = tuple(4 * n for n in trial.given().rows)  # beside which a bias is small
     sets = [(name,) for name in names] + [tuple(n for n in names if n != kept) for kept in names]
     for chosen in dict.fromkeys([*sets, tuple(names), tuple(names[1:])]):
-        trial.compare(trial.given(frozen=chosen, rows=rows))
+        trial.compare(trial.given(frozen=chosen))
 
 
 def modes(trial: Trial) -> None:
