@@ -8,6 +8,7 @@ process that is missing. One that fails says so in the store, and those that wai
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import time
@@ -158,12 +159,11 @@ class Talk:
         Raises:
             RankError: It failed, another process failed, or another one runs something else.
         """
-        try:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # it may have ended since: then the last wait says how
             work.wait(datetime.timedelta(seconds=4 * _LOOK))
             return
-        except RuntimeError as error:
-            if work.is_completed():
-                raise self.failed(f"{what} failed on {self.me}: {_first_line(error)}") from error
         ahead = 0.0
         for _ in self._looks(pending=True):
             if work.is_completed():

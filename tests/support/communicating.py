@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import opfuse
+from opfuse.core.authoring import gather_into, scatter_into, start_collective
 from opfuse.ops import (
     AllGather,
     AllReduce,
@@ -18,28 +19,19 @@ from opfuse.ops import (
     ReduceScatter,
 )
 
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def matrix(tensor):
     return tensor.reshape(-1, tensor.shape[-1])
 
 
 class Pending:
-    """A collective that was started, and what it gives.
+    """A collective that was started, and what it gives."""
 
-    ``talk`` is that of the group, whose wait ends where another rank raises.
-    """
-
-    def __init__(self, work, result, talk=None):
-        self.work, self.result, self.talk = work, result, talk
+    def __init__(self, work, result):
+        self.work, self.result = work, result
 
     def wait(self):
-        if self.talk is None:
-            self.work.wait()
-        else:
-            self.talk.wait(self.work, "a collective")
+        self.work.wait()
         return self.result()
 
 
@@ -57,9 +49,9 @@ class Communicating(opfuse.FusedOperation):
     def group(self):
         return self.collective.process_group
 
-    @property
-    def talk(self):
-        return self.collective.collective_group.talk
+    def start(self, function, *tensors):
+        """Starts a collective, whose wait ends where another rank raises."""
+        return start_collective(self.collective.collective_group, "it", function, *tensors)
 
     @property
     def size(self):
@@ -70,22 +62,22 @@ class Communicating(opfuse.FusedOperation):
         dim = self.collective.dim
         part = part.movedim(dim, 0).contiguous()
         whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        work = gather_into(whole, part, group=self.group, async_op=True)
-        return Pending(work, lambda: whole.movedim(0, dim).contiguous(), self.talk)
+        work = self.start(gather_into, whole, part)
+        return Pending(work, lambda: whole.movedim(0, dim).contiguous())
 
     def start_scatter(self, whole):
         """Adds up what all ranks have; each gets its part."""
         dim = self.collective.dim
         whole = whole.movedim(dim, 0).contiguous()
         part = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        work = scatter_into(part, whole, group=self.group, async_op=True)
-        return Pending(work, lambda: part.movedim(0, dim).contiguous(), self.talk)
+        work = self.start(scatter_into, part, whole)
+        return Pending(work, lambda: part.movedim(0, dim).contiguous())
 
     def start_reduce(self, tensor):
         """Adds up what all ranks have."""
         total = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(total, group=self.group, async_op=True)
-        return Pending(work, lambda: total, self.talk)
+        work = self.start(dist.all_reduce, total)
+        return Pending(work, lambda: total)
 
     def grad_weight(self, dy, x):
         return matrix(dy).t().mm(matrix(x))
