@@ -78,6 +78,8 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("second derivatives do not pass the sum of gradients over processes")
         total = grad.clone(memory_format=torch.contiguous_format)
         run_collective(ctx.group, "the sum of gradients", dist.all_reduce, total)
         return total, None
