@@ -112,7 +112,7 @@ def run_on_parts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a chain whose ends may be ``DTensor``s on the parts of this process.
+    """Run a chain on the parts of this process; each end of it may be a ``DTensor``.
 
     Args:
         run: Runs it.
