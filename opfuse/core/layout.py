@@ -78,6 +78,8 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("second derivatives do not pass the sum of gradients over processes")
         total = grad.clone(memory_format=torch.contiguous_format)
         run_collective(ctx.group, "the sum of gradients", dist.all_reduce, total)
         return total, None
@@ -110,7 +112,7 @@ def run_on_parts(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a chain whose ends may be ``DTensor``s on the parts of this process.
+    """Run a chain on the parts of this process; each end of it may be a ``DTensor``.
 
     Args:
         run: Runs it.

@@ -8,7 +8,7 @@ A plan of ``parallelize_module`` with them splits ops and modules of torch alike
     chain = opfuse.Sequential(ops.Linear(64, 256), ops.GELU(), ops.Linear(256, 64))
     parallelize_module(chain, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
-Parameters become ``DTensor``s, and so does the state dict. The collectives of the placements run
+Each parameter becomes a ``DTensor``, also in the state dict. The collectives of the placements run
 around each op as ops of the chain, and what flows between ops is local. If a chain begins with such
 an op, it takes a ``DTensor`` as well; if it ends with one whose ``use_local_output`` is False, it
 gives one.
@@ -150,7 +150,7 @@ def _forget(op: BasicOperation) -> None:
 
 
 def _parallel(module: Any, how: Split, source: int | None) -> Any:
-    """Split an op, and make its parameters ``DTensor``s."""
+    """Split an op, and make each of its parameters a ``DTensor``."""
     ops: list[Any] = [*module.basic_ops] if isinstance(module, Linear) else [module]
     if module._sources or not isinstance(ops[0], BasicOperation):
         what = "Linear, or a basic op with parameters of its own"

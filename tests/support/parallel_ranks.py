@@ -209,6 +209,10 @@ def summed_norms(rank, build):
         mine(part(x, 0)).pow(3).sum().backward()
         for param, theirs in zip(mine.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(param.grad, theirs.grad)
+    with opfuse.options(double_backward=True):
+        y = mine(part(x, 0)).pow(3).sum()
+        with pytest.raises(RuntimeError, match="second derivatives do not pass the sum"):
+            torch.autograd.grad(y, mine.weight, create_graph=True)
 
 
 def saved_by_two(rank, folder):
