@@ -164,8 +164,10 @@ SIGNATURES = {
     "accumulate_into_main_grad single_grouped_weight single_grouped_bias delay_wgrad_compute scale_bias",
     "Bias": "size device dtype tensor_parallel tensor_parallel_group",
     "Quantize": "forward backward",
-    "LayerNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin",
-    "RMSNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin",
+    "LayerNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin "
+    "sequence_parallel_group",
+    "RMSNorm": "normalized_shape eps device dtype zero_centered_gamma sm_margin "
+    "sequence_parallel_group",
     "L2Normalization": "eps seq_length micro_batch_size",
     "GELU": "cache_quantized_input",
     "GLU": "cache_quantized_input",
@@ -179,7 +181,7 @@ SIGNATURES = {
     "ConstantScale": "scale",
     "Reshape": "shape",
     "Dropout": "p",
-    "AllGather": "process_group dim",  # dim is opfuse's own, as in ReduceScatter
+    "AllGather": "process_group dim",  # opfuse's own are dim and sequence_parallel_group
     "AllReduce": "process_group reduce_in_backward",
     "ReduceScatter": "process_group dim",
 }
