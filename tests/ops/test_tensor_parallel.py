@@ -93,6 +93,7 @@ def test_uneven_rows_are_refused_alike():
     ("run", "difference"),
     [
         (ranks.other_options, "differ in the options: prefer: 'speed' against 'memory'"),
+        (ranks.other_version, "differ in the plugins: opfuse-plugin-nothing: 0.0 against 0.1"),
         (
             ranks.other_ops,
             "differ in the chain: 'chain [AllReduce]' against 'chain [AllReduce, GELU]'",
@@ -103,6 +104,11 @@ def test_uneven_rows_are_refused_alike():
 def test_processes_that_run_different_things(run, difference):
     for kind, text in gloo.together(run):
         assert kind == "RankError" and difference in text
+
+
+def test_processes_with_other_tuning_tables(tmp_path):
+    for kind, text in gloo.together(ranks.other_table, str(tmp_path)):
+        assert kind == "RankError" and "differ in the tuning tables: cpu: none against" in text
 
 
 def test_an_error_that_all_raise_is_raised():

@@ -403,6 +403,38 @@ def other_options(rank):
         return raised(lambda: op(torch.ones(2)))
 
 
+class Nothing:
+    """A plugin."""
+
+    @opfuse.hookimpl
+    def opfuse_options(self):
+        return {"nothing.at_all": False}
+
+
+def other_version(rank):
+    """The same plugin in two versions."""
+    given = dict(name="nothing", distribution="opfuse-plugin-nothing", version=f"0.{rank}")
+    record = opfuse.plugins.register(Nothing(), **given)
+    try:
+        return raised(lambda: ops.AllReduce()(torch.ones(2)))
+    finally:
+        opfuse.plugins.remove(record)
+
+
+def other_table(rank, folder):
+    """A tuning table on one of them."""
+    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
+    try:
+        if rank:
+            fusion = opfuse.Fusion((ops.Bias, ops.GELU), SlowGather, name="bias and gelu")
+            handle = opfuse.register_forward_backward_fusion(fusion)
+            opfuse.tune(opfuse.Sequential(ops.Bias(4), ops.GELU()), torch.ones(2, 4))
+            handle.unregister()
+        return raised(lambda: ops.AllReduce()(torch.ones(2)))
+    finally:
+        del os.environ["OPFUSE_TUNING"]
+
+
 def other_ops(rank):
     more = [ops.GELU()] if rank else []
     return raised(lambda: opfuse.Sequential(ops.AllReduce(), *more)(torch.ones(2)))
