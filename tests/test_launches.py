@@ -116,7 +116,7 @@ def test_nothing_stays_pretended(chain):
 # The experts of a mixture
 
 
-def test_experts_move_each_tensor_once_and_under_a_recipe_launch_for_each_group():
+def test_experts_move_each_tensor_once_and_launch_as_often_for_any_number_of_them():
     experts = pytest.importorskip("ledger.experts")
     pytest.importorskip("opfuse_moe")
     sizes = experts.Sizes(tokens=512, width=256, hidden=128, experts=4, chosen=2)
@@ -131,11 +131,13 @@ def test_experts_move_each_tensor_once_and_under_a_recipe_launch_for_each_group(
     apart = experts.measure(experts.experts_step(sizes), plugins="-moe,-inductor,-liger")
     assert apart.bytes > found.bytes
 
-    recipe, counts = opfuse_fp8.DelayedScaling(), []
+    recipe, counts = opfuse_fp8.DelayedScaling(), {}
     for number in (4, 8):
         step = experts.experts_step(sizes._replace(experts=number), looped=True)
-        counts.append(experts.measure(step, recipe).torch)
-    assert counts[1] > 1.8 * counts[0]
+        for plugins in (experts.OTHERS, "-moe,-inductor,-liger"):
+            counts[number, plugins] = experts.measure(step, recipe, plugins=plugins).torch
+    assert counts[4, experts.OTHERS] == counts[8, experts.OTHERS] < 60
+    assert counts[8, "-moe,-inductor,-liger"] > 1.8 * counts[4, "-moe,-inductor,-liger"]
 
 
 def test_sorting_moves_the_rows_of_all_experts():
