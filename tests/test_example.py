@@ -55,6 +55,7 @@ def numbers(output, title):
 
 
 @needs_extras
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_processes_train_as_one():
     script = SCRIPT.with_name("train_tensor_parallel.py")
