@@ -48,10 +48,21 @@ class Group:
     Attributes:
         given: The group; None: all processes.
         size: Its number of processes.
+
+    Raises:
+        TypeError: It is not a process group.
+        ValueError: This process is not in it.
     """
 
-    def __init__(self, given: dist.ProcessGroup | None) -> None:
+    def __init__(self, given: Any) -> None:
+        wanted = "expected a process group that has this process, got"
+        if given is not None and given == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{wanted} one without it")
+        if given is not None and not isinstance(given, dist.ProcessGroup):
+            raise TypeError(f"{wanted} {given!r}")
         self.given, self.size = given, dist.get_world_size(given)
+        if self.size < 1:
+            raise ValueError(f"{wanted} one without it")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Group) and other.given is self.given
@@ -352,6 +363,8 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
 
 def _waiting(group: Group, given: Iterable[Any]) -> Talk | None:
     """The talk of a group, if the host waits: on a GPU it goes on, and a watchdog waits."""
+    if is_dynamo_compiling():  # a graph runs without it
+        return None
     talk = group.talk
     if talk is not None:
         talk.refuse_broken()

@@ -66,9 +66,22 @@ def test_a_loss_over_classes_of_several_processes(numbers, dtype, sequence):
     gloo.together(ranks.loss, numbers, dtype, sequence, sequence, False)
 
 
-@pytest.mark.parametrize("check", [ranks.kept, ranks.sent, ranks.arguments, ranks.trackers])
+@pytest.mark.parametrize(
+    "check", [ranks.kept, ranks.sent, ranks.arguments, ranks.trackers, ranks.strangers]
+)
 def test_a_single_thing(check):
     gloo.together(check)
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_first_call_that_is_traced(mode, sequence):
+    team = gloo.Team()  # whose group nothing has used
+    try:
+        answers = team.run(ranks.compiled, mode, sequence)
+    finally:
+        team.end()
+    assert answers == [(True, None)] * 2, answers
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -307,6 +307,29 @@ def loss(rank, numbers, dtype, sequence, bias, fused):
     assert found[0] == "IndexError" and "target 10 is not one of 10 classes" in found[1]
 
 
+def compiled(rank, mode, sequence):
+    """The first call of a chain of a group may be traced."""
+    (layer,) = whole(6, 4)
+    op = split(layer, mode, sequence)
+    x = torch.randn(4, 6, dtype=FP64)
+    given = part(x, 0) if mode == "column" and sequence else x if mode == "column" else part(x, -1)
+    y = torch.compile(opfuse.Sequential(op, ops.GELU()), backend="aot_eager")(given)
+    expected = torch.nn.functional.gelu(layer(x), approximate="tanh")
+    mine = part(expected, -1) if mode == "column" else part(expected, 0) if sequence else expected
+    torch.testing.assert_close(y, mine)
+
+
+def strangers(rank):
+    """A group without this process, and what is no group."""
+    groups = [dist.new_group([each]) for each in range(2)]
+    for build in (ops.AllReduce, ops.VocabParallelCrossEntropy, ops.TokenCombine):
+        for other in (groups[1 - rank], "world"):
+            with pytest.raises((TypeError, ValueError), match="expected a process group that has"):
+                build(other)
+    with pytest.raises((TypeError, ValueError), match="expected a process group that has"):
+        ops.Linear(4, 4, tensor_parallel_mode="column", tensor_parallel_group=groups[1 - rank])
+
+
 class Tracker:
     """As those of Megatron-LM: a generator state of its own."""
 
