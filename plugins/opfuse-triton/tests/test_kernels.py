@@ -239,9 +239,9 @@ def test_a_case_runs_at_real_shapes_without_memory():
 # The launcher, with a driver of Triton's that does nothing
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # what was compiled holds its launcher
 def bench():
-    """``benchmarks/launcher.py``."""
+    """``benchmarks/launcher.py``, once for all, whatever the order of the tests is."""
     place = ROOT / "benchmarks" / "launcher.py"
     spec = importlib.util.spec_from_file_location("opfuse_benchmark_launcher", place)
     sys.modules[spec.name] = importlib.util.module_from_spec(spec)
