@@ -105,8 +105,10 @@ class Talk:
         self._rank, self._seconds = dist.get_rank(group), _seconds(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-        default = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(f"opfuse/{group.group_name}", default)
+        default, name = dist.distributed_c10d._get_default_store(), f"opfuse/{group.group_name}"
+        # a store may outlive a group, and the next one has its name
+        number = default.add(f"{name}/groups/{self._rank}", 1)
+        self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", default)
         # its waits may end before the collective
         self.looks = "gloo" in str(dist.get_backend_config(group))
         self._compared = self._failed = 0
@@ -170,9 +172,7 @@ class Talk:
         Raises:
             RankError: It failed, another process failed, or another one runs something else.
         """
-        with contextlib.suppress(
-            RuntimeError
-        ):  # it may have ended since: then the last wait says how
+        with contextlib.suppress(RuntimeError):  # if it ended since, the last wait says how
             work.wait(datetime.timedelta(seconds=4 * _LOOK))
             return
         ahead = 0.0

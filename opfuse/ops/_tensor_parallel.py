@@ -90,6 +90,32 @@ class TensorParallel(NamedTuple):
         return f", tensor_parallel_mode={self.mode!r}, tensor_parallel_size={self.size}{more}"
 
 
+class SplitLayer:
+    """Transformer Engine's attributes of a layer that is split, from its ``_split``."""
+
+    _split: TensorParallel
+
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """How the layer is split among processes."""
+        return self._split.mode
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The processes; None: all."""
+        return self._split.group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes."""
+        return self._split.size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensors outside of the layer are split along the rows."""
+        return self._split.sequence
+
+
 def check_tracker(op: object, tracker: Tracker) -> None:
     """Refuse a tracker that is not a function.
 

@@ -28,7 +28,7 @@ from ._common import (
 )
 from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
-from ._tensor_parallel import TensorParallel, check_tracker, forked
+from ._tensor_parallel import SplitLayer, TensorParallel, check_tracker, forked
 
 
 class LinearOperation(RowwiseOperation):
@@ -58,7 +58,7 @@ class LinearOperation(RowwiseOperation):
         return super().get_input_quantizer()
 
 
-class BasicLinear(WithLaterArguments, LinearOperation):
+class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
     """``y = x @ weight.T``: a linear layer without bias.
 
     Maps ``(..., in_features)`` to ``(..., out_features)``, in the compute dtype. ``weight`` has
@@ -191,26 +191,6 @@ class BasicLinear(WithLaterArguments, LinearOperation):
         op.read_parameters({"weight": ParamSource(module, weight, transposed)})
         op.name = name
         return op
-
-    @property
-    def tensor_parallel_mode(self) -> str | None:
-        """How the weight is split among processes."""
-        return self._split.mode
-
-    @property
-    def tensor_parallel_group(self) -> Any:
-        """The processes; None: all."""
-        return self._split.group
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """The number of processes."""
-        return self._split.size
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tensors outside of the layer are split along the rows."""
-        return self._split.sequence
 
     @property
     def local_in_features(self) -> int | None:

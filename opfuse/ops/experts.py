@@ -32,11 +32,11 @@ class _Exchange(WithProcessGroup, ExtraTensorOperation):
     def _send(self, x: Tensor, routes: Tensor) -> Tensor:
         """Rows in the order of all experts, to their processes; there sorted by expert."""
         came = self._all_to_all(x, *routes.sum(-1).unbind())
-        return came.index_select(0, _by_expert(routes[1]))
+        return came.index_select(0, _by_expert(routes[1]).to(came.device))
 
     def _return(self, y: Tensor, routes: Tensor) -> Tensor:
         """The inverse of :meth:`_send`."""
-        came = torch.empty_like(y).index_copy_(0, _by_expert(routes[1]), y)
+        came = torch.empty_like(y).index_copy_(0, _by_expert(routes[1]).to(y.device), y)
         return self._all_to_all(came, *routes.flip(0).sum(-1).unbind())
 
     def _all_to_all(self, x: Tensor, sent: Tensor, got: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
 from ._reading import check_stock, tensor_of
-from ._tensor_parallel import TensorParallel, forked
+from ._tensor_parallel import SplitLayer, TensorParallel, forked
 from .basic_linear import BasicLinear, draw
 
 
-class Bias(RowwiseOperation):
+class Bias(SplitLayer, RowwiseOperation):
     """``y = x + bias`` over the last dimension, in the dtype of the input.
 
     Takes and returns ``(..., size)``; ``bias`` has shape ``(size,)`` and starts at zero.
@@ -92,16 +92,6 @@ class Bias(RowwiseOperation):
         """Whether each process has its part of the bias."""
         return self._split.mode is not None
 
-    @property
-    def tensor_parallel_group(self) -> Any:
-        """The processes; None: all."""
-        return self._split.group
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """The number of processes."""
-        return self._split.size
-
     def extra_repr(self) -> str:
         """The size on this process, and how the bias is split."""
         more = f", tensor_parallel_size={self._split.size}" if self.tensor_parallel else ""
@@ -121,7 +111,7 @@ class Bias(RowwiseOperation):
         return grad_output, (grad,)
 
 
-class Linear(FusedOperation):
+class Linear(SplitLayer, FusedOperation):
     """``y = x @ weight.T + bias``: ``torch.nn.Linear`` in two basic ops.
 
     The ops are ``BasicLinear`` and ``Bias``. Takes ``(..., in_features)`` and gives
@@ -285,9 +275,8 @@ class Linear(FusedOperation):
         with forked(self._linear._tracker):
             draw(self.bias, self._linear._fan_in)
         if self.tensor_parallel_mode == "row" and not self.basic_ops[-1]._layouts:
-            if self.bias is not None and dist.get_rank(
-                self.tensor_parallel_group
-            ):  # what is added up is one bias
+            rank = dist.get_rank(self.tensor_parallel_group)
+            if self.bias is not None and rank:  # what is added up is one bias
                 nn.init.zeros_(self.bias)
 
     @property
@@ -297,28 +286,8 @@ class Linear(FusedOperation):
         return linear
 
     @property
-    def _split(self) -> TensorParallel:
+    def _split(self) -> TensorParallel:  # type: ignore[override]
         return self._linear._split
-
-    @property
-    def tensor_parallel_mode(self) -> str | None:
-        """How the layer is split among processes."""
-        return self._linear.tensor_parallel_mode
-
-    @property
-    def tensor_parallel_group(self) -> Any:
-        """The processes; None: all."""
-        return self._linear.tensor_parallel_group
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """The number of processes."""
-        return self._linear.tensor_parallel_size
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tensors outside of the layer are split along the rows."""
-        return self._linear.sequence_parallel
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):

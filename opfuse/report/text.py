@@ -75,7 +75,7 @@ def sent_by(call: Call) -> str:
     beside = sum(sent.forward + sent.backward for sent in call.sent if sent.overlapped)
     ops = ", ".join(dict.fromkeys(sent.op for sent in call.sent))
     both = " and ".join(
-        f"{as_bytes(size)} in the {of}"
+        f"{as_bytes(size) if size else 'nothing'} in the {of}"
         for of, size in zip(("forward", "backward"), sizes, strict=True)
     )
     much = f"; {as_bytes(beside)} of it beside other work" if beside else ""

@@ -82,7 +82,7 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
             "device": made_from.env.device.type,
             "autocast": str(program.autocast),
             "recipe": str(program.recipe),
-            "gradients": str(tuple(made_from.needs)),
+            "gradients of": ", ".join(_wanted(program)) or "nothing",
             "training": str([op.training for op in chain.ops]),
             "keywords": str(made_from.kwargs),
             "shape": str(tuple(input.shape[-1:] if uneven else input.shape)),
@@ -97,6 +97,16 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
         if (talk := group.talk) is not None:
             talk.compare(facts)
     return Agreed(program, input.shape, facts)
+
+
+def _wanted(program: Program) -> Iterator[str]:
+    """What needs a gradient, by name."""
+    chain, needs = program.chain, program.facts.needs
+    if program.requires_grad and needs.inputs[0]:
+        yield "the input"
+    for i, flags in enumerate(needs.params if program.requires_grad else ()):
+        names = zip(chain.ops[i].param_names or (), flags, strict=True)
+        yield from (f"{name} of {chain.name(i)}" for name, needed in names if needed)
 
 
 @contextmanager
