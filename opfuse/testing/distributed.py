@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 from ..core.context_managers import options
 from .cases import offered
-from .gloo_ranks import check_on_gloo
+from .gloo_ranks import check_on_gloo, describe
 from .processes import registered_module
 from .rank_checks import CHECKS, Trial, plan
 from .running import Declined, Failure
@@ -135,8 +134,8 @@ class DistributedSuite:
         if not offered(self.plugin):
             pytest.skip(f"plugin {self.plugin!r} offers no fusion")
         try:
-            pickle.dumps([self.layers, self.options])
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            describe(self.layers, self.options)
+        except ValueError as error:
             pytest.skip(f"another process cannot build the layers: {error}")
         problem = None
         try:

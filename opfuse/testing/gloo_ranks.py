@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import importlib
 import json
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from .cases import offered
 from .processes import registered_module
 from .rank_checks import compare_steps, whole
 from .running import Failure, only
-from .sharded import Circumstances, Shard, ShardedLayer
+from .sharded import Circumstances, Shard, ShardedLayer, Step
 
 SIZE, SECONDS = 2, 30
 _START = """
@@ -45,7 +46,7 @@ def serve(plugin: str, rank: str, folder: str) -> None:
         folder: With the layers; the answers go there.
     """
     path = pathlib.Path(folder)
-    layers, given = pickle.loads((path / "layers").read_bytes())
+    layers, given = _layers_of((path / "layers").read_text())
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=SECONDS)
     store = f"file://{path / 'store'}"
@@ -53,7 +54,7 @@ def serve(plugin: str, rank: str, folder: str) -> None:
     problem = "" if offered(plugin) else f"no plugin {plugin!r} with fusions is installed"
     for layer in layers:
         try:
-            _check(plugin, layer, given, int(rank))
+            _check(plugin, layer, given, int(rank), path)
         except Exception as error:
             problem = f"{layer.name}: {type(error).__name__}: {error}"
             break
@@ -64,17 +65,49 @@ def serve(plugin: str, rank: str, folder: str) -> None:
     os._exit(0)  # what compiled a model may keep the group, which then aborts
 
 
-def _check(plugin: str, layer: ShardedLayer, chosen: Any, rank: int) -> None:
+def describe(layers: Sequence[ShardedLayer], chosen: Mapping[str, Any]) -> str:
+    """Layers and options as text, for another process.
+
+    Raises:
+        ValueError: Another process cannot build them.
+    """
+    rows = []
+    for layer in layers:
+        build: Any = layer.build
+        module, name = getattr(build, "__module__", ""), getattr(build, "__qualname__", "")
+        if getattr(sys.modules.get(module), name, None) is not build:
+            raise ValueError(f"{layer.name!r} is not built by a function of a module")
+        rows.append({**vars(layer), "build": [module, name]})
+    try:
+        return json.dumps([rows, {**chosen}])
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _layers_of(text: str) -> tuple[list[ShardedLayer], dict[str, Any]]:
+    """Undo :func:`describe`."""
+    rows, chosen = json.loads(text)
+    layers = []
+    for row in rows:
+        module, name = row["build"]
+        build = getattr(importlib.import_module(module), name)
+        layers.append(ShardedLayer(**{**row, "build": build, "summed": tuple(row["summed"])}))
+    return layers, chosen
+
+
+def _check(plugin: str, layer: ShardedLayer, chosen: Any, rank: int, folder: pathlib.Path) -> None:
     """Two steps, with all ranks' results on each; each rank compares them."""
-    for rows in layer.row_counts()[:2]:
+    for number, rows in enumerate(layer.row_counts()[:2]):
         given = Circumstances(layer, rows)
         with only():
             separate = Shard(given, rank).step()
         with using(plugin), options(**chosen):
             mine = Shard(given, rank).step()
-        steps: Any = [[None] * SIZE for _ in range(2)]
-        for step, of_ranks in zip((mine, separate), steps, strict=True):
-            dist.all_gather_object(of_ranks, step)
+        files = [folder / f"{layer.name} {number} {each}" for each in range(SIZE)]
+        torch.save([dataclasses.asdict(step) for step in (mine, separate)], files[rank])
+        dist.barrier()
+        found = [torch.load(file, weights_only=True) for file in files]
+        steps = [[Step(**of_rank[which]) for of_rank in found] for which in range(2)]
         compare_steps(given, steps[0], steps[1], whole(given))
 
 
@@ -90,7 +123,7 @@ def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer], chosen: Mapping[s
     environ = {name: value for name, value in os.environ.items() if name not in unset}
     environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        (pathlib.Path(folder) / "layers").write_bytes(pickle.dumps(([*layers], {**chosen})))
+        (pathlib.Path(folder) / "layers").write_text(describe(layers, chosen))
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", _START, plugin, module, str(rank), folder],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import gloo
 import overlapping as ranks
 import pytest
 import torch
-from opfuse_overlap import pieces, symm_mem
+from opfuse_overlap import conditions, pieces, symm_mem
 
 import opfuse
 from opfuse import ops
@@ -152,3 +154,13 @@ def test_a_process_that_fails_while_pieces_are_on_their_way(mode, way, backward)
         assert other[1][0] in ("RankError", "ArithmeticError") and "no luck" in other[1][1]
     else:
         assert other is None and "rank 1 did not answer" in text
+
+
+@pytest.mark.parametrize(("processes", "waits"), [(2, True), (4, False), (8, False)])
+def test_where_a_model_predicts_little_it_waits_for_a_measurement(processes, waits):
+    op = SimpleNamespace(collective_group=object(), process_group_size=processes, dim=0)
+    env = opfuse.Environment(torch.device("cuda"), None, torch.bfloat16)
+    found = conditions.runs([op], env._replace(rows=4096))
+    assert ("a model predicts less than 1.1 times" in str(found)) == waits
+    assert (found is True) != waits
+    assert conditions.runs([op], env._replace(options={"overlap.use": "always"})) is True
