@@ -13,7 +13,7 @@ from .cases import Case, where
 from .checks import CHECKS, Check
 from .generate import Chains
 from .machine import is_interpreting
-from .running import Declined, Failure, blamed, separate
+from .running import UNUSED, Declined, Failure, blamed, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,8 @@ def _shrink(
                 separate(smaller)
                 run(check.name, smaller)
             except Failure as found:
+                if str(found) == UNUSED:  # another fault: it does not match what is left
+                    continue
                 case, failure = smaller, found
                 break
             except Declined:

@@ -27,6 +27,9 @@ from .cases import Built, Case, Subject
 R = TypeVar("R")
 
 
+UNUSED = "it is not used for its own chain, and gives no reason"
+
+
 class Failure(AssertionError):
     """A check found a fault.
 
@@ -98,7 +101,7 @@ class Plans(Recorder):
                 raise Declined("nothing is cast where its pattern has a cast")
         if (case.before or case.after) and not isinstance(subject.fusion, Fusion):
             raise Declined("a fusion function decides for itself which chains it takes")
-        raise Failure("it is not used for its own chain, and gives no reason")
+        raise Failure(UNUSED)
 
 
 @dataclasses.dataclass

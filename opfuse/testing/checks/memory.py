@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -226,14 +227,26 @@ def _released(case: Case) -> None:
                 grads = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
             del outputs, wanted, grads
         _forget_casts(built)
-        gc.collect()
-        for what in births.still_there(_memory(built.leaves.values())):
+        for what in _left(births, _memory(built.leaves.values())):
             raise Failure(f"{what} after the backward")
         births.tensors.append((weakref.ref(built.leaves["input"]), "the input"))
         del built, weights
-    gc.collect()
-    for what in births.still_there(set()):
+    for what in _left(births, set()):
         raise Failure(f"{what} after the chain is gone")
+
+
+def _left(births: Births, known: set[int]) -> list[str]:
+    """What is still referenced, also a second later.
+
+    On a GPU the backward runs in a thread of its own, which lets go of its last tensors after its
+    results are there.
+    """
+    for _ in range(100):
+        gc.collect()
+        if not (left := list(births.still_there(known))):
+            break
+        time.sleep(0.01)
+    return left
 
 
 def _forget_casts(built: Built) -> None:

@@ -184,6 +184,8 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
             raise Failure(f"{what} shares memory with {shared[0]}, the basic op's with {shared[1]}")
         if isinstance(other, QuantizedTensor):
             compare_codes(case, what, mine, other)
+        elif not (other.dtype.is_floating_point or other.is_complex()):  # on the host or not
+            compare(case, what, mine.to(other.device), other, other)
         else:
             compare(case, what, mine, other, other)
     for name, value in expected["context"].items():

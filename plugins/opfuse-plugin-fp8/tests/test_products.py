@@ -588,3 +588,21 @@ def test_another_value_of_the_option_is_refused():
     with opfuse.plugins.using("fp8"), opfuse.options(**{"fp8.products": "nativ"}):
         with pytest.raises(ValueError, match=says):
             chain(x)
+
+
+@pytest.mark.parametrize("made", ["strided", "at an odd place", "expanded"])
+def test_a_bias_that_cublas_would_misread_is_copied(made, monkeypatch):
+    """PyTorch checks neither strides nor alignment of it: on an H100 it was another bias, or an error."""
+    given = torch.randn(65, dtype=torch.bfloat16)
+    bias = {
+        "strided": given[:64].view(32, 2)[:, 1],
+        "at an odd place": given[1:33],
+        "expanded": given[:1].expand(32),
+    }[made]
+    codes = torch.randn(32, 32).to(torch.float8_e4m3fn)
+    operand = gemm.GemmOperand(codes, torch.ones(1), ScalingType.TensorWise)
+    seen = []
+    monkeypatch.setattr(gemm.F, "scaled_mm", lambda *_, bias, **__: seen.append(bias))
+    gemm.multiply(operand, operand, torch.bfloat16, bias=bias)
+    (passed,) = seen
+    assert torch.equal(passed, bias) and passed.is_contiguous() and passed.data_ptr() % 16 == 0

@@ -43,6 +43,8 @@ def test_launches_at_the_size_of_a_language_model(again, kernels, most):
     pytest.importorskip("triton")
     from opfuse_linear import loss
 
+    if torch.__version__ < "2.12":
+        pytest.skip("addmm(out_dtype=...) of this torch knows no meta tensors")
     linear = ops.BasicLinear(FEATURES, CLASSES, device="meta", dtype=torch.bfloat16)
     fused = (loss.LinearLossAgain if again else loss.LinearLoss)([linear, ops.CrossEntropy()])
     fused.planned(opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16))

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import gpu_toys as toys  # noqa: E402
 from opfuse_triton import TARGETS, Config, Kernel, KernelCase, Operand, config_tables, target  # noqa: E402
 from opfuse_triton.__main__ import main  # noqa: E402
-from opfuse_triton.gpu import measuring, session, table, timing, worker  # noqa: E402
+from opfuse_triton.gpu import measuring, session, table, worker  # noqa: E402
 from opfuse_triton.gpu.judging import judge  # noqa: E402
 from opfuse_triton.gpu.timing import Clock  # noqa: E402
 from opfuse_triton.targets import INTERPRETER  # noqa: E402
@@ -237,10 +237,13 @@ def test_the_budget_holds_and_what_it_leaves_out_is_named():
     )
     assert [process.killed for process in began] == [True] and 100 < found["seconds"] < 120
     assert found["ended"] == []
-    left = ["later", "later: rows=3 features=40", "scale: rows=3 features=40"]
+    left = ["scale: rows=3 features=40", "later", "later: rows=3 features=40"]
     assert found["left"]["gpu_toys:SOUND"] == left
     text = "\n".join(table.lines(found))
-    assert "not measured, gpu_toys:SOUND: later and 2 more; --budget gives more time" in text
+    assert (
+        "not measured, gpu_toys:SOUND: scale: rows=3 features=40 and 2 more; --budget gives more time"
+        in text
+    )
 
 
 @interpreted
@@ -302,12 +305,12 @@ def test_calls_are_captured_on_a_stream_of_their_own(monkeypatch):
         yield
         events.append("default")
 
-    def capture(calls, times):
+    def samplers(clock, ways):
         events.append("captured")
-        return lambda: 1.0
+        return [lambda: 1.0], ""
 
     monkeypatch.setattr(GPUClock, "around", around)
-    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(GPUClock, "samplers", samplers)
     assert Clock(torch.device("cuda")).seconds([lambda: None]) == 1.0
     assert events == ["own", "captured", "default"]
 

@@ -31,7 +31,7 @@ _MODEL = {"rows": 8192, "features": 4096}
 _LLAMA = {"rows": 8192, "features": 14336}
 _WIDE = {"rows": 8192, "features": 8192}
 _EXPERTS = {"groups": 128, "rows": 65536, "features": 2048}
-_SMALL = [{"rows": 160, "features": 256}, {"rows": 32, "features": 128}]
+_SMALL = [{"rows": 160, "features": 256}, {"rows": 64, "features": 96}]
 
 QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "delayed": lambda dtype, device: DelayedQuantizer(dtype, device=device),
@@ -120,6 +120,7 @@ def _case(
         return (*separate(**given), *([values(**given)] if values else []))
 
     more: Any = {"separate": separate, "twin": twin, "exact": exact, "turn": 40}
+    more["dtypes"] = (torch.bfloat16, torch.float32)
     # blocks of MX and NVFP4, and halves, are whole; so are the 128 x 128 weights of models
     whole = any(word in name for word in ("MX", "NVFP4", "SwiGLU", "128 x 128"))
     width = 4224 if whole else 5001

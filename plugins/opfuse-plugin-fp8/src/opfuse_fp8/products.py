@@ -36,8 +36,10 @@ class _Product(FusedOperation):
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        # as Transformer Engine: the forward of per-tensor scales, and no backward
-        self._fast = hardware.kind_of(type(env.recipe)) == "tensor"
+        # as Transformer Engine: the forward of per-tensor scales, and no backward; but an fp32
+        # result shows the bits that are left out
+        tensor_wise = hardware.kind_of(type(env.recipe)) == "tensor"
+        self._fast = tensor_wise and env.dtype is not torch.float32
         self._adds_bias = not _bias_apart(env)
         self._is_one = is_one_product(self.basic_ops[0], env)
 

@@ -85,9 +85,6 @@ def codes_of(v, scale, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
     """
     most: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     scaled = v * scale
-    infinite = tl.abs(v) == float("inf")
-    if MANTISSA == 3:  # without infinity
-        scaled = tl.where(infinite, float("nan"), scaled)
     if NATIVE:
         dtype: tl.constexpr = tl.float8e4nv if MANTISSA == 3 else tl.float8e5
         code = scaled.to(dtype).to(tl.uint8, bitcast=True)
@@ -95,6 +92,11 @@ def codes_of(v, scale, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
         code = _rounded(tl.minimum(tl.maximum(scaled, -most), most), MANTISSA)
         sign = ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
         code = tl.where(scaled == scaled, code, sign | 0x7F)
-    if MANTISSA == 2:  # infinity follows the largest number
+    # Done to codes, one by one, and not to values: ptxas before CUDA 13 takes bytes from a register
+    # that it has not written yet where converted pairs are stored as they are and moved as bytes
+    infinite = tl.abs(v) == float("inf")
+    if MANTISSA == 3:  # without infinity
+        code = tl.where(infinite, 0x7F, code)
+    else:  # infinity follows the largest number
         code += infinite.to(tl.uint8)
     return code

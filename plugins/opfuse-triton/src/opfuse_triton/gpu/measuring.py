@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,15 +26,40 @@ Tell = Callable[[], None]
 """Called before each step that may take long: who waits knows then that nothing hangs."""
 
 
-def parts(case: KernelCase, on_gpu: bool) -> list[tuple[str, Mapping[str, int] | None]]:
-    """The parts that a case is measured in, by name: its odd shapes, then each real shape.
+class Part(NamedTuple):
+    """What is done and reported as one.
 
-    There are none on a GPU that it does not run on.
+    Attributes:
+        name: The case, and the shape.
+        case: The case.
+        shape: One of its real shapes; None: it is judged at its odd ones.
+        compiled: Whether ``torch.compile`` of the separate operations is timed, not the case.
     """
-    if on_gpu and not case.fits(current_target(torch.cuda.current_device())):
-        return []
-    shapes = case.shapes if on_gpu else case.small[:1]
-    return [(case.name, None), *[(f"{case.name}: {describe(shape)}", shape) for shape in shapes]]
+
+    name: str
+    case: KernelCase
+    shape: Mapping[str, int] | None = None
+    compiled: bool = False
+
+
+def parts(cases: Sequence[KernelCase], on_gpu: bool) -> list[Part]:
+    """The parts in the order of the cases' turns: each case at its odd shapes, then the real ones.
+
+    ``torch.compile``, which takes seconds for each shape, comes after all of them, first at the
+    first shape of each case. Cases that do not run on the GPU have no parts.
+    """
+    if on_gpu:
+        here = current_target(torch.cuda.current_device())
+        cases = [case for case in cases if case.fits(here)]
+    found, last = [], list[tuple[int, Part]]()
+    for case in sorted(cases, key=lambda case: case.turn):
+        found.append(Part(case.name, case))
+        for number, shape in enumerate(case.shapes if on_gpu else case.small[:1]):
+            name = f"{case.name}: {describe(shape)}"
+            found.append(Part(name, case, shape))
+            if on_gpu and _separate(case, shape):
+                last.append((number, Part(f"{name}, torch.compile", case, shape, compiled=True)))
+    return found + [part for _, part in sorted(last, key=lambda one: one[0])]
 
 
 def variants(case: KernelCase) -> Iterator[tuple[str, Mapping[str, int], torch.dtype, int]]:
@@ -101,16 +126,14 @@ def measure(
     Returns:
         ``wrong``, a sentence for each fault; ``seconds`` with the default configurations, or why
         there are none, and then nothing else; ``floor``, bytes that it has to move, and ``flops``;
-        ``modelled`` seconds; ``best``: for each kernel with several configurations the fastest,
-        with its ``seconds``; ``entries`` for a table; ``others``: of ``separate``,
-        ``compiled`` and each of ``peers``, seconds or why there are none; ``refused``: what
-        ``check`` says.
+        ``modelled`` seconds; ``best``: for each kernel with several configurations what
+        :func:`_fastest` found; ``entries`` for a table; ``others``: of ``separate`` and each of
+        ``peers``, seconds or why there are none; ``refused``: what ``check`` says.
     """
     tell()
     fault = _judged(case, shape, clock)
     row: Row = {"wrong": [fault] if fault else []}
-    nbytes = sum(operand.nbytes for operand in case.tensors(**shape).values())
-    sets = [case.inputs(shape, clock.device) for _ in range(clock.sets(nbytes))]
+    sets = _sets(case, shape, clock)
 
     def timed(call: Callable[..., Any]) -> float | str | None:
         if clock.now() > deadline:
@@ -137,13 +160,30 @@ def measure(
         if best and not fault and clock.now() <= deadline:
             config = best["config"]
             row["entries"] += [entry(plugin, target.name, kernel, facts, config) for facts in each]
-    apart = _separate(case, shape)
-    others = {"separate": apart, "compiled": _compiled(apart, clock), **case.peers}
+    others = {"separate": _separate(case, shape), **case.peers}
     found = {name: timed(other) for name, other in others.items() if other}
     row["others"] = {name: taken for name, taken in found.items() if taken is not None}
     if not row["wrong"] and (speed := _speed(row)):
         row["entries"].append(speed_entry(plugin, target.name, case.name, shape, speed))
     return row
+
+
+def measure_compiled(case: KernelCase, shape: Mapping[str, int], clock: Clock) -> Row:
+    """Time ``torch.compile`` of the separate operations.
+
+    Returns:
+        ``compiled``: seconds, or why there are none; ``wrong``: nothing.
+    """
+    torch.compiler.reset()  # cases share functions, and one is compiled a few times at most
+    sets = _sets(case, shape, clock)
+    call = torch.compile(_separate(case, shape), dynamic=False)
+    return {"compiled": _or_why(lambda: clock.seconds(bound(call, sets))), "wrong": []}
+
+
+def _sets(case: KernelCase, shape: Mapping[str, int], clock: Clock) -> list[dict[str, Any]]:
+    """Sets of inputs that do not fit into the cache together."""
+    nbytes = sum(operand.nbytes for operand in case.tensors(**shape).values())
+    return [case.inputs(shape, clock.device) for _ in range(clock.sets(nbytes))]
 
 
 def _speed(row: Row) -> float | None:
@@ -191,14 +231,17 @@ def _fastest(
         timed: Gives the seconds of a call, why there are none, or None: there is no time.
 
     Returns:
-        ``config``, its ``seconds``, and ``faults`` of those that are faster.
+        ``config``, its ``seconds``, ``faults`` of those that are faster, the ``default``, and what
+        else was ``tried``, with seconds or why there are none.
     """
     target, taken = current_target(clock.device), list[tuple[float, Row]]()
     default, possible = kernel.pick(target, facts).to_dict(), kernel.candidates(target, facts)
+    tried: list[Row] = []
     for config in possible:
         if config != default:
             with kernel.pinned(config):
                 seconds = timed(case.run)
+            tried.append({"config": config, "seconds": seconds})
             if isinstance(seconds, float) and seconds * GAIN < usual:
                 taken.append((seconds, config))
     faults: list[str] = []
@@ -206,21 +249,14 @@ def _fastest(
         with kernel.pinned(config):
             fault = _judged(case, shape, clock)
         if not fault:
-            return {"config": config, "seconds": seconds, "faults": faults}
+            found = {"config": config, "seconds": seconds, "faults": faults}
+            return {**found, "default": default, "tried": tried}
         faults.append(f"{kernel.name} with {settings_as_text(config)}: {fault}")
-    several = len(possible) > 1
-    return {"config": default, "seconds": usual, "faults": faults} if several else {}
+    found = {"config": default, "seconds": usual, "faults": faults}
+    return {**found, "default": default, "tried": tried} if len(possible) > 1 else {}
 
 
 def _separate(case: KernelCase, shape: Mapping[str, int]) -> Callable[..., Any] | None:
     """The separate operations, if they can run: instead, a case may count their bytes."""
     counts = case.separate and isinstance(case.separate(**case.inputs(shape)), int)
     return None if counts else case.separate
-
-
-def _compiled(separate: Callable[..., Any] | None, clock: Clock) -> Callable[..., Any] | None:
-    """The separate operations under ``torch.compile``, where there is a GPU."""
-    if clock.device.type != "cuda" or separate is None:
-        return None
-    torch.compiler.reset()  # cases share functions, and one is compiled a few times at most
-    return torch.compile(separate, dynamic=False)

@@ -20,6 +20,8 @@ import triton
 
 from ..machine import is_interpreting
 from ..recorded import case_lists, load_cases
+from ..targets import current_target
+from .ahead import compile_ahead
 from .measuring import parts
 
 SILENCE = 120.0
@@ -28,6 +30,9 @@ SILENCE = 120.0
 START, SPARE, LEAST = 30.0, 10.0, 60.0
 """Seconds that are too few to begin another process, those that one has to finish a step, and the
 smallest share of a plugin."""
+
+COMPILING = 0.4
+"""The share of the budget in which kernels may be compiled, before anything is timed."""
 
 OUT_OF_TIME = "out of time"
 Row = dict[str, Any]
@@ -81,9 +86,13 @@ def session(
     report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "seconds": 0.0}
     report["plugins"] = dict.fromkeys(order, 0.0)
     report["left"] = {
-        name: [part for case in of_plugin for part, _ in parts(case, not is_interpreting())]
+        name: [part.name for part in parts(of_plugin, not is_interpreting())]
         for name, of_plugin in cases.items()
     }
+    if not is_interpreting():
+        target = current_target(torch.cuda.current_device())
+        compile_ahead(lists.values(), target, budget * COMPILING)
+        report["compiled"] = now() - began
     workers = _Workers(report, keep, begin, now, wait, works or device_works, silence)
     # first each plugin has its share of the time, then what the others left
     for number, name in enumerate(order * 2):

@@ -27,17 +27,27 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         speeds = f"{copied / 1e12:.2f} TB/s, a bf16 product {product / 1e12:.0f} TFLOP/s"
         yield f"a copy reaches {speeds}"
     yield from ("", HEAD)
-    heading = ""
-    for row in report["rows"]:
+    heading, rows = "", _with_compiled(report["rows"])
+    for row in rows:
         if isinstance(row.get("seconds"), float):
             case, _, shape = row["part"].rpartition(": ")
             if heading != (heading := f"{row['plugin']}: {case}"):
                 yield heading
             yield _line(row, shape, copied, product)
     yield from ("", *LEGEND.splitlines(), "")
-    for text in _remarks(report):
+    for text in _remarks(report | {"rows": rows}):
         yield from textwrap.wrap(text, 98, subsequent_indent="  ", break_on_hyphens=False)
     yield f"{report['seconds']:.0f} of {report['budget']:.0f} s"
+
+
+def _with_compiled(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of cases, each with the time of torch.compile, which has rows of its own."""
+    compiled = {row["part"]: row["compiled"] for row in rows if "compiled" in row}
+    found = [row for row in rows if "compiled" not in row]
+    for row in found:
+        if (taken := compiled.get(f"{row['part']}, torch.compile")) is not None and "others" in row:
+            row["others"]["compiled"] = taken
+    return found
 
 
 def _line(row: dict[str, Any], shape: str, copied: float, product: float) -> str:

@@ -16,7 +16,7 @@ from opfuse.testing import interpreter
 
 from ..machine import is_interpreting
 from ..recorded import load_cases
-from .measuring import judge_variants, measure, parts
+from .measuring import judge_variants, measure, measure_compiled, parts
 from .timing import Clock
 
 
@@ -38,18 +38,21 @@ def run(
         deadline: No part begins after that, by the clock.
         skip: Parts that are left out: they are done, or ended an earlier process.
     """
-    for case in sorted(load_cases(where), key=lambda case: case.turn):
-        for part, shape in parts(case, clock.device.type == "cuda"):
-            if part in skip or clock.now() > deadline:
-                continue
-            tell = functools.partial(write, {"begins": part})
-            tell()
-            torch.manual_seed(0)
-            if shape is None:
-                row = judge_variants(case, clock, deadline, tell)
-            else:
-                row = measure(plugin, case, shape, clock, deadline, tell)
-            write(row | {"part": part, "plugin": plugin})
+    for part in parts(load_cases(where), clock.device.type == "cuda"):
+        if part.name in skip or clock.now() > deadline:
+            continue
+        tell = functools.partial(write, {"begins": part.name})
+        tell()
+        began = time.monotonic()
+        torch.manual_seed(0)
+        if part.shape is None:
+            row = judge_variants(part.case, clock, deadline, tell)
+        elif part.compiled:
+            row = measure_compiled(part.case, part.shape, clock)
+        else:
+            row = measure(plugin, part.case, part.shape, clock, deadline, tell)
+        took = time.monotonic() - began
+        write(row | {"part": part.name, "plugin": plugin, "took": took})
 
 
 def main(plugin: str, where: str, out: str, seconds: str, *skip: str) -> None:

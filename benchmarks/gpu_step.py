@@ -1,0 +1,111 @@
+"""A training step of a Llama on a GPU: eager, converted, compiled, with Liger's kernels.
+
+python benchmarks/gpu_step.py --out gpu-step.json
+
+The model has the widths of Llama 3 8B, four layers and a vocabulary of 32,000, in bf16 with random
+weights. A step is the forward with the loss, and the backward, over 2 x 2,048 tokens. Each way runs
+in a process of its own: after three steps, the median of 15, by the GPU's clock. ``peak`` is the
+largest amount of memory in use; weights and their gradients are part of it. ``loss`` is that of the
+first step: all ways start with the same weights and tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+WAYS = ("eager", "converted", "memory", "fp8", "compile", "liger", "converted-compile")
+BATCH, TOKENS = 2, 2048
+
+
+def main() -> None:
+    """Time each way in a process, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ways", default=",".join(WAYS), help="names, with commas")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
+    parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(run(options.part, options.layers)))
+        return
+    import torch
+
+    from benchmarks.record import about
+
+    result = about("gpu-step", torch.device("cuda")) | {"layers": options.layers, "rows": []}
+    print(f"{'':18} {'ms':>8} {'speed':>6} {'peak GB':>8} {'loss':>9}")
+    for way in options.ways.split(","):
+        command = [sys.executable, __file__, "--part", way, "--layers", str(options.layers)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        failed = done.returncode or not done.stdout.strip()
+        row = {"why": done.stderr[-400:]} if failed else json.loads(done.stdout.splitlines()[-1])
+        result["rows"].append({"way": way} | row)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if failed:
+            print(f"{way:18} {(done.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+            continue
+        first = result["rows"][0].get("ms", row["ms"])
+        speed = f"{first / row['ms']:6.2f} {row['peak_gb']:8.2f} {row['loss']:9.5f}"
+        print(f"{way:18} {row['ms']:8.2f} {speed}", flush=True)
+
+
+def run(way: str, layers: int) -> dict[str, Any]:
+    """The milliseconds of a step, the peak of memory and the first loss, one way."""
+    import torch
+    import transformers
+
+    import opfuse
+
+    if way == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        num_hidden_layers=layers, vocab_size=32000, dtype=torch.bfloat16, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model: Any = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.randint(32000, (BATCH, TOKENS))
+    if way in ("converted", "memory", "fp8", "converted-compile"):
+        opfuse.convert(model)
+    called = torch.compile(model) if "compile" in way else model
+
+    def step() -> Any:
+        model.zero_grad(set_to_none=True)
+        prefer = opfuse.options(prefer="memory" if way == "memory" else "speed")
+        recipe = opfuse.autocast("fp8-delayed") if way == "fp8" else contextlib.nullcontext()
+        with prefer, recipe:
+            loss = called(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss.detach()
+
+    loss = float(step())
+    for _ in range(2):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    taken = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"ms": statistics.median(taken), "peak_gb": peak, "loss": loss}
+
+
+if __name__ == "__main__":
+    main()
