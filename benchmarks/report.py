@@ -311,11 +311,47 @@ def written(runs: list[Run]) -> tuple[str, str]:
         "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in pairs)],
         "alone": alone([row for row in rows if row["id"] == "L3"]),
         "unknown": unknown(runs, rows),
+        **on_gpu(
+            *(
+                json.loads((RESULTS / f"h100-{name}.json").read_text(encoding="utf-8"))
+                for name in ("kernels", "compared")
+            )
+        ),
     }
     text = PAGE.read_text(encoding="utf-8")
     return text.format(**{name: "\n".join(lines) for name, lines in parts.items()}), digest(
         pictured(runs)
     )
+
+
+def on_gpu(timed: dict[str, Any], compared: dict[str, Any]) -> dict[str, list[str]]:
+    """The parts of the page about kernels on a GPU: each case where most others were timed."""
+    copied, product = timed["limits"]
+    lines = ["| | at | us | share | separate | compile | Liger |", "|---|---|---|---|---|---|---|"]
+    cases: dict[str, Row] = {}
+    for row in timed["rows"]:
+        case = f"{row['plugin']}: {row['part'].rpartition(': ')[0]}"
+        known = len([of for of in row.get("others", {}).values() if isinstance(of, float)])
+        if "seconds" in row and known > cases.get(case, {"known": -1})["known"]:
+            cases[case] = row | {"known": known}
+    for case, row in cases.items():
+        seconds, others = row["seconds"], row["others"]
+        rate = row["flops"] / product if row["flops"] else row["floor"] / copied
+        liger = next((of for name, of in others.items() if name.startswith("liger")), None)
+        ratios = others.get("separate"), others.get("compiled"), liger
+        shown = [f"{of / seconds:.2f}" if isinstance(of, float) else "" for of in ratios]
+        first = [case, row["part"].rpartition(": ")[2], f"{seconds * 1e6:.0f}"]
+        lines.append(f"| {' | '.join([*first, f'{rate / seconds:.0%}', *shown])} |")
+    both = [row for run in (timed, compared) for row in run["rows"]]
+    odd = sum(row.get("judged", 0) for row in both)
+    real = sum("judged" not in row for row in both)
+    wrong = sum(bool(row["wrong"]) for row in both)
+    said = (
+        f"Compared with PyTorch's at {odd} odd shapes and dtypes, aligned and not, and at {real} "
+    )
+    said += f"real shapes, three runs each: {wrong or 'none'} is wrong."
+    limits = f"{copied / 1e12:.1f} TB/s, and {product / 1e12:.0f} TFLOP/s in bf16"
+    return {"kernels": lines, "compared": [said], "limits": [limits]}
 
 
 def first(rows: list[Row], name: str, of: str, den: str) -> Row | None:

@@ -241,10 +241,16 @@ def test_native_products_on_a_gpu_match_the_expected_values(recipe, kind):
 
 
 def test_sums_of_fewer_bits_are_of_a_forward_with_one_scale(gpu):
-    for recipe, fast in (("fp8-current", True), ("fp8-delayed", True), ("fp8-block", False)):
+    half, fp32 = torch.bfloat16, torch.float32
+    for recipe, dtype, fast in (
+        ("fp8-current", half, True),
+        ("fp8-delayed", half, True),
+        ("fp8-delayed", fp32, False),  # whose results would show it
+        ("fp8-block", half, False),
+    ):
         gpu.calls.clear()
-        model = linears("linear", 64, 32, False)
-        run(model, *data((16, 64), 32, torch.float32), recipe)
+        model = linears("linear", 64, 32, False, dtype)
+        run(model, *data((16, 64), 32, dtype), recipe)
         assert [call[2] for call in gpu.calls] == [fast, False, False]
     one, two = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     assert [call[:2] for call in gpu.calls] == [(one, two), (one, two), (one, one)]

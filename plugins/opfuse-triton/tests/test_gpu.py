@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import gpu_toys as toys  # noqa: E402
 from opfuse_triton import TARGETS, Config, Kernel, KernelCase, Operand, config_tables, target  # noqa: E402
 from opfuse_triton.__main__ import main  # noqa: E402
-from opfuse_triton.gpu import measuring, session, table, worker  # noqa: E402
+from opfuse_triton.gpu import ahead, measuring, session, table, worker  # noqa: E402
 from opfuse_triton.gpu.judging import judge  # noqa: E402
 from opfuse_triton.gpu.timing import Clock  # noqa: E402
 from opfuse_triton.targets import INTERPRETER  # noqa: E402
@@ -313,6 +313,60 @@ def test_calls_are_captured_on_a_stream_of_their_own(monkeypatch):
     monkeypatch.setattr(GPUClock, "samplers", samplers)
     assert Clock(torch.device("cuda")).seconds([lambda: None]) == 1.0
     assert events == ["own", "captured", "default"]
+
+
+def test_a_part_for_torch_compile_comes_after_all_others(monkeypatch):
+    monkeypatch.setattr(measuring, "current_target", lambda device: TARGETS[90])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = measuring.parts([dataclasses.replace(toys.SOUND[0], shapes=[{"rows": 2, "features": 8}, {"rows": 4, "features": 8}]), toys.SOUND[1]], True)  # fmt: skip
+    names = [part.name for part in found]
+    compiled = [name for name in names if name.endswith(", torch.compile")]
+    assert compiled and names[-len(compiled) :] == compiled
+    shapes = [name.partition("rows=")[2][0] for name in compiled]
+    assert shapes == ["3", "2", "4"]  # the first of each case, then the second
+    rows = [
+        {"part": "a: rows=2", "wrong": [], "others": {"separate": 2.0}},
+        {"part": "a: rows=2, torch.compile", "compiled": 3.0, "wrong": []},
+    ]
+    assert table._with_compiled(rows) == [
+        {"part": "a: rows=2", "wrong": [], "others": {"separate": 2.0, "compiled": 3.0}}
+    ]
+
+
+def test_what_is_launched_is_compiled_on_all_cores_first(tmp_path):
+    began, clock = [], FakeClock()
+
+    class Compiling:
+        def __init__(self, command):
+            began.append(command)
+            self.ended = None if len(began) == 1 else 0
+
+        def poll(self):
+            return self.ended
+
+        def kill(self):
+            self.killed = True
+
+        def wait(self):
+            pass
+
+    ahead.compile_ahead(
+        ["gpu_toys:SOUND"], TARGETS[90], 20.0, begin=Compiling, wait=lambda seconds: None,
+        now=clock.now,
+    )  # fmt: skip
+    assert clock.time > 20 and len(began) == len(os.sched_getaffinity(0))
+    assert [command[4] for command in began] == [str(number) for number in range(len(began))]
+    assert ahead.Target(**json.loads(began[0][3])) == TARGETS[90]
+
+
+@pytest.mark.skipif(is_interpreting(), reason="nothing is compiled while Triton interprets")
+def test_compiling_ahead_fills_the_cache_of_what_runs_later(tmp_path):
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    target = json.dumps(dataclasses.asdict(TARGETS[90]))
+    command = [sys.executable, "-m", "opfuse_triton.gpu.ahead", target, "0", "1", "gpu_toys:SOUND"]
+    subprocess.run(command, env=environ, check=True, timeout=200)
+    assert len(list(tmp_path.rglob("scale_kernel.cubin"))) >= 3  # its candidates
 
 
 def test_sets_of_inputs_are_larger_than_the_cache():

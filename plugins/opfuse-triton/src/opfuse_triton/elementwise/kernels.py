@@ -281,7 +281,7 @@ def scaled_backward_kernel(
 _TILES = {
     (activation_forward_kernel.__name__, False): ((4096, 4), (2048, 4), (1024, 4), (8192, 8)),
     (activation_forward_kernel.__name__, True): ((2048, 4), (1024, 4), (4096, 8), (4096, 4)),
-    (activation_backward_kernel.__name__, False): ((2048, 4), (1024, 4), (4096, 8)),
+    (activation_backward_kernel.__name__, False): ((1024, 4), (2048, 4), (4096, 8)),
     (activation_backward_kernel.__name__, True): ((1024, 4), (512, 2), (2048, 8)),
 }
 """Elements of the output per tile, with warps, by kernel and whether it is gated."""
