@@ -161,6 +161,7 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
         "RoPE",
         "ApplyRoPE",
         "SwapExtraInput",
+        "TokenLogProb",
         "TrackedDropout",
     }  # tests of their own: one ends a chain, others take heads or go on with another tensor
     wanted = bases | COLLECTIVES | apart | {"Cast"}

@@ -28,6 +28,7 @@ from .pointwise import ConstantScale, Reshape
 from .residual import AddExtraInput, MakeExtraOutput, SwapExtraInput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from .token_log_prob import TokenLogProb
 from .vocab_parallel import VocabParallelCrossEntropy
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "SwiGLU",
     "TokenCombine",
     "TokenDispatch",
+    "TokenLogProb",
     "TrackedDropout",
     "VocabParallelCrossEntropy",
 ]

@@ -55,8 +55,8 @@ def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> lis
         shapes.append(shape)
         if isinstance(op, built_in.Reshape):
             shape = tuple(torch.empty(shape, device="meta").reshape(op.shape).shape)
-        if isinstance(op, built_in.CrossEntropy):
-            shape = shape[:-1] if op.reduction == "none" else ()
+        if isinstance(op, (built_in.CrossEntropy, built_in.TokenLogProb)):
+            shape = shape[:-1] if getattr(op, "reduction", "none") == "none" else ()
         elif shape:
             shape = (*shape[:-1], next_width(op, shape[-1]) or shape[-1])
     return shapes
@@ -92,7 +92,8 @@ def whole_numbers(
     if kinds_of(op)[index] == "bool":
         return torch.randint(0, 2, size, generator=generator).bool()
     numbers = torch.randint(0, max(1, shape[-1]), size, generator=generator)
-    if isinstance(op, built_in.CrossEntropy) and op.reduction != "sum":
+    ignores = isinstance(op, built_in.CrossEntropy) and op.reduction != "sum"
+    if ignores or isinstance(op, built_in.TokenLogProb):
         numbers.view(-1)[: numbers.numel() // 3] = op.ignore_index
     return numbers
 

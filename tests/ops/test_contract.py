@@ -35,6 +35,7 @@ OPS = {
     "RoPE": (lambda: ops.RoPE(8), ("positions",), ("rotation",)),
     "ApplyRoPE": (lambda: ops.ApplyRoPE(8), ("cos", "sin"), ("rotation",)),
     "CrossEntropy": (ops.CrossEntropy, ("input", "targets"), ("numbers",)),
+    "TokenLogProb": (ops.TokenLogProb, ("input", "targets"), ("numbers",)),
     "Identity": (ops.Identity, (), ()),
     "Reshape": (lambda: ops.Reshape((-1,)), (), ("input_shape",)),
     "Dropout": (lambda: ops.Dropout(0.5), ("mask",), ("p",)),
@@ -56,7 +57,7 @@ OPS = {
 def extras_of(op):
     if isinstance(op, ops.GroupedLinear):
         return [torch.tensor([1, 2])]
-    if isinstance(op, ops.CrossEntropy):
+    if isinstance(op, (ops.CrossEntropy, ops.TokenLogProb)):
         return [torch.tensor([1, 7, 0])]
     if isinstance(op, (ops.RoPE, ops.ApplyRoPE)):
         return [torch.randn(8)] * 2 if op.num_extra_inputs == 2 else [torch.tensor(3)]
@@ -89,9 +90,9 @@ def test_each_op_declares_what_it_saves_and_takes(name):
     assert op.grad_input in ("fresh", "same", "shared")
     strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "AddExtraInput")
     assert op.params_in_compute_dtype == (name in strict)
-    assert op.feature_ratio == dict.fromkeys(["Reshape", "CrossEntropy", "SwapExtraInput"]).get(
-        name, 2 if "GLU" in name else None if op.in_features else 1
-    )
+    assert op.feature_ratio == dict.fromkeys(
+        ["Reshape", "CrossEntropy", "TokenLogProb", "SwapExtraInput"]
+    ).get(name, 2 if "GLU" in name else None if op.in_features else 1)
 
 
 @pytest.mark.parametrize("name", OPS)

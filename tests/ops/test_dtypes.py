@@ -88,6 +88,7 @@ EXPRESSIONS = {
     "RoPE": lambda x, p: (x.float() if x.itemsize == 2 else x).cos().to(x.dtype),
     "ApplyRoPE": lambda x, p: x * p(WIDTH) + x.roll(WIDTH // 2, -1) * p(WIDTH),
     "CrossEntropy": lambda x, p: F.cross_entropy(x, torch.zeros(ROWS, dtype=int, device=x.device)),
+    "TokenLogProb": lambda x, p: x.to(torch.promote_types(x.dtype, FP32)).log_softmax(-1).amax(-1),
     "Identity": lambda x, p: x,
     "MakeExtraOutput": lambda x, p: x,
     "SwapExtraInput": lambda x, p: p(ROWS, WIDTH),
@@ -126,7 +127,7 @@ def ours(name, x, p):
     )
     extras = [torch.ones((), dtype=int)] if name == "RoPE" else extras
     extras = [p(WIDTH)] * 2 if name == "ApplyRoPE" else extras
-    whole = name in ("GroupedLinear", "CrossEntropy")
+    whole = name in ("GroupedLinear", "CrossEntropy", "TokenLogProb")
     extras = [torch.ones(ROWS, dtype=int)] if whole else extras
     result = op(x, *extras)
     return result[0] if isinstance(result, tuple) else result
@@ -232,7 +233,9 @@ def test_which_ops_round_their_input(name):
 def test_dtypes_without_autocast_are_those_of_the_table(name):
     for column, compute in (("opfuse", ours), ("torch, CPU", theirs)):
         for dtype, word in ((BF16, "bf16"), (FP32, "fp32"), (FP64, "fp64")):
-            assert given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), dtype) == word
+            wide = name == "TokenLogProb" and dtype is BF16
+            expected = "fp32" if wide else word
+            assert given(name, compute, torch.ones(ROWS, WIDTH, dtype=dtype), dtype) == expected
         if name in PLAIN:
             pairs = (BF16, FP32), (FP32, BF16)
             found = [

@@ -1,0 +1,243 @@
+"""Log-probabilities of chosen tokens: TokenLogProb."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..core.fusible import check_real
+from ..core.op_context import AllGrads, Outputs
+from ..core.precision import widen
+from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
+from .cross_entropy import _capped, _parts
+
+
+class TokenNumbers(NamedTuple):
+    """The numbers of a :class:`TokenLogProb`, named like its arguments.
+
+    The backward uses those of its forward.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    ignore_index: int = -100
+    entropy: bool = False
+    logsumexp: bool = False
+    top_k: int = 0
+
+
+class TokenLogProb(ExtraTensorOperation):
+    """The log-probabilities of tokens under logits, as DPO, GRPO and others need them.
+
+    Takes logits ``(..., classes)`` and one extra input, the chosen tokens: integers of shape
+    ``(...)``. Gives ``z[token] - logsumexp(z)`` in the shape of the tokens, in fp32, for logits in
+    fp64 in fp64, where ``z`` is the logits over the temperature. The extra outputs are those
+    that are asked for, in this order, in the same dtype, each ``(...)`` or ``(..., top_k)``:
+
+    - the entropy ``-sum(p log p)`` of each row;
+    - its ``logsumexp(z)``;
+    - the ``top_k`` most probable tokens, int64, and their log-probabilities, the largest first.
+
+    All of them but the tokens have gradients.
+
+    Args:
+        temperature: What logits are divided by.
+        softcap: Logits are ``softcap * tanh(logits / softcap)`` first (Gemma 2); None: as they are.
+        ignore_index: Rows with this token have a log-probability of 0, and so no gradient of it.
+        entropy: Whether to give the entropy.
+        logsumexp: Whether to give it.
+        top_k: How many of the most probable tokens to give.
+
+    Raises:
+        TypeError: An argument of the wrong type; in a call, tokens that are not integers.
+        ValueError: An argument out of range; in a call, tokens of another shape, or fewer classes
+            than ``top_k``.
+        IndexError: In a call, a token that is not a class; on a GPU the device reports it later.
+    """
+
+    num_extra_inputs = 1
+    extra_input_dtypes = ("integer",)
+    saved_names = ("input", "targets")
+    context_names = ("numbers",)
+    grad_input = "fresh"
+    differentiable = True
+    autocast_dtype = torch.float32
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        ignore_index: int = -100,
+        entropy: bool = False,
+        logsumexp: bool = False,
+        top_k: int = 0,
+    ) -> None:
+        for name, value in (("entropy", entropy), ("logsumexp", logsumexp)):
+            check_bool(self, name, value)
+        top_k = check_size(self, "top_k", top_k)
+        self.num_extra_outputs = entropy + logsumexp + 2 * bool(top_k)
+        super().__init__()
+        self._asked = entropy, logsumexp, top_k
+        self.temperature, self.softcap, self.ignore_index = temperature, softcap, ignore_index
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "temperature" or (name == "softcap" and value is not None):
+            value = check_real(self, name, value)
+            if not 0 < value < float("inf"):
+                raise ValueError(expected(self, f"a finite {name} above 0", repr(value)))
+        elif name == "ignore_index" and whole(value) is None:
+            raise TypeError(expected(self, "a whole number as ignore_index", repr(value)))
+        super().__setattr__(name, value)
+
+    entropy = property(lambda self: self._asked[0], doc="Whether the entropy is an extra output.")
+    logsumexp = property(lambda self: self._asked[1], doc="Whether it is an extra output.")
+    top_k = property(lambda self: self._asked[2], doc="How many of the most probable tokens are.")
+    extra_repr = shows(*TokenNumbers._fields)
+
+    def numbers_of(self) -> TokenNumbers:
+        """The current numbers."""
+        return TokenNumbers(*[getattr(self, name) for name in TokenNumbers._fields])
+
+    def check_tokens(self, tokens: Tensor, shape: torch.Size) -> None:
+        """Refuse tokens that do not fit logits of this shape; for fusions too.
+
+        Raises:
+            ValueError: They have another shape, or there are fewer classes than ``top_k``.
+        """
+        if not shape or tokens.shape != shape[:-1]:
+            what = f"tokens of shape {tuple(shape[:-1])} for logits of shape {tuple(shape)}"
+            raise ValueError(expected(self, what, tuple(tokens.shape)))
+        if self.top_k > shape[-1]:
+            raise ValueError(expected(self, f"at least {self.top_k} classes, as top_k", shape[-1]))
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The log-probabilities, and what else is asked for."""
+        (ctx,), ((tokens,),) = basic_op_ctxs, basic_op_extra_inputs
+        self.check_tokens(tokens, input_.shape)
+        numbers = self.numbers_of()
+        found = row_log_probs(rows_of(input_), tokens.flatten(), numbers)
+        y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in found]
+        if ctx.requires_grad:
+            ctx.numbers = numbers
+            ctx.to_save = (input_, tokens) if ctx.input_requires_grad else (None, None)
+        return y, [tuple(extras)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """``dz = onehot(token) dy - p dy``, and the other outputs' shares; see below."""
+        (ctx,), (of_extras,) = basic_op_ctxs, basic_op_grad_extra_outputs
+        x, tokens = ctx.saved_tensors
+        if x is None:
+            return None, [()], [(None,)]
+        grads = [
+            None if grad is None else grad.reshape((tokens.numel(), *grad.shape[tokens.ndim :]))
+            for grad in (grad_output, *of_extras)
+        ]
+        dx = row_logit_gradients(rows_of(x), tokens.flatten(), grads, ctx.numbers)
+        return dx.view(x.shape), [()], [(None,)]
+
+
+# The arithmetic, row by row; for fusions too
+
+
+def row_log_probs(logits: Tensor, tokens: Tensor, numbers: TokenNumbers) -> tuple[Tensor, ...]:
+    """The log-probability of each row's token, and the extra outputs; in fp32 for half precision.
+
+    Args:
+        logits: ``(rows, classes)``.
+        tokens: ``(rows,)``.
+        numbers: Of the op.
+    """
+    parts = [_of_rows(numbers, *part) for part in _parts(logits, tokens.long())]
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+    z = _capped(widen(logits), numbers.softcap) / numbers.temperature
+    log_p = z.log_softmax(-1)
+    # it refuses tokens that are not classes, without a sync with the host
+    found = [-F.nll_loss(log_p, tokens, ignore_index=numbers.ignore_index, reduction="none")]
+    if numbers.entropy:
+        found.append(_entropy(log_p.exp(), log_p))
+    if numbers.logsumexp:
+        found.append(z.logsumexp(-1))
+    if numbers.top_k:
+        values, top = log_p.topk(numbers.top_k, -1)
+        found += [top, values]
+    return tuple(found)
+
+
+def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
+    """``-sum(p log p)``; what is impossible has no share."""
+    return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+
+
+def row_logit_gradients(
+    logits: Tensor, tokens: Tensor, grads: Sequence[Tensor | None], numbers: TokenNumbers
+) -> Tensor:
+    """The gradient of the logits, in their dtype.
+
+    Of ``z`` it is ``onehot(token) dy - p dy`` for the log-probability, as for each of the top
+    tokens, ``-p (log p + H) dH`` for the entropy, and ``p dl`` for the logsumexp.
+
+    Args:
+        logits: ``(rows, classes)``.
+        tokens: ``(rows,)``.
+        grads: Of the output and of the extra outputs, ``(rows, ...)``; None: there is none.
+        numbers: Of the forward.
+    """
+    split = functools.partial(_split, logits)
+    parts = zip(split(logits), split(tokens), *map(split, grads), strict=True)
+    found = [_gradients_of(numbers, *part) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _split(logits: Tensor, each: Tensor | None) -> Sequence[Tensor | None]:
+    """A tensor of as many rows as logits have, in the parts of :func:`_parts`."""
+    sizes = [len(part[0]) for part in _parts(logits)]
+    return [None] * len(sizes) if each is None else each.split_with_sizes(sizes)
+
+
+def _gradients_of(
+    numbers: TokenNumbers, logits: Tensor, tokens: Tensor, dy: Tensor | None, *extras: Tensor | None
+) -> Tensor:
+    of_extras = list(extras)
+    of_entropy = of_extras.pop(0) if numbers.entropy else None
+    of_lse = of_extras.pop(0) if numbers.logsumexp else None
+    of_top = of_extras[1] if numbers.top_k else None
+    z = _capped(widen(logits), numbers.softcap)
+    log_p = (z / numbers.temperature).log_softmax(-1)
+    p = log_p.exp()
+    factor = p.new_zeros(len(p))
+    chosen: list[Tensor] = []
+    places: list[Tensor] = []
+    if dy is not None:
+        counted = tokens.long() != numbers.ignore_index
+        share = torch.where(counted, dy.to(p.dtype), 0.0)
+        factor = factor - share
+        chosen.append(share[:, None])
+        places.append(tokens.long().where(counted, 0)[:, None])
+    if of_lse is not None:
+        factor = factor + of_lse
+    if of_top is not None:
+        factor = factor - of_top.sum(-1)
+        chosen.append(of_top.to(p.dtype))
+        places.append(log_p.topk(numbers.top_k, -1)[1])
+    dz = p * factor[:, None]
+    if of_entropy is not None:
+        surprise = log_p.masked_fill(p == 0, 0.0) + _entropy(p, log_p)[:, None]
+        dz = dz - p * surprise * of_entropy[:, None]
+    if chosen and logits.shape[-1]:
+        dz = dz.scatter_add(-1, torch.cat(places, 1), torch.cat(chosen, 1))
+    if numbers.softcap is not None:
+        dz = dz * (1 - (z / numbers.softcap).square())
+    return (dz / numbers.temperature).to(logits.dtype)

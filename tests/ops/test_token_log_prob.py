@@ -1,0 +1,238 @@
+"""TokenLogProb against plain formulas in fp64: every output, dtype and shape, and what is refused."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import opfuse
+from opfuse import ops
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+ROWS = [(), (1,), (3,), (127,), (2, 3), (2, 3, 2), (0,), (0, 3)]
+CLASSES = 7
+OPTIONS = {
+    "plain": {},
+    "cooled": {"temperature": 0.7},
+    "capped": {"softcap": 1.5},
+    "ignores a class": {"ignore_index": 2},
+    "entropy": {"entropy": True, "temperature": 1.3},
+    "logsumexp": {"logsumexp": True},
+    "top": {"top_k": 3},
+    "all": {
+        "temperature": 0.8, "softcap": 2.0, "ignore_index": 2, "entropy": True, "logsumexp": True,
+        "top_k": 7,
+    },
+}  # fmt: skip
+
+
+def formula(
+    logits, tokens, *, temperature=1.0, softcap=None, ignore_index=-100, entropy=False,
+    logsumexp=False, top_k=0,
+):  # fmt: skip
+    """Written out, differentiated by autograd."""
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    z = z / temperature
+    lse = torch.log(torch.exp(z).sum(-1))
+    counted = tokens != ignore_index
+    chosen = (z * F.one_hot(torch.where(counted, tokens, 0), z.shape[-1])).sum(-1)
+    p = torch.exp(z - lse[..., None])
+    found = [(chosen - lse) * counted]
+    found += [-(p * (z - lse[..., None])).sum(-1)] * entropy + [lse] * logsumexp
+    if top_k:
+        values, top = (z - lse[..., None]).topk(top_k, -1)
+        found += [top, values]
+    return found
+
+
+def draw(rows, classes=CLASSES, dtype=torch.float64, ignored=-100):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*rows, classes, generator=generator, dtype=torch.float64) * 2
+    tokens = torch.randint(0, classes, rows, generator=generator)
+    if tokens.numel() > 1:
+        tokens.view(-1)[1] = ignored
+    return x.to(dtype).requires_grad_(), tokens
+
+
+def outputs(op, x, tokens):
+    given = opfuse.Sequential(op)(x, tokens)
+    return list(given) if isinstance(given, tuple) else [given]
+
+
+def differentiable(tensors):
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_values_and_gradients(name, dtype, rows):
+    options = OPTIONS[name]
+    x, tokens = draw(rows, dtype=dtype, ignored=options.get("ignore_index", -100))
+    exact = x.detach().double().requires_grad_()
+    got, expected = (
+        outputs(ops.TokenLogProb(**options), x, tokens),
+        formula(exact, tokens, **options),
+    )
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    for mine, other in zip(got, expected, strict=True):
+        assert mine.shape == other.shape
+        assert mine.dtype is (torch.int64 if mine.dtype is torch.int64 else wide)
+        if mine.is_floating_point():  # equal logits may come in another order
+            torch.testing.assert_close(mine.double(), other, rtol=2e-6, atol=2e-6)
+    weights = [torch.randn_like(each) for each in differentiable(expected)]
+    narrow = [w.to(y.dtype) for w, y in zip(weights, differentiable(got), strict=True)]
+    (dx,) = torch.autograd.grad(differentiable(got), x, narrow)
+    (reference,) = torch.autograd.grad(differentiable(expected), exact, weights)
+    assert dx.dtype is dtype
+    rtol, atol = opfuse.testing.tolerance(dtype)
+    torch.testing.assert_close(dx.double(), reference, rtol=rtol, atol=10 * atol)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_first_and_second_derivatives(name):
+    options = OPTIONS[name]
+    x, tokens = draw((3,), ignored=options.get("ignore_index", -100))
+    op = ops.TokenLogProb(**options)
+    assert torch.autograd.gradcheck(lambda x: tuple(differentiable(outputs(op, x, tokens))), x)
+
+    def second(found):
+        total = sum(each.square().sum() for each in differentiable(found))
+        (first,) = torch.autograd.grad(total, x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    with opfuse.options(double_backward=True):
+        got = second(outputs(op, x, tokens))
+    torch.testing.assert_close(got, second(formula(x, tokens, **options)))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_gradient_of_one_output_alone(which):
+    options = OPTIONS["all"]
+    x, tokens = draw((2, 3), ignored=2)
+    got = differentiable(outputs(ops.TokenLogProb(**options), x, tokens))[which]
+    expected = differentiable(formula(x, tokens, **options))[which]
+    weight = torch.randn_like(got)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, x, weight), torch.autograd.grad(expected, x, weight)
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_computing_some_rows_at_a_time_gives_the_same(monkeypatch, name):
+    """As many classes are computed on a CPU."""
+    options = OPTIONS[name]
+    x, tokens = draw((2, 4), dtype=torch.bfloat16, ignored=options.get("ignore_index", -100))
+    op, results = ops.TokenLogProb(**options), []
+    for block in (None, 3 * CLASSES):
+        if block is not None:
+            monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
+            monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", block)
+        found = outputs(op, x, tokens)
+        ones = [torch.ones_like(each) for each in differentiable(found)]
+        results.append([*found, *torch.autograd.grad(differentiable(found), x, ones)])
+    torch.testing.assert_close(*results)
+
+
+def test_rows_that_are_all_ignored():
+    x, tokens = draw((4,))
+    tokens[:] = -100
+    y, entropy = outputs(ops.TokenLogProb(entropy=True), x, tokens)
+    assert y.eq(0).all() and entropy.gt(0).all()
+    assert torch.autograd.grad(y.sum(), x)[0].eq(0).all()
+
+
+def test_one_class_is_certain():
+    x, tokens = draw((3,), 1, ignored=0)
+    y, entropy, lse = outputs(ops.TokenLogProb(entropy=True, logsumexp=True), x, tokens)
+    assert y.eq(0).all() and entropy.eq(0).all() and torch.equal(lse, x[:, 0])
+    (dx,) = torch.autograd.grad([y.sum(), entropy.sum()], x)
+    assert dx.eq(0).all()
+
+
+def test_impossible_tokens_have_no_share_of_the_entropy():
+    x, tokens = draw((3,))
+    x = x.detach()
+    x[:, 3:], tokens[:] = -torch.inf, torch.tensor([0, 1, 5])
+    x.requires_grad_()
+    y, entropy = outputs(ops.TokenLogProb(entropy=True), x, tokens)
+    few = x.detach()[:, :3]
+    assert y[2] == -torch.inf
+    expected = torch.distributions.Categorical(logits=few).entropy()
+    torch.testing.assert_close(entropy, expected)
+    (dx,) = torch.autograd.grad([y[:2].sum(), entropy.sum()], x)
+    assert dx.isfinite().all() and dx[:, 3:].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_takes_the_logits_as_they_come(dtype):
+    x, tokens = draw((4,), dtype=dtype)
+    op = ops.TokenLogProb()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = op(x, tokens)
+    assert got.dtype is torch.float32 and torch.equal(got, op(x, tokens))
+    assert torch.autograd.grad(got.sum(), x)[0].dtype is dtype
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compiled_it_matches_eager(name):
+    options = OPTIONS[name]
+    x, tokens = draw((2, 3), 8, torch.float32, options.get("ignore_index", -100))
+    chain = opfuse.Sequential(ops.Linear(8, 11), ops.TokenLogProb(**options))
+    results = []
+    for function in (chain, torch.compile(chain, fullgraph=True, backend="aot_eager")):
+        found = function(x, tokens)
+        found = list(found) if isinstance(found, tuple) else [found]
+        total = sum(each.sum() for each in differentiable(found))
+        results.append([*found, *torch.autograd.grad(total, [x, *chain.parameters()])])
+    torch.testing.assert_close(*results)
+
+
+def test_the_backward_uses_the_numbers_of_its_forward():
+    x, tokens = draw((3,))
+    op = ops.TokenLogProb(temperature=0.5, softcap=2.0)
+    expected = torch.autograd.grad(op(x, tokens).sum(), x)
+    y = op(x, tokens)
+    op.temperature, op.softcap = 1.0, None
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), expected)
+    torch.testing.assert_close(op(x, tokens), formula(x, tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": 0.0}, ValueError, "expected a finite temperature above 0, got 0.0"),
+        ({"temperature": float("inf")}, ValueError, "expected a finite temperature above 0"),
+        ({"temperature": None}, TypeError, "expected a real number as temperature"),
+        ({"softcap": -1.0}, ValueError, "expected a finite softcap above 0, got -1.0"),
+        ({"ignore_index": 1.5}, TypeError, "expected a whole number as ignore_index, got 1.5"),
+        ({"entropy": 1}, TypeError, "expected a bool as entropy, got 1"),
+        ({"top_k": -1}, ValueError, "expected top_k of at least 0, got -1"),
+    ],
+)
+def test_numbers_that_are_refused(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        ops.TokenLogProb(**options)
+
+
+def test_what_it_gives_cannot_change_later():
+    op = ops.TokenLogProb(entropy=True)
+    with pytest.raises(AttributeError):
+        op.entropy = False
+    assert op.num_extra_outputs == 1 and ops.TokenLogProb().num_extra_outputs == 0
+
+
+def test_tokens_that_are_refused():
+    x, tokens = draw((2, 3))
+    with pytest.raises(TypeError, match="expected an integer tensor, got torch.float32"):
+        ops.TokenLogProb()(x, tokens.float())
+    with pytest.raises(
+        ValueError, match=r"tokens of shape \(2, 3\) for logits of shape \(2, 3, 7\), got \(6,\)"
+    ):
+        ops.TokenLogProb()(x, tokens.flatten())
+    with pytest.raises(ValueError, match="expected at least 8 classes, as top_k, got 7"):
+        ops.TokenLogProb(top_k=8)(x, tokens)
+    tokens[0, 0] = 7
+    with pytest.raises(IndexError, match="out of bounds"):
+        ops.TokenLogProb()(x, tokens)
