@@ -30,9 +30,9 @@ def opfuse_backward_fusions() -> list[Fusion]:
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
     """Linear [+ bias] + cross entropy, chunk by chunk of rows; cross entropy alone."""
-    from . import cross_entropy, loss, split_loss
+    from . import cross_entropy, log_prob, loss, split_loss
 
-    return [*loss.JOINT, *split_loss.JOINT, *cross_entropy.JOINT]
+    return [*loss.JOINT, *split_loss.JOINT, *log_prob.JOINT, *cross_entropy.JOINT]
 
 
 @hookimpl

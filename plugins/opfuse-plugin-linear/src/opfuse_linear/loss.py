@@ -108,13 +108,18 @@ class LinearLoss(Products):
 
     def _gradients(self, ctxs: Any, *given: Any) -> tuple[Tensor, chunks.Sums]:
         """:func:`opfuse_linear.chunks.gradients`, of those that are needed."""
+        needs = self._needs(ctxs)
+        return chunks.gradients(*given, needs, onednn=self._onednn, softmax=self._softmax)
+
+    @staticmethod
+    def _needs(ctxs: Any) -> tuple[bool, bool, bool]:
+        """Which gradients are needed: of the input, of the weight, of the bias."""
         linear, *middle, _ = ctxs
-        needs = (
+        return (
             linear.requires_grad and linear.input_requires_grad,
             linear.requires_grad and linear.param_requires_grad[0],
             any(ctx.param_requires_grad[0] for ctx in middle),
         )
-        return chunks.gradients(*given, needs, onednn=self._onednn, softmax=self._softmax)
 
     def _result(self, ctxs: Any, grads: Any, scale: Any) -> tuple[Tensor | None, Any, Any]:
         """The result of the backward: the gradients of input and parameters, scaled."""
@@ -160,11 +165,11 @@ class LinearLossAgain(LinearLoss):
         return self._result(basic_op_ctxs, grads, None)
 
 
-def _is_frozen(op: BasicLinear) -> bool:
-    """Whether the weight needs no gradient, as far as can be told without computing it."""
-    module, name = op.param_source("weight")
-    weight = module._parameters.get(name)
-    return weight is not None and not weight.requires_grad
+def is_frozen(op: Any) -> bool:
+    """Whether its parameters need no gradients, as far as can be told without computing them."""
+    sources = [op.param_source(name) for name in op.param_names]
+    params = [module._parameters.get(name) for module, name in sources]
+    return all(param is not None and not param.requires_grad for param in params)
 
 
 def _chunks_pay(ops: Any, env: Environment) -> bool | str:
@@ -185,7 +190,7 @@ def in_forward(ops: Any, env: Environment) -> bool | str:
     if not env.training:
         return "outside of training no gradient is computed before it is asked for"
     least = ops[0].in_features * (2 if env.dtype in kernels.HALF else 1)
-    if env.rows is not None and env.rows <= least and not _is_frozen(ops[0]):
+    if env.rows is not None and env.rows <= least and not is_frozen(ops[0]):
         what = "the gradient of the weight, in fp32, is not smaller than the logits"
         return f"for at most {least} rows {what}"
     return True
