@@ -1,6 +1,7 @@
 """Time and memory of a language model's last linear and its loss, compared with eager PyTorch.
 
 python benchmarks/loss.py --out loss.json
+python benchmarks/loss.py --of log-probs
 python benchmarks/loss.py --classes 32768 --dtypes float32 --turns 3
 
 Eager is ``F.cross_entropy(F.linear(x, weight), targets)``, forward and backward. The other side is
@@ -9,6 +10,10 @@ in turns: of one thread the time that the processor worked for it, which other p
 little, of several the time that went by. Memory is the largest resident size of a process of its
 own during a step, minus what was resident before it: the input, the weight and its gradient, which
 the step adds to, as in the second of two microbatches.
+
+With ``--of log-probs`` it is ``TokenLogProb``, with a factor for each token, under
+``prefer="memory"``, and eager is ``log_softmax`` in fp32 and ``gather``; with ``frozen-log-probs``
+the linear needs no gradient.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--memory-of", choices=("eager", "opfuse"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -58,7 +64,9 @@ def main() -> None:
     if options.out:
         from benchmarks.record import about
 
-        sizes = {name: getattr(options, name) for name in ("tokens", "hidden", "threads", "turns")}
+        sizes = {
+            name: getattr(options, name) for name in ("tokens", "hidden", "threads", "turns", "of")
+        }
         result = about("loss", torch.device("cpu")) | sizes | {"rows": rows}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -74,10 +82,27 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
     torch.manual_seed(0)
     kind = getattr(torch, dtype)
     head = ops.Linear(options.hidden, classes, bias=False, dtype=kind)
-    chain = opfuse.Sequential(head, ops.CrossEntropy())
+    log_probs = options.of != "loss"
+    chain = opfuse.Sequential(head, ops.TokenLogProb() if log_probs else ops.CrossEntropy())
+    head.weight.requires_grad_(options.of != "frozen-log-probs")
     x = torch.randn(options.tokens, options.hidden, dtype=kind, requires_grad=True)
     targets = torch.randint(0, classes, (options.tokens,))
-    head.weight.grad, x.grad = torch.ones_like(head.weight), torch.ones_like(x)
+    x.grad = torch.ones_like(x)
+    if head.weight.requires_grad:
+        head.weight.grad = torch.ones_like(head.weight)
+    if log_probs:
+        factors = torch.randn(options.tokens)
+
+        def eager() -> None:
+            log_p = F.linear(x, head.weight).float().log_softmax(-1)
+            (log_p.gather(-1, targets[:, None])[:, 0] * factors).sum().backward()
+
+        def fused() -> None:
+            with opfuse.options(prefer="memory"):
+                log_p = chain(x, targets)
+            (log_p * factors).sum().backward()
+
+        return {"eager": eager, "opfuse": fused}
     return {
         "eager": lambda: F.cross_entropy(F.linear(x, head.weight), targets).backward(),
         "opfuse": lambda: chain(x, targets).backward(),
@@ -123,7 +148,7 @@ def measure(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, 
 def in_a_process(options: argparse.Namespace, classes: int, dtype: str, name: str) -> int:
     """The memory of one side, in bytes."""
     command = [sys.executable, __file__, "--memory-of", name, "--classes", str(classes)]
-    for each in ("tokens", "hidden", "threads"):
+    for each in ("tokens", "hidden", "threads", "of"):
         command += [f"--{each}", str(getattr(options, each))]
     given = [*command, "--dtypes", dtype]
     return int(subprocess.run(given, check=True, capture_output=True, text=True).stdout)

@@ -182,7 +182,12 @@ def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
 
 
 def row_logit_gradients(
-    logits: Tensor, tokens: Tensor, grads: Sequence[Tensor | None], numbers: TokenNumbers
+    logits: Tensor,
+    tokens: Tensor,
+    grads: Sequence[Tensor | None],
+    numbers: TokenNumbers,
+    *,
+    in_place: bool = False,
 ) -> Tensor:
     """The gradient of the logits, in their dtype.
 
@@ -194,9 +199,14 @@ def row_logit_gradients(
         tokens: ``(rows,)``.
         grads: Of the output and of the extra outputs, ``(rows, ...)``; None: there is none.
         numbers: Of the forward.
+        in_place: Whether it overwrites the logits.
     """
     split = functools.partial(_split, logits)
     parts = zip(split(logits), split(tokens), *map(split, grads), strict=True)
+    if in_place:
+        for part in parts:
+            part[0].copy_(_gradients_of(numbers, *part))
+        return logits
     found = [_gradients_of(numbers, *part) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -47,13 +47,15 @@ class LinearLogProb(LinearLoss):
         needs, sums = self._needs(basic_op_ctxs), None
         if last.requires_grad and needs == (True, False, False) and not op.num_extra_outputs:
             sums = chunks.Sums(rows, weight, needs, self._onednn)
-        found = []
+        found, logits = [], None
         for place, part, of_part in chunks.chunks(rows, flat, weight.shape[0]):
+            del logits  # before there are new ones
             logits = kernels.linear(part, weight, bias, self._onednn)
             found.append(row_log_probs(logits, of_part, numbers))
             if sums is not None:
                 ones = found[-1][0].new_ones(len(part))
-                sums.add(place, part, row_logit_gradients(logits, of_part, [ones], numbers))
+                row_logit_gradients(logits, of_part, [ones], numbers, in_place=True)
+                sums.add(place, part, logits)
         outputs = [torch.cat(each) for each in zip(*found, strict=True)]
         y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in outputs]
         if last.requires_grad:
@@ -94,10 +96,13 @@ class LinearLogProb(LinearLoss):
             return self._result(basic_op_ctxs, (dx, *[None] * (len(saved) - 1)), None)
         weight = weight.to(x.dtype)
         sums = chunks.Sums(x, weight, self._needs(basic_op_ctxs), self._onednn)
+        logits = None
         for rows, part, of_part in chunks.chunks(x, tokens, weight.shape[0]):
+            del logits
             logits = kernels.linear(part, weight, bias, self._onednn)
             of_rows = [None if grad is None else grad[rows] for grad in grads]
-            sums.add(rows, part, row_logit_gradients(logits, of_part, of_rows, last.numbers))
+            row_logit_gradients(logits, of_part, of_rows, last.numbers, in_place=True)
+            sums.add(rows, part, logits)
         found = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
         return self._result(basic_op_ctxs, found, None)
 
