@@ -1,4 +1,7 @@
-"""The basic ops, and ``Linear``, which combines two of them."""
+"""The basic ops, and ``Linear``, which combines two of them; ``losses`` is loaded at first use."""
+
+import importlib
+from typing import Any
 
 from ..core.cast import Cast
 from ..core.identity import Identity
@@ -82,3 +85,9 @@ __all__ = [
     "TrackedDropout",
     "VocabParallelCrossEntropy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "losses":
+        raise AttributeError(f"module 'opfuse.ops' has no attribute {name!r}")
+    return importlib.import_module("opfuse.ops.losses")

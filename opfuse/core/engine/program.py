@@ -141,9 +141,12 @@ class Program:
         self.untraced = any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
         self.has_extras = chain.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
-        self.has_silent_outputs = any(i < first_backward for i, _ in chain.public_outputs)
+        silent = {i for i, op in enumerate(chain.ops) if getattr(op, "silent_outputs", False)}
+        silent |= {*range(first_backward)}
+        outputs = enumerate(chain.public_outputs)
+        self.silent_outputs = tuple([number for number, (i, _) in outputs if i in silent])
         sources = set(chain.sources.values()) if env.requires_grad else set()
-        self.gradient_channels = frozenset(s for s in sources if s[0] >= first_backward)
+        self.gradient_channels = frozenset(s for s in sources if s[0] not in silent)
         self.saved = SavedState.of(chain, first_backward, undeclared)
         self.recomputing = self._recomputing()
         left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating

@@ -109,9 +109,8 @@ class ForwardExtras:
         if not slots:
             return output
         public = [self._outputs[slot] for slot in slots]
-        if func_ctx is not None and self._program.has_silent_outputs:
-            pairs, first = zip(slots, public, strict=True), self._program.first_backward
-            func_ctx.mark_non_differentiable(*[t for (i, _), t in pairs if i < first])
+        if func_ctx is not None and self._program.silent_outputs:
+            func_ctx.mark_non_differentiable(*[public[k] for k in self._program.silent_outputs])
         return (output, *public)
 
 
