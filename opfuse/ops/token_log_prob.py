@@ -29,6 +29,7 @@ class TokenNumbers(NamedTuple):
     entropy: bool = False
     logsumexp: bool = False
     top_k: int = 0
+    log_sum_squares: bool = False
 
 
 class TokenLogProb(ExtraTensorOperation):
@@ -41,6 +42,7 @@ class TokenLogProb(ExtraTensorOperation):
 
     - the entropy ``-sum(p log p)`` of each row;
     - its ``logsumexp(z)``;
+    - its ``log(sum(p^2))``;
     - the ``top_k`` most probable tokens, int64, and their log-probabilities, the largest first.
 
     All of them but the tokens have gradients.
@@ -52,6 +54,7 @@ class TokenLogProb(ExtraTensorOperation):
         entropy: Whether to give the entropy.
         logsumexp: Whether to give it.
         top_k: How many of the most probable tokens to give.
+        log_sum_squares: Whether to give ``log(sum(p^2))``, which WPO needs (arXiv:2406.11827).
 
     Raises:
         TypeError: An argument of the wrong type; in a call, tokens that are not integers.
@@ -77,13 +80,15 @@ class TokenLogProb(ExtraTensorOperation):
         entropy: bool = False,
         logsumexp: bool = False,
         top_k: int = 0,
+        log_sum_squares: bool = False,
     ) -> None:
-        for name, value in (("entropy", entropy), ("logsumexp", logsumexp)):
+        flags = {"entropy": entropy, "logsumexp": logsumexp, "log_sum_squares": log_sum_squares}
+        for name, value in flags.items():
             check_bool(self, name, value)
         top_k = check_size(self, "top_k", top_k)
-        self.num_extra_outputs = entropy + logsumexp + 2 * bool(top_k)
+        self.num_extra_outputs = sum(flags.values()) + 2 * bool(top_k)
         super().__init__()
-        self._asked = entropy, logsumexp, top_k
+        self._asked = entropy, logsumexp, top_k, log_sum_squares
         self.temperature, self.softcap, self.ignore_index = temperature, softcap, ignore_index
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -98,6 +103,7 @@ class TokenLogProb(ExtraTensorOperation):
     entropy = property(lambda self: self._asked[0], doc="Whether the entropy is an extra output.")
     logsumexp = property(lambda self: self._asked[1], doc="Whether it is an extra output.")
     top_k = property(lambda self: self._asked[2], doc="How many of the most probable tokens are.")
+    log_sum_squares = property(lambda self: self._asked[3], doc="Whether it is an extra output.")
     extra_repr = shows(*TokenNumbers._fields)
 
     def numbers_of(self) -> TokenNumbers:
@@ -170,6 +176,8 @@ def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Ten
         found.append(_entropy(log_p.exp(), log_p))
     if numbers.logsumexp:
         found.append(z.logsumexp(-1))
+    if numbers.log_sum_squares:
+        found.append((2 * log_p).logsumexp(-1))
     if numbers.top_k:
         values, top = log_p.topk(numbers.top_k, -1)
         found += [top, values]
@@ -192,7 +200,8 @@ def row_logit_gradients(
     """The gradient of the logits, in their dtype.
 
     Of ``z`` it is ``onehot(token) dy - p dy`` for the log-probability, as for each of the top
-    tokens, ``-p (log p + H) dH`` for the entropy, and ``p dl`` for the logsumexp.
+    tokens, ``-p (log p + H) dH`` for the entropy, ``p dl`` for the logsumexp, and ``2 (q - p) ds``
+    for the log of ``sum(p^2)``, where ``q`` is ``p^2`` over that sum.
 
     Args:
         logits: ``(rows, classes)``.
@@ -223,6 +232,7 @@ def _gradients_of(
     of_extras = list(extras)
     of_entropy = of_extras.pop(0) if numbers.entropy else None
     of_lse = of_extras.pop(0) if numbers.logsumexp else None
+    of_squares = of_extras.pop(0) if numbers.log_sum_squares else None
     of_top = of_extras[1] if numbers.top_k else None
     z = _capped(widen(logits), numbers.softcap)
     log_p = (z / numbers.temperature).log_softmax(-1)
@@ -246,6 +256,8 @@ def _gradients_of(
     if of_entropy is not None:
         surprise = log_p.masked_fill(p == 0, 0.0) + _entropy(p, log_p)[:, None]
         dz = dz - p * surprise * of_entropy[:, None]
+    if of_squares is not None:
+        dz = dz + 2 * ((2 * log_p).softmax(-1) - p) * of_squares[:, None]
     if chosen and logits.shape[-1]:
         dz = dz.scatter_add(-1, torch.cat(places, 1), torch.cat(chosen, 1))
     if numbers.softcap is not None:

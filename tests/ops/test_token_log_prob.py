@@ -19,17 +19,18 @@ OPTIONS = {
     "ignores a class": {"ignore_index": 2},
     "entropy": {"entropy": True, "temperature": 1.3},
     "logsumexp": {"logsumexp": True},
+    "squares": {"log_sum_squares": True, "temperature": 0.7},
     "top": {"top_k": 3},
     "all": {
         "temperature": 0.8, "softcap": 2.0, "ignore_index": 2, "entropy": True, "logsumexp": True,
-        "top_k": 7,
+        "log_sum_squares": True, "top_k": 7,
     },
 }  # fmt: skip
 
 
 def formula(
     logits, tokens, *, temperature=1.0, softcap=None, ignore_index=-100, entropy=False,
-    logsumexp=False, top_k=0,
+    logsumexp=False, log_sum_squares=False, top_k=0,
 ):  # fmt: skip
     """Written out, differentiated by autograd."""
     z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -40,6 +41,7 @@ def formula(
     p = torch.exp(z - lse[..., None])
     found = [(chosen - lse) * counted]
     found += [-(p * (z - lse[..., None])).sum(-1)] * entropy + [lse] * logsumexp
+    found += [p.square().sum(-1).log()] * log_sum_squares
     if top_k:
         values, top = (z - lse[..., None]).topk(top_k, -1)
         found += [top, values]
@@ -107,7 +109,7 @@ def test_first_and_second_derivatives(name):
     torch.testing.assert_close(got, second(formula(x, tokens, **options)))
 
 
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(5))
 def test_a_gradient_of_one_output_alone(which):
     options = OPTIONS["all"]
     x, tokens = draw((2, 3), ignored=2)

@@ -16,7 +16,14 @@ from opfuse.tuning.tolerance import difference
 if is_interpreting():
     pytest.skip("it has no kernel: it runs where nothing is interpreted", allow_module_level=True)
 
-MANY = {"entropy": True, "logsumexp": True, "top_k": 3, "temperature": 0.7, "softcap": 5.0}
+MANY = {
+    "entropy": True,
+    "logsumexp": True,
+    "log_sum_squares": True,
+    "top_k": 3,
+    "temperature": 0.7,
+    "softcap": 5.0,
+}
 KEPT, AGAIN = "linear+log-probability", "linear+log-probability, computed again"
 
 
