@@ -141,12 +141,7 @@ class Program:
         self.untraced = any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
         self.has_extras = chain.has_extras
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
-        silent = {i for i, op in enumerate(chain.ops) if getattr(op, "silent_outputs", False)}
-        silent |= {*range(first_backward)}
-        outputs = enumerate(chain.public_outputs)
-        self.silent_outputs = tuple([number for number, (i, _) in outputs if i in silent])
-        sources = set(chain.sources.values()) if env.requires_grad else set()
-        self.gradient_channels = frozenset(s for s in sources if s[0] not in silent)
+        self._set_outputs()
         self.saved = SavedState.of(chain, first_backward, undeclared)
         self.recomputing = self._recomputing()
         left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
@@ -177,6 +172,16 @@ class Program:
                 step.with_output = step.with_output and InRange(step, name, step.with_output)
             setattr(twin, name, tuple(steps))
         return twin
+
+    def _set_outputs(self) -> None:
+        """Which extra outputs have no gradient, and which channels carry one."""
+        chain, first = self.chain, self.first_backward
+        silent = {i for i, op in enumerate(chain.ops) if getattr(op, "silent_outputs", False)}
+        silent |= {*range(first)}
+        outputs = enumerate(chain.public_outputs)
+        self.silent_outputs = tuple([number for number, (i, _) in outputs if i in silent])
+        sources = chain.sources.values() if self.env.requires_grad else ()
+        self.gradient_channels = frozenset(s for s in sources if s[0] not in silent)
 
     def _set_params(self) -> None:
         """Set the ranges of parameters, and the places of those that are handled in another way.

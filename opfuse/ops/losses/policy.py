@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...core.fusible import check_real
 from .._common import check_bool, expected, shows
-from .sequences import Found, SequenceLoss, Sequences, check_choice, check_range
+from .sequences import Found, SequenceLoss, Sequences, check_choice, check_range, either
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 _LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
@@ -232,7 +232,7 @@ class GRPO(SequenceLoss):
         if self.metrics:
             flags = self._clipped(ratio, advantages if whole else those.spread(advantages))
             size = max(1, len(advantages)) if whole else count
-            numbers |= {name: flag.sum() / size for name, flag in flags.items()}
+            numbers |= {name: flag.to(x.dtype).sum() / size for name, flag in flags.items()}
         return Found(total, gradient, tuple(numbers[n] for n in self.metric_names), of_entropy)
 
     # Each of these gives the loss of each token, and its derivatives by log p and by log c
@@ -241,10 +241,10 @@ class GRPO(SequenceLoss):
         if self.loss_type == "cispo":
             return _weighted(c.clamp(max=self._high).detach() * advantages, x)
         if self.loss_type == "sapo":
-            t = torch.where(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg)
-            gate = torch.sigmoid(t.to(c.dtype) * (c - 1))
+            t = either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, c)
+            gate = torch.sigmoid(t * (c - 1))
             slope = -4 * gate * (1 - gate) * c * advantages
-            return -4 / t.to(c.dtype) * gate * advantages, torch.zeros_like(x), slope
+            return -4 / t * gate * advantages, torch.zeros_like(x), slope
         low, high = 1 - self.epsilon, 1 + self._high
         most = math.inf if self.delta is None else self.delta
         one, other = c.clamp(max=most) * advantages, c.clamp(low, high) * advantages
@@ -307,10 +307,10 @@ class GRPO(SequenceLoss):
             log_c = log_c + ratios.log().clamp(least, most)
         log_c = those.sum(log_c).clamp(least, most)
         good = advantages >= 0
-        k = torch.where(good, self.vespo_k_pos, self.vespo_k_neg)
-        rate = torch.where(good, self.vespo_lambda_pos, self.vespo_lambda_neg)
+        k = either(good, self.vespo_k_pos, self.vespo_k_neg, log_c)
+        rate = either(good, self.vespo_lambda_pos, self.vespo_lambda_neg, log_c)
         weight = torch.exp(rate * (1 - log_c.exp()) + k * log_c)
-        return weight.nan_to_num(nan=0.0, posinf=0.0).to(log_ratio.dtype)
+        return weight.nan_to_num(nan=0.0, posinf=0.0)
 
     def _clipped(self, ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
         """Where the ratio is clipped, and so has no gradient."""

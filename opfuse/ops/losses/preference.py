@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .._common import check_bool, expected, shows
-from .sequences import Found, SequenceLoss, Sequences, check_choice, check_range
+from .sequences import Found, SequenceLoss, Sequences, check_choice, check_range, either
 
 Pair = tuple[Tensor, Tensor]
 """A value of the chosen and of the rejected sequence of each pair."""
@@ -413,8 +413,8 @@ class KTO(SequenceLoss):
         those = Sequences(sequences, len(desirable), x)
         ratios = those.sum(torch.where(those.counted, x - reference, 0.0))
         origin = more["kl"].clamp(min=0) if "kl" in more else 0.0
-        signs = torch.where(desirable, 1.0, -1.0).to(x.dtype)
-        weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight).to(x.dtype)
+        signs = either(desirable, 1.0, -1.0, x)
+        weights = either(desirable, self.desirable_weight, self.undesirable_weight, x)
         h = self.beta * signs * (ratios - origin)
         loss = (weights * torch.sigmoid(-h)).mean()
         slopes = -self.beta * signs * weights * _slope(h) / max(1, len(desirable))

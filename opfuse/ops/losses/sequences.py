@@ -169,6 +169,11 @@ class SequenceLoss(ExtraTensorOperation):
                 raise ValueError(expected(self, what, "one that requires grad"))
 
 
+def either(which: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers for each bool, in the dtype of ``like``, to its last bit."""
+    return like.new_full(which.shape, no).masked_fill(which, yes)
+
+
 def check_range(
     op: object, name: str, value: Any, low: float, high: float = float("inf"), *, ends: str = "()"
 ) -> None:
