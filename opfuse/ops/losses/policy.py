@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.fusible import check_real
 from .._common import check_bool, expected, shows
 from .sequences import Found, SequenceLoss, Sequences, check_choice, check_range, either
 
@@ -22,6 +21,7 @@ _RANGES = {
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), (0.0, math.inf, "()")),
     **dict.fromkeys(("vespo_k_pos", "vespo_k_neg"), (0.0, math.inf, "[)")),
     **dict.fromkeys(("vespo_lambda_pos", "vespo_lambda_neg"), (1e-4, math.inf, "[)")),
+    **dict.fromkeys(("entropy_coef", "off_policy_mask_threshold"), (-math.inf, math.inf, "()")),
     "top_entropy_quantile": (0.0, 1.0, "[]"),
 }
 _UNUSED = {"beta": 0.0, "entropy_coef": 0.0, "top_entropy_quantile": 1.0}
@@ -104,11 +104,7 @@ class GRPO(SequenceLoss):
             later.
     """
 
-    real_numbers = (
-        "beta", "epsilon", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos",
-        "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "top_entropy_quantile",
-        "entropy_coef",
-    )  # fmt: skip
+    real_numbers = tuple(name for name in _RANGES if name not in _OR_NONE)
 
     def __init__(
         self,
@@ -172,22 +168,19 @@ class GRPO(SequenceLoss):
         return names + {"cispo": ["clip_high"], "vespo": ["weight"]}.get(self.loss_type, [])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OR_NONE and value is not None:
-            value = check_real(self, name, value)
-        elif name == "max_completion_length" and self.loss_type == "dr_grpo":
+        if name == "max_completion_length" and value is None and self.loss_type == "dr_grpo":
             raise ValueError(expected(self, f"a {name} for dr_grpo", value))
-        elif name == "use_bias_correction_kl":
+        if name == "use_bias_correction_kl":
             check_bool(self, name, value)
-        if name in self.real_numbers:
-            value = check_real(self, name, value)
-        if name in _RANGES and value is not None:
-            check_range(self, name, value, *_RANGES[name][:2], ends=_RANGES[name][2])
+        elif name in _RANGES and not (value is None and name in _OR_NONE):
+            low, high, ends = _RANGES[name]
+            value = check_range(self, name, value, low, high, ends=ends)
         if name in _UNUSED and not self._uses[name != "beta"] and value != _UNUSED[name]:
             what = f"{name} to stay {_UNUSED[name]}, as there is no extra input for it"
             raise ValueError(expected(self, what, value))
         super().__setattr__(name, value)
 
-    def shape_of(self, name: str, given: Any) -> tuple[int | None, ...] | None:
+    def shape_of(self, name: str) -> tuple[int | None, ...] | None:
         """See the base."""
         return {"advantages": (None,), "num_items": ()}.get(name)
 

@@ -256,7 +256,7 @@ class DPO(SequenceLoss):
         if "robust" in types and not smoothing < 0.5:
             raise ValueError(expected(self, "label_smoothing below 0.5 for robust", smoothing))
 
-    def shape_of(self, name: str, given: Any) -> tuple[int | None, ...] | None:
+    def shape_of(self, name: str) -> tuple[int | None, ...] | None:
         """See the base."""
         return (None, 2) if name == "pairs" else None
 
@@ -402,7 +402,7 @@ class KTO(SequenceLoss):
     loss_type = property(lambda self: self._type, doc="Which loss it is.")
     extra_repr = shows("loss_type", *real_numbers)
 
-    def shape_of(self, name: str, given: Any) -> tuple[int | None, ...] | None:
+    def shape_of(self, name: str) -> tuple[int | None, ...] | None:
         """See the base."""
         return {"desirable": (None,), "kl": ()}.get(name)
 
@@ -472,7 +472,7 @@ class ORPO(SequenceLoss):
 
     extra_repr = shows("beta")
 
-    def shape_of(self, name: str, given: Any) -> tuple[int | None, ...] | None:
+    def shape_of(self, name: str) -> tuple[int | None, ...] | None:
         """See the base."""
         return (None, 2) if name == "pairs" else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...core.fusible import check_real
 from ...core.op_context import AllGrads, Outputs
 from ...core.precision import widen
 from .._common import ExtraTensorOperation, check_bool, expected
@@ -115,7 +117,7 @@ class SequenceLoss(ExtraTensorOperation):
         self._check_inputs(input_, given, ctx.requires_grad and not torch.compiler.is_compiling())
         x = widen(input_).flatten()
         for name, tensor in given.items():
-            flat = tensor.flatten() if tensor.shape == input_.shape else tensor
+            flat = tensor.flatten() if self.shape_of(name) is None else tensor
             given[name] = flat.to(x.dtype) if flat.is_floating_point() else flat
         found = self.evaluate(x, **given)
         if ctx.requires_grad:
@@ -148,13 +150,13 @@ class SequenceLoss(ExtraTensorOperation):
         """
         raise NotImplementedError
 
-    def shape_of(self, name: str, given: Mapping[str, Tensor]) -> tuple[int | None, ...] | None:
-        """The shape that an extra input must have; None is any size, or that of the tokens."""
+    def shape_of(self, name: str) -> tuple[int | None, ...] | None:
+        """The shape that an extra input must have, None for any size; None: that of the tokens."""
         return None
 
     def _check_inputs(self, x: Tensor, given: Mapping[str, Tensor], recorded: bool) -> None:
         for name, tensor in given.items():
-            shape = self.shape_of(name, given)
+            shape = self.shape_of(name)
             wanted: Any = tuple(x.shape) if shape is None else shape
             if len(wanted) != tensor.ndim or any(
                 size not in (None, got) for size, got in zip(wanted, tensor.shape, strict=True)
@@ -175,15 +177,27 @@ def either(which: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
 
 
 def check_range(
-    op: object, name: str, value: Any, low: float, high: float = float("inf"), *, ends: str = "()"
-) -> None:
-    """Refuse a number out of a range, whose ends belong to it where ``ends`` has a bracket."""
-    above = value >= low if ends[0] == "[" else value > low
-    below = value <= high if ends[1] == "]" else value < high
-    if not (above and below):
-        raise ValueError(
-            expected(op, f"{name} in {ends[0]}{low:g}, {high:g}{ends[1]}", repr(value))
-        )
+    op: object, name: str, value: Any, low: float, high: float = math.inf, *, ends: str = "()"
+) -> float:
+    """Return a number as a float, if it is in a range.
+
+    Args:
+        op: The op that takes it.
+        name: Its name.
+        value: The number.
+        low: The lower end.
+        high: The upper end.
+        ends: Round brackets where an end does not belong to the range, square ones where it does.
+
+    Raises:
+        TypeError: It is not a real number.
+        ValueError: It is out of the range.
+    """
+    found = check_real(op, name, value)
+    above = found >= low if ends[0] == "[" else found > low
+    if not (above and (found <= high if ends[1] == "]" else found < high)):
+        raise ValueError(expected(op, f"{name} in {ends[0]}{low:g}, {high:g}{ends[1]}", found))
+    return found
 
 
 def check_choice(op: object, name: str, value: Any, known: Iterable[str]) -> None:
