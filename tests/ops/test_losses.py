@@ -279,6 +279,28 @@ def test_one_chain_from_hidden_states_with_the_entropy_by_a_channel():
     assert "GRPO" in str(report) and "TokenLogProb" in str(report)
 
 
+def test_pairs_are_weighted_by_the_rows_of_the_op_before():
+    torch.manual_seed(0)
+    loss, rows = losses.DPO(beta=0.5, use_weighting=True), ops.TokenLogProb(log_sum_squares=True)
+    loss.set_extra_input_channel(loss.input_names.index("log_sum_squares"), "squares")
+    rows.set_extra_output_channel(0, "squares", output_to_caller=False)
+    logits = torch.randn(*SHAPE, 9, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(0, 9, SHAPE)
+    _, given = draw(loss)
+    mine = opfuse.Sequential(rows, loss)(logits, tokens, *list(given.values())[:3])
+    log_p = logits.log_softmax(-1)
+    x, ids = log_p.gather(-1, tokens[..., None])[..., 0], given["sequences"]
+    aligned = (x - (2 * log_p).exp().sum(-1).log()).detach()
+    counted = [ids == i for i in range(COUNT)]
+    weights = torch.stack([(aligned * own).sum() / own.sum().clamp(min=1) for own in counted]).exp()
+    r = torch.stack([((x - given["reference"]) * own).sum() for own in counted])
+    expected = (-logsigmoid(0.5 * (r[:2] - r[2:])) * weights[:2] * weights[2:]).mean()
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(mine, logits), torch.autograd.grad(expected, logits)
+    )
+
+
 def test_two_models_at_once():
     """The policy and a frozen reference, each a chain, on a padded batch of which only responses count."""
     torch.manual_seed(0)

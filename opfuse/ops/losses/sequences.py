@@ -15,6 +15,9 @@ from ...core.op_context import AllGrads, Outputs
 from ...core.precision import widen
 from .._common import ExtraTensorOperation, check_bool, expected
 
+OF_ROWS = ("entropy", "log_sum_squares")
+"""Extra inputs that the op before gives, with gradients, which a loss may leave out."""
+
 
 class Sequences:
     """Which token belongs to which sequence, and sums over them.
@@ -165,7 +168,7 @@ class SequenceLoss(ExtraTensorOperation):
                 text = f"({', '.join('*' if n is None else str(n) for n in wanted)})"
                 what = f"{name} of shape {text}{where}"
                 raise ValueError(expected(self, what, f"{tuple(tensor.shape)}"))
-            if recorded and name != "entropy" and tensor.requires_grad:
+            if recorded and name not in OF_ROWS and tensor.requires_grad:
                 how = "compute it under torch.no_grad(), or detach it"
                 what = f"{name} that requires no grad, since it gets none: {how}"
                 raise ValueError(expected(self, what, "one that requires grad"))
