@@ -130,6 +130,31 @@ def test_a_policy_and_its_reference_in_one_step():
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_behind_it_in_the_same_chain(frozen, entropy):
+    """GRPO with a reference, with the entropy by a channel out of the fused step."""
+    loss = ops.losses.GRPO(beta=0.1, entropy_coef=0.2 * entropy, metrics=True)
+    linear, rows = model(frozen=frozen, dtype=torch.float64, entropy=entropy)
+    if entropy:
+        rows.set_extra_output_channel(0, "entropy", output_to_caller=False)
+        loss.set_extra_input_channel(loss.input_names.index("entropy"), "entropy")
+    chain, (x, tokens) = opfuse.Sequential(linear, rows, loss), data(dtype=torch.float64)
+    sequences = torch.arange(3)[:, None].where(tokens >= 0, -1)
+    reference = -4 + torch.rand(tokens.shape, dtype=torch.float64)
+    given = x, tokens, sequences, torch.tensor([1.0, -0.5, 0.3]), reference
+    leaves = [x, *[p for p in chain.parameters() if p.requires_grad]]
+    results = []
+    for plugins in ("", "linear"):
+        with opfuse.plugins.using(plugins), opfuse.options(prefer="memory"):
+            found = chain(*given)
+            results.append([*found, *torch.autograd.grad(found[0], leaves)])
+            report = " ".join(str(opfuse.explain(chain, *given)).split())
+            name = KEPT if frozen and not entropy else AGAIN
+            assert (f"{name}" in report) == bool(plugins) and "GRPO" in report
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_checkpointed_and_without_grad(frozen):
     chain, (x, tokens) = model(frozen=frozen), data()
