@@ -1,7 +1,7 @@
 """The basic ops, and ``Linear``, which combines two of them; ``losses`` is loaded at first use."""
 
 import importlib
-from typing import Any
+import types
 
 from ..core.cast import Cast
 from ..core.identity import Identity
@@ -87,7 +87,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> types.ModuleType:
     if name != "losses":
         raise AttributeError(f"module 'opfuse.ops' has no attribute {name!r}")
     return importlib.import_module("opfuse.ops.losses")

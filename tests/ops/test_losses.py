@@ -122,6 +122,14 @@ def test_half_precision_is_computed_in_fp32(name, dtype):
     torch.testing.assert_close(dx.double(), expected, rtol=rtol, atol=atol)
 
 
+def test_a_scaled_loss_keeps_gradients_that_fp16_could_not_hold():
+    op = losses.GRPO()
+    x = torch.full((4096,), -1.0, dtype=torch.float16, requires_grad=True)
+    given = torch.zeros(4096, dtype=torch.int64), torch.tensor([1e-5])
+    (dx,) = torch.autograd.grad(op(x, *given) * 2.0**24, x)
+    torch.testing.assert_close(dx.float(), torch.full((4096,), -1e-5 * 2**12), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (127,), (2, 2), (2, 3, 5)], ids=str)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "ORPO"])
 def test_shapes_and_sequences_without_tokens(name, shape):

@@ -86,7 +86,8 @@ class SequenceLoss(ExtraTensorOperation):
     for fp64 in fp64. With ``metrics`` the extra outputs are the numbers that ``metric_names``
     lists, without gradients.
 
-    The forward computes the gradient by the log-probabilities too; the backward scales it.
+    The forward computes the gradient by the log-probabilities too, in the dtype of the loss; the
+    backward scales it.
 
     Args:
         inputs: The name and the kind of each extra input.
@@ -95,6 +96,7 @@ class SequenceLoss(ExtraTensorOperation):
     """
 
     saved_names = ("gradient", "entropy_gradient")
+    context_names = ("dtypes",)
     grad_input = "fresh"
     differentiable = True
     autocast_dtype = torch.float32
@@ -124,12 +126,14 @@ class SequenceLoss(ExtraTensorOperation):
             given[name] = flat.to(x.dtype) if flat.is_floating_point() else flat
         found = self.evaluate(x, **given)
         if ctx.requires_grad:
-            gradient, of_entropy = found.gradient.detach(), found.entropy_gradient
+            of_entropy = found.entropy_gradient
+            ctx.dtypes = input_.dtype, None
             if of_entropy is not None:
                 like = extras[self.input_names.index("entropy")]
                 wanted = like.requires_grad or torch.compiler.is_compiling()
-                of_entropy = of_entropy.to(like.dtype).view(like.shape) if wanted else None
-            gradient = gradient.to(input_.dtype).view(input_.shape)
+                of_entropy = of_entropy.view(like.shape) if wanted else None
+                ctx.dtypes = input_.dtype, like.dtype
+            gradient = found.gradient.detach().view(input_.shape)
             ctx.to_save = gradient if ctx.input_requires_grad else None, of_entropy
         return found.loss, [tuple(number.detach() for number in found.metrics)]
 
@@ -137,11 +141,14 @@ class SequenceLoss(ExtraTensorOperation):
         self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> AllGrads:
         """The gradients that the forward computed, times that of the loss."""
-        gradient, of_entropy = basic_op_ctxs[0].saved_tensors
-        dx = None if gradient is None else (gradient * grad_output).to(gradient.dtype)
+        (ctx,) = basic_op_ctxs
+        dx, of_entropy = (
+            None if gradient is None else (gradient * grad_output).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
         of_extras: list[Tensor | None] = [None] * self.num_extra_inputs
         if of_entropy is not None:
-            of_extras[self.input_names.index("entropy")] = of_entropy * grad_output
+            of_extras[self.input_names.index("entropy")] = of_entropy
         return dx, [()], [tuple(of_extras)]
 
     def evaluate(self, x: Tensor, **given: Tensor) -> Found:
