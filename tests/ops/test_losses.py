@@ -38,7 +38,7 @@ def cases():
                 "beta": 0.3, "delta": 1.5, "given": (*OLD, "importance_ratio"),
                 "entropy_coef": 0.2, "top_entropy_quantile": 0.6, "max_completion_length": 5,
                 "importance_sampling_level": level, "off_policy_mask_threshold": 0.3,
-                "metrics": kind != "sapo",
+                "metrics": kind != "sapo", "epsilon_high": 1.2 if kind == "cispo" else None,
             }  # fmt: skip
             yield f"GRPO {kind} {level}", lambda k=kind, g=given: losses.GRPO(k, **g)
 
