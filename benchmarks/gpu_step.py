@@ -31,11 +31,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ways", default=",".join(WAYS), help="names, with commas")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds for each way")
+    parser.add_argument("--kernels", action="store_true", help="print what takes the GPU's time")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        print(json.dumps(run(options.part, options.layers)))
+        print(json.dumps(run(options.part, options.layers, options.kernels)))
         return
     import torch
 
@@ -45,22 +47,34 @@ def main() -> None:
     print(f"{'':18} {'ms':>8} {'speed':>6} {'peak GB':>8} {'loss':>9}")
     for way in options.ways.split(","):
         command = [sys.executable, __file__, "--part", way, "--layers", str(options.layers)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        failed = done.returncode or not done.stdout.strip()
-        row = {"why": done.stderr[-400:]} if failed else json.loads(done.stdout.splitlines()[-1])
+        command += ["--kernels"] * options.kernels
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=options.limit
+            )
+            said, failed = done.stderr, done.returncode or not done.stdout.strip()
+        except subprocess.TimeoutExpired:
+            said, failed = f"not done after {options.limit:.0f} s", True
+        row = {"why": said[-400:]} if failed else json.loads(done.stdout.splitlines()[-1])
         result["rows"].append({"way": way} | row)
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if failed:
-            print(f"{way:18} {(done.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+            print(f"{way:18} {(said.strip().splitlines() or ['it says nothing'])[-1]}")
             continue
         first = result["rows"][0].get("ms", row["ms"])
         speed = f"{first / row['ms']:6.2f} {row['peak_gb']:8.2f} {row['loss']:9.5f}"
         print(f"{way:18} {row['ms']:8.2f} {speed}", flush=True)
+        for name, ms, count in row.get("kernels", ()):
+            print(f"{ms:27.2f} ms {count:5}x {name[:70]}")
 
 
-def run(way: str, layers: int) -> dict[str, Any]:
-    """The milliseconds of a step, the peak of memory and the first loss, one way."""
+def run(way: str, layers: int, kernels: bool = False) -> dict[str, Any]:
+    """The milliseconds of a step, the peak of memory and the first loss, one way.
+
+    ``kernels`` adds those that take most of the GPU's time: names, milliseconds and calls of a
+    step, and their sum first.
+    """
     import torch
     import transformers
 
@@ -104,7 +118,16 @@ def run(way: str, layers: int) -> dict[str, Any]:
         end.synchronize()
         taken.append(start.elapsed_time(end))
     peak = torch.cuda.max_memory_allocated() / 2**30
-    return {"ms": statistics.median(taken), "peak_gb": peak, "loss": loss}
+    result = {"ms": statistics.median(taken), "peak_gb": peak, "loss": loss}
+    if kernels:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        each = [(e.key, e.self_device_time_total / 1e3, e.count) for e in profile.key_averages()]
+        each.sort(key=lambda row: -row[1])
+        total = ("all", sum(ms for _, ms, _ in each), sum(count for *_, count in each))
+        result["kernels"] = [total, *each[:25]]
+    return result
 
 
 if __name__ == "__main__":

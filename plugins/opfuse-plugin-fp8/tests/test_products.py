@@ -38,7 +38,7 @@ def decoded(scale, kind, swizzle, outer, inner):
     blocks = math.ceil(inner / (32 if kind is ScalingType.BlockWise1x32 else 128))
     if kind is ScalingType.BlockWise1x128:
         assert scale.shape == (outer, blocks) and scale.stride(0) == 1
-        assert blocks == 1 or scale.stride(1) == outer
+        assert scale.stride(1) in ((outer,) if blocks > 1 else (outer, 1))
         return scale.double().repeat_interleave(128, 1)[:, :inner]
     if kind is ScalingType.BlockWise128x128:
         wide, down = 4 * math.ceil(blocks / 4), math.ceil(outer / 128)
@@ -237,7 +237,7 @@ def test_native_products_on_a_gpu_match_the_expected_values(recipe, kind):
     for mine, right in zip(got, [y, dx, *dw, *db], strict=True):
         assert (mine.cpu().double() - right).norm() <= 2**-7 * right.norm()
     taken, _ = fusions(model, x, recipe, "auto")
-    assert len(taken) == 2
+    assert sum("linear" in name for name in taken) == 2  # casts may be fused besides
 
 
 def test_sums_of_fewer_bits_are_of_a_forward_with_one_scale(gpu):
@@ -375,6 +375,17 @@ def test_parts_of_an_operand_that_was_swizzled(usage):
             assert torch.equal(mine.data.view(torch.uint8), other.data.view(torch.uint8))
             scales = [one.scaling()[0].view(torch.uint8) for one in (mine, other)]
             assert torch.equal(*scales), (start, stop)
+
+
+def test_parts_of_a_single_row_of_scales():
+    """As a kernel lays it out. PyTorch refuses the stride of the whole, which counts as contiguous."""
+    made = fp8.BlockQuantizer(E4M3, (1, 128)).quantize(torch.randn(64, 256), COLUMNWISE)
+    whole = gemm.GemmOperand.of(made, COLUMNWISE)
+    as_launched = torch.empty_strided((1, 256), (256, 1)).copy_(whole.scale)
+    part = whole._replace(scale=as_launched).outer(0, 128)
+    scale, kind = part.scaling()
+    same = decoded(scale, kind, SwizzleType.NO_SWIZZLE, 128, 64)
+    assert torch.equal(same, as_launched.double()[0, :128, None].expand(128, 64))
 
 
 def test_scales_are_swizzled_where_a_product_reads_them(monkeypatch):

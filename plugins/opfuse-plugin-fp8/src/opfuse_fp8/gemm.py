@@ -72,7 +72,8 @@ class GemmOperand(NamedTuple):
             return self
         scale = self.scale
         if self.kind is ScalingType.BlockWise1x128:
-            scale = scale[:, start:stop].contiguous()
+            # a single row counts as contiguous whatever its stride, which the product refuses
+            scale = scale[:, start:stop].clone(memory_format=torch.contiguous_format)
         elif self.kind is ScalingType.BlockWise1x32:
             if self.swizzled and (start % ROWS or (stop % ROWS and stop < self.data.shape[0])):
                 return self.plain().outer(start, stop)

@@ -154,10 +154,9 @@ def _drawn(size, seed_ptr, step_ptr, row, first, rows, columns, WHICH: tl.conste
     across: tl.constexpr = size.shape[1]
     each: tl.constexpr = across * 4  # of four values
     at = (row * (columns // 4) + first // 4 + tl.arange(0, each)[None, :]).to(tl.uint32)
-    columns, rows = tl.to_tensor(columns), tl.to_tensor(rows)
+    columns, rows = tl.cast(columns, tl.uint32), tl.cast(rows, tl.uint32)
     step = tl.load(step_ptr).to(tl.uint32)
-    which = (2 * rows + WHICH).to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(seed_ptr), at, columns.to(tl.uint32), step, which)
+    a, b, c, d = tl.philox(tl.load(seed_ptr), at, columns, step, 2 * rows + WHICH)
     words = tl.join(tl.join(a, c), tl.join(b, d))  # the last dimension changes first
     draw = (tl.reshape(words, (tall, across, 16)) >> 8).to(tl.float32) * 5.960464477539063e-08
     place, low = _places(size)
