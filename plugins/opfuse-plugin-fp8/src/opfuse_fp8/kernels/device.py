@@ -92,8 +92,6 @@ def codes_of(v, scale, MANTISSA: tl.constexpr, NATIVE: tl.constexpr):
         code = _rounded(tl.minimum(tl.maximum(scaled, -most), most), MANTISSA)
         sign = ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
         code = tl.where(scaled == scaled, code, sign | 0x7F)
-    # Done to codes, one by one, and not to values: ptxas before CUDA 13 takes bytes from a register
-    # that it has not written yet where converted pairs are stored as they are and moved as bytes
     infinite = tl.abs(v) == float("inf")
     if MANTISSA == 3:  # without infinity
         code = tl.where(infinite, 0x7F, code)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from opfuse_quantized.swizzle import swizzled_size
 from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton.machine import is_interpreting
+from opfuse_triton.targets import ptxas_release
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
@@ -38,8 +40,15 @@ def format_of(quantizer: Any) -> str:
 
 
 def converts(target: Target) -> bool:
-    """Whether fp32 becomes FP8 of the OCP in one instruction, which rounds once."""
-    return target.backend == "cuda" and int(target.arch) >= 89
+    """Whether fp32 becomes FP8 of the OCP in one instruction, which rounds once.
+
+    It converts two values into one register. ptxas before CUDA 13 reads halves of it before they
+    are there, or another register in their place, see ``tests/test_machine_code.py``; with such a
+    ptxas the codes are computed by integers.
+    """
+    if target.backend != "cuda" or int(target.arch) < 89:
+        return False
+    return is_interpreting() or ptxas_release(int(target.arch)) >= (13,)
 
 
 class Casting:
