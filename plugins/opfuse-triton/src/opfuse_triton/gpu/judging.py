@@ -48,8 +48,8 @@ def judge(case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, Tenso
     """Return what is wrong with the results of a case, as a sentence; ``""``: nothing.
 
     Integers must be the twin's. So must FP8 codes if the case is ``exact``; if not, few may differ,
-    see :data:`NEXT_CODES`. Other results are compared with the twin in fp64, or as it is if it cannot
-    compute in fp64, by the tolerance of their dtype or twice the twin's own error.
+    see :data:`NEXT_CODES`. Other results are compared with the twin in fp64, or as it is if it
+    cannot compute in fp64, by the tolerance of their dtype or twice the twin's own error.
 
     Args:
         case: The case.
