@@ -212,20 +212,20 @@ class BasicOperation(FusibleOperation):
 
         Args:
             params: The parameters of the forward.
-            grads: Their gradients, or None.
+            grads: Their gradients; None where none is to be stored.
 
         Returns:
             The values that autograd gets instead.
         """
         raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
-    def grad_sum(self, params: tuple[Tensor, ...]) -> tuple[Tensor, float] | None:
+    def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
         """The sum that :meth:`accumulate_grads` will add to, if a product may do so before it.
 
         Called before the backward of a call whose gradients will be added.
 
         Args:
-            params: The parameters of the forward.
+            params: The parameters of the forward; None in place of those that get no gradient.
 
         Returns:
             For :attr:`opfuse.OperationContext.grad_sum`.

@@ -59,8 +59,9 @@ class OperationContext:
             only some of its ops, and then gets a ``grad_output`` of zeros, which give NaN times a
             value that is not finite: its backward leaves out the others (backward only).
         grad_sum: A sum that takes the gradient of the op's weight, and the factor of what is in it;
-            None: there is none. The backward may add the gradient by its product, and then gives
-            the sum in place of the gradient (backward only).
+            None: there is none. An op with several weights has a list of sums, and None in it for
+            a weight whose gradient is not needed. The backward may add the gradients by its
+            products, and then gives the sums in their place (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
             can do without a saved input (forward only).
         recomputable_output: The output, which the forward then sets to agree to compute it again.
@@ -83,7 +84,7 @@ class OperationContext:
         self.to_save: tuple[Any, ...] | None = None
         self.owns_grad_output: bool = False
         self.is_reached: bool = True
-        self.grad_sum: tuple[Tensor, float] | None = None
+        self.grad_sum: tuple[Any, float] | None = None
         self.may_recompute: bool = False
         self.recomputable_output: Tensor | None = None
 

@@ -126,23 +126,35 @@ class QuantizedGroups:
         """The gradients of the input and of the weights, from the result of :meth:`products`."""
         ctx, x = self._ctx, xs[0]
         wants = [any(group.param_requires_grad) for group in self._each]
-        dgrad, wgrad = weights[0] is not None, x is not None
+        dgrad, wgrad = weights[0] is not None, any(wants)
         of_dy: RowGroups | None = None
-        known = isinstance(x, RowGroups) or not any(wants)
+        known = isinstance(x, RowGroups) or not wgrad
         if known and (dgrad or all(wants)):  # the gradient of a frozen group is not cast
             of_dy = self._at_once(self._grads, grad_output, Usage(dgrad, wgrad))
-        dx, whole = None, None
+        dx: Tensor | None = None
+        grads: list[Tensor | None] | None = None if wgrad else [None] * self._count
         if of_dy is not None:
             dtype = ctx.dtype or grad_output.dtype
             dx = self._groups.coded_input_grads(of_dy, weights, dtype) if dgrad else None
-            whole = self._groups.coded_weight_grads(of_dy, x, dtype) if wgrad else None
-        if (dx is None and dgrad) or (whole is None and wgrad):
+            if wgrad and (dx is not None or not dgrad):
+                grads = self._coded_weight_grads(of_dy, x, dtype, wants)
+        if (dx is None and dgrad) or grads is None:
             dx, grads = self._grads_of_values(grad_output, of_dy, xs, weights)
-        elif self._stacked:
-            grads = [whole]
-        else:
-            grads = [None if whole is None or not wants[i] else whole[i] for i in range(len(wants))]
         return None if dx is None else dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
+
+    def _coded_weight_grads(
+        self, dy: RowGroups, x: Any, dtype: torch.dtype, wants: Sequence[bool]
+    ) -> list[Tensor | None] | None:
+        """The gradients of the weights by products of codes; None: there are no such products."""
+        total = self._ctx.grad_sum
+        if total is not None and self._groups.add_coded_weight_grads(dy, x, *total):
+            return [total[0]] if self._stacked else total[0]
+        whole = self._groups.coded_weight_grads(dy, x, dtype)
+        if whole is None:
+            return None
+        if self._stacked:
+            return [whole]
+        return [whole[i] if wanted else None for i, wanted in enumerate(wants)]
 
     def _grads_of_values(
         self,

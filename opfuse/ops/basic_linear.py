@@ -12,7 +12,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
-from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
 from ..core.precision import add_product, adds_itself
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
@@ -26,6 +25,7 @@ from ._common import (
     rows_of,
     shows,
 )
+from ._main_grad import accumulate_main_grad, is_overridden, main_grads
 from ._products import quantized_backward, quantized_operands
 from ._reading import tensor_of
 from ._tensor_parallel import SplitLayer, TensorParallel, check_tracker, forked
@@ -329,21 +329,14 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         if not adds_itself(total, x):
             return None
         add_product(total, dy.t(), x, beta=beta, alpha=scale)
-        return total
+        return total  # type: ignore[no-any-return]
 
-    def grad_sum(self, params: tuple[Tensor, ...]) -> tuple[Tensor, float] | None:
+    def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
         """The ``main_grad`` of the weight, and 0 where it is replaced; None: it does not fit."""
-        methods = ("op_backward", "accumulate_grads")
-        if any(
-            getattr(type(self), name) is not getattr(BasicLinear, name) or name in vars(self)
-            for name in methods
-        ):
+        if is_overridden(self, BasicLinear, "op_backward", "accumulate_grads"):
             return None  # it may change the gradient
-        try:
-            total = _main_grad(self, params[0])
-        except RuntimeError:  # raised again if there is a gradient
-            return None
-        return total, 0.0 if _is_replaced(params[0]) else 1.0
+        totals, beta = main_grads(self, params[:1])
+        return None if totals is None else (totals[0], beta)
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
@@ -388,73 +381,3 @@ def kept_weights(
         return casts
     pairs = zip(weights, casts, strict=True)
     return [weight if _can_be_saved(weight) else cast for weight, cast in pairs]
-
-
-def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:
-    """Add the gradient of a weight to its ``main_grad``; see :meth:`BasicLinear.accumulate_grads`.
-
-    Returns:
-        The gradient for autograd: zeros if hooks must run on ``.grad``, and None otherwise.
-    """
-    if grad is None:
-        return None
-    main_grad = _main_grad(op, weight)
-    replaced = _is_replaced(weight)
-    if not _is_same(grad, main_grad):  # else a product has added it
-        if replaced:
-            main_grad.copy_(grad)
-        else:
-            main_grad.add_(grad)
-    if replaced:
-        _node_of(weight).metadata[_REPLACED_IN] = torch._C._current_graph_task_id()
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight)
-
-
-_REPLACED_IN = "opfuse: the backward that replaced main_grad"
-
-
-def _is_replaced(weight: Any) -> bool:
-    """Whether a weight's ``main_grad`` is replaced by the next gradient of this backward.
-
-    Only by the first one. Autograd's node that accumulates the weight's gradient remembers it: all
-    uses of the weight share that node, and no copy of the weight does.
-    """
-    if not getattr(weight, "overwrite_main_grad", False):
-        return False
-    replaced_in = _node_of(weight).metadata.get(_REPLACED_IN)
-    return bool(replaced_in != torch._C._current_graph_task_id())
-
-
-def _node_of(weight: Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(weight).node
-
-
-def _is_same(grad: Tensor, main_grad: Tensor) -> bool:
-    """Whether a gradient is the sum itself; at each look-up that may be another view of it."""
-    if grad is main_grad or type(grad) is not Tensor or type(main_grad) is not Tensor:
-        return grad is main_grad
-    return bool(grad.numel()) and grad.data_ptr() == main_grad.data_ptr()
-
-
-def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
-    """The tensor that accumulates a weight's gradient; Megatron-FSDP provides it at every call."""
-    who = f"{type(op).__name__}(accumulate_into_main_grad=True) expected"
-    wanted = f"a tensor of shape {tuple(weight.shape)}"
-    if not isinstance(weight, nn.Parameter):
-        got = "got a tensor that is computed, as by a parametrization"
-        raise RuntimeError(f"{who} a Parameter as its weight, {got}")
-    if hasattr(weight, "__fsdp_param__"):
-        weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
-    main_grad = getattr(weight, "main_grad", None)
-    if not isinstance(main_grad, Tensor):
-        got = f"got {main_grad!r}: set it before the backward"
-        raise RuntimeError(f"{who} {wanted} as weight.main_grad, {got}")
-    fits = main_grad.shape == weight.shape and main_grad.device == weight.device
-    if not (fits and main_grad.is_floating_point()):
-        wanted = f"{wanted}, floating point and on {weight.device}, as weight.main_grad"
-        got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)} on {main_grad.device}"
-        raise RuntimeError(f"{who} {wanted}, got {got}")
-    return main_grad

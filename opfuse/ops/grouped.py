@@ -20,11 +20,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..core.precision import cast, widen
+from ..core.precision import add_product, adds_itself, cast, widen
 from ._common import sum_rows
 
 Matrices = Sequence[Tensor] | Tensor
 """The matrix of each group; one tensor may hold all."""
+
+Sums = Sequence[Tensor | None] | Tensor
+"""A matrix for each group, to which a product is added; None: its product is not needed."""
 
 
 class Groups(NamedTuple):
@@ -69,6 +72,10 @@ class Groups(NamedTuple):
         """The same as :meth:`stacked_grads` of codes."""
         return None
 
+    def add_coded_weight_grads(self, dy: Any, x: Any, sums: Sums, beta: float) -> bool:
+        """The same as :meth:`add_weight_grads` of codes."""
+        return False
+
     def input_grads(self, dy: Tensor, weights: Matrices) -> Tensor:
         """``dy_i @ weight_i`` for each group."""
         if self.ends is not None:
@@ -93,6 +100,27 @@ class Groups(NamedTuple):
             _loop_weights(self.counts, dy, x, (True,) * count, whole)
             return whole
         return _stacked(self.weight_grads(dy, x, (True,) * count))
+
+    def add_weight_grads(self, dy: Tensor, x: Tensor, sums: Sums, beta: float) -> bool:
+        """``sum_i = beta * sum_i + dy_i.T @ x_i`` by the products, which are not rounded before.
+
+        Args:
+            dy: The gradient of the output.
+            x: The input, in the same dtype.
+            sums: The sum of each group.
+            beta: The factor of what is in them; with 0 it is not read.
+
+        Returns:
+            Whether it was done. If not, nothing has changed.
+        """
+        known = [each for each in sums if each is not None]
+        if self.counts is None or not all(adds_itself(each, x) for each in known):
+            return False
+        parts = zip(torch.split(dy, self.counts), torch.split(x, self.counts), sums, strict=True)
+        for rows, others, total in parts:
+            if total is not None and (len(rows) or beta != 1):
+                add_product(total, rows.flatten(0, -2).t(), others.flatten(0, -2), beta=beta)
+        return True
 
     def row_sums(
         self, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None

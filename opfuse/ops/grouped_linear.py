@@ -17,10 +17,11 @@ from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._buffers import check_buffer
 from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
+from ._main_grad import accumulate_main_grad, is_overridden, main_grads
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
 from ._tensor_parallel import check_tracker, forked
-from .basic_linear import BasicLinear, LinearOperation, accumulate_main_grad, draw
+from .basic_linear import BasicLinear, LinearOperation, draw
 from .grouped import Groups, GroupsOf, groups_of
 
 OUTPUT_BUFFER_KEY = "output"
@@ -74,7 +75,9 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         dtype: Dtype of the parameters; default: torch's.
         rng_state_tracker_function: As for :class:`BasicLinear`.
         accumulate_into_main_grad: As for :class:`BasicLinear`, for each weight; the gradients of
-            biases go to autograd.
+            biases go to autograd. The products add to ``main_grad`` themselves where all those of
+            the op are alike: in one dtype, and either all or none of them replaced. A weight that
+            several groups share is added to afterwards.
         single_grouped_weight: False; True comes with a later release.
         single_grouped_bias: False; True comes with a later release.
         delay_wgrad_compute: False; True comes with a later release.
@@ -146,7 +149,14 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         self._shapes = [tuple(param.shape) for param in self.parameters()]
 
     @classmethod
-    def reading(cls, module: nn.Module, weight: str = "weight", *, name: str = "") -> GroupedLinear:
+    def reading(
+        cls,
+        module: nn.Module,
+        weight: str = "weight",
+        *,
+        accumulate_into_main_grad: bool = False,
+        name: str = "",
+    ) -> GroupedLinear:
         """Return an op without biases that reads all weights from one parameter of another module.
 
         Mixtures of experts often store them that way. The op then has one parameter, ``weight``,
@@ -155,6 +165,8 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         Args:
             module: The module that holds the weights.
             weight: Its attribute, of shape ``(num_groups, out_features, in_features)``.
+            accumulate_into_main_grad: As for :class:`GroupedLinear`; ``main_grad`` has the shape of
+                the attribute.
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
@@ -162,7 +174,13 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             ValueError: It has another number of dimensions.
         """
         groups, outputs, inputs = tensor_of(cls, module, weight, dims=3).shape
-        op = cls(groups, inputs, outputs, bias=False, device="meta")
+        accumulates = accumulate_into_main_grad
+        op = cls(
+            *(groups, inputs, outputs),
+            bias=False,
+            device="meta",
+            accumulate_into_main_grad=accumulates,
+        )
         for i in range(groups):
             del op._parameters[f"weight{i}"]
         op.read_parameters({"weight": ParamSource(module, weight)})
@@ -358,9 +376,16 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             dx = groups.input_grads(dy, weights[0] if self.is_stacked else weights)
         if x is None:
             return dx, [None] * self._count
+        if ctx.grad_sum is not None and groups.add_weight_grads(dy, x, *ctx.grad_sum):
+            return dx, self._in_sums(ctx)
         if self.is_stacked:
             return dx, [groups.stacked_grads(dy, x, self.num_groups)]
         return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
+
+    def _in_sums(self, ctx: Any) -> list[Tensor | None]:
+        """The gradients of the weights, once they were added to ``ctx.grad_sum``."""
+        totals, _ = ctx.grad_sum
+        return [totals] if self.is_stacked else totals
 
     def _bias_grads(
         self, ctx: Any, groups: Groups, dy: Tensor, scales: Tensor | None = None, *biases: Tensor
@@ -399,10 +424,26 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             what = f"scales of shape {tuple(shape[:-1])}, a scale for each row"
             raise ValueError(expected(self, what, tuple(scales.shape)))
 
+    def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
+        """The ``main_grad`` of each weight, or of all in one; see :meth:`BasicLinear.grad_sum`.
+
+        None also where groups share a weight: they are multiplied at the same time.
+        """
+        if is_overridden(self, GroupedLinear, "fuser_backward", "backward_in", "accumulate_grads"):
+            return None  # it may change the gradients
+        weights = params[: self._count]
+        known = [id(weight) for weight in weights if weight is not None]
+        if len({*known}) < len(known):
+            return None
+        totals, beta = main_grads(self, weights)
+        if totals is None:
+            return None
+        return (totals[0] if self.is_stacked else totals), beta
+
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
     ) -> tuple[Any, ...]:
         """Add the gradients of weights to their ``main_grad``; those of biases are autograd's."""
-        count = self.num_groups
+        count = self._count
         pairs = zip(params[:count], grads[:count], strict=True)
         return (*[accumulate_main_grad(self, *pair) for pair in pairs], *grads[count:])

@@ -112,12 +112,14 @@ def test_a_backward_override_matches_separate_layers(recipe, override):
 
 @pytest.mark.parametrize("frozen", [(0,), (0, 2), (0, 1, 2, 3)])
 @pytest.mark.parametrize("needs_input", [True, False])
-def test_frozen_weights_match_separate_layers(frozen, needs_input):
+@pytest.mark.parametrize("override", [None, "dequantized"])  # cast at once, or one by one
+def test_frozen_weights_match_separate_layers(frozen, needs_input, override):
     sizes = (1, 33, 0, 4)
     op = op_of(sizes)
     for i in frozen:
         op.get_parameter(f"weight{i}").requires_grad_(False)
-    check(op, RECIPES[0], sizes, torch.randn(38, 128, requires_grad=needs_input))
+    recipe = testing.PerTensor(backward_override=override)
+    check(op, recipe, sizes, torch.randn(38, 128, requires_grad=needs_input))
 
 
 def test_one_group_and_autocast():

@@ -347,9 +347,14 @@ def _accumulate(func_ctx: Any, grads: list[Any]) -> None:
     for (index, first, last), of_op in zip(
         program.accumulating, func_ctx.accumulating, strict=True
     ):
-        here = slice(3 + first, 3 + last)
-        if is_dynamo_compiling() or _adds(func_ctx, first, last):
-            grads[here] = program.chain.ops[index].accumulate_grads(of_op, tuple(grads[here]))
+        added = _added(func_ctx, first, last)
+        if any(added):
+            here = range(3 + first, 3 + last)
+            given = [grads[i] if adds else None for i, adds in zip(here, added, strict=True)]
+            left = program.chain.ops[index].accumulate_grads(of_op, tuple(given))
+            for i, adds, grad in zip(here, added, left, strict=True):
+                if adds:
+                    grads[i] = grad
 
 
 def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], steps: Sequence[Step], reached: int) -> None:
@@ -365,8 +370,12 @@ def _offer_sums(func_ctx: Any, ctxs: Sequence[Any], steps: Sequence[Step], reach
     for (index, first, last), params in zip(
         program.accumulating, func_ctx.accumulating, strict=True
     ):
-        kept = index in taken and index <= reached and _adds(func_ctx, first, last)
-        total = program.chain.ops[index].grad_sum(params) if kept else None
+        total = None
+        if index in taken and index <= reached:
+            pairs = zip(params, _added(func_ctx, first, last), strict=True)
+            wanted = tuple([param if adds else None for param, adds in pairs])
+            if any(param is not None for param in wanted):
+                total = program.chain.ops[index].grad_sum(wanted)
         if total is not None and total[1] != 1 and _is_shared(params, func_ctx.accumulating):
             total = None
         ctxs[index].grad_sum = total
@@ -378,9 +387,11 @@ def _is_shared(params: Sequence[Any], of_ops: Sequence[Sequence[Any]]) -> bool:
     return any(every.count(id(param)) > 1 for param in params)
 
 
-def _adds(func_ctx: Any, first: int, last: int) -> bool:
-    """Return whether this backward adds the gradients of some parameters to ``.grad``."""
-    return any(map(_accumulates, func_ctx.next_functions[1 + first : 1 + last]))
+def _added(func_ctx: Any, first: int, last: int) -> list[bool]:
+    """Return of which parameters this backward adds the gradients to ``.grad``."""
+    if is_dynamo_compiling():
+        return [True] * (last - first)
+    return [_accumulates(edge) for edge in func_ctx.next_functions[1 + first : 1 + last]]
 
 
 def _accumulates(edge: tuple[Any, int]) -> bool:

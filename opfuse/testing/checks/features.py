@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...core.context_managers import checkpoint_contexts
-from ...ops import BasicLinear
+from ...ops import BasicLinear, GroupedLinear
 from ..cases import Built, Case
 from ..generate import Chains
 from ..reference import compare_grads, compare_outputs, compare_results, describe
@@ -308,7 +308,9 @@ def deepcopy(case: Case) -> None:
 def _accumulating(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
         ops = tuple(
-            op.with_(accumulate_into_main_grad=True) if op.cls is BasicLinear and not op.via else op
+            op.with_(accumulate_into_main_grad=True)
+            if op.cls in (BasicLinear, GroupedLinear) and not op.via
+            else op
             for op in case.ops
         )
         if ops != case.ops:
@@ -324,7 +326,8 @@ def main_grad(case: Case) -> None:
         result = forward(case, dtype)
         leaves: dict[str, Any] = result.built.leaves
         basic = enumerate(result.built.chain)
-        names = [f"{i}.weight" for i, op in basic if getattr(op, "accumulates_grads", False)]
+        stored = [f"{i}.weight" for i, op in basic if getattr(op, "accumulates_grads", False)]
+        names = [name for name in leaves if name.startswith((*stored,))]
         for name in names:
             leaves[name].main_grad = torch.ones_like(leaves[name])
         pairs = zip(result.outputs, case.weights(result.outputs), strict=True)

@@ -102,6 +102,29 @@ def _wgrad_apart(of: GroupsOf, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return of(ends, len(x)).stacked_grads(dy, x, ends.shape[0])
 
 
+def _sums_of(sums: Tensor) -> library.Matrices:
+    """Each in a tensor by itself, as the ``main_grad`` of several parameters."""
+    matrices = library.listed(sums.unbind())
+    assert matrices is not None
+    return matrices
+
+
+def _added_apart(apart: Any) -> Any:
+    """The same, and each gradient is added to its sum afterwards."""
+
+    def separate(of: GroupsOf, *, sums: Tensor, **given: Tensor) -> Tensor:
+        for total, gradient in zip(sums.unbind(), apart(of, **given).unbind(), strict=True):
+            total.add_(gradient)
+        return sums
+
+    return separate
+
+
+def _wgrad_added(dy: Tensor, x: Tensor, sums: Tensor, ends: Tensor) -> Tensor:
+    library.add_weight_grads(dy, x, ends, _sums_of(sums))
+    return sums
+
+
 def _sums_apart(of: GroupsOf, dy: Tensor, scales: Tensor, ends: Tensor) -> Tensor:
     sums = of(ends, len(dy)).row_sums(dy, (True,) * ends.shape[0], scales)
     return torch.stack(sums)  # type: ignore[arg-type]
@@ -177,11 +200,19 @@ def _coded_dgrad_apart(
 
 
 def _coded_wgrad(
-    dy: Tensor, x: Tensor, dy_inverse: Tensor, x_inverse: Tensor, ends: Tensor
+    dy: Tensor,
+    x: Tensor,
+    dy_inverse: Tensor,
+    x_inverse: Tensor,
+    ends: Tensor,
+    sums: Tensor | None = None,
 ) -> Tensor:
     sizes = dy.shape[1], dy.shape[0], x.shape[0]
-    given = (dy.view(-1), dy_inverse), (x.view(-1), x_inverse)
-    return library.coded_weight_grads(*given, ends, sizes, BF16)
+    given = (dy.view(-1), dy_inverse), (x.view(-1), x_inverse), ends, sizes
+    if sums is None:
+        return library.coded_weight_grads(*given, BF16)
+    library.add_coded_weight_grads(*given, _sums_of(sums))
+    return sums
 
 
 def _coded_wgrad_apart(
@@ -222,10 +253,20 @@ def _mx_dgrad_apart(
     return torch.cat([_rounded(dy @ w.t()) for dy, w in zip(rows, matrices, strict=True)])
 
 
-def _mx_wgrad(dy: Tensor, x: Tensor, dy_scale: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor:
+def _mx_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    dy_scale: Tensor,
+    x_scale: Tensor,
+    ends: Tensor,
+    sums: Tensor | None = None,
+) -> Tensor:
     sizes = dy.shape[1], dy.shape[0], x.shape[0]
     operands = [library.Scaled(t.view(-1), s.view(-1)) for t, s in ((dy, dy_scale), (x, x_scale))]
-    return library.scaled_weight_grads(*operands, ends, sizes, BF16)
+    if sums is None:
+        return library.scaled_weight_grads(*operands, ends, sizes, BF16)
+    library.add_scaled_weight_grads(*operands, ends, sizes, _sums_of(sums))
+    return sums
 
 
 def _mx_wgrad_apart(
@@ -394,8 +435,12 @@ def multiplies_mx(target: Target) -> bool:
     return target.arch in (100, 103, "gfx950")
 
 
-def _of_mx(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
-    operands = partial(_mx_operands, result)
+def _of_mx(
+    name: str, result: str, run: Any, apart: Any, kernel: Any, added: bool = False
+) -> KernelCase:
+    operands: Any = partial(_mx_operands, result)
+    if added:
+        operands, apart = _with_sums(operands), _added_apart(apart)
     small = [
         {"groups": 5, "rows": 160, "depth": 64, "features": 96},
         {"groups": 1, "rows": 32, "depth": 32, "features": 160},
@@ -407,14 +452,29 @@ def _of_mx(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelC
     )  # fmt: skip
 
 
-def _coded_gradient(name: str, result: str, run: Any, apart: Any, kernel: Any) -> KernelCase:
-    operands = partial(_coded_operands, result)
+def _coded_gradient(
+    name: str, result: str, run: Any, apart: Any, kernel: Any, added: bool = False
+) -> KernelCase:
+    operands: Any = partial(_coded_operands, result)
+    if added:
+        operands, apart = _with_sums(operands), _added_apart(apart)
     small = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
     return KernelCase(
         name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
         separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw_whole,
         flops=_flops, runs_on=multiplies_codes, turn=30,
     )  # fmt: skip
+
+
+def _with_sums(operands: Any) -> Callable[..., Mapping[str, Operand]]:
+    """The same operands, where ``dw`` is a sum in fp32 to which the product is added."""
+
+    def added(**shape: int) -> Mapping[str, Operand]:
+        found = dict(operands(**shape))
+        total = replace(found.pop("dw"), dtype=torch.float32)
+        return {**found, "sums": replace(total, output=False), "dw": total}
+
+    return added
 
 
 def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]:
@@ -462,6 +522,7 @@ _DOWN = [
     {"groups": 128, "rows": 65536, "depth": 768, "features": 2048},
     {"groups": 8, "rows": 16384, "depth": 14336, "features": 4096},
 ]
+_UNALIGNED = [{"groups": 128, "rows": 65536, "depth": 2049, "features": 1535}]
 _SMALL = [
     {"groups": 5, "rows": 131, "depth": 64, "features": 136},
     {"groups": 1, "rows": 1, "depth": 33, "features": 30},
@@ -470,9 +531,11 @@ _DTYPES = BF16, torch.float16, torch.float32
 
 
 def _floor(operands: Callable[..., Mapping[str, Operand]], **shape: int) -> int:
-    """The matrix of the first of several groups, which is empty, is not read."""
+    """The matrix of the first of several groups, which is empty, is not read, nor added to."""
     found = operands(**shape)
-    unread = found["w"].nbytes // shape["groups"] if "w" in found and shape["groups"] > 1 else 0
+    of_group = ("w", "sums", "dw") if "sums" in found else ("w",)
+    nbytes = sum(found[name].nbytes for name in of_group if name in found)
+    unread = nbytes // shape["groups"] if shape["groups"] > 1 else 0
     return sum(each.nbytes for each in found.values() if each.role == "full") - unread
 
 
@@ -484,8 +547,13 @@ def _case(
     shapes: Any,
     kernel: Any,
     liger: Any = None,
+    *,
+    added: bool = False,
+    unaligned: Sequence[Mapping[str, int]] = (),
 ) -> KernelCase:
     gemms, operands = () if kernel is library.SUMS else (kernel.name,), _operands(*tensors)
+    if added:
+        operands, apart = _with_sums(operands), _added_apart(apart)
     coded: Mapping[str, Any] = {}
     if "x_inverse" in tensors[0]:
         coded = {"runs_on": multiplies_codes}
@@ -493,7 +561,7 @@ def _case(
         name, run, operands, shapes, _SMALL, partial(_floor, operands), gemms,
         separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw, dtypes=_DTYPES,
         flops=_flops if gemms else None, peers={"liger_kernel": liger} if liger else {}, turn=30,
-        **coded,
+        unaligned=unaligned, **coded,
     )  # fmt: skip
 
 
@@ -522,6 +590,10 @@ CASES = [
         "gradient of the matrices", library.weight_grads, _wgrad_apart,
         ("dy x ends", "dw"), _UP, library.WGRAD, _wgrad_by_liger,
     ),
+    _case(
+        "gradient of the matrices, added", _wgrad_added, _wgrad_apart,
+        ("dy x ends", "dw"), _UP, library.WGRAD, added=True, unaligned=_UNALIGNED,
+    ),
     _coded_gradient(
         "its gradient of codes", "dx", _coded_dgrad, _coded_dgrad_apart, library.PRODUCT
     ),
@@ -529,11 +601,19 @@ CASES = [
         "gradient of the matrices, of codes", "dw",
         _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD,
     ),
+    _coded_gradient(
+        "gradient of the matrices, of codes, added", "dw",
+        _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD, added=True,
+    ),
     _of_mx("grouped product of MX codes", "y", _mx, _mx_apart, library.SCALED),
     _of_mx("its gradient of MX codes", "dx", _mx_dgrad, _mx_dgrad_apart, library.SCALED),
     _of_mx(
         "gradient of the matrices, of MX codes", "dw",
         _mx_wgrad, _mx_wgrad_apart, library.SCALED_WGRAD,
+    ),
+    _of_mx(
+        "gradient of the matrices, of MX codes, added", "dw",
+        _mx_wgrad, _mx_wgrad_apart, library.SCALED_WGRAD, added=True,
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),

@@ -77,6 +77,8 @@ class ForwardGrouped(_Grouped):
 class BackwardGrouped(_Grouped):
     """The backward of a grouped linear: a kernel for each kind of gradient."""
 
+    adds_to_sum = True
+
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
     ) -> tuple[Tensor | None, Any, Any]:
@@ -153,6 +155,7 @@ class BackwardActivated(_WithActivation):
     The product that gives the gradient of the activation's output ends with that of its input.
     """
 
+    adds_to_sum = True
     _linear = 1
     _kernel = "GRADIENTS"
 

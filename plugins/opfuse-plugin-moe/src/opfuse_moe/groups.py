@@ -13,7 +13,7 @@ from opfuse_triton import Config
 from torch import Tensor
 
 from opfuse.core.quantization.formats import ScaledTensor
-from opfuse.ops.grouped import Groups, ends_of, groups_of
+from opfuse.ops.grouped import Groups, Sums, ends_of, groups_of
 
 from .conditions import CODES, DTYPES
 from .kernels import library
@@ -53,18 +53,42 @@ class DeviceGroups(Groups):
 
     def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_weight_grads`."""
+        given, blocks = self._columnwise(dy, x), isinstance(x, GroupedMXTensor)
+        if given is None or dtype not in DTYPES:
+            return None
+        run = library.scaled_weight_grads if blocks else library.coded_weight_grads
+        return run(*given, dtype)
+
+    def add_coded_weight_grads(self, dy: Any, x: Any, sums: Sums, beta: float) -> bool:
+        """See :meth:`opfuse.ops.grouped.Groups.add_coded_weight_grads`."""
+        given, blocks = self._columnwise(dy, x), isinstance(x, GroupedMXTensor)
+        into = self._sums(sums, beta)
+        if given is None or into is None:
+            return False
+        run = library.add_scaled_weight_grads if blocks else library.add_coded_weight_grads
+        run(*given, into, adds=beta == 1)
+        return True
+
+    def _columnwise(self, dy: Any, x: Any) -> tuple[Any, ...] | None:
+        """The columnwise codes with their scales, the ends, and the sizes of a product of codes.
+
+        None: the kernels do not take them.
+        """
         codes = [each.columnwise_data for each in (dy, x)]
-        if self.ends is None or dtype not in DTYPES or not _are_codes(codes):
+        if self.ends is None or type(dy) is not type(x) or not _are_codes(codes):
             return None
-        sizes = dy.shape[:-1].numel(), dy.shape[-1], x.shape[-1]
-        if type(dy) is not type(x):
+        of_blocks = isinstance(x, GroupedMXTensor)
+        scales = [each.columnwise_scale_inv if of_blocks else each.scale_inv for each in (dy, x)]
+        operands = [library.Scaled(*pair) for pair in zip(codes, scales, strict=True)]
+        return (*operands, self.ends, (dy.shape[:-1].numel(), dy.shape[-1], x.shape[-1]))
+
+    def _sums(self, sums: Sums, beta: float) -> library.Matrices | None:
+        """Where the kernels add to sums; None: they do not."""
+        known = [sums] if isinstance(sums, Tensor) else [each for each in sums if each is not None]
+        device = self._ends.device
+        if beta not in (0, 1) or any(type(t) not in PLAIN or t.device != device for t in known):
             return None
-        if isinstance(dy, GroupedMXTensor):
-            scales = [each.columnwise_scale_inv for each in (dy, x)]
-            operands = [library.Scaled(*pair) for pair in zip(codes, scales, strict=True)]
-            return library.scaled_weight_grads(*operands, self.ends, sizes, dtype)
-        given = [(code, each.scale_inv) for code, each in zip(codes, (dy, x), strict=True)]
-        return library.coded_weight_grads(*given, self.ends, sizes, dtype)
+        return library.sums_of(sums)
 
     def _product(
         self,
@@ -109,6 +133,13 @@ class DeviceGroups(Groups):
     def stacked_grads(self, dy: Tensor, x: Tensor, count: int) -> Tensor:
         """See :meth:`opfuse.ops.grouped.Groups.stacked_grads`."""
         return library.weight_grads(_rows(dy), _rows(x), self._ends)
+
+    def add_weight_grads(self, dy: Tensor, x: Tensor, sums: Sums, beta: float) -> bool:
+        """See :meth:`opfuse.ops.grouped.Groups.add_weight_grads`; for sums in fp32."""
+        into = self._sums(sums, beta)
+        if into is not None:
+            library.add_weight_grads(_rows(dy), _rows(x), self._ends, into, adds=beta == 1)
+        return into is not None
 
     def row_sums(
         self, grad_output: Tensor, wanted: Sequence[bool], scales: Tensor | None = None

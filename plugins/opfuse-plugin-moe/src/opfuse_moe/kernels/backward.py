@@ -1,6 +1,11 @@
 """The gradients of grouped products, in Triton; arguments as in ``forward``.
 
 The gradient of an input is a grouped product too, with the matrices transposed.
+
+Those of the matrices go to ``dw``, the contiguous matrix of the first group; that of group ``g`` is
+``table[g]`` elements after it, or ``g * dw_group`` if there is no table. With ``ADDS`` they are
+added to what is there, and matrices of groups without rows stay as they are; without, these become
+zero. A matrix that is ``ABSENT`` in the table is not needed.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ import triton.language as tl
 from opfuse_triton.grouped import filled_of, place_of, tiles_of
 
 from .forward import halves_of, matrix_of, row_product
+
+ABSENT = tl.constexpr(-(1 << 62))
 
 
 @triton.jit
@@ -74,44 +81,91 @@ def bounds_of(ends, group, rows):
 
 
 @triton.jit
+def height_of(group, table, height):
+    """The rows of a group that are multiplied: none for a matrix that is not needed."""
+    if table is not None:
+        height = tl.where(tl.load(table + group) == ABSENT, 0, height)
+    return height
+
+
+@triton.jit
+def store_part(
+    product, tile, rows, stride, columns,
+    ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a part of a matrix that has this many rows and columns left, or add it, in fp32."""
+    row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    stored = (row < rows)[:, None] & (column < columns)[None, :]
+    # few registers: places in a tile have 32 bits
+    place = tile + (row[:, None] * stride + column[None, :])
+    if ADDS:
+        product += tl.load(place, stored, other=0.0)
+    tl.store(place, product.to(tile.dtype.element_ty), stored)
+
+
+@triton.jit
+def store_matrix(
+    product, dw, table, group, height, top, side, features, depth, dw_group,
+    ADDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store the tile of a group's matrix that begins at ``(top, side)``, or add it, in fp32."""
+    if ADDS:
+        features = tl.where(height > 0, features, 0)
+    elif table is not None:
+        features = tl.where(tl.load(table + group) == ABSENT, 0, features)
+    tile = matrix_of(group, dw, table, dw_group, ALIGNED) + (top.to(tl.int64) * depth + side)
+    if ADDS:  # few registers: what is there is read in two parts
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = product.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        store_part(left, tile, features - top, depth, depth - side, ADDS, BLOCK_M, HALF)
+        store_part(
+            right, tile + HALF, features - top, depth, depth - side - HALF, ADDS, BLOCK_M, HALF
+        )  # fmt: skip
+    else:
+        store_part(product, tile, features - top, depth, depth - side, ADDS, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def grouped_wgrad(
-    dy, x, ends, dw,
-    rows, features, depth, dy_stride, x_stride,
-    PRECISION: tl.constexpr,
+    dy, x, ends, dw, table,
+    rows, features, depth, dy_stride, x_stride, dw_group,
+    PRECISION: tl.constexpr, ADDS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``dw[g] = dy.T @ x`` over the rows of group ``g``: a tile of ``BLOCK_M`` features of ``dy``.
 
-    ``dw`` is ``(groups, features, depth)``, and zero where a group has no rows. Each program has
-    one tile, and adds up ``BLOCK_K`` rows at a time.
+    Each program has one tile, and adds up ``BLOCK_K`` rows at a time.
     """
     across = tl.cdiv(depth, BLOCK_N)
     each = tl.cdiv(features, BLOCK_M) * across
     group, tile = tl.program_id(0) // each, tl.program_id(0) % each
     first, stop = bounds_of(ends, group, rows)
-    feature = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    height = height_of(group, table, stop - first)
+    top, side = tile // across * BLOCK_M, tile % across * BLOCK_N
+    feature = top.to(tl.int64) + tl.arange(0, BLOCK_M)
+    column = side.to(tl.int64) + tl.arange(0, BLOCK_N)
     row = first.to(tl.int64) + tl.arange(0, BLOCK_K)
     of_dy = dy + row[:, None] * dy_stride + feature[None, :]
     of_x = x + row[:, None] * x_stride + column[None, :]
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(stop - first, BLOCK_K)):
-        inside = (tl.arange(0, BLOCK_K) < stop - first - step * BLOCK_K)[:, None]
+    for step in range(tl.cdiv(height, BLOCK_K)):
+        inside = (tl.arange(0, BLOCK_K) < height - step * BLOCK_K)[:, None]
         left = tl.load(of_dy, inside & (feature < features)[None, :], other=0.0)
         right = tl.load(of_x, inside & (column < depth)[None, :], other=0.0)
         product = tl.dot(left.T, right, product, input_precision=PRECISION)
         of_dy += tl.full((), BLOCK_K, tl.int64) * dy_stride
         of_x += tl.full((), BLOCK_K, tl.int64) * x_stride
-    place = (group.to(tl.int64) * features + feature)[:, None] * depth + column[None, :]
-    stored = (feature < features)[:, None] & (column < depth)[None, :]
-    tl.store(dw + place, product.to(dw.dtype.element_ty), stored)
+    store_matrix(
+        product, dw, table, group, height, top, side, features, depth, dw_group,
+        ADDS, ALIGNED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit
 def grouped_coded_wgrad(
-    dy, x, ends, dy_inverse, x_inverse, dw,
-    groups, rows, features, depth,
-    GROUPS: tl.constexpr,
+    dy, x, ends, dy_inverse, x_inverse, dw, table,
+    groups, rows, features, depth, dw_group,
+    GROUPS: tl.constexpr, ADDS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``dw[g] = dy.T @ x`` of FP8 codes, see :func:`grouped_wgrad`.
@@ -123,14 +177,16 @@ def grouped_coded_wgrad(
     each = tl.cdiv(features, BLOCK_M) * across
     group, tile = tl.program_id(0) // each, tl.program_id(0) % each
     first, stop, _ = tiles_of(ends, groups, rows, 1, GROUPS, BLOCK_M)
-    begin, height = filled_of(group, first, stop, groups, rows, GROUPS, 16)
-    feature = (tile // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = (tile % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, filled = filled_of(group, first, stop, groups, rows, GROUPS, 16)
+    height = height_of(group, table, filled)
+    top, side = tile // across * BLOCK_M, tile % across * BLOCK_N
+    feature = top.to(tl.int64) + tl.arange(0, BLOCK_M)
+    column = side.to(tl.int64) + tl.arange(0, BLOCK_N)
     place = tl.arange(0, BLOCK_K)
     # beyond the last feature or column another is read again, and not stored
     of_dy = dy + begin.to(tl.int64) * features
-    of_dy += (feature % features)[:, None] * height + place[None, :]
-    of_x = x + begin.to(tl.int64) * depth + (column % depth)[None, :] * height + place[:, None]
+    of_dy += (feature % features)[:, None] * filled + place[None, :]
+    of_x = x + begin.to(tl.int64) * depth + (column % depth)[None, :] * filled + place[:, None]
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(tl.cdiv(height, BLOCK_K)):
         inside = place < height - step * BLOCK_K
@@ -141,9 +197,10 @@ def grouped_coded_wgrad(
         of_x += BLOCK_K
     # one after the other: their product may be too small for fp32 where the result is not
     product = product * tl.load(dy_inverse + group) * tl.load(x_inverse + group)
-    at = (group.to(tl.int64) * features + feature)[:, None] * depth + column[None, :]
-    stored = (feature < features)[:, None] & (column < depth)[None, :]
-    tl.store(dw + at, product.to(dw.dtype.element_ty), stored)
+    store_matrix(
+        product, dw, table, group, height, top, side, features, depth, dw_group,
+        ADDS, ALIGNED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -135,19 +136,49 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors)) if whole is None else whole
 
 
-def listed(weights: Sequence[Tensor]) -> Matrices | None:
-    """Matrices in several tensors, each contiguous: a table says where each is.
+def listed(weights: Sequence[Tensor | None]) -> Matrices | None:
+    """Matrices in several tensors, each contiguous: a table says where each is, or that it is not.
 
     None while a CUDA graph is captured, if no call before had the same matrices.
     """
-    first, places = weights[0], [weight.data_ptr() for weight in weights]
-    itemsize = first.element_size()
-    table = _table(tuple([(place - places[0]) // itemsize for place in places]), first.device)
+    first = next(weight for weight in weights if weight is not None)
+    start, itemsize = first.data_ptr(), first.element_size()
+    places = [None if weight is None else weight.data_ptr() - start for weight in weights]
+    known = [place for place in places if place is not None]
+    entries = [_ABSENT if place is None else place // itemsize for place in places]
+    table = _table(tuple(entries), first.device)
     if table is None:
         return None
-    sizes, aligned = (first.shape[0], first.shape[1]), all(place % 16 == 0 for place in places)
+    sizes, aligned = (first.shape[0], first.shape[1]), all((start + p) % 16 == 0 for p in known)
     aligned_to = 16 // itemsize if aligned else 1
     return Matrices(first, table, 0, len(weights), sizes, (sizes[1], 1), aligned_to)
+
+
+_ABSENT = backward.ABSENT.value
+
+
+def sums_of(sums: Sequence[Tensor | None] | Tensor) -> Matrices | None:
+    """Where matrices in fp32 are, to which products are added.
+
+    Args:
+        sums: As for :func:`matrices_of`; None in place of a matrix that is not needed.
+
+    Returns:
+        None: the kernels do not add to them. They are in another dtype, not contiguous, or share
+        memory; or as for :func:`listed`.
+    """
+    known = [sums] if isinstance(sums, Tensor) else [each for each in sums if each is not None]
+    if not all(each.dtype is torch.float32 and each.is_contiguous() for each in known):
+        return None
+    if isinstance(sums, Tensor) or (len(known) == len(sums) == 1):
+        return matrices_of(sums)  # type: ignore[arg-type]
+    if len(known) == len(sums) and (whole := in_a_row(known)) is not None:
+        return matrices_of(whole)
+    places = sorted([each.data_ptr() for each in known])
+    apart = known[0].nbytes
+    if any(after - before < apart for before, after in itertools.pairwise(places)):
+        return None
+    return listed(sums)
 
 
 _TABLES: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -303,13 +334,38 @@ def gradients(
 
 def weight_grads(dy: Tensor, x: Tensor, ends: Tensor, config: Config | None = None) -> Tensor:
     """``dy_i.T @ x_i`` for each group, in one tensor; zeros where a group has no rows."""
-    dy, x = _dense(dy), _dense(x)
-    rows, features, depth, groups = *dy.shape, x.shape[1], ends.shape[0]
-    dw = x.new_empty((groups, features, depth))
-    grid = _tiles_of_matrices(groups, features, depth)
-    sizes = rows, features, depth, dy.stride(0), x.stride(0)
-    WGRAD.launch(grid, dy, x, ends, dw, *sizes, config=config, PRECISION=_precision(x))
+    dw = x.new_empty((ends.shape[0], dy.shape[1], x.shape[1]))
+    add_weight_grads(dy, x, ends, matrices_of(dw), adds=False, config=config)
     return dw
+
+
+def add_weight_grads(
+    dy: Tensor,
+    x: Tensor,
+    ends: Tensor,
+    sums: Matrices,
+    *,
+    adds: bool = True,
+    config: Config | None = None,
+) -> None:
+    """Add :func:`weight_grads` to matrices; a group without rows changes nothing.
+
+    Args:
+        dy: ``(rows, features)``.
+        x: ``(rows, depth)``.
+        ends: The end of each group, int32.
+        sums: A contiguous matrix for each group.
+        adds: If not, they replace what is there, those of a group without rows with zeros.
+        config: As for :func:`product`.
+    """
+    dy, x = _dense(dy), _dense(x)
+    rows, features, depth = *dy.shape, x.shape[1]
+    sizes = rows, features, depth, dy.stride(0), x.stride(0), sums.step
+    WGRAD.launch(
+        _tiles_of_matrices(sums.count, features, depth),
+        dy, x, ends, sums.first, sums.table, *sizes,
+        config=config, PRECISION=_precision(x), ADDS=adds, ALIGNED=sums.aligned,
+    )  # fmt: skip
 
 
 def coded_weight_grads(
@@ -320,7 +376,23 @@ def coded_weight_grads(
     dtype: torch.dtype,
     config: Config | None = None,
 ) -> Tensor:
-    """:func:`weight_grads` of FP8 codes, rounded once.
+    """:func:`weight_grads` of FP8 codes, rounded once to ``dtype``."""
+    dw = ends.new_empty((ends.shape[0], *sizes[1:]), dtype=dtype)
+    add_coded_weight_grads(dy, x, ends, sizes, matrices_of(dw), adds=False, config=config)
+    return dw
+
+
+def add_coded_weight_grads(
+    dy: tuple[Tensor, Tensor],
+    x: tuple[Tensor, Tensor],
+    ends: Tensor,
+    sizes: tuple[int, int, int],
+    sums: Matrices,
+    *,
+    adds: bool = True,
+    config: Config | None = None,
+) -> None:
+    """:func:`add_weight_grads` of FP8 codes.
 
     Args:
         dy: The columnwise copy of a :class:`opfuse.core.quantization.grouped.GroupedTensor`, and
@@ -328,17 +400,16 @@ def coded_weight_grads(
         x: Likewise.
         ends: The end of each group, int32.
         sizes: The rows of both, the features of ``dy``, and those of ``x``.
-        dtype: The dtype of the result.
+        sums: As for :func:`add_weight_grads`.
+        adds: Likewise.
         config: As for :func:`product`.
     """
-    (rows, features, depth), groups = sizes, ends.shape[0]
-    dw = ends.new_empty((groups, features, depth), dtype=dtype)
+    groups = ends.shape[0]
     CODED_WGRAD.launch(
-        _tiles_of_matrices(groups, features, depth),
-        dy[0], x[0], ends, dy[1], x[1], dw, groups, rows, features, depth,
-        config=config, GROUPS=triton.next_power_of_2(groups),
+        _tiles_of_matrices(groups, *sizes[1:]),
+        dy[0], x[0], ends, dy[1], x[1], sums.first, sums.table, groups, *sizes, sums.step,
+        config=config, GROUPS=triton.next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
     )  # fmt: skip
-    return dw
 
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -382,25 +453,41 @@ def scaled_weight_grads(
     dtype: torch.dtype,
     config: Config | None = None,
 ) -> Tensor:
-    """:func:`weight_grads` of FP8 codes in MX blocks, rounded once.
+    """:func:`weight_grads` of FP8 codes in MX blocks, rounded once to ``dtype``."""
+    dw = ends.new_empty((ends.shape[0], *sizes[1:]), dtype=dtype)
+    add_scaled_weight_grads(dy, x, ends, sizes, matrices_of(dw), adds=False, config=config)
+    return dw
+
+
+def add_scaled_weight_grads(
+    dy: Scaled,
+    x: Scaled,
+    ends: Tensor,
+    sizes: tuple[int, int, int],
+    sums: Matrices,
+    *,
+    adds: bool = True,
+    config: Config | None = None,
+) -> None:
+    """:func:`add_weight_grads` of FP8 codes in MX blocks.
 
     Args:
         dy: The columnwise copy of a :class:`opfuse_quantized.grouped.GroupedMXTensor`.
         x: Likewise.
         ends: The end of each group, int32.
         sizes: The rows of both, the features of ``dy``, and those of ``x``.
-        dtype: The dtype of the result.
+        sums: As for :func:`add_weight_grads`.
+        adds: Likewise.
         config: As for :func:`product`.
     """
-    (rows, features, depth), groups = sizes, ends.shape[0]
-    dw = ends.new_empty((groups, features, depth), dtype=dtype)
+    groups = ends.shape[0]
     SCALED_WGRAD.launch(
-        _tiles_of_matrices(groups, features, depth),
-        dy.codes, dy.bytes, x.codes, x.bytes, ends, dw, groups, rows, features, depth,
-        config=config, GROUPS=triton.next_power_of_2(groups),
+        _tiles_of_matrices(groups, *sizes[1:]),
+        dy.codes, dy.bytes, x.codes, x.bytes, ends, sums.first, sums.table, groups, *sizes,
+        sums.step,
+        config=config, GROUPS=triton.next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
         X_FORMAT=_FORMATS[dy.codes.dtype], W_FORMAT=_FORMATS[x.codes.dtype],
     )  # fmt: skip
-    return dw
 
 
 def row_sums(dy: Tensor, ends: Tensor, scales: Tensor | None = None) -> Tensor:

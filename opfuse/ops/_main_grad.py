@@ -1,0 +1,109 @@
+"""``main_grad``: the tensor to which a linear adds the gradient of a weight, for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.op import BasicOperation
+
+
+def is_overridden(op: BasicOperation, cls: type, *methods: str) -> bool:
+    """Whether an op has other methods than its class in this library, or one of its own."""
+    return any(
+        getattr(type(op), name) is not getattr(cls, name) or name in vars(op) for name in methods
+    )
+
+
+def main_grads(
+    op: BasicOperation, weights: Sequence[Any]
+) -> tuple[list[Tensor | None] | None, float]:
+    """The ``main_grad`` of weights, to which a product may add, and the factor of what is in them.
+
+    Args:
+        op: The op.
+        weights: Its weights; None in place of those that get no gradient.
+
+    Returns:
+        The tensors, and 0 where they are replaced, else 1. None in place of them all: one does not
+        fit, or only some are replaced.
+    """
+    try:
+        totals = [None if weight is None else _main_grad(op, weight) for weight in weights]
+    except RuntimeError:  # raised again if there is a gradient
+        return None, 1.0
+    betas = {0.0 if _is_replaced(weight) else 1.0 for weight in weights if weight is not None}
+    return (totals, betas.pop()) if len(betas) == 1 else (None, 1.0)
+
+
+def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:
+    """Add the gradient of a weight to its ``main_grad``; see :meth:`BasicLinear.accumulate_grads`.
+
+    Returns:
+        The gradient for autograd: zeros if hooks must run on ``.grad``, and None otherwise.
+    """
+    if grad is None:
+        return None
+    main_grad = _main_grad(op, weight)
+    replaced = _is_replaced(weight)
+    if not _is_same(grad, main_grad):  # else a product has added it
+        if replaced:
+            main_grad.copy_(grad)
+        else:
+            main_grad.add_(grad)
+    if replaced:
+        _node_of(weight).metadata[_REPLACED_IN] = torch._C._current_graph_task_id()
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight)
+
+
+_REPLACED_IN = "opfuse: the backward that replaced main_grad"
+
+
+def _is_replaced(weight: Any) -> bool:
+    """Whether a weight's ``main_grad`` is replaced by the next gradient of this backward.
+
+    Only by the first one. Autograd's node that accumulates the weight's gradient remembers it: all
+    uses of the weight share that node, and no copy of the weight does.
+    """
+    if not getattr(weight, "overwrite_main_grad", False):
+        return False
+    replaced_in = _node_of(weight).metadata.get(_REPLACED_IN)
+    return bool(replaced_in != torch._C._current_graph_task_id())
+
+
+def _node_of(weight: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(weight).node
+
+
+def _is_same(grad: Tensor, main_grad: Tensor) -> bool:
+    """Whether a gradient is the sum itself; at each look-up that may be another view of it."""
+    if grad is main_grad or type(grad) is not Tensor or type(main_grad) is not Tensor:
+        return grad is main_grad
+    return bool(grad.numel()) and grad.data_ptr() == main_grad.data_ptr()
+
+
+def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
+    """The tensor that accumulates a weight's gradient; Megatron-FSDP provides it at every call."""
+    who = f"{type(op).__name__}(accumulate_into_main_grad=True) expected"
+    wanted = f"a tensor of shape {tuple(weight.shape)}"
+    if not isinstance(weight, nn.Parameter):
+        got = "got a tensor that is computed, as by a parametrization"
+        raise RuntimeError(f"{who} a Parameter as its weight, {got}")
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
+    main_grad = getattr(weight, "main_grad", None)
+    if not isinstance(main_grad, Tensor):
+        got = f"got {main_grad!r}: set it before the backward"
+        raise RuntimeError(f"{who} {wanted} as weight.main_grad, {got}")
+    fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+    if not (fits and main_grad.is_floating_point()):
+        wanted = f"{wanted}, floating point and on {weight.device}, as weight.main_grad"
+        got = f"{main_grad.dtype} of shape {tuple(main_grad.shape)} on {main_grad.device}"
+        raise RuntimeError(f"{who} {wanted}, got {got}")
+    return main_grad
