@@ -4,7 +4,9 @@ Without a GPU they run in a process with ``TRITON_INTERPRET=1``, and are compile
 """
 
 import dataclasses
+import itertools
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +112,55 @@ def test_products_match_fp64(dtype, listed):
         assert_close(dx, torch.cat(grouped(lambda dy, w: dy @ w, sizes, dy, of=(w,))))
 
 
+LAYOUTS = {
+    "one tensor": lambda whole: whole,
+    "in a row": lambda whole: [*whole],
+    "apart": lambda whole: [each.clone() for each in whole],
+    "unaligned": lambda whole: [
+        torch.cat([each.new_zeros(1), each.flatten()])[1:].view(each.shape) for each in whole
+    ],
+    "the first is frozen": lambda whole: [None, *[each.clone() for each in whole[1:]]],
+}
+
+
+_APART = "apart", "unaligned"
+
+
+def assert_added(add, exact, sizes):
+    """Products are added to sums in fp32, wherever these are; or they replace them."""
+    for adds, (name, place) in itertools.product((True, False), LAYOUTS.items()):
+        whole = torch.full(exact.shape, 1.5 if adds else torch.nan, device=DEVICE)
+        frozen = name == "the first is frozen"
+        if frozen and len(sizes) == 1:
+            continue
+        sums = place(whole)
+        into = library.sums_of(sums)
+        assert (into.table is not None) == (frozen or (len(sizes) > 1 and name in _APART))
+        add(into, adds=adds)
+        for total, wanted, size in [*zip(sums, exact, sizes, strict=True)][frozen:]:
+            assert_close(total, wanted + 1.5 * adds)
+            assert size or total.eq(1.5 if adds else 0).all()
+
+
+def test_what_no_kernel_adds_to():
+    """Nothing is copied: a copy would get the sum in place of ``main_grad``."""
+    whole = torch.zeros(3, 4, 5, device=DEVICE)
+    assert library.sums_of(whole).first is whole
+    assert library.sums_of([*whole]).first.data_ptr() == whole.data_ptr()
+    for refused in (
+        whole.bfloat16(),
+        [*whole.double()],
+        whole.mT,
+        whole[:, :, :3],
+        whole[:1].expand(3, 4, 5),
+        [*whole.mT],
+        [whole[0], whole[1], whole[0]],
+        [whole[0], whole.view(-1)[10:30].view(4, 5)],
+        [None, whole[1], whole[1]],
+    ):
+        assert library.sums_of(refused) is None
+
+
 class Cast(Quantizer):
     """Divides by the largest magnitude."""
 
@@ -175,8 +226,11 @@ def test_gradients_of_codes_match_fp64(dtypes):
         assert_close(dx, torch.cat([y * a.double() for y, a in zip(exact, inverse, strict=True)]))
         pairs = [(t.columnwise_data, t.scale_inv) for t in (dy, x)]
         dw = library.coded_weight_grads(*pairs, ends, (sum(sizes), features, depth), torch.float32)
-        assert_close(dw, torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, *values)))
+        exact = torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, *values))
+        assert_close(dw, exact)
         assert all(not dw[i].any() for i, size in enumerate(sizes) if not size)
+        given = *pairs, ends, (sum(sizes), features, depth)
+        assert_added(partial(library.add_coded_weight_grads, *given), exact, sizes)
 
 
 def scaled(*shape, dtype=E4M3):
@@ -228,9 +282,11 @@ def test_gradients_of_blocks_match_fp64():
                 for each in zip(*[one for one, _ in parts], strict=True)
             ]
             made.append(library.Scaled(codes.view(dtype), powers.view(E8M0)))
-        given = ends_of(sizes), (sum(sizes), features, depth), torch.float32
-        dw = library.scaled_weight_grads(*made, *given)
-        assert_close(dw, torch.stack([dy @ x.T for dy, x in zip(*values, strict=True)]))
+        given = *made, ends_of(sizes), (sum(sizes), features, depth)
+        dw = library.scaled_weight_grads(*given, torch.float32)
+        exact = torch.stack([dy @ x.T for dy, x in zip(*values, strict=True)])
+        assert_close(dw, exact)
+        assert_added(partial(library.add_scaled_weight_grads, *given), exact, sizes)
 
 
 @needs_kernels
@@ -243,9 +299,11 @@ def test_gradients_of_parameters_match_fp64(dtype):
         x, dy, scales = drawn((rows, depth), (rows, features), (rows,), dtype=dtype)
         ends = ends_of(sizes)
         dw = library.weight_grads(dy, x, ends)
-        assert_close(dw, torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, dy, x)))
+        exact = torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, dy, x))
+        assert_close(dw, exact)
         assert all(not dw[i].any() for i, size in enumerate(sizes) if not size)
         assert torch.equal(dw, library.weight_grads(dy, x, ends))
+        assert_added(partial(library.add_weight_grads, dy, x, ends), exact, sizes)
         sums = library.row_sums(dy, ends, scales)
         exact = grouped(lambda dy, s: (dy * s[:, None]).sum(0), sizes, dy, scales)
         assert_close(sums, torch.stack(exact))
