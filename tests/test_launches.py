@@ -140,6 +140,23 @@ def test_experts_move_each_tensor_once_and_launch_as_often_for_any_number_of_the
     assert counts[8, "-moe,-inductor,-liger"] > 1.8 * counts[4, "-moe,-inductor,-liger"]
 
 
+@pytest.mark.parametrize("into", ["one", "list"])
+def test_experts_add_to_main_grad_by_the_product(into):
+    """It reads and writes 4 bytes for each number; else 2 are written, read, and added to these."""
+    experts = pytest.importorskip("ledger.experts")
+    pytest.importorskip("opfuse_moe")
+    sizes = experts.Sizes(tokens=512, width=256, hidden=128, experts=4, chosen=2)
+    plain = experts.measure(experts.experts_step(sizes))
+    by, after = [
+        experts.measure(experts.experts_step(sizes, into=into, adds=adds)) for adds in (True, False)
+    ]
+    numbers, parameters = 4 * 3 * 128 * 256, 2 if into == "one" else 8
+    assert by.bytes - plain.bytes == (4 + 4 - 2) * numbers
+    assert after.bytes - by.bytes == (2 + 2) * numbers
+    assert (by.torch, after.torch) == (plain.torch, plain.torch + parameters)
+    assert by.triton == after.triton == 6
+
+
 def test_sorting_moves_the_rows_of_all_experts():
     """Gathered, gathered back, summed; and the same backwards."""
     experts = pytest.importorskip("ledger.experts")

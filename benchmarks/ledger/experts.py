@@ -1,8 +1,8 @@
 """``python -m benchmarks.ledger experts``: launches and bytes of a step of a mixture's experts.
 
 It needs no GPU: see :mod:`.launches`. An operation reads its operands once and writes its results,
-and a launch of a plugin moves each of its tensors once. Experts have as many rows as one another,
-but for the first, which has none.
+and a launch of a plugin moves each of its tensors once, or twice a sum to which it adds. Experts
+have as many rows as one another, but for the first, which has none.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def measure(
                     step()
     for launch in launches:
         moved.add(launch.args)
+        moved.add([launch.arguments["dw"]] if launch.arguments.get("ADDS") else [])
     return Measured(launched.found.total(), len(launches), moved.moved.total())
 
 
@@ -93,7 +94,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def experts_step(sizes: Sizes, *, looped: bool = False) -> Callable[[], None]:
+def experts_step(
+    sizes: Sizes, *, looped: bool = False, into: str = "", adds: bool = True
+) -> Callable[[], None]:
     """A step of the chain of the experts, on rows that are sorted.
 
     The matrices are two parameters, as those of transformers are.
@@ -102,27 +105,64 @@ def experts_step(sizes: Sizes, *, looped: bool = False) -> Callable[[], None]:
         sizes: The sizes.
         looped: Whether the host has read the sizes of the groups, as it does where groups are cast
             or multiplied one after the other.
+        into: The gradients of the matrices are added to a ``main_grad`` in fp32: ``"one"`` of all
+            experts, or those of a ``"list"`` of parameters, one for each expert; these follow one
+            another in memory. Empty: they are not.
+        adds: Whether the product adds them, where it can.
     """
-    held = nn.Module()
-    held.up = nn.Parameter(_empty(sizes.experts, 2 * sizes.hidden, sizes.width))
-    held.down = nn.Parameter(_empty(sizes.experts, sizes.width, sizes.hidden))
-    up, down = [ops.GroupedLinear.reading(held, name) for name in ("up", "down")]
+    up, down, parameters = _products(sizes, into)
     for product in (up, down):
         product.set_extra_input_name(0, "split sizes")
     chain = opfuse.Sequential(up, ops.ScaledSwiGLU(), down)
     groups, read = _empty(sizes.experts, dtype=torch.int64), sizes.of_groups
     known = Groups(read, read.tolist())
     found = mock.patch.object(grouped_linear, "groups_of", lambda *unused: known)
+    after = mock.patch.object(ops.GroupedLinear, "grad_sum", lambda *unused: None)
     x, scales = _empty(sizes.rows, sizes.width), _empty(sizes.rows)
 
     def step() -> None:
         given = [t.detach().requires_grad_() for t in (x, scales)]
-        with found if looped else contextlib.nullcontext():
-            y = chain(given[0], groups, given[1])
-            # not into .grad: a tensor that a recorded launch holds would be copied
-            torch.autograd.grad(y, [*given, *held.parameters()], torch.empty_like(y))
+        with contextlib.ExitStack() as stack:
+            for patch in [found] * looped + [after] * (not adds):
+                stack.enter_context(patch)
+            if into:
+                y = chain(_Sink.apply(given[0]), groups, _Sink.apply(given[1]))
+                y.backward(torch.empty_like(y))
+            else:
+                y = chain(given[0], groups, given[1])
+                # not into .grad: a tensor that a recorded launch holds would be copied
+                torch.autograd.grad(y, [*given, *parameters], torch.empty_like(y))
 
     return step
+
+
+class _Sink(torch.autograd.Function):
+    """Takes a gradient that a step computes, and keeps it nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
+
+
+def _products(sizes: Sizes, into: str) -> tuple[Any, Any, list[nn.Parameter]]:
+    """The two products of the experts, and their parameters; see :func:`experts_step`."""
+    features = {"up": (2 * sizes.hidden, sizes.width), "down": (sizes.width, sizes.hidden)}
+    held, made, main = nn.Module(), list[Any](), {"accumulate_into_main_grad": bool(into)}
+    for name, shape in features.items():
+        whole = nn.Parameter(_empty(sizes.experts, *shape))
+        whole.main_grad = torch.empty_like(whole, dtype=torch.float32)  # type: ignore[attr-defined]
+        setattr(held, name, whole)
+        made.append(ops.GroupedLinear.reading(held, name, **main))
+        if into == "list":
+            given = {"bias": False, "device": "meta", "dtype": torch.bfloat16, **main}
+            made[-1] = ops.GroupedLinear(sizes.experts, *shape[::-1], **given)
+            for i, parameter in enumerate(made[-1].parameters()):
+                parameter.data, parameter.main_grad = whole.data[i], whole.main_grad[i]
+    return *made, list(held.parameters())
 
 
 def sorting_step(sizes: Sizes) -> Callable[[], None]:
@@ -150,6 +190,10 @@ def rows(sizes: Sizes) -> Iterator[tuple[str, Measured]]:
     plain, with_values = experts_step(sizes), experts_step(sizes, looped=True)
     yield "Experts, without opfuse-plugin-moe", measure(plain, plugins=f"{OTHERS},-moe")
     yield "Experts", measure(plain)
+    for into, what in (("one", "one parameter"), ("list", f"{sizes.experts} parameters")):
+        for adds, how in ((False, "after the product"), (True, "by the product")):
+            found = measure(experts_step(sizes, into=into, adds=adds))
+            yield f"Experts, {what}, added to main_grad {how}", found
     name = "Experts, DelayedScaling, without opfuse-plugin-moe"
     yield name, measure(with_values, DelayedScaling(), plugins=f"{OTHERS},-moe")
     for recipe in (DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()):

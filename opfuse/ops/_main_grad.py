@@ -85,7 +85,8 @@ def _is_same(grad: Tensor, main_grad: Tensor) -> bool:
     """Whether a gradient is the sum itself; at each look-up that may be another view of it."""
     if grad is main_grad or type(grad) is not Tensor or type(main_grad) is not Tensor:
         return grad is main_grad
-    return bool(grad.numel()) and grad.data_ptr() == main_grad.data_ptr()
+    place = grad.data_ptr()  # 0: it has no memory
+    return place != 0 and place == main_grad.data_ptr()
 
 
 def _main_grad(op: BasicOperation, weight: Any) -> Tensor:
