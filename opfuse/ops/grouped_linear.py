@@ -174,12 +174,13 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             ValueError: It has another number of dimensions.
         """
         groups, outputs, inputs = tensor_of(cls, module, weight, dims=3).shape
-        accumulates = accumulate_into_main_grad
         op = cls(
-            *(groups, inputs, outputs),
+            groups,
+            inputs,
+            outputs,
             bias=False,
             device="meta",
-            accumulate_into_main_grad=accumulates,
+            accumulate_into_main_grad=accumulate_into_main_grad,
         )
         for i in range(groups):
             del op._parameters[f"weight{i}"]
