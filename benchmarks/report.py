@@ -311,12 +311,8 @@ def written(runs: list[Run]) -> tuple[str, str]:
         "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in pairs)],
         "alone": alone([row for row in rows if row["id"] == "L3"]),
         "unknown": unknown(runs, rows),
-        **on_gpu(
-            *(
-                json.loads((RESULTS / f"h100-{name}.json").read_text(encoding="utf-8"))
-                for name in ("kernels", "compared")
-            )
-        ),
+        **on_gpu(json.loads((RESULTS / "h100-kernels.json").read_text(encoding="utf-8"))),
+        "steps": of_step(json.loads((RESULTS / "h100-step.json").read_text(encoding="utf-8"))),
     }
     text = PAGE.read_text(encoding="utf-8")
     return text.format(**{name: "\n".join(lines) for name, lines in parts.items()}), digest(
@@ -324,7 +320,7 @@ def written(runs: list[Run]) -> tuple[str, str]:
     )
 
 
-def on_gpu(timed: dict[str, Any], compared: dict[str, Any]) -> dict[str, list[str]]:
+def on_gpu(timed: dict[str, Any]) -> dict[str, list[str]]:
     """The parts of the page about kernels on a GPU: each case where most others were timed."""
     copied, product = timed["limits"]
     lines = ["| | at | us | share | separate | compile | Liger |", "|---|---|---|---|---|---|---|"]
@@ -342,16 +338,25 @@ def on_gpu(timed: dict[str, Any], compared: dict[str, Any]) -> dict[str, list[st
         shown = [f"{of / seconds:.2f}" if isinstance(of, float) else "" for of in ratios]
         first = [case, row["part"].rpartition(": ")[2], f"{seconds * 1e6:.0f}"]
         lines.append(f"| {' | '.join([*first, f'{rate / seconds:.0%}', *shown])} |")
-    both = [row for run in (timed, compared) for row in run["rows"]]
-    odd = sum(row.get("judged", 0) for row in both)
-    real = sum("judged" not in row for row in both)
-    wrong = sum(bool(row["wrong"]) for row in both)
+    odd = sum(row.get("judged", 0) for row in timed["rows"])
+    real = sum("judged" not in row for row in timed["rows"])
+    wrong = sum(len(row["wrong"]) for row in timed["rows"])
     said = (
         f"Compared with PyTorch's at {odd} odd shapes and dtypes, aligned and not, and at {real} "
     )
-    said += f"real shapes, three runs each: {wrong or 'none'} is wrong."
+    said += f"real shapes, three runs each: {wrong or 'none'} differ."
     limits = f"{copied / 1e12:.1f} TB/s, and {product / 1e12:.0f} TFLOP/s in bf16"
     return {"kernels": lines, "compared": [said], "limits": [limits]}
+
+
+def of_step(run: dict[str, Any]) -> list[str]:
+    """The table of a training step on a GPU."""
+    lines = ["| | ms | speed | peak GB | loss |", "|---|---|---|---|---|"]
+    for row in run["rows"]:
+        speed = f"{run['rows'][0]['ms'] / row['ms']:.2f}"
+        cells = row["way"], f"{row['ms']:.1f}", speed, f"{row['peak_gb']:.2f}", f"{row['loss']:.4f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def first(rows: list[Row], name: str, of: str, den: str) -> Row | None:
