@@ -158,7 +158,7 @@ def quantized(matrix, tall=1, draw=None, four=None, most_of_scales=448):
 
 def unpacked(data):
     """Codes from bytes, the first in the low half."""
-    return np.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1)
+    return np.stack([data & 15, data >> 4], -1).reshape(data.shape[0], 2 * data.shape[1])
 
 
 def values(codes):

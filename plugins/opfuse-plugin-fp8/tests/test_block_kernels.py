@@ -1,4 +1,4 @@
-"""The kernels of NVFP4, and those of MX that swizzle scales: the reference to the bit.
+"""The kernels of NVFP4, and those that swizzle scales: the reference to the bit.
 
 ``TRITON_INTERPRET=1 python -m pytest`` runs the kernels on a CPU.
 """
@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from opfuse_fp8 import formulas, library
 from opfuse_fp8.kernels import launch_nvfp4
+from opfuse_quantized.swizzle import unswizzled
 from opfuse_triton import recording
 
 GPU = torch.cuda.is_available() and not is_interpreting()
@@ -51,7 +52,7 @@ def bits(tensor):
     if tensor.dtype == torch.float32:
         return tensor.view(torch.int32)
     codes = tensor.view(torch.uint8)
-    return codes & 0x7F if tensor.dtype == torch.float8_e4m3fn and tensor.ndim == 2 else codes
+    return codes & 0x7F if tensor.dtype == torch.float8_e4m3fn else codes
 
 
 def assert_same(got, expected):
@@ -133,6 +134,32 @@ def test_swizzled_scales_are_the_reference():
         assert_same(got, MX().reference(y, BOTH))
         got, _ = library.gradient(formula, op, (), y * 0.5, numbers, False, into)
         assert_same(got, MX().reference(op.backward_value(y * 0.5, numbers), BOTH))
+
+
+@computes
+@pytest.mark.parametrize("kind", FP4)
+def test_swizzled_scales_of_nvfp4_are_the_reference(kind):
+    """And, in tiles, those of the plain layout; what fills up a tile is zero."""
+    sizes = [(80, 96), (144, 208), (16, 16)]
+    for x, usage in [(special(BF16, *size), BOTH) for size in sizes] + [
+        (special(BF16, 128, 64), ROWWISE), (special(BF16, 64, 128), COLUMNWISE)
+    ]:  # fmt: skip
+        torch.manual_seed(11)
+        plain, quantizer, other = FP4[kind](), FP4[kind](), FP4[kind]()
+        quantizer.swizzles = other.swizzles = True
+        made = library.cast(x, Into(quantizer, usage))
+        assert made.swizzled
+        assert_same(made, other.reference(x, usage))
+        expected = library.cast(x, Into(plain, usage))
+        for name, mine, its in zip(
+            made.tensor_names, made.tensors(), expected.tensors(), strict=True
+        ):
+            if mine is None or not name.endswith("wise_scale_inv"):
+                assert mine is its is None or torch.equal(bits(mine), bits(its)), name
+                continue
+            assert torch.equal(bits(unswizzled(mine, *its.shape)), bits(its)), name
+            filled = bits(mine).count_nonzero() - bits(its).count_nonzero()
+            assert filled == 0 and mine.numel() % 512 == 0, name
 
 
 @computes

@@ -2,14 +2,19 @@
 
 import copy
 import math
+import pathlib
 import re
+import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import exact_nvfp4 as nv  # from the folder just added
 import opfuse_fp8 as fp8
 import pytest
 import torch
-from opfuse_fp8 import direct, gemm, hardware, products
+from opfuse_fp8 import direct, gemm, hardware, products, twins
 from opfuse_fp8.together import as_one
 from opfuse_quantized.swizzle import swizzled, unswizzled
+from test_nvfp4 import expected as copies_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType
 
@@ -19,8 +24,8 @@ from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
 from opfuse.testing import interpreter
 from opfuse.testing.machine import is_interpreting
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-RECIPES = {"fp8-delayed": 1, "fp8-current": 1, "fp8-block": 4, "mxfp8": 32}
+E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
+RECIPES = {"fp8-delayed": 1, "fp8-current": 1, "fp8-block": 4, "mxfp8": 32, "nvfp4": 16}
 """The recipes, and what the sizes of their tensors are multiples of."""
 NATIVE = {"fp8.products": "native"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +51,20 @@ def decoded(scale, kind, swizzle, outer, inner):
         assert down == 1 or scale.stride(1) == wide
         each = scale.t().double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return each[:outer, :inner]
-    assert swizzle is SwizzleType.SWIZZLE_32_4_4 and scale.is_contiguous()
+    if isinstance(kind, list):
+        assert kind == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        assert swizzle == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+        scale, over_all = scale
+        assert scale.dtype is E4M3
+        over_all = decoded(over_all, kind[1], swizzle[1], outer, inner)
+        return untiled(scale, outer, math.ceil(inner / 16)).repeat_interleave(16, 1) * over_all
+    assert swizzle is SwizzleType.SWIZZLE_32_4_4 and scale.dtype is torch.float8_e8m0fnu
+    return untiled(scale, outer, blocks).repeat_interleave(32, 1)
+
+
+def untiled(scale, outer, blocks):
+    """Scales in tiles of 128 rows and 4 columns as a matrix, without what fills up the tiles."""
+    assert scale.is_contiguous()
     across = math.ceil(blocks / 4)
     assert scale.numel() == 128 * math.ceil(outer / 128) * 4 * across
     flat, each = scale.flatten().double(), torch.empty(outer, blocks, dtype=torch.float64)
@@ -54,7 +72,14 @@ def decoded(scale, kind, swizzle, outer, inner):
         for c in range(blocks):
             tile = (r // 128) * across + c // 4
             each[r, c] = flat[512 * tile + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4]
-    return each.repeat_interleave(32, 1)
+    return each
+
+
+def numbers(codes):
+    """Codes as fp64; of FP4 two in a byte, of which the first is in the low half."""
+    if codes.dtype is not E2M1:
+        return codes.double()
+    return torch.from_numpy(nv.values(nv.unpacked(codes.view(torch.uint8).numpy())))
 
 
 class ScaledMM:
@@ -64,20 +89,24 @@ class ScaledMM:
         self.calls = []
 
     def __call__(self, a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a, swizzle_b, **given):
-        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
-        kinds = {kind_a, kind_b}
-        if kinds not in ({ScalingType.TensorWise}, {ScalingType.RowWise}):
-            assert a.dtype is b.dtype is E4M3 and not given["use_fast_accum"]
-            assert kinds != {ScalingType.BlockWise128x128}
+        for matrix in (a, b.t()):
+            assert not matrix.numel() or matrix.stride() == (matrix.shape[1], 1)
+        kinds = [kind_a] if kind_a == kind_b else [kind_a, kind_b]
+        codes = E2M1 if isinstance(kind_a, list) else E4M3
+        if kinds not in ([ScalingType.TensorWise], [ScalingType.RowWise]):
+            assert a.dtype is b.dtype is codes and not given["use_fast_accum"]
+            assert kinds != [ScalingType.BlockWise128x128]
         assert {a.dtype, b.dtype} != {E5M2}
         (m, k), n, bias = a.shape, b.shape[1], given["bias"]
         assert bias is None or bias.dtype is given["output_dtype"] is not torch.float32
-        assert k % 16 == 0 and n % 16 == 0
-        left = a.double() * decoded(scale_a, kind_a, swizzle_a, m, k)
+        assert k % 16 == 0 and n % 16 == 0  # bytes of a row, which begins at a multiple of 16
+        k *= 2 if codes is E2M1 else 1
+        left = numbers(a) * decoded(scale_a, kind_a, swizzle_a, m, k)
         if kind_b is ScalingType.RowWise:
             assert a.dtype is b.dtype is E4M3 and given["output_dtype"] is torch.bfloat16
             scale_b = scale_b.t()
-        right = b.t().double() * decoded(scale_b, kind_b, swizzle_b, n, k)
+        right = numbers(b.t()) * decoded(scale_b, kind_b, swizzle_b, n, k)
+        kind_a, kind_b = (kind[0] if isinstance(kind, list) else kind for kind in (kind_a, kind_b))
         self.calls.append((kind_a, kind_b, given["use_fast_accum"]))
         return (left @ right.t() + (0 if bias is None else bias.double())).to(given["output_dtype"])
 
@@ -91,8 +120,11 @@ def gpu(monkeypatch):
     return stand_in
 
 
+CURRENT = "fp8-delayed", "fp8-current"
+
+
 def on_cpu(recipe):
-    return recipe in ("fp8-delayed", "fp8-current")
+    return recipe in CURRENT
 
 
 def linears(kind, inputs, outputs, bias, dtype=torch.float32):
@@ -160,8 +192,8 @@ def data(shape, features, dtype):
 
 
 def close(mine, truth, rtol):
-    error = (mine.double() - truth).abs() <= rtol * (truth.abs() + truth.abs().max() / 4)
-    assert error.all()
+    most = truth.abs().max() if truth.numel() else 0
+    assert ((mine.double() - truth).abs() <= rtol * (truth.abs() + most / 4)).all()
 
 
 def check(got, right, dtype, depth):
@@ -203,8 +235,11 @@ def test_products_of_a_gpu(gpu, recipe, kind):
     """Every layout, with blocks that are not whole, as a GPU would get it."""
     least = 32 if recipe == "mxfp8" else 16
     wide = 288 if kind == "linear" else 128
-    for rows, inputs, outputs in ((least, 64, 128), (96, 160, wide), (160, 64, 128)):
-        rows = rows if recipe == "mxfp8" else rows + 4  # zeros fill up what is summed over
+    shapes = [(least, 64, 128), (96, 160, wide), (160, 64, 128)]
+    shapes += [(48, 208, 80), (0, 32, 64)] if recipe == "nvfp4" else []
+    for rows, inputs, outputs in shapes:
+        # zeros fill up what is summed over
+        rows = rows if recipe in ("mxfp8", "nvfp4") else rows + 4
         for bias in (False, True):
             model = linears(kind, inputs, outputs, bias, torch.bfloat16)
             x, dy = data(
@@ -278,6 +313,49 @@ def test_only_what_is_needed_is_multiplied(gpu, kind, frozen):
             assert torch.equal(model(x), y)
 
 
+def test_products_of_nvfp4_are_those_of_its_definition(gpu):
+    """What numpy makes of the values, multiplied in fp64, up to one rounding; all techniques or none.
+
+    Nothing of the plugin is on that side. The emulated products differ by their sums in fp32.
+    """
+    none = {f"disable_{name}": True for name in ("rht", "stochastic_rounding", "2d_quantization")}
+    four = {"disable_rht": True, "nvfp4_4over6": "all", "nvfp4_4over6_err_mode": "MSE"}
+    for given, (rows, inputs, outputs) in zip(
+        ({}, none, four), ((48, 208, 80), (160, 64, 144), (16, 16, 16)), strict=True
+    ):
+        recipe = fp8.NVFP4BlockScaling(**given)
+        model = linears("linear", inputs, outputs, False)
+        x, dy = data((rows, inputs), outputs, torch.float32)
+        weight = next(model.parameters()).detach()
+        x1, w1, d1 = [
+            copies_of(recipe, role, tensor)
+            for role, tensor in (("input", x), ("weight", weight), ("grad_output", dy))
+        ]
+        gpu.calls.clear()
+        got = run(model, x, dy, recipe)
+        assert [call[0] for call in gpu.calls] == [ScalingType.BlockWise1x16] * 3
+        emulated = run(linears("linear", inputs, outputs, False), x, dy, recipe, "emulated")
+        pairs = (x1[0], w1[0]), (d1[0], w1[1]), (d1[1], x1[1])
+        for native, other, pair in zip(got, emulated, pairs, strict=True):
+            right = torch.from_numpy(nv.block_product(*pair))
+            most = right.abs().max().item()
+            torch.testing.assert_close(native.double(), right, rtol=2**-23, atol=1e-12 * most)
+            torch.testing.assert_close(other.double(), right, rtol=1e-5, atol=2**-22 * most)
+
+
+def test_transformed_values_are_multiplied_with_such_alone(gpu):
+    """The product of codes would be another one, without an error."""
+    x = torch.randn(32, 32)
+    mixed, plain, other = [
+        gemm.GemmOperand.of(fp8.NVFP4Quantizer(signs=signs).quantize(x, BOTH), COLUMNWISE)
+        for signs in (0xD7E8, None, 0x00FF)
+    ]
+    assert gemm.multiply(mixed, mixed, torch.float32).shape == (32, 32)
+    for wrong in (plain, other):
+        with pytest.raises(ValueError, match="needs the same signs in both operands, got 55272"):
+            gemm.multiply(mixed, wrong, torch.float32)
+
+
 SIDES = {"fp8-block": (128, 256, 96), "mxfp8": (32, 96, 64)}
 """Sizes of linears side by side, of which all blocks but the last are whole."""
 
@@ -285,7 +363,7 @@ SIDES = {"fp8-block": (128, 256, 96), "mxfp8": (32, 96, 64)}
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("scales", ["1 x 128 weights", *RECIPES])
 def test_linears_side_by_side_are_one_product(gpu, monkeypatch, scales, biased):
-    """Each weight has its own scales, and results are rounded once."""
+    """Each weight has its own scales, and results are rounded once; with two levels no two join."""
     recipe = scales if scales in RECIPES else "fp8-block"
     given = fp8.opfuse_recipes()[recipe]()
     if scales not in RECIPES:
@@ -302,10 +380,10 @@ def test_linears_side_by_side_are_one_product(gpu, monkeypatch, scales, biased):
     monkeypatch.setattr(hardware, "scales_rows", lambda here: True)
     got = run(model, x, dy, given)
     kinds = [call[:2] for call in gpu.calls]
-    by_block = scales not in ("fp8-delayed", "fp8-current")
-    assert len(kinds) == 1 + (1 if by_block else 3) + 3
+    by_block, by_tensor = scales not in (*CURRENT, "nvfp4"), scales in CURRENT
+    assert len(kinds) == (1 if by_block or by_tensor else 3) + (1 if by_block else 3) + 3
     rows = (ScalingType.RowWise, ScalingType.RowWise)
-    assert by_block or (kinds[0], kinds.count(rows)) == (rows, 1)
+    assert not by_tensor or (kinds[0], kinds.count(rows)) == (rows, 1)
     check(got, expected(given, model, x, dy), torch.bfloat16, 512)
 
 
@@ -329,6 +407,28 @@ def test_kernels_cast_linears_side_by_side_into_one_tensor(gpu, monkeypatch, rec
         results.append(run(copy.deepcopy(model), x, dy, recipe))
         assert [whole is not None for whole in found] == [kernels]
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("kind", ["linear", "parallel"])
+def test_products_of_nvfp4_read_what_the_kernels_write(gpu, monkeypatch, kind):
+    """Forward and backward, to the bit of those of PyTorch's operations."""
+    from opfuse_fp8 import library  # which imports Triton
+    from opfuse_fp8.kernels import launch_nvfp4
+
+    interpreter.install()
+    x, dy = data((48, 80), 64 if kind == "linear" else 128, torch.bfloat16)
+    results, launches = [], []
+    launch = launch_nvfp4.CAST.launch
+    watched = lambda *args, **given: launches.append(given) or launch(*args, **given)  # noqa: E731
+    monkeypatch.setattr(launch_nvfp4.CAST, "launch", watched)
+    for kernels in (True, False):
+        monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer, k=kernels: k)
+        monkeypatch.setattr(library, "cast", library.cast if kernels else twins.cast)
+        results.append(run(linears(kind, 80, 64, False, torch.bfloat16), x, dy, "nvfp4"))
+    assert all(map(torch.equal, *results))
+    assert [given["SWIZZLED"] for given in launches] == [True] * (3 if kind == "linear" else 4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -356,24 +456,36 @@ def test_swizzled_scales_by_their_formula():
 
 
 @pytest.mark.parametrize("usage", [ROWWISE, COLUMNWISE], ids=["rowwise", "columnwise"])
-def test_parts_of_an_operand_that_was_swizzled(usage):
+@pytest.mark.parametrize("form", ["mx", "nvfp4"])
+def test_parts_of_an_operand_that_was_swizzled(form, usage):
     """Those of the one that was not: along tiles, and within them."""
     x = torch.randn(320, 416) * torch.logspace(-3, 3, 416)
+    makes, kind = {
+        "mx": (
+            lambda swizzles: fp8.MXQuantizer(E4M3, swizzles=swizzles),
+            ScalingType.BlockWise1x32,
+        ),
+        "nvfp4": (
+            lambda swizzles: fp8.NVFP4Quantizer(swizzles=swizzles),
+            ScalingType.BlockWise1x16,
+        ),
+    }[form]
     wanted, got = (
-        gemm.GemmOperand.of(fp8.MXQuantizer(E4M3, swizzles=swizzles)(x, usage), usage)
-        for swizzles in (False, True)
+        gemm.GemmOperand.of(makes(swizzles).quantize(x, usage), usage) for swizzles in (False, True)
     )
-    assert got.swizzled and got.scaling()[0] is got.scale, "swizzled before the product"
-    last = got.data.shape
+    first = lambda operand: operand.scaling()[0] if form == "mx" else operand.scaling()[0][0]  # noqa: E731
+    assert got.swizzled and first(got) is got.scale, "swizzled before the product"
+    last = len(got.data), got.depth
+    assert last == ((320, 416) if usage.rowwise else (416, 320))
     for start, stop in ((0, 128), (128, 256), (256, None), (32, 96), (96, 288), (0, None)):
         parts = [
             (one.outer(start, stop or last[0]), one.inner(start, stop or last[1]))
             for one in (got, wanted)
         ]
         for mine, other in zip(*parts, strict=True):
-            assert mine.kind is ScalingType.BlockWise1x32
+            assert mine.kind is kind and mine.over_all is got.over_all
             assert torch.equal(mine.data.view(torch.uint8), other.data.view(torch.uint8))
-            scales = [one.scaling()[0].view(torch.uint8) for one in (mine, other)]
+            scales = [first(one).view(torch.uint8) for one in (mine, other)]
             assert torch.equal(*scales), (start, stop)
 
 
@@ -388,22 +500,23 @@ def test_parts_of_a_single_row_of_scales():
     assert torch.equal(same, as_launched.double()[0, :128, None].expand(128, 64))
 
 
-def test_scales_are_swizzled_where_a_product_reads_them(monkeypatch):
+@pytest.mark.parametrize("recipe", [fp8.MXFP8BlockScaling(), fp8.NVFP4BlockScaling()], ids=str)
+def test_scales_are_swizzled_where_a_product_reads_them(monkeypatch, recipe):
     """By the quantizers of an op that runs there; a stored weight is made for no device."""
     roles = [QuantizerRole("linear", kind) for kind in ("input", "weight", "grad_output")]
-    recipe = fp8.MXFP8BlockScaling()
     for arch, swizzles in ((100, True), (90, False)):
         where = hardware.Hardware("cuda", (arch // 10, 0), f"sm_{arch}", (13, 0))
         monkeypatch.setattr(hardware.Hardware, "of", classmethod(lambda cls, device, x=where: x))
-        made = [fp8.make(recipe, role, torch.device("cuda")) for role in roles]
+        made = [fp8.make(recipe, role, torch.device("meta")) for role in roles]
         assert [quantizer.swizzles for quantizer in made] == [swizzles] * 3
         assert not fp8.make(recipe, roles[1], None).swizzles
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4"])
 def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
     """Its own function for shapes, which refuses scales of another layout; there is no GPU."""
-    sizes = {"input": (256, 256), "weight": (384, 256)}
+    depth = 208 if recipe == "nvfp4" else 256  # whose last 16 are filled up to 32
+    sizes = {"input": (256, depth), "weight": (384, depth)}
     made = {
         role: fp8.make(fp8.opfuse_recipes()[recipe](), QuantizerRole("linear", role), "cpu")
         for role in sizes
@@ -412,19 +525,22 @@ def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
         gemm.GemmOperand.of(made[role].quantize(torch.randn(size), BOTH), ROWWISE)
         for role, size in sizes.items()
     ]
-    operands.append(gemm.GemmOperand.stacked(operands[1:] * 2))
+    if recipe != "nvfp4":
+        operands.append(gemm.GemmOperand.stacked(operands[1:] * 2))
     with FakeTensorMode():
-        on_gpu = [
+        left, *rights = [
             operand._replace(
-                data=torch.empty(operand.data.shape, dtype=operand.data.dtype, device="cuda"),
-                scale=torch.empty(operand.scale.shape, dtype=operand.scale.dtype, device="cuda"),
+                **{
+                    name: torch.empty(part.shape, dtype=part.dtype, device="cuda")
+                    for name in ("data", "scale", "over_all")
+                    if (part := getattr(operand, name)) is not None
+                }
             )
             for operand in operands
         ]
-        left, *rights = on_gpu
-        y, wide = [gemm.multiply(left, right, torch.bfloat16) for right in rights]
-    assert (y.shape, y.dtype, y.device.type) == ((256, 384), torch.bfloat16, "cuda")
-    assert (wide.shape, wide.dtype, wide.device.type) == ((256, 768), torch.bfloat16, "cuda")
+        made = [gemm.multiply(left, right, torch.bfloat16) for right in rights]
+    for y, width in zip(made, (384, 768), strict=False):
+        assert (y.shape, y.dtype, y.device.type) == ((256, width), torch.bfloat16, "cuda")
 
 
 def test_what_is_no_operand():
@@ -452,6 +568,7 @@ def environment(recipe, device="cuda", dtype=torch.bfloat16, **given):
     )
 
 
+SM_100 = {"capability": (10, 0), "architecture": "sm_100"}
 LINEAR, ODD, BIAS = ops.BasicLinear(64, 32), ops.BasicLinear(64, 40), ops.Bias(32)
 HYBRID = fp8.Float8BlockScaling(fp8_format=fp8.Format.HYBRID)
 OVERRIDE = fp8.Float8CurrentScaling(backward_override="dequantized")
@@ -470,12 +587,19 @@ def cuda_13(monkeypatch):
         ((LINEAR, BIAS), environment("fp8-delayed"), None),
         ((LINEAR,), environment("fp8-current", row_alignment=1), None),
         ((LINEAR,), environment("fp8-block"), None),
-        ((LINEAR,), environment("mxfp8", capability=(10, 0), architecture="sm_100"), None),
+        ((LINEAR,), environment("mxfp8", **SM_100), None),
         ((LINEAR,), environment("fp8-current", architecture="gfx950"), None),
         ((LINEAR,), environment("fp8-current", "cpu", measured=math.inf), None),
         ((LINEAR,), environment("fp8-current", "cpu"), "emulated: no FP8 GEMM on cpu"),
         ((LINEAR,), environment("fp8-block", "cpu", measured=1.5), "no FP8 GEMM on cpu"),
         ((LINEAR,), environment("mxfp8"), "on sm_100 and sm_103, and this is sm_90"),
+        ((LINEAR,), environment("nvfp4", capability=(10, 3), architecture="sm_103"), None),
+        ((LINEAR,), environment("nvfp4"), "NVFP4 on sm_100 and sm_103, and this is sm_90"),
+        ((LINEAR,), environment("nvfp4", "cpu"), "emulated: no FP4 GEMM on cpu"),
+        ((LINEAR,), environment("nvfp4", architecture="gfx950"), "no FP4 GEMM for these scales on"),
+        ((ODD,), environment("nvfp4", **SM_100), "an FP4 GEMM takes out_features .* pad it to 48"),
+        ((LINEAR,), environment("nvfp4", compiling=True, **SM_100), "Inductor lowers no product"),
+        ((LINEAR,), environment("mxfp8", compiling=True, **SM_100), "Inductor lowers no product"),
         ((LINEAR,), environment("fp8-current", architecture="gfx942"), "another encoding"),
         ((LINEAR,), environment("fp8-current", dtype=torch.float64), "does not give float64"),
         ((ODD,), environment("fp8-current"), "BasicLinear has 40: pad it to 48"),
@@ -513,6 +637,18 @@ def test_where_a_backward_runs(cuda_13):
     assert said[:2] == [True, True]
     assert "Format.HYBRID has gradients in E5M2" in said[2]
     assert "backward_override='dequantized'" in said[3]
+    assert products.backward_runs((LINEAR,), environment("nvfp4", **SM_100)) is True
+
+
+def test_inductor_lowers_no_product_with_swizzled_scales():
+    """Which is why products under ``torch.compile`` are emulated; once it does, they need not be."""
+    torch._dynamo.reset()
+    codes = torch.randn(128, 128).to(E4M3)
+    scale = torch.full((512,), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    operand = gemm.GemmOperand(codes, scale, ScalingType.BlockWise1x32, True)
+    compiled = torch.compile(lambda one: gemm.multiply(one, one, torch.bfloat16))
+    with pytest.raises(Exception, match="does not yet support non-trivial swizzles"):
+        compiled(operand)
 
 
 def test_the_plan_says_what_is_emulated_and_why():
@@ -577,8 +713,9 @@ def test_a_compiled_linear_gives_the_same_bits():
         (H100._replace(cuda=(11, 8)), ()),
         (
             hardware.Hardware("cuda", (10, 0), "sm_100", (12, 9)),
-            ("fp8-delayed", "fp8-current", "mxfp8"),
+            ("fp8-delayed", "fp8-current", "mxfp8", "nvfp4"),
         ),
+        (hardware.Hardware("cuda", (10, 3), "sm_103", (12, 6)), ("fp8-delayed", "fp8-current")),
         (hardware.Hardware("cuda", (12, 0), "sm_120", (12, 9)), ("fp8-delayed", "fp8-current")),
         (hardware.Hardware("cuda", (9, 4), "gfx942"), ()),
         (hardware.Hardware("cuda", (9, 5), "gfx950"), ("fp8-delayed", "fp8-current")),

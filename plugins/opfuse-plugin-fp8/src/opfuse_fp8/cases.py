@@ -42,6 +42,7 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "swizzled MX": lambda dtype, device: MXQuantizer(dtype, swizzles=True),
     "NVFP4": lambda dtype, device: NVFP4Quantizer(signs=SIGNS),
     "NVFP4 16 x 16": lambda dtype, device: NVFP4Quantizer(square=True),
+    "NVFP4 swizzled": lambda dtype, device: NVFP4Quantizer(signs=SIGNS, swizzles=True),
     "NVFP4 drawn": lambda dtype, device: StochasticNVFP4Quantizer(signs=SIGNS, device=device),
     "NVFP4 at 4 or 6": lambda dtype, device: NVFP4Quantizer(four_over_six=MSE),
     "NVFP4 16 x 16 at 4 or 6": lambda dtype, device: NVFP4Quantizer(
@@ -76,6 +77,7 @@ def _results(form: str, dtype: torch.dtype, usage: Usage, rows: int, columns: in
             "MX": ((outer, inner // 32), torch.float8_e8m0fnu),
             "swizzled MX": ((swizzled_size(outer, inner // 32),), torch.float8_e8m0fnu),
             **dict.fromkeys(_FP4, ((outer, inner // 16), _E4M3)),
+            "NVFP4 swizzled": ((swizzled_size(outer, inner // 16),), _E4M3),
         }
         codes = ((outer, inner // 2), _E2M1) if form in _FP4 else ((outer, inner), dtype)
         found[f"{name} codes"] = Operand(*codes, output=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from opfuse_quantized.formats import BlockScaledTensor, MXTensor
-from opfuse_quantized.swizzle import ROWS, swizzled, unswizzled
+from opfuse_quantized.formats import BlockScaledTensor, MXTensor, NVFP4Tensor
+from opfuse_quantized.swizzle import ROWS, SCALES, swizzled, unswizzled
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
@@ -19,23 +19,32 @@ from opfuse.core.quantization.formats import ScaledTensor
 from .together import as_one
 
 DEPTH = 16
-"""On a GPU, the size that a product sums over must be a multiple of this; zeros fill it up."""
+"""On a GPU, features, and the bytes of the codes that one number of a result is the sum of, must be
+multiples of this; zeros fill up the latter."""
+
+SMALL = {ScalingType.BlockWise1x32: 32, ScalingType.BlockWise1x16: 16}
+"""The number of values that share a scale, where scales have one byte and are swizzled."""
 
 
 class GemmOperand(NamedTuple):
     """A copy of a quantized tensor as a matrix whose last dimension is summed over.
 
     Attributes:
-        data: The codes, ``(outer, inner)``.
+        data: The codes, ``(outer, inner)``; of FP4 two in a byte, ``(outer, inner / 2)``.
         scale: As its format has it; with one scale per row ``(outer, 1)``.
         kind: How it is scaled.
-        swizzled: Whether scales of MX blocks are in the order of tensor cores.
+        swizzled: Whether scales of one byte are in the order of tensor cores.
+        over_all: The second scale of NVFP4, for all values: float32, of one element.
+        signs: Of the Hadamard transform that the values went through, see
+            :class:`opfuse_quantized.formats.NVFP4Tensor`; or None.
     """
 
     data: Tensor
     scale: Tensor
     kind: ScalingType
     swizzled: bool = False
+    over_all: Tensor | None = None
+    signs: int | None = None
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, usage: Usage) -> GemmOperand:
@@ -50,6 +59,7 @@ class GemmOperand(NamedTuple):
         columns = tensor.shape[-1] if tensor.shape else 1
         sides = tensor.shape[:-1].numel(), columns
         sides = sides if usage.rowwise else sides[::-1]
+        more: Any = {"swizzled": getattr(tensor, "swizzled", False)}
         if isinstance(tensor, ScaledTensor):
             if data is None:
                 other: Any = tensor.columnwise_data if usage.rowwise else tensor.rowwise_data
@@ -60,11 +70,30 @@ class GemmOperand(NamedTuple):
             if isinstance(tensor, BlockScaledTensor):
                 wide = tensor.block[0] > 1
                 kind = ScalingType.BlockWise128x128 if wide else ScalingType.BlockWise1x128
+        elif isinstance(tensor, NVFP4Tensor):
+            scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x16
+            sides = sides[0], sides[1] // 2
+            more["over_all"] = getattr(tensor, f"{way}_tensor_scale_inv")
+            more["signs"] = tensor.columnwise_signs if usage.columnwise else None
         else:
             raise TypeError(f"PyTorch has no product of {type(tensor).__name__}")
         if data is None or scale is None:
             raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
-        return cls(data.reshape(sides), scale, kind, getattr(tensor, "swizzled", False))
+        return cls(data.reshape(sides), scale, kind, **more)
+
+    @property
+    def depth(self) -> int:
+        """The number of values that are summed over."""
+        return self.data.shape[1] * self._per_byte
+
+    @property
+    def _per_byte(self) -> int:
+        return 2 if self.data.dtype is torch.float4_e2m1fn_x2 else 1
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether a scale is for all of its values: then no other operand joins it."""
+        return self.kind is ScalingType.TensorWise or self.over_all is not None
 
     def outer(self, start: int, stop: int) -> GemmOperand:
         """Some of the rows."""
@@ -74,47 +103,50 @@ class GemmOperand(NamedTuple):
         if self.kind is ScalingType.BlockWise1x128:
             # a single row counts as contiguous whatever its stride, which the product refuses
             scale = scale[:, start:stop].clone(memory_format=torch.contiguous_format)
-        elif self.kind is ScalingType.BlockWise1x32:
+        elif self.kind in SMALL:
             if self.swizzled and (start % ROWS or (stop % ROWS and stop < self.data.shape[0])):
                 return self.plain().outer(start, stop)
             if self.swizzled:  # rows of tiles follow each other
-                scale = scale.view(-(-self.data.shape[0] // ROWS), -1)
-                start_tile, stop_tile = start // ROWS, -(-stop // ROWS)
-                scale = scale[start_tile:stop_tile].reshape(-1)
+                scale = self._tiles()[start // ROWS : -(-stop // ROWS)].reshape(-1)
             else:
                 scale = scale[start:stop]
         return self._replace(data=self.data[start:stop], scale=scale)
 
+    def _tiles(self) -> Tensor:
+        """Swizzled scales, ``(tiles down, tiles across, scales of a tile)``."""
+        across = -(-self.depth // (SCALES * SMALL[self.kind]))
+        return self.scale.view(-(-self.data.shape[0] // ROWS), across, ROWS * SCALES)
+
     def plain(self) -> GemmOperand:
-        """The same with scales of MX blocks as a matrix."""
+        """The same with scales of one byte as a matrix."""
         if not self.swizzled:
             return self
-        rows, columns = self.data.shape
-        return self._replace(scale=unswizzled(self.scale, rows, columns // 32), swizzled=False)
+        size = len(self.data), self.depth // SMALL[self.kind]
+        return self._replace(scale=unswizzled(self.scale, *size), swizzled=False)
 
     def inner(self, start: int, stop: int) -> GemmOperand:
         """A part of the summed dimension; all blocks except the last one must be whole."""
-        if (start, stop) == (0, self.data.shape[1]):
+        if (start, stop) == (0, self.depth):
             return self
-        scale = self.scale
+        scale, each = self.scale, self._per_byte
         if self.kind is ScalingType.BlockWise1x128:
             scale = scale[start // 128 : -(-stop // 128)]
-        elif self.kind is ScalingType.BlockWise1x32:
-            if self.swizzled and (start % 128 or (stop % 128 and stop < self.data.shape[1])):
+        elif block := SMALL.get(self.kind):
+            wide = SCALES * block
+            if self.swizzled and (start % wide or (stop % wide and stop < self.depth)):
                 return self.plain().inner(start, stop)
             if self.swizzled:  # tiles of a row, which are copied as the codes are
-                across = -(-self.data.shape[1] // 128)
-                tiles = scale.view(-(-self.data.shape[0] // ROWS), across, -1)
-                scale = tiles[:, start // 128 : -(-stop // 128)].reshape(-1)
+                scale = self._tiles()[:, start // wide : -(-stop // wide)].reshape(-1)
             else:
-                scale = scale[:, start // 32 : stop // 32]
-        return self._replace(data=self.data[:, start:stop].contiguous(), scale=scale)
+                scale = scale[:, start // block : stop // block]
+        data = self.data[:, start // each : stop // each].contiguous()
+        return self._replace(data=data, scale=scale)
 
     @classmethod
     def stacked(cls, parts: Sequence[GemmOperand]) -> GemmOperand:
         """The rows of several operands, one after the other; all blocks but the last are whole.
 
-        Where each has one scale, every row has that of its part.
+        Where each has one scale, every row has that of its part. None may have two levels of them.
         """
         parts = [part.plain() for part in parts]
         kind, scales = parts[0].kind, [part.scale for part in parts]
@@ -157,17 +189,22 @@ class GemmOperand(NamedTuple):
         codes = F.pad(self.data.view(torch.uint8), (0, short))
         return self._replace(data=codes.view(self.data.dtype))
 
-    def scaling(self, *, right: bool = False) -> tuple[Tensor, ScalingType]:
-        """The scale as ``scaled_mm`` takes it, and its kind.
+    def scaling(self, *, right: bool = False) -> tuple[Any, Any, Any]:
+        """The scale as ``scaled_mm`` takes it, its kind, and its order; lists of two with NVFP4.
 
         Args:
             right: Whether it is the right operand, which is transposed.
         """
-        if self.kind is ScalingType.BlockWise1x32:
-            return self.scale if self.swizzled else swizzled(self.scale), self.kind
+        if self.kind in SMALL:
+            scale = self.scale if self.swizzled else swizzled(self.scale)
+            found = scale, self.kind, SwizzleType.SWIZZLE_32_4_4
+            if self.over_all is None:
+                return found
+            second = self.over_all, ScalingType.TensorWise, SwizzleType.NO_SWIZZLE
+            return tuple(map(list, zip(found, second, strict=True)))  # type: ignore[return-value]
         as_it_is = self.kind is ScalingType.TensorWise
         as_it_is = as_it_is or (self.kind is ScalingType.RowWise and not right)
-        return self.scale if as_it_is else self.scale.t(), self.kind
+        return self.scale if as_it_is else self.scale.t(), self.kind, SwizzleType.NO_SWIZZLE
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -207,18 +244,25 @@ def multiply(
 
     Returns:
         ``(m, n)``.
+
+    Raises:
+        ValueError: Both went through Hadamard transforms that differ, or only one of them did.
     """
+    if left.signs != right.signs:
+        raise ValueError(
+            f"a product of transformed values needs the same signs in both operands, got "
+            f"{left.signs} and {right.signs}"
+        )
     if right.kind is ScalingType.RowWise:
         left = left.by_row()
     left, right = left.filled(), right.filled()
-    mx = left.kind is ScalingType.BlockWise1x32
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if mx else SwizzleType.NO_SWIZZLE
+    one, other = left.scaling(), right.scaling(right=True)
     return F.scaled_mm(
         left.data,
         right.data.t(),
-        *left.scaling(),
-        *right.scaling(right=True),
-        *(swizzle, swizzle),
+        *one[:2],
+        *other[:2],
+        *(one[2], other[2]),
         bias=None if bias is None else _as_product_reads(bias),
         output_dtype=dtype,
         use_fast_accum=fast,

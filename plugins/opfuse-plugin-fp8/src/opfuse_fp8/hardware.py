@@ -10,6 +10,9 @@ from opfuse import Environment, Recipe
 
 NATIVE, EMULATED, CANNOT = "native", "emulated", "cannot run"
 
+SWIZZLED = {"mx": "MX", "nvfp4": "NVFP4"}
+"""The kinds whose products read swizzled scales, and the names of their formats."""
+
 OCP_FP8 = ("gfx950", "gfx1200", "gfx1201")
 """GPUs of AMD that multiply the FP8 codes of the OCP, which the recipes write."""
 
@@ -72,28 +75,35 @@ def how(cls: type[Recipe], here: Hardware) -> Support:
 
 
 def kind_of(recipe: type[Recipe]) -> str:
-    """How the tensors of a recipe are scaled: ``"tensor"``, ``"block"``, ``"mx"``; or ``""``."""
+    """How a recipe scales tensors: ``"tensor"``, ``"block"``, ``"mx"``, ``"nvfp4"``; or ``""``."""
     return getattr(recipe, "scales", "")
+
+
+def codes_of(kind: str) -> str:
+    """What a product of this kind of scales multiplies."""
+    return "FP4" if kind == "nvfp4" else "FP8"
 
 
 def why_no_gemm(kind: str, here: Hardware) -> str:
     """Why the hardware, or PyTorch, has no product for a kind of scales; empty: it has one."""
+    what = codes_of(kind)
     if here.device != "cuda":
-        return f"no FP8 GEMM on {here.device}"
+        return f"no {what} GEMM on {here.device}"
     name, capability = here.architecture or "this GPU", here.capability or (0, 0)
     if name.startswith("gfx"):
         if kind != "tensor":
-            return f"no FP8 GEMM for these scales on {name} is used"
+            return f"no {what} GEMM for these scales on {name} is used"
         if name == "gfx942":
             return "gfx942 multiplies FP8 of another encoding (fnuz) than the recipes write"
         return "" if name in OCP_FP8 else f"no FP8 GEMM on {name}"
+    if kind in SWIZZLED and capability[0] != 10:
+        format_ = SWIZZLED[kind]
+        return f"this plugin multiplies {format_} on sm_100 and sm_103, and this is {name}"
     if capability < (8, 9):
         return f"no FP8 GEMM on {name}, it needs compute capability 8.9"
     if kind == "block" and capability[0] != 9:
         return f"PyTorch multiplies blocks of 128 on sm_90 only, and this is {name}"
-    if kind == "mx" and capability[0] != 10:
-        return f"PyTorch multiplies MX tensors on sm_100 and sm_103, and this is {name}"
-    least = {"tensor": (12, 0), "block": (12, 9), "mx": (12, 8)}[kind]
+    least = {"tensor": (12, 0), "block": (12, 9), "mx": (12, 8), "nvfp4": (12, 8)}[kind]
     if here.cuda is not None and here.cuda < least:
         return f"its product needs PyTorch for CUDA {least[0]}.{least[1]}"
     return ""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from opfuse_quantized.formats import NVFP4Tensor
 from opfuse_quantized.hadamard import mixed
+from opfuse_quantized.swizzle import swizzled
 from opfuse_triton.philox import philox
 from torch import Tensor
 
@@ -49,6 +50,8 @@ class NVFP4Quantizer(BaseQuantizer):
             None: always 6.
         most_of_scales: The scale of the tensor's largest block: 448; or 256, with
             ``four_over_six``, which leaves room for a scale that is 1.5 times as large.
+        swizzles: Whether the scales of blocks are written in the order in which tensor cores read
+            them, see :class:`opfuse_quantized.formats.MXTensor`: then a product does not have to.
     """
 
     row_multiple = BLOCK
@@ -61,6 +64,7 @@ class NVFP4Quantizer(BaseQuantizer):
         what: str = "the tensor",
         four_over_six: str | None = None,
         most_of_scales: float = MOST_OF_SCALES,
+        swizzles: bool = False,
     ) -> None:
         if square and signs is not None:
             raise ValueError(
@@ -78,7 +82,7 @@ class NVFP4Quantizer(BaseQuantizer):
                 f"NVFP4Quantizer: expected most_of_scales to be 448, or 256 with four_over_six, "
                 f"got {most_of_scales!r}"
             )
-        self.square, self.signs, self.what = square, signs, what
+        self.square, self.signs, self.what, self.swizzles = square, signs, what, swizzles
         self.four_over_six, self.most_of_scales = four_over_six, float(most_of_scales)
 
     def describe(self) -> str:
@@ -111,7 +115,8 @@ class NVFP4Quantizer(BaseQuantizer):
         """See :meth:`opfuse_fp8.quantizers.BaseQuantizer.over`."""
         data, *others = tensors
         data = None if data is None else data.view(*shape[:-1], shape[-1] // 2)
-        return NVFP4Tensor(shape, dtype, self, data, *others, columnwise_signs=self.signs)
+        more: Any = {"columnwise_signs": self.signs, "swizzled": self.swizzles}
+        return NVFP4Tensor(shape, dtype, self, data, *others, **more)
 
     def _copy(self, matrix: Tensor, which: int) -> tuple[Tensor, Tensor, Tensor]:
         """The codes of a matrix, the scales of its blocks, and its own.
@@ -139,7 +144,8 @@ class NVFP4Quantizer(BaseQuantizer):
         finite = blocks.abs().amax((1, 3), keepdim=True).isfinite()
         scale = torch.where(finite, scale.float(), torch.nan).to(scale.dtype)
         each = scale.expand(-1, tall, -1, 1).reshape(rows, columns // BLOCK)
-        return packed(codes.view(rows, columns) | signs), each.contiguous(), decode
+        each = swizzled(each) if self.swizzles else each.contiguous()
+        return packed(codes.view(rows, columns) | signs), each, decode
 
     def _better(
         self, size: Tensor, most: Tensor, amax: Tensor, encode: Tensor
@@ -184,6 +190,7 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         square: As there, and all but the last.
         signs: See ``square``.
         what: See ``square``.
+        swizzles: See ``square``.
         name: Of the layer.
         device: Of its state.
 
@@ -202,10 +209,11 @@ class StochasticNVFP4Quantizer(NVFP4Quantizer):
         square: bool = False,
         signs: int | None = None,
         what: str = "the tensor",
+        swizzles: bool = False,
         name: str = "",
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(square=square, signs=signs, what=what)
+        super().__init__(square=square, signs=signs, what=what, swizzles=swizzles)
         seed = (torch.initial_seed() + (zlib.crc32(name.encode()) << 20)) & 0x7FFFFFFFFFFFFFFF
         self.seed = torch.full((1,), seed, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.functional import ScalingType
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
@@ -94,7 +93,7 @@ class BackwardProduct(_Product):
     """The backward of a linear: products of codes for the gradients of input and weight.
 
     The gradient of the input of several linears side by side is one product where scales belong to
-    blocks; else a sum of products, in fp32.
+    blocks alone; else a sum of products, in fp32.
     """
 
     def fuser_backward(
@@ -134,7 +133,7 @@ def gradients(
     if dgrad:
         left = GemmOperand.of(dy, ROWWISE)
         rights = [GemmOperand.of(weight, COLUMNWISE) for weight in weights]
-        if len(rights) > 1 and rights[0].kind is not ScalingType.TensorWise:
+        if len(rights) > 1 and not rights[0].stands_alone:
             rights, spans_of_dx = [GemmOperand.chained(rights)], [(0, sum(sizes))]
         else:
             spans_of_dx = spans
@@ -159,12 +158,14 @@ def is_one_product(op: Any, env: Environment) -> bool:
     """Whether linears side by side have one product in the forward.
 
     Blocks have their own scales. Where each weight has one, a product must scale each row of the
-    weights: the results differ from those of the parts by the order of two factors in fp32.
+    weights: the results differ from those of the parts by the order of two factors in fp32. Of two
+    levels of scales, as NVFP4 has, a product takes one of the upper level.
     """
     if len(_sizes(op)) == 1 or env.recipe is None:
         return False
-    if hardware.kind_of(type(env.recipe)) != "tensor":
-        return True
+    kind = hardware.kind_of(type(env.recipe))
+    if kind != "tensor":
+        return kind != "nvfp4"
     recipe: Any = env.recipe
     in_e4m3 = recipe.fp8_format in (recipes.Format.HYBRID, recipes.Format.E4M3)
     return in_e4m3 and env.dtype is torch.bfloat16 and hardware.scales_rows(Hardware.where(env))
@@ -203,19 +204,21 @@ def _emulated(ops: Any, env: Environment) -> str:
     if why and not (on_cpu and (wanted == NATIVE or env.measured is not None)):
         return f"emulated: {why}"
     if env.dtype not in DTYPES:
-        return f"emulated: an FP8 GEMM does not give {str(env.dtype)[6:]}"
+        return f"emulated: an {hardware.codes_of(kind)} GEMM does not give {str(env.dtype)[6:]}"
+    if env.compiling and kind in hardware.SWIZZLED:
+        return "emulated: Inductor lowers no product with swizzled scales"
     return "" if on_cpu else _does_not_fit(ops[0], kind, env)
 
 
 def _does_not_fit(op: Any, kind: str, env: Environment) -> str:
     """Which dimension of a linear no GEMM takes on a GPU, as a sentence."""
-    who, sizes = type(op).__name__, _sizes(op)
+    who, sizes, gemm = type(op).__name__, _sizes(op), f"an {hardware.codes_of(kind)} GEMM"
     for what, size in (("in_features", op.in_features), *[("out_features", s) for s in sizes]):
         if size % DEPTH:
             pad = size + -size % DEPTH
             return (
-                f"emulated: an FP8 GEMM takes {what} that are a multiple of 16, and {who} has "
-                + (f"{size}: pad it to {pad}")
+                f"emulated: {gemm} takes {what} that are a multiple of 16, and {who} has "
+                f"{size}: pad it to {pad}"
             )
     if kind == "block":
         if env.row_alignment < 4:

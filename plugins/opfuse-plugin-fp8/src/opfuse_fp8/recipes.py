@@ -17,8 +17,9 @@ from torch.compiler import is_compiling
 import opfuse
 from opfuse import Quantizer, QuantizerRole, Recipe
 
+from . import hardware
 from .delayed import update_delayed
-from .hardware import Hardware, Support, how, why_no_gemm
+from .hardware import Hardware, Support, how
 from .nvfp4 import (
     LESS_OF_SCALES,
     MAE,
@@ -81,7 +82,7 @@ class _FP8Recipe(opfuse.Recipe):
     Attributes:
         fp8_dpa: Attention in FP8: only False, since opfuse has no attention op.
         fp8_mha: As ``fp8_dpa``.
-        scales: How tensors are scaled: ``"tensor"``, ``"block"``, ``"mx"``; or ``""``.
+        scales: How tensors are scaled: ``"tensor"``, ``"block"``, ``"mx"``, ``"nvfp4"``; or ``""``.
     """
 
     scales: ClassVar[str] = ""
@@ -133,6 +134,10 @@ class _FP8Recipe(opfuse.Recipe):
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
         """A new quantizer for a tensor of a role."""
         raise NotImplementedError
+
+    def _swizzles(self, device: Any) -> bool:
+        """Whether a product on the device reads swizzled scales; a stored weight has no device."""
+        return device is not None and not hardware.why_no_gemm(self.scales, Hardware.of(device))
 
     def _refuse(self, name: str, expected: str, value: Any) -> None:
         raise TypeError(f"{type(self).__name__}.{name}: expected {expected}, got {value!r}")
@@ -293,9 +298,8 @@ class MXFP8BlockScaling(_FP8Recipe):
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
         """See :meth:`_FP8Recipe.new_quantizer`."""
         square = self.enable_2d_quantization and role.tensor_type == "weight"
-        native = device is not None and not why_no_gemm(self.scales, Hardware.of(device))
         dtype = self.fp8_format.dtype(role)
-        return MXQuantizer(dtype, square, who=named(role), swizzles=native)
+        return MXQuantizer(dtype, square, who=named(role), swizzles=self._swizzles(device))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +341,7 @@ class NVFP4BlockScaling(_FP8Recipe):
     }
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
+    scales = "nvfp4"
 
     def __post_init__(self) -> None:
         """Refuse invalid fields."""
@@ -366,6 +371,7 @@ class NVFP4BlockScaling(_FP8Recipe):
         square = is_weight and not self.disable_2d_quantization
         signs = None if is_weight or self.disable_rht else SIGNS
         given: Any = {"square": square, "signs": signs, "what": named(role)}
+        given["swizzles"] = self._swizzles(device)
         if is_grad and not self.disable_stochastic_rounding:
             return StochasticNVFP4Quantizer(**given, name=role.name, device=device)
         these = "all", "weights" if is_weight else "activations"

@@ -147,7 +147,33 @@ class BlockScaledTensor(_TwoCopies):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class MXTensor(_TwoCopies):
+class _Swizzlable(_TwoCopies):
+    """A format with a scale of one byte for so many neighbours, which may be swizzled."""
+
+    swizzled: bool = dataclasses.field(default=False, kw_only=True)
+    per_scale: ClassVar[int]  # values
+
+    def without_padding(self, name: str) -> Tensor | None:
+        """One of its tensors; of swizzled scales, those that there are, as a matrix."""
+        part = super().without_padding(name)
+        if part is None or not name.endswith("wise_scale_inv") or not self.swizzled:
+            return part
+        rows, columns = matrix_of(self.shape)
+        outer, inner = (rows, columns) if name.startswith("rowwise") else (columns, rows)
+        return unswizzled(part, outer, inner // self.per_scale)
+
+    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, ...]:
+        blocks = _whole_blocks(self, copy, inner, self.per_scale)
+        return (swizzled_size(outer, blocks),) if self.swizzled else (outer, blocks)
+
+    def _scaled(self, copy: str, values: Tensor) -> Tensor:
+        scale = self.without_padding(f"{copy}_scale_inv")
+        assert scale is not None  # it is there along with the data
+        return _times(values, scale.float(), self.per_scale)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class MXTensor(_Swizzlable):
     """OCP microscaling: a power of two, in E8M0, for each block of 1 x 32 fp8 values.
 
     A copy's blocks are whole: the rowwise copy needs a multiple of 32 columns, the columnwise copy
@@ -169,37 +195,19 @@ class MXTensor(_TwoCopies):
             512 for each 128 rows of the copy and 128 values of these, rounded up.
     """
 
-    swizzled: bool = dataclasses.field(default=False, kw_only=True)
     data_dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
     scale_dtype = torch.float8_e8m0fnu
-
-    def without_padding(self, name: str) -> Tensor | None:
-        """One of its tensors; of swizzled scales, those that there are, as a matrix."""
-        part = super().without_padding(name)
-        if part is None or name in self.data_names or not self.swizzled:
-            return part
-        rows, columns = matrix_of(self.shape)
-        outer, inner = (rows, columns) if name.startswith("rowwise") else (columns, rows)
-        return unswizzled(part, outer, inner // 32)
-
-    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, ...]:
-        blocks = _whole_blocks(self, copy, inner, 32)
-        return (swizzled_size(outer, blocks),) if self.swizzled else (outer, blocks)
-
-    def _scaled(self, copy: str, values: Tensor) -> Tensor:
-        scale = self.without_padding(f"{copy}_scale_inv")
-        assert scale is not None  # it is there along with the data
-        return _times(values, scale.float(), 32)
+    per_scale = 32
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class NVFP4Tensor(_TwoCopies):
+class NVFP4Tensor(_Swizzlable):
     """NVFP4: E2M1 values, an e4m3 scale for each block of 1 x 16, and a float32 scale over all.
 
     A value is ``data * scale_inv * tensor_scale_inv``. A byte holds two values; the first is in
-    the low nibble (bits 0 to 3). The scales are neither swizzled nor padded. A copy's blocks are
-    whole: the rowwise copy needs a multiple of 16 columns, the columnwise copy a multiple of 16
-    rows, as NVFP4 GEMMs do.
+    the low nibble (bits 0 to 3). A copy's blocks are whole: the rowwise copy needs a multiple of 16
+    columns, the columnwise copy a multiple of 16 rows, as NVFP4 GEMMs do. The scales of blocks are
+    laid out as those of :class:`MXTensor`.
 
     The columnwise copy may hold transformed values: each 16 neighbours times ``diag(signs) @ H /
     4``, where ``H`` is Sylvester's Hadamard matrix. :meth:`dequantize` undoes that. A GEMM may read
@@ -218,19 +226,22 @@ class NVFP4Tensor(_TwoCopies):
         columnwise_tensor_scale_inv: The same for the columnwise copy.
         columnwise_signs: None: the columnwise copy holds the values as they are. Otherwise they are
             transformed, and bit ``i`` says whether the ``i``-th of 16 neighbours was negated first.
+        swizzled: Whether the scales of blocks are swizzled, of both copies. Then they have one
+            dimension, of 512 for each 128 rows of the copy and 64 values of these, rounded up.
     """
 
     rowwise_tensor_scale_inv: Tensor | None = None
     columnwise_tensor_scale_inv: Tensor | None = None
     columnwise_signs: int | None = None
     tensor_names = (
-        *_TwoCopies.tensor_names,
+        *_Swizzlable.tensor_names,
         "rowwise_tensor_scale_inv",
         "columnwise_tensor_scale_inv",
     )
     data_dtypes = (torch.float4_e2m1fn_x2,)
     scale_dtype = torch.float8_e4m3fn
     per_byte = 2
+    per_scale = 16
 
     def __post_init__(self) -> None:
         """Refuse invalid signs, and tensors that do not fit the shape."""
@@ -244,13 +255,10 @@ class NVFP4Tensor(_TwoCopies):
             check_scalar(self, f"{way}_tensor_scale_inv")
             check_scale(self, f"{way}_data", f"{way}_tensor_scale_inv")
 
-    def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, int]:
-        return outer, _whole_blocks(self, copy, inner, 16)
-
     def _scaled(self, copy: str, values: Tensor) -> Tensor:
         if copy == "columnwise" and self.columnwise_signs is not None:
             values = unmixed(values, self.columnwise_signs)  # exact: sums of 16 small numbers
-        values = _times(values, getattr(self, f"{copy}_scale_inv").float(), 16)
+        values = super()._scaled(copy, values)
         over_all: Tensor = getattr(self, f"{copy}_tensor_scale_inv")
         return values * over_all.reshape(())  # the first product is exact
 

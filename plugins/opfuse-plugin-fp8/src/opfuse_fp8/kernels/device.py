@@ -61,6 +61,16 @@ def scale_of_exponent(exponent):
 
 
 @triton.jit
+def place_of(row, block, blocks, SWIZZLED: tl.constexpr):
+    """Where the scale of a block is, see :mod:`opfuse_quantized.swizzle`; rows are int64."""
+    if SWIZZLED:
+        tile = (row // 128) * tl.cdiv(blocks, 4) + block // 4
+        return tile * 512 + (row % 32) * 16 + (row // 32 % 4) * 4 + block % 4
+    else:
+        return row * blocks + block
+
+
+@triton.jit
 def _rounded(v, MANTISSA: tl.constexpr):
     """The codes of finite values within the range, by integers: to nearest even."""
     shift: tl.constexpr = 23 - MANTISSA

@@ -10,7 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scale_of_exponent
+from .device import (
+    codes_of,
+    exponent_of,
+    inverse_of,
+    magnitude,
+    place_of,
+    scale_of,
+    scale_of_exponent,
+)
 
 
 @triton.jit
@@ -99,16 +107,6 @@ def _emit_square(
 
 
 @triton.jit
-def _place(row, block, blocks, SWIZZLED: tl.constexpr):
-    """Where the scale of a block is, see :mod:`opfuse_quantized.swizzle`; rows are int64."""
-    if SWIZZLED:
-        tile = (row // 128) * tl.cdiv(blocks, 4) + block // 4
-        return tile * 512 + (row % 32) * 16 + (row // 32 % 4) * 4 + block % 4
-    else:
-        return row * blocks + block
-
-
-@triton.jit
 def _emit_mx(
     v, first_row, first_column, row, column, inside, rows, columns, stop,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
@@ -124,7 +122,7 @@ def _emit_mx(
         codes = tl.reshape(codes, (tall, wide))
         tl.store(row_ptr + row * columns + column, codes, inside)
         block = first_column // 32 + tl.arange(0, wide // 32)[None, :]
-        at = _place(row, block, columns // 32, SWIZZLED)
+        at = place_of(row, block, columns // 32, SWIZZLED)
         exponent = tl.reshape(exponent, (tall, wide // 32)).to(tl.uint8)
         tl.store(row_scale_ptr + at, exponent, (row < rows) & (block < stop // 32))
     if column_ptr is not None:
@@ -134,7 +132,7 @@ def _emit_mx(
         codes = tl.reshape(codes, (tall, wide))
         tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
         block = first_row // 32 + tl.arange(0, tall // 32)[:, None]
-        at = _place(column.to(tl.int64), block, rows // 32, SWIZZLED)
+        at = place_of(column.to(tl.int64), block, rows // 32, SWIZZLED)
         exponent = tl.reshape(exponent, (tall // 32, wide)).to(tl.uint8)
         tl.store(column_scale_ptr + at, exponent, (column < stop) & (block < rows // 32))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_quantized.swizzle import swizzled_size
+from opfuse_quantized.swizzle import ROWS, SCALES, swizzled_size
 from opfuse_triton import Config, Kernel, Target, current_target
 from opfuse_triton.machine import is_interpreting
 from opfuse_triton.targets import ptxas_release
@@ -193,14 +193,27 @@ class Casting:
             make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
             shape = down, 4 * triton.cdiv(across, 4)
             return make(shape, dtype=torch.float32, device=self._device)
-        if form == "swizzled mx":
-            make = torch.zeros if outer % 128 or inner % 128 else torch.empty  # likewise
-            size = swizzled_size(outer, inner // 32)
-            return make(size, dtype=torch.uint8, device=self._device)
-        return self._empty((outer, inner // 32), torch.uint8) if form == "mx" else None
+        swizzles = form == "swizzled mx"
+        mx = swizzles or form == "mx"
+        return room_for_scales(outer, inner // 32, swizzles, self._device) if mx else None
 
     def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def room_for_scales(outer: int, blocks: int, swizzles: bool, device: torch.device) -> Tensor:
+    """Room for scales of one byte; of swizzled ones, what fills up tiles is zero.
+
+    Args:
+        outer: How many rows a copy has.
+        blocks: How many scales a row has.
+        swizzles: Whether the kernel swizzles them.
+        device: Where they go.
+    """
+    if not swizzles:
+        return torch.empty((outer, blocks), dtype=torch.uint8, device=device)
+    make = torch.zeros if outer % ROWS or blocks % SCALES else torch.empty
+    return make(swizzled_size(outer, blocks), dtype=torch.uint8, device=device)
 
 
 def is_unaligned(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from opfuse.core.quantization import QuantizedTensor
 from ..nvfp4 import BLOCK, NVFP4Quantizer
 from ..twins import Into, refuse_other_device
 from . import nvfp4
-from .launch import TL, converts, is_unaligned
+from .launch import TL, converts, is_unaligned, room_for_scales
 from .tiles import programs
 
 
@@ -49,8 +49,9 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
     columns, target = x.shape[-1], current_target(x.device)
     rows = x.numel() // columns
     signs = quantizer.signs if usage.columnwise else None
-    row = _room(x, rows, columns) if usage.rowwise else (None,) * 3
-    column = _room(x, columns, rows) if usage.columnwise else (None,) * 3
+    swizzles = quantizer.swizzles
+    row = _room(x, rows, columns, swizzles) if usage.rowwise else (None,) * 3
+    column = _room(x, columns, rows, swizzles) if usage.columnwise else (None,) * 3
     most: Any = {"MOST_OF_SCALES": quantizer.most_of_scales}
     how: Any = {"SIGNS": signs, "MOST": torch.finfo(x.dtype).max, "DTYPE": TL[x.dtype]}
     config = AMAX.pick(target, {"SIGNS": signs})
@@ -78,16 +79,17 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
         SQUARE=quantizer.square,
         FOUR=quantizer.four_over_six,
         NATIVE=converts(target),
+        SWIZZLED=swizzles,
         **most,
         **how,
     )
     return _made(quantizer, x, row, column)
 
 
-def _room(x: Tensor, outer: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+def _room(x: Tensor, outer: int, inner: int, swizzles: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the codes of a copy with blocks along ``inner``, their scales, and the copy's."""
-    shapes: Any = (outer, inner // 2), (outer, inner // BLOCK)
-    codes, scales = [torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in shapes]
+    codes = torch.empty((outer, inner // 2), dtype=torch.uint8, device=x.device)
+    scales = room_for_scales(outer, inner // BLOCK, swizzles, x.device)
     return codes, scales, torch.empty(1, dtype=torch.float32, device=x.device)
 
 

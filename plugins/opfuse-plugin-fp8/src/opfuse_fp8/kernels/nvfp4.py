@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import codes_of, magnitude
+from .device import codes_of, magnitude, place_of
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -235,7 +235,7 @@ def _candidate(
 def _copy(
     v, first_row, first, rows, columns, pitch, data_ptr, scale_ptr, amax, seed_ptr, step_ptr,
     WHICH: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr,
-    MOST_OF_SCALES: tl.constexpr, NATIVE: tl.constexpr,
+    MOST_OF_SCALES: tl.constexpr, NATIVE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile, two in a byte, and the scales of its blocks.
 
@@ -281,7 +281,8 @@ def _copy(
     scale = tl.reshape(tl.where(endless > 0, 0x7F, scale.to(tl.int32)), (tall, across))
     block = first // 16 + tl.arange(0, across)[None, :]
     inside = (row < rows) & (block < columns // 16)
-    tl.store(scale_ptr + row * (columns // 16) + block, scale.to(tl.uint8), inside)
+    at = place_of(row, block, columns // 16, SWIZZLED)
+    tl.store(scale_ptr + at, scale.to(tl.uint8), inside)
 
 
 @triton.jit
@@ -290,7 +291,7 @@ def nvfp4_cast(
     rows, columns, row_pitch, column_pitch, programs,
     SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
     SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    SWIZZLED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile, with the largest magnitude that :func:`nvfp4_scales` has left."""
     v, first_row, first = _tile(x_ptr, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
@@ -298,6 +299,7 @@ def nvfp4_cast(
         _copy(
             v.to(tl.float32), first_row, first, rows, columns, row_pitch, row_ptr, row_scale_ptr,
             tl.load(amax_ptr), seed_ptr, step_ptr, 0, SQUARE, FOUR, MOST_OF_SCALES, NATIVE,
+            SWIZZLED,
         )  # fmt: skip
     if column_ptr is not None:
         largest = amax_ptr if SIGNS is None or row_ptr is None else amax_ptr + programs
@@ -305,5 +307,5 @@ def nvfp4_cast(
         _copy(
             turned, first.to(tl.int64), first_row, columns, rows, column_pitch, column_ptr,
             column_scale_ptr, tl.load(largest), seed_ptr, step_ptr, 1, SQUARE, FOUR, MOST_OF_SCALES,
-            NATIVE,
+            NATIVE, SWIZZLED,
         )  # fmt: skip
