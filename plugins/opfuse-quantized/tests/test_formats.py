@@ -310,28 +310,30 @@ def test_a_transformed_copy_comes_back(signs, dtype):
         assert kept.columnwise_signs == signs
 
 
-def test_swizzled_scales_of_mx_are_never_read_as_plain_ones():
+@pytest.mark.parametrize("name", ["mx", "nvfp4"])
+def test_swizzled_scales_are_never_read_as_plain_ones(name):
     """By their formula; each layout is refused where the other is announced."""
     x = torch.randn(160, 416, generator=torch.Generator().manual_seed(0))
-    plain, expected = quantized("mx", x)
+    plain, expected = quantized(name, x)
+    cls, (flat_size, block) = type(plain), {"mx": (4096, 13), "nvfp4": (7168, 26)}[name]
     given = {}
     for way, scale in (("rowwise", plain.rowwise_scale_inv), ("columnwise", plain.columnwise_scale_inv)):  # fmt: skip
         (rows, blocks), (r, c) = scale.shape, grid(scale)
         across = ceil(blocks, 4)
         at = 512 * (r // 128 * across + c // 4) + 16 * (r % 32) + 4 * (r // 32 % 4) + c % 4
         flat = placed(512 * ceil(rows, 128) * across, at, scale.view(torch.uint8), 255)
-        given[f"{way}_scale_inv"] = flat.view(torch.float8_e8m0fnu)
-    data = {name: getattr(plain, name) for name in plain.data_names}
-    made = MXTensor(x.shape, x.dtype, None, **data, **given, swizzled=True)
+        given[f"{way}_scale_inv"] = flat.view(scale.dtype)
+    others = {n: getattr(plain, n) for n in plain.tensor_names if n not in given}
+    made = cls(x.shape, x.dtype, None, **others, **given, swizzled=True)
     for usage, values in expected.items():
         equal(made.dequantize(usage), values)
         equal(made.only(usage).rebuild(made.only(usage).tensors()).dequantize(usage), values)
-    for name in given:
-        equal(made.without_padding(name).view(torch.uint8), getattr(plain, name).view(torch.uint8))
-    with pytest.raises(ValueError, match=r"expected shape \(160, 13\), got \(4096,\)"):
-        MXTensor(x.shape, x.dtype, None, **data, **given)
-    with pytest.raises(ValueError, match=r"expected shape \(4096,\), got \(160, 13\)"):
-        MXTensor(x.shape, x.dtype, None, *plain.tensors(), swizzled=True)
+    for each in plain.tensor_names:
+        equal(made.without_padding(each).view(torch.uint8), getattr(plain, each).view(torch.uint8))
+    with pytest.raises(ValueError, match=rf"expected shape \(160, {block}\), got \({flat_size},\)"):
+        cls(x.shape, x.dtype, None, **others, **given)
+    with pytest.raises(ValueError, match=rf"expected shape \({flat_size},\), got \(160, {block}\)"):
+        cls(x.shape, x.dtype, None, *plain.tensors(), swizzled=True)
 
 
 def test_every_e8m0_scale_dequantizes_exactly():

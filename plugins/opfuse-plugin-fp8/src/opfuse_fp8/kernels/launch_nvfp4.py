@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import triton.language as tl
 from opfuse_triton import Config, Kernel, Target, current_target
 from torch import Tensor
 
@@ -22,7 +23,8 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Wide tiles; for a columnwise copy with two blocks of rows, 16 bytes of its codes."""
     tall = facts.get("column_ptr", facts["SIGNS"]) is not None
     rows, columns = (32, 128) if tall else (16, 256)
-    if tall and facts.get("FOUR") is not None and not facts["SQUARE"]:
+    many = facts.get("FOUR") is not None or facts.get("DTYPE") == tl.float32
+    if tall and many and not facts["SQUARE"]:
         rows, columns = 64, 64  # the wide one spills registers
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}
     return [Config(tile, 2 if target.backend == "hip" else 4)]

@@ -31,8 +31,8 @@ def mixed(v, SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr):
     outer: tl.constexpr = v.shape[0]
     wide: tl.constexpr = v.shape[1]
     place = tl.arange(0, wide)[None, :] % 16
-    sums = v * 0.0625
-    sums = tl.where((SIGNS >> place) & 1 == 1, -sums, sums)
+    # Triton 3.6 negates by subtracting from 0, which loses the sign of 0
+    sums = v * tl.where((SIGNS >> place) & 1 == 1, -0.0625, 0.0625)
     for apart in tl.static_range(4):
         sums = _sums_apart(sums, 1 << apart)
     found = sums * 0.25 * 16.0
