@@ -3,7 +3,14 @@
 import os
 import pathlib
 
-OF_KERNELS = ("test_conformance.py", "test_delayed.py", "test_kernels.py")
+OF_KERNELS = (
+    "test_block_kernels.py",
+    "test_conformance.py",
+    "test_delayed.py",
+    "test_group_casts.py",
+    "test_kernels.py",
+    "test_products_of_kernels.py",
+)
 
 if os.environ.get("TRITON_INTERPRET", "") not in ("", "0"):
     here = pathlib.Path(__file__).parent

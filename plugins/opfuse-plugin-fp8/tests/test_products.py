@@ -1,6 +1,5 @@
 """Products in FP8: what they compute, how they call PyTorch, where they stand, and what is said elsewhere."""
 
-import copy
 import math
 import pathlib
 import re
@@ -11,8 +10,7 @@ import exact_nvfp4 as nv  # from the folder just added
 import opfuse_fp8 as fp8
 import pytest
 import torch
-from opfuse_fp8 import direct, gemm, hardware, products, twins
-from opfuse_fp8.together import as_one
+from opfuse_fp8 import gemm, hardware, products
 from opfuse_quantized.swizzle import swizzled, unswizzled
 from test_nvfp4 import expected as copies_of
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,8 +19,6 @@ from torch.nn.functional import ScalingType, SwizzleType
 import opfuse
 from opfuse import QuantizerRole, ops
 from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE
-from opfuse.testing import interpreter
-from opfuse.testing.machine import is_interpreting
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 RECIPES = {"fp8-delayed": 1, "fp8-current": 1, "fp8-block": 4, "mxfp8": 32, "nvfp4": 16}
@@ -111,13 +107,15 @@ class ScaledMM:
         return (left @ right.t() + (0 if bias is None else bias.double())).to(given["output_dtype"])
 
 
-@pytest.fixture
-def gpu(monkeypatch):
+def on_a_gpu(monkeypatch):
     """The products of a GPU, all of them, on the CPU."""
     stand_in = ScaledMM()
     monkeypatch.setattr(gemm.F, "scaled_mm", stand_in)
     monkeypatch.setattr(hardware, "why_no_gemm", lambda kind, here: "")
     return stand_in
+
+
+gpu = pytest.fixture(on_a_gpu)
 
 
 CURRENT = "fp8-delayed", "fp8-current"
@@ -385,50 +383,6 @@ def test_linears_side_by_side_are_one_product(gpu, monkeypatch, scales, biased):
     rows = (ScalingType.RowWise, ScalingType.RowWise)
     assert not by_tensor or (kinds[0], kinds.count(rows)) == (rows, 1)
     check(got, expected(given, model, x, dy), torch.bfloat16, 512)
-
-
-@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
-def test_kernels_cast_linears_side_by_side_into_one_tensor(gpu, monkeypatch, recipe):
-    """So that no codes are copied, and all bits are those of codes that are."""
-    interpreter.install()
-    sizes, results = (128, 256, 96), []
-    torch.manual_seed(0)
-    linears = [ops.Linear(160, size, bias=False) for size in sizes]
-    model = opfuse.Sequential(ops.ParallelLinear(linears)).to(torch.bfloat16)
-    x, dy = data((32, 160), sum(sizes), torch.bfloat16)
-    monkeypatch.setattr(hardware, "scales_rows", lambda here: True)
-    for kernels in (True, False):
-        found = []
-        monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer, k=kernels: k)
-        watched = lambda codes, found=found: found.append(as_one(codes)) or found[-1]  # noqa: E731
-        monkeypatch.setattr(gemm, "as_one", watched)
-        results.append(run(copy.deepcopy(model), x, dy, recipe))
-        assert [whole is not None for whole in found] == [kernels]
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("kind", ["linear", "parallel"])
-def test_products_of_nvfp4_read_what_the_kernels_write(gpu, monkeypatch, kind):
-    """Forward and backward, to the bit of those of PyTorch's operations."""
-    from opfuse_fp8 import library  # which imports Triton
-    from opfuse_fp8.kernels import launch_nvfp4
-
-    interpreter.install()
-    x, dy = data((48, 80), 64 if kind == "linear" else 128, torch.bfloat16)
-    results, launches = [], []
-    launch = launch_nvfp4.CAST.launch
-    watched = lambda *args, **given: launches.append(given) or launch(*args, **given)  # noqa: E731
-    monkeypatch.setattr(launch_nvfp4.CAST, "launch", watched)
-    for kernels in (True, False):
-        monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer, k=kernels: k)
-        monkeypatch.setattr(library, "cast", library.cast if kernels else twins.cast)
-        results.append(run(linears(kind, 80, 64, False, torch.bfloat16), x, dy, "nvfp4"))
-    assert all(map(torch.equal, *results))
-    assert [given["SWIZZLED"] for given in launches] == [True] * (3 if kind == "linear" else 4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
