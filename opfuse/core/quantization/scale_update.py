@@ -95,10 +95,9 @@ def _quantizers(
 
     Ops that were always skipped are left out.
     """
-    ops: dict[Any, None] = {}
-    for op in ran:
-        found = op._prepared.ops() or [op]
-        ops |= {o: None for o in found if not all(matching(o.name, skip) for skip in skips)}
+    ops = dict.fromkeys(one for op in ran for one in op._prepared.ops() or [op])
+    if () not in skips:  # no block without names to skip
+        ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in skips)}
     before, current.environment = current.environment, env
     try:
         for op in ops:

@@ -51,10 +51,9 @@ def living_weights(op: Any) -> dict[str, QuantizedParameter]:
     If quantizers are not named like parameters, as in an op with several weights, the weights are
     the first parameters, in the same order.
     """
-    held, names = held_by(op), quantizer_names(op, "forward")
-    if not held:
+    if not (held := held_by(op)):
         return {}
-    weights = [name for name in names if name.startswith("weight")]
+    weights = [name for name in quantizer_names(op, "forward") if name.startswith("weight")]
     pairs = zip(weights, op.param_names, strict=False)
     found = {name: held.get(name, held.get(param)) for name, param in pairs}
     return {name: param for name, param in found.items() if param is not None}
