@@ -449,8 +449,7 @@ def test_parts_of_a_single_row_of_scales():
     whole = gemm.GemmOperand.of(made, COLUMNWISE)
     as_launched = torch.empty_strided((1, 256), (256, 1)).copy_(whole.scale)
     part = whole._replace(scale=as_launched).outer(0, 128)
-    scale, kind = part.scaling()
-    same = decoded(scale, kind, SwizzleType.NO_SWIZZLE, 128, 64)
+    same = decoded(*part.scaling(), 128, 64)
     assert torch.equal(same, as_launched.double()[0, :128, None].expand(128, 64))
 
 
