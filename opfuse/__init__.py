@@ -78,6 +78,7 @@ _AT_FIRST_USE = {  # those of other packages are not in __all__: they need not b
     "convert": "opfuse_convert",
     "converted": "opfuse_convert",
     "explain": "opfuse.report.explain",
+    "plan_memory": "opfuse_convert",
     "quantized_model_init": "opfuse_quantized",
     "revert": "opfuse_convert",
     "tune": "opfuse.tuning",

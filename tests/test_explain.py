@@ -289,7 +289,7 @@ def test_a_model_without_ops_gives_an_empty_report():
     assert str(opfuse.explain(nn.Linear(2, 2), torch.randn(1, 2))).startswith(
         "No opfuse op was called"
     )
-    names = ("forward", "backward", "refused", "sent", "own_forward", "quantized")
+    names = ("forward", "backward", "refused", "sent", "own_forward", "memory", "quantized")
     assert opfuse.explain(abs, 3).to_dict() == {name: [] for name in names}
 
 

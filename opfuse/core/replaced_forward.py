@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 KEPT_AS = "_opfuse"
 """The name under which a module keeps its :class:`ReplacedForward`."""
+MEMORY = "_opfuse_memory"
+"""The name under which a module keeps what it does by ``opfuse.plan_memory``, as an object whose
+``str()`` says it."""
 
 
 class ReplacedForward(ABC):

@@ -24,10 +24,11 @@ from ..core.introspection import op_class, why_apart
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter
-from ..core.replaced_forward import replaced_forwards
+from ..core.replaced_forward import MEMORY, replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call, Sent
+from .lines import wrap
 from .picture import draw
 from .quantized import quantized_by
 from .text import describe
@@ -47,21 +48,28 @@ class Explanation:
         calls: The calls.
         own: Converted modules that ran their own forward: path, class, and why.
         convertible: If there is no call, how many modules :func:`opfuse.convert` could convert.
+        memory: What :func:`opfuse.plan_memory` attached: path, class, and what the module does;
+            that of the whole model has the class "memory plan".
     """
 
     calls: tuple[Call, ...]
     own: tuple[tuple[str, str, str], ...] = ()
     convertible: int = 0
+    memory: tuple[tuple[str, str, str], ...] = ()
 
     def __str__(self) -> str:
-        return describe(self.calls, self.own, self.convertible, full=False)
+        return self._described(full=False)
 
     __repr__ = __str__
 
     @property
     def details(self) -> str:
         """The long report: every step in order, every refused candidate, notes of fused ops."""
-        return describe(self.calls, self.own, self.convertible, full=True)
+        return self._described(full=True)
+
+    def _described(self, *, full: bool) -> str:
+        lines = [line for row in self.memory for line in wrap(_said(*row), "", "  ")]
+        return "\n".join([*lines, describe(self.calls, self.own, self.convertible, full=full)])
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
         """The same as JSON-able data.
@@ -80,6 +88,7 @@ class Explanation:
             backward (bytes), overlapped.
             ``own_forward``: converted modules that ran their own forward, each with path, class,
             reason.
+            ``memory``: what a memory plan attached, each with path, class, action.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear
             ops), quantized (how many of them), and tensors, each with op, tensor, format, usage,
             quantizer, where (which step casts it).
@@ -97,6 +106,7 @@ class Explanation:
             "refused": [_row(refusal, {"path": path}) for path, _, refusal in refused],
             "sent": [where | dataclasses.asdict(sent) for where, c in calls for sent in c.sent],
             "own_forward": [dict(zip(_OWN, row, strict=True)) for row in self.own],
+            "memory": [{"path": p, "class": c, "action": a} for p, c, a in self.memory],
             "quantized": quantized,
         }
 
@@ -116,6 +126,19 @@ class Explanation:
             )
         picture = draw(self.calls, nothing=str(self))
         Path(path).write_text(picture, encoding="utf-8", newline="\n")
+
+
+def _said(path: str, cls: str, action: str) -> str:
+    """What a module does by a memory plan, in a line."""
+    return f"{path}: {action} ({cls})" if path else f"{cls}: {action}"
+
+
+def _planned(model: nn.Module) -> tuple[tuple[str, str, str], ...]:
+    """What a memory plan attached to the modules of a model."""
+    found = [(path, m, vars(m)[MEMORY]) for path, m in model.named_modules() if MEMORY in vars(m)]
+    notes = [(path, "memory plan", memory.note) for path, _, memory in found if memory.note]
+    rows = [(path, op_class(m).__name__, str(memory)) for path, m, memory in found if str(memory)]
+    return (*notes, *rows)
 
 
 def _row(item: PlanStep | Refusal, where: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +302,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         for path, module, replaced in replaced_forwards(model)
         if replaced.fallback
     ]
-    return Explanation(calls, tuple(own), 0 if calls or own else _convertible(model))
+    unconverted = 0 if calls or own else _convertible(model)
+    return Explanation(calls, tuple(own), unconverted, _planned(model))
 
 
 def forked_rng(who: str) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """Real models: chains in place of the forwards of a model's modules.
 
-Users call ``opfuse.convert``. For authors of converters, this package has the parts of the
-ordinary converter, and the declarations of the hook ``opfuse_converters``.
+Users call ``opfuse.convert`` and ``opfuse.plan_memory``. For authors of converters, this package
+has the parts of the ordinary converter, and the declarations of the hook ``opfuse_converters``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ _WHERE = {
     "ConversionReport": "report",
     "ConvertedForward": "converted_forward",
     "Converter": "converter",
+    "MemoryPlan": "memory.plan",
     "by_reading": "building",
     "convert": "converting",
     "converted": "converting",
     "count_convertible": "converting",
     "gated": "leaves",
     "leaf_of": "leaves",
+    "plan_memory": "memory.planning",
     "revert": "converting",
 }
 """The module of each name, imported at first use."""

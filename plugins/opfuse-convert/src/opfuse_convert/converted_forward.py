@@ -12,7 +12,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse.core.plugins import manager
-from opfuse.core.replaced_forward import ReplacedForward
+from opfuse.core.replaced_forward import MEMORY, ReplacedForward
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement
 
@@ -129,7 +129,7 @@ class ConvertedForward(ReplacedForward):
             return None
         follow(site.dropouts)
         self._say("")
-        return site.results(values, made.chain(*given))
+        return site.results(values, self._through_chain(module, *given))
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
         """Return why the chain must not run for these values, or ``""``."""
@@ -214,7 +214,13 @@ class ConvertedForward(ReplacedForward):
             self._say(why)
             if why:
                 return made.separate(module, x, *extras)
-        return made.chain(x, *extras)
+        return self._through_chain(module, x, *extras)
+
+    def _through_chain(self, module: nn.Module, *given: Any) -> Any:
+        """Run the chain, as a memory plan says."""
+        chain: Any = self.chain
+        memory = vars(module).get(MEMORY)
+        return chain(*given) if memory is None else memory.call_chain(chain, given)
 
     def in_graphs(self) -> bool:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""

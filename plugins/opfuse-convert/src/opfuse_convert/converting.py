@@ -13,7 +13,7 @@ from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
 from opfuse.core.plugins import manager
-from opfuse.core.replaced_forward import KEPT_AS, replaced_forward, replaced_forwards
+from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 from opfuse.core.sequential import Sequential
 from opfuse.core.settings import current
 
@@ -231,7 +231,7 @@ def revert(model: nn.Module) -> nn.Module:
     """Remove the chains from the modules of a model, in place.
 
     Only the layer that :func:`convert` put on their classes goes; one that torch put around it
-    since, such as FSDP's, stays.
+    since, such as FSDP's, stays, and so does what :func:`opfuse.plan_memory` attached.
 
     Args:
         model: The model.
@@ -244,7 +244,9 @@ def revert(model: nn.Module) -> nn.Module:
             Nothing is reverted then.
     """
     found = [module for module in model.modules() if layer_in(type(module)) is not None]
-    classes = [without_layer(type(module)) for module in found]
+    classes = [
+        type(module) if MEMORY in vars(module) else without_layer(type(module)) for module in found
+    ]
     for module, cls in zip(found, classes, strict=True):
         replaced: Any = vars(module).pop(KEPT_AS, None)
         if replaced is not None and replaced.is_inside and "forward" in vars(module):

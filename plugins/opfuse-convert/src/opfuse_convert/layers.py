@@ -1,4 +1,7 @@
-"""The class of a converted module: a layer on its own class, which can be removed again."""
+"""The class of a converted module, or of one with a memory plan: a layer on its own class.
+
+It can be removed again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse.core.introspection import CONVERTED
-from opfuse.core.replaced_forward import KEPT_AS
+from opfuse.core.replaced_forward import KEPT_AS, MEMORY
 
 _OWN = "_opfuse_forward"
 """The name under which a layer keeps its forward, whatever a base put around it."""
@@ -56,19 +59,22 @@ def written_forward(cls: type) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def layered(cls: Any) -> Any:
-    """A subclass of the same name whose forward looks for :data:`KEPT_AS` first."""
+    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`."""
 
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
-        if is_dynamo_compiling():
-            chosen = state is not None and state.in_graphs()
-        else:
-            chosen = state is not None and not _traced()
+        chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
         if not chosen:
             return cls.forward(self, *args, **kwargs)
         result = state.call(self, args, kwargs)
         return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        memory: Any = vars(self).get(MEMORY)
+        if memory is None:
+            return converted(self, *args, **kwargs)
+        return memory.call(self, converted, args, kwargs)
 
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
@@ -76,9 +82,17 @@ def layered(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), body)
 
 
-def _traced() -> bool:
-    """Whether a trace or transform is under way, which must see the module's own forward."""
-    return (
+def is_traced() -> bool:
+    """Whether a trace or transform other than ``torch.compile``'s is under way.
+
+    It must see the module's own forward.
+    """
+    return not is_dynamo_compiling() and not _is_run()
+
+
+def _is_run() -> bool:
+    """Whether the forward runs, and no trace or transform sees it."""
+    return not (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch.fx._symbolic_trace._is_fx_tracing_flag
@@ -88,13 +102,13 @@ def _traced() -> bool:
 
 @contextlib.contextmanager
 def _plain(module: nn.Module) -> Iterator[None]:
-    """A block in which a module is without its :data:`KEPT_AS`."""
-    state = vars(module).pop(KEPT_AS, None)
+    """A block in which a module is without its :data:`KEPT_AS` and :data:`MEMORY`."""
+    own = vars(module)
+    states = {name: own.pop(name) for name in (KEPT_AS, MEMORY) if name in own}
     try:
         yield
     finally:
-        if state is not None:
-            vars(module)[KEPT_AS] = state
+        own.update(states)
 
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
@@ -114,7 +128,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A converted copy, whose chain reads the copy's children."""
     layer: Any = layer_in(type(self))
-    state = vars(self).get(KEPT_AS)
+    states = {name: vars(self)[name] for name in (KEPT_AS, MEMORY) if name in vars(self)}
     inherited: Any = getattr(super(layer, self), "__deepcopy__", None)
     if inherited is not None:
         with _plain(self):
@@ -123,8 +137,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin = copy._reconstruct(self, memo, *_reduce_ex(self, 4))  # type: ignore[attr-defined]
     if layer_in(type(twin)) is None:
         twin.__class__ = type(self)
-    if state is not None:
-        vars(twin)[KEPT_AS] = state.again()
+    vars(twin).update({name: state.again() for name, state in states.items()})
     return twin  # type: ignore[no-any-return]
 
 

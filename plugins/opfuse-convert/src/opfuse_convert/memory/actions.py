@@ -1,0 +1,222 @@
+"""What a module does so that it keeps less for its backward, and how that is put on and removed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.checkpoint import checkpoint
+
+from opfuse.core.context_managers import checkpoint_contexts, options
+from opfuse.core.replaced_forward import KEPT_AS, MEMORY
+
+from ..layers import is_traced, layer_in, layered, without_layer
+
+_ONCE = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What a call does so that it keeps less.
+
+    Attributes:
+        what: ``"recompute"``: its backward runs the forward again; ``"offload"``: what is kept is
+            moved to the memory of the host until the backward; ``""``: neither.
+        prefer: The option ``prefer`` of the call; ``""``: that of the caller.
+    """
+
+    what: str = ""
+    prefer: str = ""
+
+    def __str__(self) -> str:
+        prefer = f'prefer="{self.prefer}"' if self.prefer else ""
+        return " with ".join(filter(None, (self.what, prefer))) or "as it is"
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a forward so, or raise :class:`OnceError` before it runs."""
+        if is_dynamo_compiling():  # there the partitioner decides, except for a checkpoint
+            return (
+                recomputed(forward, args, kwargs, {})
+                if self.what == "recompute"
+                else (forward(*args, **kwargs))
+            )
+        with options(prefer=self.prefer) if self.prefer else contextlib.nullcontext():
+            if self.what == "recompute":
+                how = {"context_fn": checkpoint_contexts}
+                return recomputed(forward, args, kwargs, how)
+            with offloading() if self.what == "offload" else contextlib.nullcontext():
+                return forward(*args, **kwargs)
+
+
+class OnceError(TypeError):
+    """A forward that can run only once for these arguments; the message says why."""
+
+
+def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping[str, Any]) -> Any:
+    """Call a forward and keep only its tensors, wherever they are among the arguments.
+
+    ``torch.utils.checkpoint`` saves, and guards against changes in place, what it is given by
+    position.
+
+    Raises:
+        OnceError: An argument is an object that a second run would change again, such as a cache.
+    """
+    tensors: list[Tensor] = []
+    form = _without(tensors, (args, kwargs))
+
+    def again(*tensors: Tensor) -> Any:
+        args, kwargs = _with(iter(tensors), form)
+        return forward(*args, **kwargs)
+
+    return checkpoint(again, *tensors, use_reentrant=False, **how)
+
+
+class _Tensor:
+    """The place of a tensor among arguments."""
+
+
+_A_TENSOR = _Tensor()
+
+
+def _without(tensors: list[Tensor], value: Any) -> Any:
+    """Arguments without their tensors, which go into a list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _A_TENSOR
+    cls = type(value)
+    if cls is tuple or cls is list:
+        return cls([_without(tensors, each) for each in value])
+    if cls is dict:
+        return {key: _without(tensors, each) for key, each in value.items()}
+    if value is None or isinstance(value, _ONCE) or cls.__module__.split(".")[0] == "torch":
+        return value
+    raise OnceError(f"it is called with a {cls.__name__}, which a second run would change again")
+
+
+def _with(tensors: Iterator[Tensor], form: Any) -> Any:
+    """Arguments with their tensors again."""
+    if form is _A_TENSOR:
+        return next(tensors)
+    cls = type(form)
+    if cls is tuple or cls is list:
+        return cls([_with(tensors, each) for each in form])
+    if cls is dict:
+        return {key: _with(tensors, each) for key, each in form.items()}
+    return form
+
+
+def offloading() -> Any:
+    """A block whose forward keeps its tensors in the pinned memory of the host.
+
+    Parameters stay where they are, and so does what is not on a GPU. A tensor that is kept twice is
+    copied once.
+    """
+    copies: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Any:
+        base = tensor if tensor._base is None else tensor._base
+        if not tensor.is_cuda or type(base) is not Tensor:  # a Parameter, say
+            return tensor
+        place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version
+        key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in copies:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies[key] = tensor, host.copy_(tensor, non_blocking=True)
+        return tensor.device, copies[key][1]
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host = packed
+        moved: Tensor = host.to(device, non_blocking=True)
+        return moved
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            try:
+                yield
+            finally:
+                copies.clear()  # lets go of what is on the GPU
+
+    return block()
+
+
+class ModuleMemory:
+    """What one module does so that it keeps less, under :data:`MEMORY` in its ``vars()``.
+
+    Args:
+        own: For its calls.
+        chain: For the calls of the chain that a conversion put into its forward.
+
+    Attributes:
+        fallback: Why it ran as it is at its latest call, as a sentence, or ``""``.
+        note: What the plan says about the whole model, in the module that it was attached to.
+    """
+
+    fallback, note = "", ""
+
+    def __init__(self, own: Action | None = None, chain: Action | None = None) -> None:
+        self.own, self.chain = own, chain
+
+    def __str__(self) -> str:
+        said = [str(self.own)] if self.own else []
+        said += [f"{self.chain} (its chain)"] if self.chain else []
+        return ", ".join(said) + (f"; it ran as it is: {self.fallback}" if self.fallback else "")
+
+    def again(self) -> ModuleMemory:
+        """The same for a copy of the module."""
+        twin = ModuleMemory(self.own, self.chain)
+        twin.note = self.note
+        return twin
+
+    def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """The module's forward: ``forward(module, *args, **kwargs)``."""
+        by_user = module.training and getattr(module, "gradient_checkpointing", False)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return forward(module, *args, **kwargs)
+
+        return self._run(None if by_user is True else self.own, run, args, kwargs)
+
+    def call_chain(self, chain: Any, given: Any) -> Any:
+        """The chain of the module's forward."""
+        return self._run(self.chain, chain, given, {})
+
+    def _run(self, action: Action | None, forward: Any, args: Any, kwargs: Any) -> Any:
+        if action is None or not torch.is_grad_enabled() or is_traced():
+            return forward(*args, **kwargs)
+        try:
+            result = action.run(forward, args, kwargs)
+        except OnceError as error:
+            if not is_dynamo_compiling():
+                self.fallback = str(error)
+            return forward(*args, **kwargs)
+        if not is_dynamo_compiling():
+            self.fallback = ""
+        return result
+
+
+def put_on(module: nn.Module, memory: Any) -> None:
+    """Let the calls of a module go through a :class:`ModuleMemory`, or what has its methods."""
+    cls: Any = type(module)
+    if layer_in(cls) is None:
+        module.__class__ = layered(cls)
+    vars(module)[MEMORY] = memory
+
+
+def take_off(module: nn.Module) -> None:
+    """Undo :func:`put_on`; the chain of a converted module stays.
+
+    Raises:
+        RuntimeError: A class that others derived from the module's cannot be derived again.
+    """
+    below = type(module) if KEPT_AS in vars(module) else without_layer(type(module))
+    vars(module).pop(MEMORY, None)
+    module.__class__ = below

@@ -1,0 +1,273 @@
+"""``opfuse.plan_memory``: the least time that a number of bytes allows, for a whole model."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from opfuse.core.authoring import saved_bytes
+from opfuse.core.context_managers import options
+from opfuse.core.layout import is_dtensor
+from opfuse.core.replaced_forward import MEMORY, replaced_forwards
+from opfuse.report.explain import forked_rng
+from opfuse.report.lines import as_bytes, wrap
+from opfuse.tuning.timing import compare
+from opfuse.tuning.unchanged import unchanged
+from opfuse.tuning.whole import switched_off
+
+from .actions import put_on
+from .choosing import Option, Point, front, options_of, pareto
+from .costs import Actions, Costs, acting, placed, step
+from .plan import Choice, MemoryPlan
+from .units import Unit, tensors_in, units_of
+
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def plan_memory(
+    model: nn.Module,
+    *inputs: Any,
+    budget: float | str | None = None,
+    measure: bool = True,
+    compiled: Sequence[float] = (),
+    **kwargs: Any,
+) -> MemoryPlan:
+    """Choose what of a model to compute again, so that a forward keeps no more than a budget.
+
+    The model runs as it will be trained: in the caller's autocast mode, with the plugins, options
+    and recipe in force, in training mode if it is to drop out. Its layers, and what is before and
+    after them, are run by themselves: layers that are alike once. For each, and for the modules
+    inside a layer and the chains of converted ones, the ways are: as it is, under
+    ``prefer="memory"``, computed again in the backward (``torch.utils.checkpoint``), and on a GPU
+    moved to the host. Their bytes are counted, and their time is measured in turns with the layer
+    as it is, or read from the table of this device, into which it is written. So with the same
+    table the choice is the same. The fastest choice within the budget is attached to the model, in
+    place of one that is there. :meth:`MemoryPlan.detach` removes it.
+
+    Parameters, buffers and random numbers stay as they are. Gradients are those without the plan:
+    what is computed again draws the same random numbers. Without grad mode nothing is done. A layer
+    whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an object
+    that a second run would change, such as a cache of keys and values, runs as it is.
+
+    Args:
+        model: The model; converted or not.
+        *inputs: Its inputs, with labels if it computes its loss.
+        budget: What a forward may keep: a share of what the model keeps unfused (``0.5``), or bytes
+            (``"200MB"``, ``"1.5GiB"``). None: nothing is attached; print the plan to see the curve.
+        measure: Measure times that are not in the table. If not, the operations of what is computed
+            again are counted, and the times are estimates.
+        compiled: Budgets of ``torch.compile`` (``activation_memory_budget``) to measure for the
+            curve. Each compiles a copy of the model.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The plan: print it, ``save`` the curve, or ``attach`` it to a copy.
+
+    Raises:
+        TypeError: ``model`` is not a module, or it is a compiled one.
+        ValueError: The budget is no share and no number of bytes, or is below the lowest possible
+            number, which the message has; nothing is kept; or gradient checkpointing is on.
+        RuntimeError: Called in traced code, or on a model that is sharded.
+    """
+    _check(model)
+    limit = _parsed(budget)
+    before = {m: vars(m)[MEMORY] for m in model.modules() if MEMORY in vars(m)}
+
+    def run() -> Any:
+        return model(*inputs, **kwargs)
+
+    with forked_rng("opfuse.plan_memory"), unchanged(model), torch.enable_grad():
+        MemoryPlan.detach(model)
+        try:
+            plan = _Planning(model, run, measure).plan(limit, (inputs, kwargs), compiled)
+        except BaseException:
+            _put_back(before)
+            raise
+    if budget is not None:
+        plan.attach(model)
+    else:
+        _put_back(before)
+    return plan
+
+
+def _put_back(before: dict[nn.Module, Any]) -> None:
+    for module, memory in before.items():
+        put_on(module, memory)
+
+
+def _check(model: Any) -> None:
+    """Refuse what cannot be planned."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"opfuse.plan_memory expected a torch.nn.Module, got {type(model).__name__}"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            "opfuse.plan_memory expected a model that is not compiled: compile it after"
+        )
+    if any(is_dtensor(p) for p in model.parameters()):
+        raise RuntimeError(
+            "opfuse.plan_memory: the model is sharded, and each process would measure for itself. "
+            "Plan the whole model in one process, and attach that plan in each of them: "
+            "MemoryPlan.from_dict(plan.to_dict()).attach(model)"
+        )
+    if any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules()):
+        raise ValueError(
+            "opfuse.plan_memory: gradient checkpointing is on, and the plan decides what is "
+            "computed again: call model.gradient_checkpointing_disable() first"
+        )
+
+
+def _parsed(budget: Any) -> Callable[[int], int] | None:
+    """A function from the bytes unfused to the budget in bytes."""
+    if budget is None:
+        return None
+    if isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 < budget <= 1:
+        return lambda unfused: int(budget * unfused)
+    if isinstance(budget, str):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)", budget.strip().lower())
+        if match and match[2] in _UNITS and (nbytes := int(float(match[1]) * _UNITS[match[2]])) > 0:
+            return lambda unfused: nbytes
+    raise ValueError(
+        f"opfuse.plan_memory expected as budget a share above 0 and at most 1, such as 0.5, or a "
+        f"number of bytes above 0 as text, such as '200MB', got {budget!r}"
+    )
+
+
+class _Planning:
+    """One plan in the making.
+
+    Args:
+        model: The model.
+        run: Its forward.
+        measure: As for :func:`plan_memory`.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[], Any], measure: bool) -> None:
+        self._model, self._run = model, run
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._costs = Costs(model, device, measure)
+        self._device = device
+
+    def plan(
+        self, limit: Callable[[int], int] | None, given: Any, compiled: Sequence[float]
+    ) -> MemoryPlan:
+        """The plan; nothing is attached yet."""
+        unfused, before = self._unfused(), self._kept()
+        if not before:
+            raise ValueError("opfuse.plan_memory: the model keeps nothing for a backward")
+        units = units_of(self._model, self._run)
+        found = [self._costs.options(unit) for unit in units]
+        self._rest = before - sum(options[0].nbytes for options in found)
+        self._units, self._options = units, [pareto(options) for options in found]
+        self._points = front(self._options)
+        budget = None if limit is None else limit(unfused)
+        point, kept = self._within(budget) if budget is not None else (Point(before, 0), before)
+        choices = self._choices(point) if budget is not None else []
+        seconds, longer = self._of_model(given, choices or self._choices(self._points[0]))
+        curve = tuple((self._rest + p.nbytes, seconds + p.ticks / 1e6) for p in self._points)
+        compiling = [(share, *self._compiled(share, given, seconds)) for share in compiled]
+        self._costs.write()
+        return MemoryPlan(
+            *(budget, unfused, before, kept, seconds, point.ticks / 1e6),
+            longer if budget is not None else None,
+            tuple(map(_said, choices)),
+            *(curve, tuple(compiling), tuple(sorted(self._costs.notes.items()))),
+            self._costs.estimated,
+        )
+
+    def _kept(self) -> int:
+        return saved_bytes(self._run, self._model.parameters())
+
+    def _unfused(self) -> int:
+        replaced = [each for _, _, each in replaced_forwards(self._model)]
+        with switched_off(replaced), options(fusion_limit=0):
+            return self._kept()
+
+    def _within(self, budget: int) -> tuple[Point, int]:
+        """The fastest choice that is measured to keep no more than a budget, and what it keeps.
+
+        The sum of the units is a little off, since what two of them keep together counts twice. So
+        the fastest choice is searched for by halves, and each is measured.
+        """
+        low, high = 0, len(self._points) - 1
+        found: tuple[Point, int] | None = None
+        while low <= high:
+            middle = high if found is None and high == len(self._points) - 1 else (low + high) // 2
+            kept = self._kept_with(self._points[middle])
+            if kept <= budget:
+                found, low = (self._points[middle], kept), middle + 1
+            else:
+                high = middle - 1
+        if found is not None:
+            return found
+        notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
+        raise ValueError(
+            f"opfuse.plan_memory: the lowest possible number of bytes is {kept} "
+            f"({as_bytes(kept)}), the budget is {budget} ({as_bytes(budget)}){notes}"
+        )
+
+    def _kept_with(self, point: Point) -> int:
+        with acting(_actions(self._choices(point))):
+            return self._kept()
+
+    def _choices(self, point: Point) -> list[tuple[Unit, Option]]:
+        """What each unit does."""
+        numbers = options_of(point, self._options, [unit.kind for unit in self._units])
+        rows = zip(self._units, self._options, numbers, strict=True)
+        return [(unit, options[number]) for unit, options, number in rows]
+
+    def _of_model(self, given: Any, choices: Any) -> tuple[float, float]:
+        """Seconds of a step of the model, and how many more it takes with a choice."""
+        actions = _actions(choices)
+        what = [[place.path, place.is_chain, str(action)] for place, action in actions]
+        kinds = hashlib.sha256("".join(unit.kind for unit in self._units).encode()).hexdigest()[:16]
+        name = type(self._model).__name__
+        subject = {"fusion": f"memory of the whole {name}", "of": kinds, "action": what}
+        tensors = tensors_in(given)
+        wanted = [t for t in (*tensors, *self._model.parameters()) if t.requires_grad]
+        return self._costs.compared(subject, tensors, self._run, wanted, actions)
+
+    def _compiled(self, share: float, given: Any, seconds: float) -> tuple[int, float]:
+        """Bytes and seconds of a copy that ``torch.compile`` compiles with a budget.
+
+        The seconds are those of the model as it is, divided by the speed that is measured in turns.
+        """
+        from torch._functorch import config
+
+        args, kwargs = given
+        twin = copy.deepcopy(self._model)
+        torch._dynamo.reset()
+        with config.patch(activation_memory_budget=float(share)):
+            graph = torch.compile(twin)
+            wanted = [p for p in twin.parameters() if p.requires_grad]
+            own = [p for p in self._model.parameters() if p.requires_grad]
+            step(lambda: graph(*args, **kwargs), wanted)
+            kept = saved_bytes(lambda: graph(*args, **kwargs), twin.parameters())
+            timing = compare(
+                lambda: step(self._run, own),
+                lambda: step(lambda: graph(*args, **kwargs), wanted),
+                self._device,
+            )
+        torch._dynamo.reset()
+        return kept, seconds / timing.speed
+
+
+def _actions(choices: Sequence[tuple[Unit, Option]]) -> Actions:
+    """The actions of a choice with their places."""
+    return tuple(pair for unit, option in choices for pair in placed(unit, option.actions))
+
+
+def _said(choice: tuple[Unit, Option]) -> Choice:
+    """A line of the plan."""
+    unit, option = choice
+    actions = [(p.path, p.is_chain, action) for p, action in placed(unit, option.actions)]
+    named = unit.place.path, unit.place.name
+    return Choice(*named, option.name, option.nbytes, option.seconds, tuple(actions))

@@ -1,0 +1,262 @@
+"""The parts of a model about which something can be done, and what they are called with."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from opfuse.core.fusible import FusibleOperation
+from opfuse.core.introspection import hook_kinds, op_class
+from opfuse.core.replaced_forward import MEMORY, replaced_forward
+from opfuse.core.sequential import Sequential
+
+from .actions import OnceError, put_on, recomputed, take_off
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_OWN = (FusibleOperation, Sequential)
+_PLACES = ("idx", "index", "layer_id", "number")  # in names of attributes that tell layers apart
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """Something that a forward calls: a module, or the chain in its converted forward.
+
+    Attributes:
+        path: The dotted name of the module.
+        module: The module.
+        is_chain: Whether it is the chain.
+    """
+
+    path: str
+    module: nn.Module
+    is_chain: bool = False
+
+    @property
+    def name(self) -> str:
+        """The class of the module, as its author wrote it."""
+        return f"{'chain of ' if self.is_chain else ''}{op_class(self.module).__name__}"
+
+    def run(self, args: Sequence[Any], kwargs: Any) -> Any:
+        """Call it, as the module's :data:`MEMORY` says."""
+        if not self.is_chain:
+            return self.module(*args, **kwargs)
+        memory, replaced = vars(self.module).get(MEMORY), replaced_forward(self.module)
+        chain: Any = replaced.chain  # type: ignore[union-attr]
+        return chain(*args) if memory is None else memory.call_chain(chain, args)
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """A part of a model that is chosen for by itself, usually a layer.
+
+    Attributes:
+        place: Where it is.
+        args: What it was called with, without history.
+        kwargs: The same by name.
+        parts: What it calls, and can compute again by itself.
+        kind: The same for units that are alike.
+        once: Why it must not run again in a backward, as a sentence, or ``""``.
+        shared: Tensors of its arguments that other units are called with, too.
+    """
+
+    place: Place
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parts: tuple[Place, ...] = ()
+    kind: str = ""
+    once: str = ""
+    shared: list[Tensor] = dataclasses.field(default_factory=list)
+
+
+def units_of(model: nn.Module, run: Callable[[], Any]) -> list[Unit]:
+    """Run a forward once, and find the units that it calls once, in the order of their calls.
+
+    Args:
+        model: The model.
+        run: Its forward.
+    """
+    places = list(_places(model, ""))
+    heard = _Heard()
+    with heard.at([place for unit, parts in places for place in (unit, *parts)]):
+        run()
+    units = []
+    for place, parts in places:
+        calls = heard.calls.get(_key(place), [])
+        if len(calls) == 1:
+            inner = tuple(part for part in parts if len(heard.calls.get(_key(part), ())) == 1)
+            number, args, kwargs, once = calls[0]
+            units.append((number, Unit(place, args, kwargs, inner, once=once)))
+    found = [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
+    _share(found)
+    for unit in found:
+        unit.kind = _kind(unit)
+    return found
+
+
+def holds_layers(module: nn.Module) -> bool:
+    """Whether there is a list of modules in a module."""
+    return any(isinstance(m, _LISTS) and not isinstance(m, _OWN) for m in module.modules())
+
+
+def _places(module: nn.Module, path: str) -> Iterator[tuple[Place, list[Place]]]:
+    """The places of units below a module, each with those of its parts."""
+    if isinstance(module, _OWN) or not holds_layers(module):
+        yield Place(path, module), _parts(module, path)
+        return
+    if replaced_forward(module) is not None:
+        yield Place(path, module, is_chain=True), []
+    for name, child in module.named_children():
+        below = f"{path}.{name}".lstrip(".")
+        if isinstance(module, _LISTS):
+            yield Place(below, child), _parts(child, below)
+        else:
+            yield from _places(child, below)
+
+
+def _parts(module: nn.Module, path: str) -> list[Place]:
+    """What a unit calls: its children, those in lists too, and its own chain."""
+    if isinstance(module, _OWN):
+        return []
+    found = [] if replaced_forward(module) is None else [Place(path, module, is_chain=True)]
+    for name, child in module.named_children():
+        below = f"{path}.{name}".lstrip(".")
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += [part for part in _parts(child, below) if not part.is_chain]
+        else:
+            found.append(Place(below, child))
+    return found
+
+
+def _key(place: Place) -> tuple[nn.Module, bool]:
+    return place.module, place.is_chain
+
+
+class _Heard:
+    """The calls of places, while it is in their modules."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, list[tuple[int, Any, Any, str]]] = {}
+        self._number = 0
+
+    @contextlib.contextmanager
+    def at(self, places: Sequence[Place]) -> Iterator[None]:
+        """A block in which it hears the modules of places."""
+        modules = dict.fromkeys(place.module for place in places)
+        modules = {m: None for m in modules if not isinstance(m, torch.jit.ScriptModule)}
+        try:
+            for module in modules:
+                put_on(module, _Ear(self, module))
+            yield
+        finally:
+            for module in modules:
+                take_off(module)
+
+    def hear(self, key: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Keep a call and make it."""
+        module, number = key[0], self._number
+        self._number += 1
+        given = _cut(args), _cut(kwargs)
+        buffers = [(name, b, b._version) for name, b in module.named_buffers()]
+        result = run()
+        changed = [name for name, b, version in buffers if b._version != version]
+        once = f"its forward changes {changed[0]}" if changed else why_once(module, args, kwargs)
+        self.calls.setdefault(key, []).append((number, *given, once))
+        return result
+
+
+class _Ear:
+    """What a module has in place of a :class:`ModuleMemory` while it is heard."""
+
+    def __init__(self, heard: _Heard, module: nn.Module) -> None:
+        self._heard, self._module = heard, module
+
+    def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """The module's forward."""
+        key = module, False
+        return self._heard.hear(key, args, kwargs, lambda: forward(module, *args, **kwargs))
+
+    def call_chain(self, chain: Any, given: Any) -> Any:
+        """The chain of the module's forward."""
+        return self._heard.hear((self._module, True), given, {}, lambda: chain(*given))
+
+
+def why_once(module: nn.Module, args: Any, kwargs: Any) -> str:
+    """Why a forward must run only once, as a sentence, or ``""``."""
+    for part in module.modules():
+        if isinstance(part, _NormBase) and part.track_running_stats:
+            return f"its {type(part).__name__} tracks statistics"
+    try:
+        with torch.no_grad():
+            recomputed(lambda *args, **kwargs: None, args, kwargs, {})
+    except OnceError as error:
+        return str(error)
+    return ""
+
+
+def _cut(value: Any) -> Any:
+    """Arguments without the history of their tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    if type(value) in (tuple, list):
+        return type(value)([_cut(each) for each in value])
+    return {k: _cut(each) for k, each in value.items()} if type(value) is dict else value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(value, (tuple, list)):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    if isinstance(value, dict):
+        return tensors_in(list(value.values()))
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _share(units: Sequence[Unit]) -> None:
+    """Find the tensors that several units are called with: none of them keeps them alone."""
+    by: dict[int, set[int]] = {}
+    for number, unit in enumerate(units):
+        for tensor in tensors_in((unit.args, unit.kwargs)):
+            by.setdefault(tensor.untyped_storage()._cdata, set()).add(number)
+    for unit in units:
+        for tensor in tensors_in((unit.args, unit.kwargs)):
+            if len(by[tensor.untyped_storage()._cdata]) > 1:
+                unit.shared.append(tensor)
+
+
+def _kind(unit: Unit) -> str:
+    """A hash of what the costs of a unit depend on."""
+    lines = [str(unit.place.is_chain), _of_value((unit.args, unit.kwargs)), unit.once]
+    lines += [_of_value(unit.shared), *[f"{p.name}{p.is_chain}" for p in unit.parts]]
+    for name, module in unit.place.module.named_modules():
+        cls = op_class(module)
+        plain = [
+            (key, value)
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, float, str)) and not key.endswith(_PLACES)
+        ]
+        replaced = replaced_forward(module)
+        how = replaced and (replaced.off, replaced.fallback)
+        lines.append(f"{name} {cls.__module__}.{cls.__qualname__} {plain} {how}")
+        lines.append(f"{module.extra_repr()} {hook_kinds(module)}")
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        lines += [f"{name} {_of_value(tensor)}" for name, tensor in own]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _of_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        stride = "" if value.is_contiguous() else f" {tuple(value.stride())}"
+        where = value.device.type, value.dtype, value.requires_grad
+        return f"{tuple(value.shape)}{stride} {where}"
+    if isinstance(value, (tuple, list)):
+        return f"{[_of_value(each) for each in value]}"
+    if isinstance(value, dict):
+        return f"{ {key: _of_value(each) for key, each in value.items()} }"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__

@@ -1,0 +1,525 @@
+"""opfuse.plan_memory: the gradients stay, the bytes fit the budget, and what cannot be is refused."""
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+from converting import WIDTH, Gated, an_input, assert_same
+from families import BERT, GPT2, LLAMA, VIT
+from opfuse_convert import MemoryPlan
+from opfuse_convert.memory import costs, planning
+from opfuse_convert.memory.choosing import Option, front, options_of, pareto
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import opfuse
+from opfuse.core import tuning_table as tables
+from opfuse.core.authoring import saved_bytes
+from opfuse.core.replaced_forward import MEMORY
+from opfuse.tuning.timing import Timing
+
+TEXT = LLAMA, GPT2
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Both ways run, and a step with actions is said to take longer the more it keeps less."""
+    calls = []
+
+    def compare(one, other, device, **how):
+        one(), other()
+        calls.append(other)
+        return Timing(0.8, 0.0, 1.0, 1.25)
+
+    monkeypatch.setattr(costs, "compare", compare)
+    return calls
+
+
+def inputs_of(family, **more):
+    given = family.inputs()
+    return given | ({"use_cache": False} if family in TEXT else {}) | more
+
+
+def kept(model, **given):
+    return saved_bytes(lambda: model(**given), model.parameters())
+
+
+def gradients(model, **given):
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss = model(**given).loss
+    loss.backward()
+    return [loss.detach(), *[None if p.grad is None else p.grad for p in model.parameters()]]
+
+
+def assert_equal(mine, theirs):
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def lowest(model, **given):
+    with pytest.raises(ValueError, match="lowest possible number of bytes is") as caught:
+        opfuse.plan_memory(model, budget="1", **given)
+    return int(str(caught.value).split("bytes is ")[1].split()[0])
+
+
+# The contract
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("family", [LLAMA, GPT2, BERT, VIT], ids=lambda f: f.name)
+def test_gradients_stay_to_the_bit_and_bytes_fit(family, converted):
+    model, given = family.make(dropout=0.1), inputs_of(family)
+    if converted:
+        opfuse.convert(model)
+    twin = copy.deepcopy(model)
+    expected, unfused = gradients(twin, **given), kept(family.make(dropout=0.1), **given)
+    least = lowest(model, **given)
+    assert least < 0.5 * unfused and not any(MEMORY in vars(m) for m in model.modules())
+    for budget in (0.8, 0.5, f"{least} B"):
+        plan = opfuse.plan_memory(model, budget=budget, **given)
+        assert plan.unfused == unfused and plan.before == kept(twin, **given)
+        assert plan.kept == kept(model, **given) <= plan.budget
+        assert plan.kept < plan.before or plan.before <= plan.budget
+        assert_equal(gradients(model, **given), expected)
+    plan.detach(model)
+    assert kept(model, **given) == kept(twin, **given)
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype):
+    model, given = LLAMA.make().to(dtype), inputs_of(LLAMA)
+    expected = gradients(copy.deepcopy(model), **given)
+    opfuse.plan_memory(model, budget=0.4, **given)
+    assert_equal(gradients(model, **given), expected)
+
+
+def test_autocast():
+    model, given = BERT.make(dropout=0.1), inputs_of(BERT)
+    opfuse.convert(model)
+    twin = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = opfuse.plan_memory(model, budget=0.5, **given)
+        assert plan.kept <= plan.budget
+    grads = []
+    for each in (model, twin):
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**given).loss
+        loss.backward()
+        grads.append([p.grad for p in each.parameters()])
+    assert_equal(*grads)
+
+
+def test_nothing_is_done_without_grad_mode(quick):
+    model, given = VIT.make(), inputs_of(VIT)
+    opfuse.plan_memory(model, budget=0.3, **given)
+    with torch.no_grad():
+        assert model(**given).loss.grad_fn is None
+    with torch.inference_mode():
+        model(**given)
+
+
+def test_no_default_changes():
+    model = Gated()
+    assert not any(MEMORY in vars(m) for m in model.modules())
+    assert "memory plan" not in str(opfuse.explain(model, an_input()))
+
+
+def test_a_frozen_model_with_adapters():
+    model, given = LLAMA.make(dropout=0.1), inputs_of(LLAMA)
+    for name, param in model.named_parameters():
+        param.requires_grad_("q_proj" in name)
+    expected = gradients(copy.deepcopy(model), **given)
+    plan = opfuse.plan_memory(model, budget=0.5, **given)
+    assert plan.kept <= plan.budget
+    assert_equal(gradients(model, **given), expected)
+
+
+class Pair(nn.Module):
+    """Takes a tuple and keywords, gives a tuple, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = Gated(), nn.Dropout(0.2)
+
+    def forward(self, pair, *, scale=1.0, extra=None):
+        x, y = pair
+        x = self.drop(self.inner(x)) * scale + (0 if extra is None else extra["bias"])
+        return x, y + x
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(3))
+
+    def forward(self, x):
+        pair, bias = (x, x), {"bias": x.mean()}
+        for layer in self.layers:
+            pair = layer(pair, scale=0.5, extra=bias)
+        return pair[0] + pair[1]
+
+
+def test_tuples_and_keywords():
+    model, x = Pairs(), an_input()
+    twin = copy.deepcopy(model)
+    plan = opfuse.plan_memory(model, x, budget=0.6)
+    assert plan.kept <= plan.budget < plan.before
+    assert plan.kept == saved_bytes(lambda: model(x), model.parameters())
+
+    def run(which):
+        torch.manual_seed(3)
+        y = which(x)
+        return [y, *torch.autograd.grad(y.square().sum(), [x, *which.parameters()])]
+
+    assert_equal(run(model), run(twin))
+
+
+def test_what_is_kept_is_guarded_against_changes_in_place():
+    model, x = Pairs(), an_input()
+    opfuse.plan_memory(model, x, budget=0.6)
+    moved = x * 1
+    y = model(moved)
+    with torch.no_grad():
+        moved.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# What must run once
+
+
+def test_a_cache_is_not_written_twice():
+    model, given = LLAMA.make(), LLAMA.inputs()
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="is called with a DynamicCache"):
+        opfuse.plan_memory(model, budget=0.3, **given)
+    opfuse.plan_memory(model, budget=0.3, **given, use_cache=False)
+    assert_equal(gradients(model, **given), gradients(twin, **given))
+    assert "it ran as it is: it is called with a DynamicCache" in str(
+        opfuse.explain(model, **given)
+    )
+    mine, theirs = (m(**given).past_key_values.get_seq_length() for m in (model, twin))
+    assert mine == theirs
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU())
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_statistics_are_tracked_once():
+    model, x = Normed(), an_input(6)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="its forward changes 1.num_batches_tracked"):
+        opfuse.plan_memory(model, x, budget=0.2)
+    with pytest.raises(ValueError, match="BatchNorm1d tracks statistics"):  # it may train later
+        opfuse.plan_memory(model.eval(), x, budget=0.2)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Gated()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.inner(x)
+
+
+def test_a_layer_that_changes_its_buffer_runs_once():
+    model, x = nn.Sequential(Counting(), Counting()), an_input()
+    with pytest.raises(ValueError, match="its forward changes calls"):
+        opfuse.plan_memory(model, x, budget="100 B")
+    assert model[0].calls == 0
+
+
+# What is around it
+
+
+def planned(family=LLAMA, budget=0.4, **how):
+    model, given = family.make(**how), inputs_of(family)
+    twin = copy.deepcopy(model)
+    return model, twin, given, opfuse.plan_memory(model, budget=budget, **given)
+
+
+def test_a_user_checkpoints_a_layer_himself():
+    model, x = Pairs(), an_input()
+    twin = copy.deepcopy(model)
+    opfuse.plan_memory(model, x, budget=0.6)
+    for reentrant in (False, True):
+        grads = []
+        for each in (model, twin):
+            torch.manual_seed(3)
+            y = checkpoint(each, x, use_reentrant=reentrant)
+            each.zero_grad()
+            y.square().sum().backward()
+            grads.append([p.grad for p in each.parameters()])
+        assert_equal(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_transformers_comes_first(reentrant):
+    model, twin, given, _ = planned(dropout=0.1)
+    for each in (model, twin):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        each.get_input_embeddings().weight.requires_grad_()
+    assert_equal(gradients(model, **given), gradients(twin, **given))
+    with pytest.raises(ValueError, match="gradient checkpointing is on"):
+        opfuse.plan_memory(model, budget=0.5, **given)
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.6])
+def test_torch_compile(budget):
+    torch._dynamo.reset()
+    model, twin, given, _ = planned(budget=budget)
+    expected = gradients(twin, **given)
+    graph = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    loss = graph(**given).loss
+    loss.backward()
+    for param, grad in zip(model.parameters(), expected[1:], strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_convert_and_revert_after_the_plan():
+    model, twin, given, plan = planned(BERT, 0.5, dropout=0.1)
+    report = opfuse.convert(model)
+    assert len(report.converted) == len(opfuse.convert(copy.deepcopy(twin)).converted)
+    other = copy.deepcopy(twin)
+    opfuse.convert(other)
+    assert_equal(gradients(model, **given), gradients(other, **given))
+    opfuse.revert(model)
+    assert kept(model, **given) == plan.kept
+    assert_equal(gradients(model, **given), gradients(twin, **given))
+    plan.detach(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+
+
+def test_revert_before_detach_and_the_other_way_round():
+    for first in ("revert", "detach"):
+        model, given = BERT.make(), inputs_of(BERT)
+        twin = copy.deepcopy(model)
+        opfuse.convert(model)
+        plan = opfuse.plan_memory(model, budget=0.5, **given)
+        plan.detach(model) if first == "detach" else opfuse.revert(model)
+        gradients(model, **given)
+        plan.detach(model) if first == "revert" else opfuse.revert(model)
+        assert [type(m) for m in model.modules()] == [type(m) for m in twin.modules()]
+        assert_equal(gradients(model, **given), gradients(twin, **given))
+
+
+def test_copies_pickles_and_states():
+    model, twin, given, plan = planned(VIT, 0.5, dropout=0.1)
+    copied = copy.deepcopy(model)
+    assert kept(copied, **given) == plan.kept
+    assert_equal(gradients(copied, **given), gradients(twin, **given))
+    loaded = pickle.loads(pickle.dumps(model))
+    assert not any(MEMORY in vars(m) for m in loaded.modules())
+    assert type(loaded.vit.layers[0]) is type(twin.vit.layers[0])
+    assert model.state_dict().keys() == twin.state_dict().keys()
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    plan.detach(copied)
+    assert kept(model, **given) == plan.kept < kept(copied, **given)
+
+
+def test_a_plan_is_data():
+    _, twin, given, plan = planned(LLAMA, 0.5)
+    again = MemoryPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan and str(again) == str(plan)
+    again.attach(twin)
+    assert kept(twin, **given) == plan.kept
+    with pytest.raises(ValueError, match="a module 'model.layers"):
+        again.attach(Gated())
+
+
+def test_a_plan_for_chains_needs_them():
+    model, given = BERT.make(), inputs_of(BERT)
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    plan = opfuse.plan_memory(model, budget=f"{lowest(model, **given)}", **given)
+    assert any(chain for c in plan.choices for _, chain, _ in c.actions)
+    with pytest.raises(ValueError, match="is converted"):
+        plan.attach(twin)
+    assert not any(MEMORY in vars(m) for m in twin.modules())
+
+
+def test_a_later_plan_replaces_an_earlier_one():
+    model, twin, given, plan = planned(budget=0.4)
+    loose = opfuse.plan_memory(model, budget=1.0, **given)
+    assert loose.kept == kept(model, **given) == kept(twin, **given)
+    assert loose.added == 0 and loose.before == plan.before
+    tight = opfuse.plan_memory(model, budget=0.4, **given)
+    lowest(model, **given)  # what is refused leaves the plan
+    assert kept(model, **given) == tight.kept == plan.kept
+
+
+# The choice
+
+
+def test_the_choice_is_the_least_time():
+    torch.manual_seed(0)
+    for trial in range(20):
+        draw = torch.rand(4, 3, 2, generator=torch.Generator().manual_seed(trial))
+        units = [
+            pareto(Option(int(b * 100), round(float(s), 3)) for b, s in rows.tolist())
+            for rows in draw
+        ]
+        every = [(0, 0.0)]
+        for options in units:
+            every = [(b + o.nbytes, s + o.seconds) for b, s in every for o in options]
+        points = front(units)
+        for most in range(0, 400, 7):
+            least = min([round(s * 1e6) for b, s in every if b <= most], default=None)
+            fitting = [p for p in points if p.nbytes <= most]
+            assert (fitting[-1].ticks if fitting else None) == least
+
+
+def test_earlier_layers_keep_less():
+    units = [[Option(1, 2.0), Option(5, 0.0)]] * 4
+    (point,) = [p for p in front(units) if p.nbytes == 12]
+    assert options_of(point, units, ["a"] * 4) == [0, 0, 1, 1]
+
+
+def test_the_same_table_gives_the_same_choice(tmp_path, monkeypatch, quick):
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
+    tables.reload()
+    try:
+        model, given = LLAMA.make(), inputs_of(LLAMA)
+        first = opfuse.plan_memory(model, budget=0.5, **given)
+        measured = len(quick)
+        assert measured > 3
+        second = opfuse.plan_memory(copy.deepcopy(model), budget=0.5, **given)
+        assert second == first and len(quick) == measured
+        opfuse.plan_memory(model, budget=0.9, **given)
+        assert len(quick) <= measured + 1  # the step of the whole model
+        with opfuse.plugins.using(""):
+            opfuse.plan_memory(model, budget=0.5, **given)
+        assert len(quick) > measured + 3  # other times
+    finally:
+        monkeypatch.setenv("OPFUSE_TUNING", "")
+        tables.reload()
+
+
+def test_layers_that_are_alike_are_measured_once(quick):
+    counts = []
+    for layers in (2, 5):
+        model = LLAMA.make(num_hidden_layers=layers)
+        quick.clear()
+        opfuse.plan_memory(model, budget=0.6, **inputs_of(LLAMA))
+        counts.append(len(quick))
+    assert counts[0] == counts[1]
+
+
+def test_times_are_estimated_without_measuring(quick):
+    model, given = LLAMA.make(), inputs_of(LLAMA)
+    plan = opfuse.plan_memory(model, budget=0.5, measure=False, **given)
+    assert not quick and plan.estimated and plan.kept <= plan.budget and "estimated" in str(plan)
+    assert plan.added > 0
+    again = opfuse.plan_memory(copy.deepcopy(model), budget=0.5, measure=False, **given)
+    assert again == plan
+
+
+# What is said
+
+
+def test_what_is_said():
+    model, _, given, plan = planned(LLAMA, 0.5)
+    said = str(plan)
+    assert said.startswith("memory plan: keeps ") and "the budget is" in said
+    assert "LlamaDecoderLayer x" in said and len(said.splitlines()) < 20
+    assert " less would cost " in plan.next
+    report = opfuse.explain(model, **given)
+    text = " ".join(str(report).split())
+    assert "memory plan: keeps" in text and "model.layers.0" in text
+    rows = report.to_dict()["memory"]
+    assert {"path": "model.layers.0", "class": "LlamaDecoderLayer", "action": "recompute"} in rows
+
+
+def test_the_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "compare", lambda *ways, **how: Timing(2.0, 0, 1.0, 0.5))
+    model, given = VIT.make(), inputs_of(VIT)
+    plan = opfuse.plan_memory(model, **given)
+    assert not any(MEMORY in vars(m) for m in model.modules())
+    sizes, times = zip(*plan.curve, strict=True)
+    assert list(sizes) == sorted(sizes) and list(times) == sorted(times, reverse=True)
+    assert sizes[-1] == plan.before == plan.kept
+    assert "kept for the backward against the time of a step" in str(plan)
+    plan.save(tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg")
+    with pytest.raises(ValueError, match="ends with .svg"):
+        plan.save(tmp_path / "curve.png")
+
+
+def test_budgets_of_torch_compile_are_on_the_curve(monkeypatch):
+    monkeypatch.setattr(planning, "compare", lambda *ways, **how: Timing(2.0, 0, 1.0, 0.5))
+    model, x = nn.Sequential(*[Gated() for _ in range(3)]), an_input(20)
+    plan = opfuse.plan_memory(model, x, compiled=[1.0, 0.5])
+    (one, most, time), (half, less, _) = plan.compiled
+    assert (one, half) == (1.0, 0.5) and less < most and time == plan.seconds / 2
+    assert "torch.compile, budget 0.5" in str(plan)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "budget", ["0", 1.5, "12 apples", "-3MB", -1, 0, True, "", [1], float("nan"), "MB", "0.0 GB"]
+)
+def test_budgets_that_are_none(budget):
+    with pytest.raises(ValueError, match="expected as budget a share above 0 and at most 1"):
+        opfuse.plan_memory(Gated(), an_input(), budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("200MB", 200e6), ("1.5 GiB", 1.5 * 2**30), ("10", 10), ("7 kb", 7e3), ("2 TB", 2e12)],
+)
+def test_budgets_in_bytes(text, nbytes):
+    assert planning._parsed(text)(1) == int(nbytes)
+
+
+def test_other_refusals():
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got function"):
+        opfuse.plan_memory(lambda x: x, an_input(), budget=0.5)
+    with pytest.raises(TypeError, match="not compiled"):
+        opfuse.plan_memory(torch.compile(Gated()), an_input(), budget=0.5)
+    model = Gated().requires_grad_(False)
+    with pytest.raises(ValueError, match="keeps nothing"):
+        opfuse.plan_memory(model, an_input().detach(), budget=0.5)
+
+
+def test_parameters_buffers_and_random_numbers_stay():
+    model, given = BERT.make(dropout=0.3), inputs_of(BERT)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    opfuse.plan_memory(model, budget=0.5, **given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_without_lists():
+    model, x = Gated(), an_input()
+    twin = copy.deepcopy(model)
+    plan = opfuse.plan_memory(model, x, budget=0.5)
+    assert plan.kept <= plan.budget
+    assert_same(model, twin, x)
