@@ -16,9 +16,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp first"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp first", "plan"])
 def test_data_parallel(how):
     import model_ranks
 
     names = list(families.FAMILIES) if families.ALL else ["llama", "encoder"]
-    gloo.together(model_ranks.worker, names, model_ranks.ORDERS[how], True)
+    gloo.together(model_ranks.worker, names, model_ranks.ORDERS[how], how != "plan")

@@ -33,6 +33,11 @@ def test_a_model_under_its_plan(family, config, joined, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_a_memory_plan(family, tmp_path):
+    gloo.together(ranks.planned, family, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_sharded_over_it(family, tmp_path):
     gloo.together(ranks.sharded, family, tmp_path, size=4)
 

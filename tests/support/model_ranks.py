@@ -11,11 +11,13 @@ import torch
 from steps import plain_name
 
 import opfuse
+from opfuse.core.authoring import saved_bytes
 from opfuse.core.introspection import op_class
 
 ORDERS = {
     "ddp": ("ddp, convert", "convert, ddp"),
     "fsdp": ("convert, fsdp", "convert, checkpointing, fsdp"),
+    "plan": ("plan, ddp", "convert, plan, fsdp", "fsdp, plan", "fsdp, convert, plan"),
     "fsdp first": ("fsdp, convert", "fsdp, report", "fsdp, convert, checkpointing"),
 }
 
@@ -53,9 +55,28 @@ def wrap(model, family, how):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if how == "convert":
         opfuse.convert(model)
+    if how == "plan":  # made for the whole model, and attached to what each process has of it
+        attach_plan(model, family)
     if how == "report":
         opfuse.convert(model, half(family, 0))
     return model
+
+
+def attach_plan(model, family):
+    whole, given = family.make(), half(family, 0)
+    for each in (whole, model):
+        if hasattr(each, "config"):
+            each.config.use_cache = False
+    if opfuse.converted(model):
+        opfuse.convert(whole)
+    plan = opfuse.plan_memory(whole, budget=0.5, measure=False, **given)
+    assert any("recompute" in choice.option for choice in plan.choices)
+    kept = []
+    for attach in (plan.detach, plan.attach):  # both have what is gathered of the parameters, too
+        attach(model)
+        kept.append(saved_bytes(lambda: model(**given), model.parameters()))
+    model(**given).loss.backward()  # FSDP2 shards again
+    assert kept[0] - kept[1] >= 0.95 * (plan.before - plan.kept), f"{kept}: {plan}"
 
 
 def half(family, rank):

@@ -125,6 +125,30 @@ def a_model(rank, family, folder, config, joined):
     return str(report)
 
 
+def planned(rank, family, folder):
+    """A memory plan of the whole model on one that is split, before and after conversion."""
+    plain, eager, model = made(family, folder, 2)
+    given = tokens() | {"use_cache": False}
+    plan = opfuse.plan_memory(copy.deepcopy(plain), budget=0.6, measure=False, **given)
+    assert any("recompute" in choice.option for choice in plan.choices)
+    try:
+        opfuse.plan_memory(model, budget=0.6, **given)
+    except RuntimeError as error:
+        assert "Plan the whole model in one process" in str(error)
+    else:
+        raise AssertionError("a model that is split was planned")
+    step(plain, **given)
+    for each, convert in ((eager, False), (model, True)):
+        before = saved_bytes(lambda m=each: m(**given), each.parameters())
+        plan.attach(each)
+        if convert:
+            opfuse.convert(each)
+        for _ in range(2):
+            step(each, **given)
+            same_gradients(each, plain)
+        assert saved_bytes(lambda m=each: m(**given), each.parameters()) < before
+
+
 def sharded(rank, family, folder):
     """FSDP2 over it, two by two, before and after conversion."""
     from torch.distributed.fsdp import fully_shard
