@@ -3,6 +3,7 @@
 python -m benchmarks --suite models --out models.json
 python -m benchmarks --suite models --models llama,gpt2 --dtypes bf16 --ways converted,memory
 python -m benchmarks --suite models --ways compile,converted-compile --cold --out cold.json
+python -m benchmarks --suite models --ways budget-0.5,compile-0.5
 
 The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
 ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
@@ -12,7 +13,8 @@ forward with the loss, and the backward. Bytes are what the forward keeps for th
 from parameters. With one thread the time is CPU time of the process. Both models of a row are
 copies of one, since weights that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is
 the first call with its backward, on the clock; it is of interest with ``--cold``, where no process
-finds anything compiled.
+finds anything compiled. ``budget-0.5`` is the converted model with the plan of
+``opfuse.plan_memory(budget=0.5)``; models with a cache are told not to use it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
 MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
 DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
+BUDGETS = ("budget-0.8", "budget-0.5", "budget-0.3")
+"""Ways that are measured if they are asked for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="empty caches for every process")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
-    parser.add_argument("--part", choices=("tune", *WAYS), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("tune", *WAYS, *BUDGETS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part is not None:
         print(json.dumps(run(options)))
@@ -125,6 +129,11 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
     model, other = copy.deepcopy(model), copy.deepcopy(model)
     if "compile" not in way or way.startswith("converted"):
         opfuse.convert(other)
+    if way in BUDGETS:
+        for each in (model, other):
+            each.config.use_cache = False
+        with cast:
+            print(opfuse.plan_memory(other, budget=float(way.rpartition("-")[2]), **inputs))
     called: Callable[..., Any] = other
     if "compile" in way:
         if way[-1].isdigit():

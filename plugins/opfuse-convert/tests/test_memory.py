@@ -1,5 +1,6 @@
 """opfuse.plan_memory: the gradients stay, the bytes fit the budget, and what cannot be is refused."""
 
+import contextlib
 import copy
 import io
 import json
@@ -11,6 +12,7 @@ from converting import WIDTH, Gated, an_input, assert_same
 from families import BERT, GPT2, LLAMA, VIT
 from opfuse_convert import MemoryPlan
 from opfuse_convert.memory import costs, planning
+from opfuse_convert.memory.actions import offloading
 from opfuse_convert.memory.choosing import Option, front, options_of, pareto
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -178,6 +180,30 @@ def test_tuples_and_keywords():
         return [y, *torch.autograd.grad(y.square().sum(), [x, *which.parameters()])]
 
     assert_equal(run(model), run(twin))
+
+
+def test_what_is_moved_to_the_host_comes_back():
+    model, x = Pairs(), an_input()
+    results = []
+    for block in (contextlib.nullcontext(), offloading("cpu")):
+        torch.manual_seed(3)
+        with block:
+            y = model(x * 1)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+    assert_equal(*results)
+
+
+def test_what_is_moved_is_copied_once_and_parameters_stay(monkeypatch):
+    moved = []
+    weight = nn.Parameter(torch.rand(4, 4))
+    x = torch.rand(3, 4, requires_grad=True) * 1
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, _of=torch.empty, **k: moved.append(a) or _of(*a, **k)
+    )
+    with offloading("cpu"):
+        y = (x @ weight) * x * x.t().t()
+    assert moved == [((3, 4),)] * 3  # x, its product with the weight, and with x
+    y.sum().backward()
 
 
 def test_what_is_kept_is_guarded_against_changes_in_place():

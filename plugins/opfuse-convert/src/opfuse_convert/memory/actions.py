@@ -111,22 +111,25 @@ def _with(tensors: Iterator[Tensor], form: Any) -> Any:
     return form
 
 
-def offloading() -> Any:
-    """A block whose forward keeps its tensors in the pinned memory of the host.
+def offloading(kind: str = "cuda") -> Any:
+    """A block whose forward keeps its tensors in the memory of the host, pinned for CUDA.
 
-    Parameters stay where they are, and so does what is not on a GPU. A tensor that is kept twice is
-    copied once.
+    Parameters stay where they are, and so does what is on another kind of device. A tensor that is
+    kept twice is copied once.
     """
     copies: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def pack(tensor: Tensor) -> Any:
         base = tensor if tensor._base is None else tensor._base
-        if not tensor.is_cuda or type(base) is not Tensor:  # a Parameter, say
+        if tensor.device.type != kind or isinstance(base, nn.Parameter):
             return tensor
+        if type(tensor) is not Tensor:  # such as a quantized one
+            return tensor.device, tensor.to("cpu")
         place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version
         key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
         if key not in copies:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned = kind == "cuda"
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             copies[key] = tensor, host.copy_(tensor, non_blocking=True)
         return tensor.device, copies[key][1]
 

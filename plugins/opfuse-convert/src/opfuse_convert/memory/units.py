@@ -58,7 +58,7 @@ class Unit:
 
     Attributes:
         place: Where it is.
-        args: What it was called with, without history.
+        args: What it was called with, without history; empty if an earlier unit is of its kind.
         kwargs: The same by name.
         parts: What it calls, and can compute again by itself.
         kind: The same for units that are alike.
@@ -95,8 +95,12 @@ def units_of(model: nn.Module, run: Callable[[], Any]) -> list[Unit]:
             units.append((number, Unit(place, args, kwargs, inner, once=once)))
     found = [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
     _share(found)
+    known: set[str] = set()
     for unit in found:
         unit.kind = _kind(unit)
+        if unit.kind in known:  # only the first of a kind is run by itself
+            unit.args, unit.kwargs, unit.shared = (), {}, []
+        known.add(unit.kind)
     return found
 
 
