@@ -52,7 +52,8 @@ def plan_memory(
     place of one that is there. :meth:`MemoryPlan.detach` removes it.
 
     Parameters, buffers and random numbers stay as they are. Gradients are those without the plan:
-    what is computed again draws the same random numbers. Without grad mode nothing is done. A layer
+    what is computed again draws the same random numbers. Only ``prefer="memory"`` may round
+    otherwise, by other fusions. Without grad mode nothing is done. A layer
     whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an object
     that a second run would change, such as a cache of keys and values, runs as it is.
 

@@ -87,7 +87,7 @@ def units_of(model: nn.Module, run: Callable[[], Any]) -> list[Unit]:
     with heard.at([place for unit, parts in places for place in (unit, *parts)]):
         run()
     units = []
-    for place, parts in places:
+    for place, parts in {_key(place): (place, parts) for place, parts in places}.values():
         calls = heard.calls.get(_key(place), [])
         if len(calls) == 1:
             inner = tuple(part for part in parts if len(heard.calls.get(_key(part), ())) == 1)
