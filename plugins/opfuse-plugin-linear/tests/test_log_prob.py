@@ -14,7 +14,7 @@ from opfuse.testing.machine import is_interpreting
 from opfuse.tuning.tolerance import difference
 
 if is_interpreting():
-    pytest.skip("it has no kernel: it runs where nothing is interpreted", allow_module_level=True)
+    pytest.skip("of kernels see test_token_statistics.py", allow_module_level=True)
 
 MANY = {
     "entropy": True,

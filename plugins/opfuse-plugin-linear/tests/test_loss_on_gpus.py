@@ -70,6 +70,34 @@ def test_launches_at_the_size_of_a_language_model(again, kernels, most):
     assert seen.bytes["addmm"] == 2 * 8 * weight + logits + 2 * ROWS * FEATURES
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_launches_of_log_probabilities(frozen):
+    triton = pytest.importorskip("opfuse_triton")
+    pytest.importorskip("triton")
+    from opfuse_linear import log_prob
+
+    if torch.__version__ < "2.12":
+        pytest.skip("addmm(out_dtype=...) of this torch knows no meta tensors")
+    linear = ops.BasicLinear(FEATURES, CLASSES, device="meta", dtype=torch.bfloat16)
+    chain = [linear.requires_grad_(not frozen), ops.TokenLogProb(entropy=not frozen)]
+    fused = log_prob.LinearLogProb(chain)
+    fused.planned(opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16))
+    x = torch.empty(ROWS, FEATURES, dtype=torch.bfloat16, device="meta")
+    tokens = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    ctxs = [opfuse.OperationContext() for _ in range(2)]
+    ctxs[0].params, ctxs[0].param_requires_grad = (linear.weight.detach(),), (not frozen,)
+    with torch.no_grad(), triton.recording(90) as launched, Launches() as seen:
+        y, (_, extras) = fused.fuser_forward(ctxs, x, basic_op_extra_inputs=[(), (tokens,)])
+        for ctx in ctxs:
+            ctx.saved_tensors = ctx.to_save
+        fused.fuser_backward(ctxs, y, basic_op_grad_extra_outputs=((), extras))
+    # eight chunks: statistics and gradient, and if it computes again the statistics of both passes
+    assert len(launched) == (16 if frozen else 24)
+    products = [seen.count[f"aten.{name}"] for name in ("mm.default", "addmm.dtype_out", "mm.dtype_out")]  # fmt: skip
+    assert products == ([8, 0, 8] if frozen else [16, 8, 8])
+    assert not {"add", "add_", "copy_"} & seen.bytes.keys()
+
+
 @pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_in_fp32_of_a_library_that_adds_and_of_one_that_does_not(monkeypatch, dtype, adds):

@@ -12,13 +12,26 @@ from opfuse_triton import KernelCase, Operand, functions_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.ops import GELU, QGELU, ReLU, SiLU, SiTUGLU, SReLU, SwiGLU, cross_entropy
+from opfuse.ops import (
+    GELU,
+    QGELU,
+    ReLU,
+    SiLU,
+    SiTUGLU,
+    SReLU,
+    SwiGLU,
+    cross_entropy,
+    token_log_prob,
+)
 from opfuse.ops.cross_entropy import LossNumbers
+from opfuse.ops.token_log_prob import TokenNumbers
 
 from . import chunks
 from .kernels import DTYPES
 from .products import BY_POINTERS, BY_TILES, activation_gradient, multiply
 from .softmax import row_gradients, row_losses, softmax_in_place
+from .token_statistics import row_gradients as row_logit_gradients
+from .token_statistics import row_statistics
 
 BF16 = torch.bfloat16
 _GELU, _SWIGLU = functions_of(GELU()), functions_of(SwiGLU())
@@ -195,6 +208,51 @@ def _by_quack(
     return cross_entropy_bwd(logits, targets, weights, lse, ignore_index=ignored), losses
 
 
+def _statistics(logits: Tensor, tokens: Tensor, *, numbers: TokenNumbers) -> tuple[Tensor, ...]:
+    return row_statistics(logits, tokens, numbers)[0]
+
+
+def _log_probs(
+    logits: Tensor, tokens: Tensor, *, numbers: TokenNumbers, **grads: Tensor
+) -> tuple[Tensor, ...]:
+    found, kept = row_statistics(logits, tokens, numbers, keep=True)
+    assert kept is not None
+    return row_logit_gradients(logits, tokens, list(grads.values()), kept, numbers), *found
+
+
+def _log_probs_apart(
+    logits: Tensor, tokens: Tensor, *, numbers: TokenNumbers, **grads: Tensor
+) -> tuple[Tensor, ...]:
+    found = token_log_prob.row_log_probs(logits, tokens, numbers)
+    dx = token_log_prob.row_logit_gradients(logits, tokens, list(grads.values()), numbers)
+    return dx, *found
+
+
+def _log_prob_operands(
+    rows: int, classes: int, numbers: TokenNumbers, backward: bool = False
+) -> Mapping[str, Operand]:
+    extras = [
+        name for name in ("entropy", "logsumexp", "log_sum_squares") if numbers._asdict()[name]
+    ]
+    of_row, names = Operand((rows,), torch.float32, "vector"), ["log_prob", *extras]
+    full = Operand((rows, classes), BF16)
+    return {
+        "logits": full,
+        "tokens": Operand((rows,), torch.int64, "vector"),
+        **{f"of_{name}": of_row for name in names if backward},
+        **({"gradient": replace(full, output=True)} if backward else {}),
+        **{name: replace(of_row, output=True) for name in names},
+    }
+
+
+def _draw_tokens(rows: int, classes: int) -> dict[str, Tensor]:
+    return {"tokens": _draw_targets(rows, classes)["targets"]}
+
+
+def _once(rows: int, classes: int) -> int:
+    return rows * classes * BF16.itemsize
+
+
 def _twice_and_once(rows: int, classes: int) -> int:
     """A row is wider than what a program keeps: it is read twice, and written once."""
     return 3 * rows * classes * BF16.itemsize
@@ -240,6 +298,7 @@ def _quack_in_one(logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Ten
 
 _QUACK_LOSS = {"quack-kernels": _quack_softmax, "quack, one kernel": _quack_in_one}
 _ALL = LossNumbers(label_smoothing=0.1, z_loss=1e-4, softcap=30.0)
+_ALL_OUTPUTS = TokenNumbers(0.7, 30.0, entropy=True, logsumexp=True, log_sum_squares=True)
 _VOCABULARIES = [{"rows": 512, "classes": 128256}, {"rows": 512, "classes": 32000}]
 _FEW = [{"rows": 5, "classes": 5000}, {"rows": 3, "classes": 65}]
 
@@ -337,6 +396,25 @@ CASES = [
         _GATED + _ODD, _SMALL, gemms=_GEMMS, flops=_both_operations, unaligned=_ODD,
         twin=_gated_kept_apart, separate=_gated_apart,
     ),
+    *[
+        KernelCase(
+            f"statistics of tokens{said}", functools.partial(_statistics, numbers=numbers),
+            functools.partial(_log_prob_operands, numbers=numbers), _VOCABULARIES, _FEW,
+            floor=_once, twin=functools.partial(token_log_prob.row_log_probs, numbers=numbers),
+            draw=_draw_tokens, dtypes=DTYPES, unaligned=_UNALIGNED_CLASSES, turn=20,
+        )
+        for said, numbers in (("", TokenNumbers()), (", all outputs", _ALL_OUTPUTS))
+    ],
+    *[
+        KernelCase(
+            f"log-probabilities{said}", functools.partial(_log_probs, numbers=numbers),
+            functools.partial(_log_prob_operands, numbers=numbers, backward=True), _VOCABULARIES,
+            _FEW, floor=_twice_and_once,
+            separate=functools.partial(_log_probs_apart, numbers=numbers),
+            draw=_draw_tokens, dtypes=DTYPES, unaligned=_UNALIGNED_CLASSES, turn=20,
+        )
+        for said, numbers in (("", TokenNumbers()), (", all outputs", _ALL_OUTPUTS))
+    ],
     *[
         KernelCase(
             name, functools.partial(_softmax, numbers=numbers), _softmax_operands, _VOCABULARIES,

@@ -36,11 +36,11 @@ class LossByKernel(FusedOperation):
         op.check_targets(targets, input_.shape)
         numbers, flat = op.numbers_of(), targets.flatten().long().contiguous()
         keep = ctx.requires_grad and ctx.input_requires_grad
-        if _takes(input_):
+        if takes(input_):
             from . import softmax  # this imports Triton
 
             softmax.check_targets(flat, input_.shape[-1], numbers.ignore_index)
-            losses, sums = softmax.row_losses(_dense_rows(input_), flat, numbers, keep=keep)
+            losses, sums = softmax.row_losses(dense_rows(input_), flat, numbers, keep=keep)
         else:
             losses, sums = row_losses(kernels._rows(input_), flat, numbers), None
         if ctx.requires_grad:
@@ -64,16 +64,16 @@ class LossByKernel(FusedOperation):
         else:
             from . import softmax
 
-            dx = softmax.row_gradients(_dense_rows(x), flat, weights, sums, ctx.numbers)
+            dx = softmax.row_gradients(dense_rows(x), flat, weights, sums, ctx.numbers)
         return dx.view(x.shape), ((),), ((None,),)
 
 
-def _takes(logits: Tensor) -> bool:
+def takes(logits: Tensor) -> bool:
     """Whether the kernels take the tensor that came; planning knows only what was declared."""
     return type(logits) in kernels.PLAIN and logits.dtype in kernels.DTYPES
 
 
-def _dense_rows(logits: Tensor) -> Tensor:
+def dense_rows(logits: Tensor) -> Tensor:
     """The logits as a matrix whose rows have no gaps."""
     rows = kernels._rows(logits)
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opfuse_triton import is_interpreting
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
 from opfuse.ops import BasicLinear, Bias, TokenLogProb
 from opfuse.ops.token_log_prob import row_log_probs, row_logit_gradients
 
-from . import chunks, kernels
-from .conditions import plain_linear
+from . import choice, chunks, kernels
 from .fused import Products
-from .loss import LinearLoss, is_frozen
+from .loss import LinearLoss, by_kernels, chunks_pay, is_frozen
 
 Ctxs = list[OperationContext]
 
@@ -28,9 +26,21 @@ class LinearLogProb(LinearLoss):
     the logits again, which takes one more product.
     """
 
+    _values: Any = staticmethod(lambda *given: (row_log_probs(*given[:3]), None))
+    _in_place: Any = staticmethod(
+        lambda logits, tokens, grads, _, numbers: row_logit_gradients(
+            logits, tokens, grads, numbers, in_place=True
+        )
+    )
+
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         Products.planned(self, env)
+        if not choice.cannot_run(env, "its kernel"):
+            from . import softmax, token_statistics  # they import Triton
+
+            self._values, self._in_place = token_statistics.row_statistics, _by_kernel
+            self._check = softmax.check_targets
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
@@ -44,6 +54,8 @@ class LinearLogProb(LinearLoss):
         op.check_tokens(tokens, torch.Size((*x.shape[:-1], weight.shape[0])))
         numbers, rows = op.numbers_of(), kernels._rows(x)
         flat = tokens.flatten().long().contiguous()
+        if self._check is not None:
+            self._check(flat, weight.shape[0], numbers.ignore_index, "TokenLogProb: a token")
         needs, sums = self._needs(basic_op_ctxs), None
         if last.requires_grad and needs == (True, False, False) and not op.num_extra_outputs:
             sums = chunks.Sums(rows, weight, needs, self._onednn)
@@ -51,10 +63,11 @@ class LinearLogProb(LinearLoss):
         for place, part, of_part in chunks.chunks(rows, flat, weight.shape[0]):
             del logits  # before there are new ones
             logits = kernels.linear(part, weight, bias, self._onednn)
-            found.append(row_log_probs(logits, of_part, numbers))
+            values, kept = self._values(logits, of_part, numbers, sums is not None)
+            found.append(values)
             if sums is not None:
-                ones = found[-1][0].new_ones(len(part))
-                row_logit_gradients(logits, of_part, [ones], numbers, in_place=True)
+                ones = values[0].new_ones(len(part))
+                self._in_place(logits, of_part, [ones], kept, numbers)
                 sums.add(place, part, logits)
         outputs = [torch.cat(each) for each in zip(*found, strict=True)]
         y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in outputs]
@@ -101,44 +114,73 @@ class LinearLogProb(LinearLoss):
             del logits
             logits = kernels.linear(part, weight, bias, self._onednn)
             of_rows = [None if grad is None else grad[rows] for grad in grads]
-            row_logit_gradients(logits, of_part, of_rows, last.numbers, in_place=True)
+            self._in_place(logits, of_part, of_rows, None, last.numbers)
             sums.add(rows, part, logits)
         found = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
         return self._result(basic_op_ctxs, found, None)
 
 
-def _chunks_pay(ops: Any, env: Environment) -> bool | str:
+def _by_kernel(logits: Tensor, tokens: Tensor, grads: Any, kept: Any, numbers: Any) -> None:
+    """Turn logits into their gradient; with what was kept of the rows, or None."""
+    from . import token_statistics
+
+    if kept is None:
+        _, kept = token_statistics.row_statistics(logits, tokens, numbers, keep=True)
+    token_statistics.row_gradients(logits, tokens, grads, kept, numbers, out=logits)
+
+
+def no_top_tokens(op: Any, env: Environment) -> str:
+    """Why kernels do not compute the op, as a sentence; empty: they do, or nothing runs them."""
+    by_kernel = not choice.cannot_run(env, "its kernel")
+    return "its kernel gives no top tokens" if by_kernel and op.top_k else ""
+
+
+def _pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
-    if env.compiling:
-        return "under torch.compile the chunks would be one after the other in the graph"
-    if env.device.type != "cpu" or is_interpreting():
-        return (
-            "on a GPU it has no kernel yet, and PyTorch's operations by chunks are many small ones"
-        )
-    return plain_linear(ops, env)
+    return no_top_tokens(ops[-1], env) or chunks_pay(ops, env)
 
 
 def _frozen(ops: Any, env: Environment) -> bool | str:
     """Whether the forward may keep the gradient of each row; asked while planning."""
     if not env.requires_grad:
-        return _chunks_pay(ops, env)
+        return _pays(ops, env)
     if not all(is_frozen(op) for op in ops[:-1]):
         return "the linear is trained, so its logits are computed again: prefer memory for that"
     if ops[-1].num_extra_outputs:
         return "the gradients of other outputs take the logits again: prefer memory for that"
-    return _chunks_pay(ops, env)
+    return _pays(ops, env)
+
+
+def _frozen_on_cpu(ops: Any, env: Environment) -> bool | str:
+    if by_kernels(env):
+        return "on a GPU the same chunks have a fusion that trades time for memory"
+    return _frozen(ops, env)
+
+
+def _frozen_on_gpu(ops: Any, env: Environment) -> bool | str:
+    if not by_kernels(env):
+        return "on a CPU the same chunks have a fusion that takes no more time"
+    return _frozen(ops, env)
 
 
 def _in_backward(ops: Any, env: Environment) -> bool | str:
     if not env.requires_grad:
         return "no backward follows, in which something would be computed again"
-    return _chunks_pay(ops, env)
+    return _pays(ops, env)
 
 
 _PATTERN = BasicLinear, Optional(Bias), TokenLogProb
 
 JOINT = [
-    Fusion(_PATTERN, LinearLogProb, _frozen, name="linear+log-probability"),
+    Fusion(_PATTERN, LinearLogProb, _frozen_on_cpu, name="linear+log-probability"),
+    Fusion(
+        _PATTERN,
+        LinearLogProb,
+        _frozen_on_gpu,
+        name="linear+log-probability, on a GPU",
+        trades_time=True,
+    ),
+    # the others go first
     Fusion(
         _PATTERN,
         LinearLogProb,

@@ -172,7 +172,7 @@ def is_frozen(op: Any) -> bool:
     return all(param is not None and not param.requires_grad for param in params)
 
 
-def _chunks_pay(ops: Any, env: Environment) -> bool | str:
+def chunks_pay(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
     if env.compiling:
         return "under torch.compile the chunks would be one after the other in the graph"
@@ -183,7 +183,7 @@ def _chunks_pay(ops: Any, env: Environment) -> bool | str:
 
 def in_forward(ops: Any, env: Environment) -> bool | str:
     """Whether the forward may compute the gradients; asked while planning."""
-    if (pays := _chunks_pay(ops, env)) is not True or not env.requires_grad:
+    if (pays := chunks_pay(ops, env)) is not True or not env.requires_grad:
         return pays
     if ops[-1].reduction == "none":
         return "what the gradient of each row's loss is scaled by is known in the backward only"
@@ -196,19 +196,19 @@ def in_forward(ops: Any, env: Environment) -> bool | str:
     return True
 
 
-def _by_kernels(env: Environment) -> bool:
+def by_kernels(env: Environment) -> bool:
     """Whether a kernel computes the softmax, and not PyTorch's operations."""
     return env.device.type != "cpu" or is_interpreting()
 
 
 def _in_forward_on_cpu(ops: Any, env: Environment) -> bool | str:
-    if _by_kernels(env):
+    if by_kernels(env):
         return "on a GPU the same chunks have a fusion that trades time for memory"
     return in_forward(ops, env)
 
 
 def _in_forward_on_gpu(ops: Any, env: Environment) -> bool | str:
-    if not _by_kernels(env):
+    if not by_kernels(env):
         return "on a CPU the same chunks have a fusion that takes no more time"
     return in_forward(ops, env)
 
@@ -216,7 +216,7 @@ def _in_forward_on_gpu(ops: Any, env: Environment) -> bool | str:
 def _in_backward(ops: Any, env: Environment) -> bool | str:
     if not env.requires_grad:
         return "no backward follows, in which something would be computed again"
-    return _chunks_pay(ops, env)
+    return chunks_pay(ops, env)
 
 
 _PATTERN = BasicLinear, Optional(Bias), CrossEntropy

@@ -20,6 +20,27 @@ from opfuse.ops.cross_entropy import LossNumbers
 
 
 @triton.jit
+def load_logits(start, column, classes, softcap, CAPPED: tl.constexpr):
+    """Some logits of a row in fp32, capped; -inf where there is none."""
+    z = tl.load(start + column, column < classes, other=float("-inf")).to(tl.float32)
+    if CAPPED:
+        z = tl.where(column < classes, softcap * tanh(z / softcap), float("-inf"))
+    return z
+
+
+@triton.jit
+def base_of(highest):
+    """What is subtracted from the logits of a row before ``exp``: the largest, if it is finite."""
+    return tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
+
+
+@triton.jit
+def rescaled(total, factor):
+    """A sum of exponentials after its base moved; one of NaN stays NaN."""
+    return tl.where(total == 0.0, 0.0, total * factor)
+
+
+@triton.jit
 def _sums(
     start,
     target,
@@ -37,18 +58,14 @@ def _sums(
     highest, base, total, of_all, picked = float("-inf"), 0.0, 0.0, 0.0, 0.0
     for first in range(0, classes, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        z = tl.load(start + column, column < classes, other=float("-inf")).to(tl.float32)
-        if CAPPED:
-            z = tl.where(column < classes, softcap * tanh(z / softcap), float("-inf"))
+        z = load_logits(start, column, classes, softcap, CAPPED)
         picked += tl.sum(tl.where(column == target, z, 0.0))
         if SMOOTHED:
             of_all += tl.sum(tl.where(column < classes, z, 0.0))
         highest = tl.maximum(highest, tl.max(z))
         before = base
-        base = tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
-        # a total of NaN stays NaN
-        before_now = tl.where(total == 0.0, 0.0, total * tl.exp(before - base))
-        total = before_now + tl.sum(tl.exp(z - base))
+        base = base_of(highest)
+        total = rescaled(total, tl.exp(before - base)) + tl.sum(tl.exp(z - base))
     total = tl.where(highest == float("inf"), float("nan"), total)
     return picked, of_all, base, total
 
@@ -159,7 +176,7 @@ def gradient_kernel(
     tl.store(place, dz.to(gradient.dtype.element_ty), column < classes)
 
 
-def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Blocks as wide as a row, but no wider than registers hold."""
     widest = triton.next_power_of_2(facts["classes"])
     pairs = [(4096, 8), (8192, 16), (2048, 4)]
@@ -169,9 +186,9 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     return list(dict.fromkeys(made))
 
 
-SOFTMAX = Kernel(softmax_kernel, _configs)
-LOSS = Kernel(loss_kernel, _configs)
-GRADIENT = Kernel(gradient_kernel, _configs)
+SOFTMAX = Kernel(softmax_kernel, configs)
+LOSS = Kernel(loss_kernel, configs)
+GRADIENT = Kernel(gradient_kernel, configs)
 
 
 def softmax_in_place(
@@ -287,7 +304,9 @@ def _options(numbers: LossNumbers) -> dict[str, bool]:
     }
 
 
-def check_targets(targets: Tensor, classes: int, ignored: int) -> None:
+def check_targets(
+    targets: Tensor, classes: int, ignored: int, who: str = "CrossEntropy: a target"
+) -> None:
     """Refuse a target that is not a class; on a GPU when its queue gets there, as torch does.
 
     Raises:
@@ -298,4 +317,4 @@ def check_targets(targets: Tensor, classes: int, ignored: int) -> None:
         F.nll_loss(logits, targets, ignore_index=ignored, reduction="none")
     elif targets.is_cuda:
         fits = ((targets >= 0) & (targets < classes)) | (targets == ignored)
-        torch._assert_async(fits.all(), "CrossEntropy: a target is out of bounds")
+        torch._assert_async(fits.all(), f"{who} is out of bounds")
