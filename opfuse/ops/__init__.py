@@ -33,6 +33,7 @@ from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 from .token_log_prob import TokenLogProb
 from .vocab_parallel import VocabParallelCrossEntropy
+from .vocab_parallel_log_prob import VocabParallelTokenLogProb
 
 __all__ = [
     "GEGLU",
@@ -84,6 +85,7 @@ __all__ = [
     "TokenLogProb",
     "TrackedDropout",
     "VocabParallelCrossEntropy",
+    "VocabParallelTokenLogProb",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,10 +144,7 @@ class TokenLogProb(ExtraTensorOperation):
         x, tokens = ctx.saved_tensors
         if x is None:
             return None, [()], [(None,)]
-        grads = [
-            None if grad is None else grad.reshape((tokens.numel(), *grad.shape[tokens.ndim :]))
-            for grad in (grad_output, *of_extras)
-        ]
+        grads = grads_of_rows((grad_output, *of_extras), tokens)
         dx = row_logit_gradients(rows_of(x), tokens.flatten(), grads, ctx.numbers)
         return dx.view(x.shape), [()], [(None,)]
 
@@ -227,39 +224,102 @@ def _split(logits: Tensor, each: Tensor | None) -> Sequence[Tensor | None]:
 
 
 def _gradients_of(
-    numbers: TokenNumbers, logits: Tensor, tokens: Tensor, dy: Tensor | None, *extras: Tensor | None
+    numbers: TokenNumbers, logits: Tensor, tokens: Tensor, *grads: Tensor | None
 ) -> Tensor:
-    of_extras = list(extras)
-    of_entropy = of_extras.pop(0) if numbers.entropy else None
-    of_lse = of_extras.pop(0) if numbers.logsumexp else None
-    of_squares = of_extras.pop(0) if numbers.log_sum_squares else None
-    of_top = of_extras[1] if numbers.top_k else None
     z = _capped(widen(logits), numbers.softcap)
     log_p = (z / numbers.temperature).log_softmax(-1)
-    p = log_p.exp()
-    factor = p.new_zeros(len(p))
-    chosen: list[Tensor] = []
-    places: list[Tensor] = []
+    p, (_, of_entropy, _, of_squares, of_top) = log_p.exp(), _named(grads, numbers)
+    found = RowStatistics(
+        None if of_entropy is None else _entropy(p, log_p),
+        None if of_squares is None else (2 * log_p).logsumexp(-1),
+        None if of_top is None else log_p.topk(numbers.top_k, -1)[1],
+    )
+    given = found, z, log_p, p, tokens.long(), grads, numbers
+    return gradients_from(*given, lambda places: (places, None)).to(logits.dtype)
+
+
+def _named(grads: Sequence[Tensor | None], numbers: TokenNumbers) -> tuple[Tensor | None, ...]:
+    """Those of log-probability, entropy, logsumexp, squares and top tokens; None: there is none."""
+    dy, *extras = grads
+    asked = numbers.entropy, numbers.logsumexp, numbers.log_sum_squares
+    return dy, *[extras.pop(0) if each else None for each in asked], extras[1] if extras else None
+
+
+class RowStatistics(NamedTuple):
+    """What the gradient of some rows needs to know of all their classes; None: it does not.
+
+    Attributes:
+        entropy: ``(rows,)``.
+        log_squares: ``log(sum(p^2))``, ``(rows,)``.
+        top: The most probable tokens, ``(rows, top_k)``.
+    """
+
+    entropy: Tensor | None
+    log_squares: Tensor | None
+    top: Tensor | None
+
+
+Places = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+
+
+def gradients_from(
+    found: RowStatistics,
+    z: Tensor,
+    log_p: Tensor,
+    p: Tensor,
+    tokens: Tensor,
+    grads: Sequence[Tensor | None],
+    numbers: TokenNumbers,
+    places_of: Places,
+) -> Tensor:
+    """The gradient of logits, of all classes or of some; see :func:`row_logit_gradients`.
+
+    Args:
+        found: The statistics of the rows.
+        z: The capped logits, ``(rows, classes)``.
+        log_p: The logarithms of the probabilities, of the same shape.
+        p: The probabilities.
+        tokens: ``(rows,)``, int64.
+        grads: As there.
+        numbers: As there.
+        places_of: Gives the columns of tokens, and where they have one; None: all have.
+    """
+    dy, of_entropy, of_lse, of_squares, of_top = _named(grads, numbers)
+    factor, chosen = p.new_zeros(len(p)), []
     if dy is not None:
-        counted = tokens.long() != numbers.ignore_index
+        counted = tokens != numbers.ignore_index
         share = torch.where(counted, dy.to(p.dtype), 0.0)
         factor = factor - share
-        chosen.append(share[:, None])
-        places.append(tokens.long().where(counted, 0)[:, None])
+        chosen.append((tokens.where(counted, 0)[:, None], share[:, None]))
     if of_lse is not None:
         factor = factor + of_lse
-    if of_top is not None:
+    if of_top is not None and found.top is not None:
         factor = factor - of_top.sum(-1)
-        chosen.append(of_top.to(p.dtype))
-        places.append(log_p.topk(numbers.top_k, -1)[1])
+        chosen.append((found.top, of_top.to(p.dtype)))
     dz = p * factor[:, None]
-    if of_entropy is not None:
-        surprise = log_p.masked_fill(p == 0, 0.0) + _entropy(p, log_p)[:, None]
+    if of_entropy is not None and found.entropy is not None:
+        surprise = log_p.masked_fill(p == 0, 0.0) + found.entropy[:, None]
         dz = dz - p * surprise * of_entropy[:, None]
-    if of_squares is not None:
-        dz = dz + 2 * ((2 * log_p).softmax(-1) - p) * of_squares[:, None]
-    if chosen and logits.shape[-1]:
-        dz = dz.scatter_add(-1, torch.cat(places, 1), torch.cat(chosen, 1))
+    if of_squares is not None and found.log_squares is not None:
+        q = (2 * log_p - found.log_squares[:, None]).exp()
+        dz = dz + 2 * (q - p) * of_squares[:, None]
+    if chosen and p.shape[-1]:
+        of_tokens, shares = [torch.cat(each, 1) for each in zip(*chosen, strict=True)]
+        places, there = places_of(of_tokens)
+        dz = dz.scatter_add(-1, places, shares if there is None else shares.where(there, 0.0))
     if numbers.softcap is not None:
         dz = dz * (1 - (z / numbers.softcap).square())
-    return (dz / numbers.temperature).to(logits.dtype)
+    return dz / numbers.temperature
+
+
+def grads_of_rows(grads: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:
+    """The gradients of outputs, one row for each token.
+
+    Args:
+        grads: Of the output and of the extra outputs, in their shapes; None: there is none.
+        tokens: Of any shape.
+    """
+    rows = tokens.numel()
+    return [
+        None if grad is None else grad.reshape((rows, *grad.shape[tokens.ndim :])) for grad in grads
+    ]

@@ -12,7 +12,7 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide, widen
 from ..core.ranks import Group, run_collective
 from ._common import rows_of
-from .cross_entropy import CrossEntropy, LossNumbers, counts, reduced, row_weights
+from .cross_entropy import CrossEntropy, LossNumbers, _capped, counts, reduced, row_weights
 from .distributed import WithProcessGroup
 
 
@@ -113,17 +113,13 @@ class VocabPart(NamedTuple):
         """
         z, classes = _capped(widen(logits), numbers.softcap), logits.shape[1] * self.group.size
         counted = counts(targets, numbers)
-        _check_classes(targets, counted, classes)
-        largest = z.amax(-1) if logits.shape[1] else z.new_full(targets.shape, -torch.inf)
-        if self.group.size > 1:
-            run_collective(self.group, "the largest logits", dist.all_reduce, largest, _MAX)
+        check_classes(targets, counted, classes, "VocabParallelCrossEntropy: target")
+        largest = self.largest(z)
         # a row of infinities: the difference is NaN, as torch has it
-        sums = [(z - largest.unsqueeze(-1)).exp_().sum(-1), self._picked(z, targets)]
+        sums = [(z - largest.unsqueeze(-1)).exp_().sum(-1), self.picked(z, targets)]
         if numbers.label_smoothing:
             sums.append(z.sum(-1))
-        total = torch.stack(sums)
-        if self.group.size > 1:
-            run_collective(self.group, "the sums of a softmax", dist.all_reduce, total)
+        total = self.summed(sums)
         lse, smoothing = largest + total[0].log(), numbers.label_smoothing
         losses = lse - total[1] * (1 - smoothing)
         if smoothing:
@@ -152,21 +148,35 @@ class VocabPart(NamedTuple):
         if smoothing:
             dz.sub_((weights * (smoothing / (z.shape[1] * self.group.size))).unsqueeze(-1))
         if z.shape[1]:
-            places, mine = self._places(targets, z.shape[1])
+            places, mine = self.places(targets, z.shape[1])
             at_places = torch.where(mine, weights * (smoothing - 1), 0.0)
             dz.scatter_add_(-1, places.unsqueeze(-1), at_places.unsqueeze(-1))
         if softcap is not None:
             dz.mul_(1 - (z / softcap).square())
         return dz.to(logits.dtype)
 
-    def _picked(self, z: Tensor, targets: Tensor) -> Tensor:
+    def largest(self, z: Tensor) -> Tensor:
+        """The largest of each row over all processes."""
+        largest = z.amax(-1) if z.shape[1] else z.new_full(z.shape[:1], -torch.inf)
+        if self.group.size > 1:
+            run_collective(self.group, "the largest logits", dist.all_reduce, largest, _MAX)
+        return largest
+
+    def summed(self, sums: list[Tensor]) -> Tensor:
+        """Sums of rows over all processes, each ``(rows,)``, in one tensor."""
+        total = torch.stack(sums)
+        if self.group.size > 1:
+            run_collective(self.group, "the sums of a softmax", dist.all_reduce, total)
+        return total
+
+    def picked(self, z: Tensor, targets: Tensor) -> Tensor:
         """The logit of each row's target, 0 where another process has it."""
         if not z.shape[1]:
             return z.new_zeros(targets.shape)
-        places, mine = self._places(targets, z.shape[1])
+        places, mine = self.places(targets, z.shape[1])
         return torch.where(mine, z.gather(-1, places.unsqueeze(-1)).squeeze(-1), 0.0)
 
-    def _places(self, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    def places(self, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
         """The place of each target here, 0 where it has none; and where it has one."""
         places = targets - self.rank * classes
         mine = (places >= 0) & (places < classes)
@@ -176,15 +186,11 @@ class VocabPart(NamedTuple):
 _MAX = dist.ReduceOp.MAX if dist.is_available() else None
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _check_classes(targets: Tensor, counted: Tensor, classes: int) -> None:
+def check_classes(targets: Tensor, counted: Tensor, classes: int, who: str) -> None:
     """Refuse targets that are not classes, without a sync with the host."""
     fine = ~counted | ((targets >= 0) & (targets < classes))
     if not targets.is_cpu:
         torch._assert_async(fine.all())
     elif not fine.all():
         bad = int(targets[~fine][0])
-        raise IndexError(f"VocabParallelCrossEntropy: target {bad} is not one of {classes} classes")
+        raise IndexError(f"{who} {bad} is not one of {classes} classes")

@@ -66,6 +66,23 @@ def test_a_loss_over_classes_of_several_processes(numbers, dtype, sequence):
     gloo.together(ranks.loss, numbers, dtype, sequence, sequence, False)
 
 
+LOG_PROBS = {
+    "plain": {},
+    "some": {"entropy": True, "temperature": 0.7, "ignore_index": 7},
+    "top": {"top_k": 7},  # more than a process has
+    "all": {
+        "entropy": True, "logsumexp": True, "log_sum_squares": True, "top_k": 3, "softcap": 3.0
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", LOG_PROBS.values(), ids=LOG_PROBS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_log_probabilities_over_classes_of_several_processes(numbers, dtype, sequence):
+    gloo.together(ranks.log_probs, numbers, dtype, sequence, sequence, False, False)
+
+
 @pytest.mark.parametrize(
     "check", [ranks.kept, ranks.sent, ranks.arguments, ranks.trackers, ranks.strangers]
 )

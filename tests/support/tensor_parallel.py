@@ -307,6 +307,66 @@ def loss(rank, numbers, dtype, sequence, bias, fused):
     assert found[0] == "IndexError" and "target 10 is not one of 10 classes" in found[1]
 
 
+def log_probs(rank, numbers, dtype, sequence, bias, frozen, fused):
+    """A head that is split by classes, and log-probabilities, beside the whole one in fp64."""
+    torch.manual_seed(2)
+    head = torch.nn.Linear(6, 10, bias=bias, dtype=FP64).requires_grad_(not frozen)
+    given = dict(tensor_parallel_mode="column", sequence_parallel=sequence, dtype=dtype)
+    mine = ops.Linear(6, 10, bias=bias, **given).requires_grad_(not frozen)
+    mine.load_whole(head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+    for param in head.parameters():
+        param.data.copy_(param.to(dtype))
+    x = torch.randn(2, 16, 6).to(dtype).to(FP64).requires_grad_()
+    tokens = torch.randint(10, (2, 16))
+    tokens[0, 3] = numbers.get("ignore_index", -100)
+    chain = opfuse.Sequential(mine, ops.VocabParallelTokenLogProb(**numbers))
+    leaf = (part(x, 0) if sequence else x).detach().to(dtype).requires_grad_()
+    # the log-probability alone, all outputs, and the extra ones alone
+    many = chain[1].num_extra_outputs > 0
+    for places in (slice(None), slice(0, 1), *([slice(1, None)] if many else [])):
+        with opfuse.options(prefer="memory" if fused else "speed"):
+            if fused:
+                kept = frozen and not many
+                name = "" if kept else ", computed again"
+                text = " ".join(str(opfuse.explain(chain, leaf, tokens)).split())
+                assert f"linear+log-probability, split classes{name}" in text
+            y = chain(leaf, tokens)
+        expected = ops.TokenLogProb(**numbers)(head(x), tokens)
+        y, expected = [given if many else (given,) for given in (y, expected)]
+        for got, wanted in zip(y, expected, strict=True):
+            assert got.shape == wanted.shape
+            if got.is_floating_point():
+                close(got, wanted, dtype)
+            elif dtype is FP64:
+                assert torch.equal(got, wanted)
+        y, expected = [
+            [t for t in given[places] if t.is_floating_point()] for given in (y, expected)
+        ]
+        if not y:
+            continue
+        steps = [torch.linspace(-1, 1, t.numel(), dtype=FP64).view(t.shape) for t in y]
+        leaves = [x, *head.parameters()][: 1 if frozen else None]
+        dx, *of_params = torch.autograd.grad(expected, leaves, steps)
+        leaves = [leaf, *mine.parameters()][: 1 if frozen else None]
+        steps = [step.to(t.dtype) for step, t in zip(steps, y, strict=True)]
+        got = torch.autograd.grad(y, leaves, steps)
+        close(got[0], part(dx, 0) if sequence else dx, dtype)
+        for mine_, wanted in zip(got[1:], of_params, strict=True):
+            close(mine_, part(wanted, 0), dtype)
+    with torch.no_grad():
+        again = chain(leaf, tokens)
+        for got, wanted in zip(again if many else (again,), ops.TokenLogProb(**numbers)(head(x), tokens) if many else expected, strict=True):  # fmt: skip
+            close(got, wanted, dtype)
+    found = raised(lambda: chain(leaf, torch.full_like(tokens, 10)))
+    assert found[0] == "IndexError" and "token 10 is not one of 10 classes" in found[1]
+
+
+def close(got, wanted, dtype):
+    """As near as the dtype of the products allows."""
+    limit = {FP64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
+    torch.testing.assert_close(got.to(FP64), wanted.to(FP64), atol=limit, rtol=limit)
+
+
 def compiled(rank, mode, sequence):
     """The first call of a chain of a group may be traced."""
     (layer,) = whole(6, 4)

@@ -216,7 +216,6 @@ def _log_probs(
     logits: Tensor, tokens: Tensor, *, numbers: TokenNumbers, **grads: Tensor
 ) -> tuple[Tensor, ...]:
     found, kept = row_statistics(logits, tokens, numbers, keep=True)
-    assert kept is not None
     return row_logit_gradients(logits, tokens, list(grads.values()), kept, numbers), *found
 
 

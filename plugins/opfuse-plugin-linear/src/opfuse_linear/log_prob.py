@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
-from opfuse.ops import BasicLinear, Bias, TokenLogProb
-from opfuse.ops.token_log_prob import row_log_probs, row_logit_gradients
+from opfuse.ops import BasicLinear, Bias, TokenLogProb, VocabParallelTokenLogProb
+from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gradients
 
 from . import choice, chunks, kernels
 from .fused import Products
@@ -26,7 +26,7 @@ class LinearLogProb(LinearLoss):
     the logits again, which takes one more product.
     """
 
-    _values: Any = staticmethod(lambda *given: (row_log_probs(*given[:3]), None))
+    _values: Any = staticmethod(lambda *given: (row_log_probs(*given[:3]), ()))
     _in_place: Any = staticmethod(
         lambda logits, tokens, grads, _, numbers: row_logit_gradients(
             logits, tokens, grads, numbers, in_place=True
@@ -39,7 +39,9 @@ class LinearLogProb(LinearLoss):
         if not choice.cannot_run(env, "its kernel"):
             from . import softmax, token_statistics  # they import Triton
 
-            self._values, self._in_place = token_statistics.row_statistics, _by_kernel
+            gradients = token_statistics.row_gradients
+            self._values = token_statistics.row_statistics
+            self._in_place = lambda logits, *given: gradients(logits, *given, logits)
             self._check = softmax.check_targets
 
     def fuser_forward(
@@ -59,18 +61,18 @@ class LinearLogProb(LinearLoss):
         needs, sums = self._needs(basic_op_ctxs), None
         if last.requires_grad and needs == (True, False, False) and not op.num_extra_outputs:
             sums = chunks.Sums(rows, weight, needs, self._onednn)
-        found, logits = [], None
+        found, kept, logits = [], [], None
         for place, part, of_part in chunks.chunks(rows, flat, weight.shape[0]):
             del logits  # before there are new ones
             logits = kernels.linear(part, weight, bias, self._onednn)
-            values, kept = self._values(logits, of_part, numbers, sums is not None)
+            values, of_rows = self._values(logits, of_part, numbers, last.requires_grad)
             found.append(values)
+            kept.append(of_rows)
             if sums is not None:
                 ones = values[0].new_ones(len(part))
-                self._in_place(logits, of_part, [ones], kept, numbers)
+                self._in_place(logits, of_part, [ones], of_rows, numbers)
                 sums.add(place, part, logits)
-        outputs = [torch.cat(each) for each in zip(*found, strict=True)]
-        y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in outputs]
+        y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in _joined(found)]
         if last.requires_grad:
             left: Any = last
             left.shape, left.numbers, left.kept = input_.shape, numbers, sums is not None
@@ -82,7 +84,7 @@ class LinearLogProb(LinearLoss):
                 linear.to_save = sums.dx, None
             for ctx in basic_op_ctxs[1:-1]:
                 ctx.to_save = (None if sums is not None else bias,)
-            last.to_save = (flat,)
+            last.to_save = (flat, *(_joined(kept) if sums is None else ()))
         return y, [*no_extras[:-1], tuple(extras)]
 
     def fuser_backward(
@@ -95,15 +97,11 @@ class LinearLogProb(LinearLoss):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         saved: Any = [ctx.saved_tensors for ctx in basic_op_ctxs]
-        (x, weight), *of_bias, (tokens,) = saved
+        (x, weight), *of_bias, (tokens, *kept) = saved
         (bias,) = of_bias[0] if of_bias else (None,)
         last: Any = basic_op_ctxs[-1]
-        grads = [
-            None
-            if grad is None
-            else grad.reshape((len(tokens), *grad.shape[len(last.shape) - 1 :]))
-            for grad in (grad_output, *basic_op_grad_extra_outputs[-1])
-        ]
+        extras = basic_op_grad_extra_outputs[-1]
+        grads = grads_of_rows((grad_output, *extras), tokens.view(last.shape[:-1]))
         if last.kept:
             dx = x * grads[0].to(x.dtype)[:, None]  # type: ignore[union-attr]
             return self._result(basic_op_ctxs, (dx, *[None] * (len(saved) - 1)), None)
@@ -113,26 +111,25 @@ class LinearLogProb(LinearLoss):
         for rows, part, of_part in chunks.chunks(x, tokens, weight.shape[0]):
             del logits
             logits = kernels.linear(part, weight, bias, self._onednn)
-            of_rows = [None if grad is None else grad[rows] for grad in grads]
-            self._in_place(logits, of_part, of_rows, None, last.numbers)
+            of_grads, of_kept = [
+                [None if each is None else each[rows] for each in given] for given in (grads, kept)
+            ]
+            self._in_place(logits, of_part, of_grads, of_kept, last.numbers)
             sums.add(rows, part, logits)
         found = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
         return self._result(basic_op_ctxs, found, None)
 
 
-def _by_kernel(logits: Tensor, tokens: Tensor, grads: Any, kept: Any, numbers: Any) -> None:
-    """Turn logits into their gradient; with what was kept of the rows, or None."""
-    from . import token_statistics
-
-    if kept is None:
-        _, kept = token_statistics.row_statistics(logits, tokens, numbers, keep=True)
-    token_statistics.row_gradients(logits, tokens, grads, kept, numbers, out=logits)
+def _joined(parts: Any) -> list[Tensor | None]:
+    """The same tensors of all chunks."""
+    return [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 def no_top_tokens(op: Any, env: Environment) -> str:
     """Why kernels do not compute the op, as a sentence; empty: they do, or nothing runs them."""
-    by_kernel = not choice.cannot_run(env, "its kernel")
-    return "its kernel gives no top tokens" if by_kernel and op.top_k else ""
+    if not op.top_k or isinstance(op, VocabParallelTokenLogProb):  # PyTorch's operations
+        return ""
+    return "" if choice.cannot_run(env, "its kernel") else "its kernel gives no top tokens"
 
 
 def _pays(ops: Any, env: Environment) -> bool | str:
@@ -169,24 +166,21 @@ def _in_backward(ops: Any, env: Environment) -> bool | str:
     return _pays(ops, env)
 
 
-_PATTERN = BasicLinear, Optional(Bias), TokenLogProb
+def fusions(op: type, build: type, said: str = "") -> list[Fusion]:
+    """The fusions of a linear and an op of log-probabilities; the first of those that fit is used.
 
-JOINT = [
-    Fusion(_PATTERN, LinearLogProb, _frozen_on_cpu, name="linear+log-probability"),
-    Fusion(
-        _PATTERN,
-        LinearLogProb,
-        _frozen_on_gpu,
-        name="linear+log-probability, on a GPU",
-        trades_time=True,
-    ),
-    # the others go first
-    Fusion(
-        _PATTERN,
-        LinearLogProb,
-        _in_backward,
-        benefit=1,
-        name="linear+log-probability, computed again",
-        trades_time=True,
-    ),
-]
+    Args:
+        op: The op.
+        build: The fused op.
+        said: What their names say of it.
+    """
+    pattern, name = (BasicLinear, Optional(Bias), op), f"linear+log-probability{said}"
+    trades: Any = {"trades_time": True}
+    return [
+        Fusion(pattern, build, _frozen_on_cpu, name=name),
+        Fusion(pattern, build, _frozen_on_gpu, name=f"{name}, on a GPU", **trades),
+        Fusion(pattern, build, _in_backward, benefit=1, name=f"{name}, computed again", **trades),
+    ]
+
+
+JOINT = fusions(TokenLogProb, LinearLogProb)

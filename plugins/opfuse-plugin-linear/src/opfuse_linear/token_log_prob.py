@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext
 from opfuse.ops import TokenLogProb
-from opfuse.ops.token_log_prob import row_log_probs, row_logit_gradients
+from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gradients
 
 from . import choice, kernels
 from .cross_entropy import dense_rows, takes
@@ -36,7 +36,7 @@ class LogProbByKernel(FusedOperation):
         ((tokens,),) = basic_op_extra_inputs
         op.check_tokens(tokens, input_.shape)
         numbers, flat = op.numbers_of(), tokens.flatten().long().contiguous()
-        keep, kept = ctx.requires_grad and ctx.input_requires_grad, None
+        keep, kept = ctx.requires_grad and ctx.input_requires_grad, ()
         if takes(input_):
             from . import softmax, token_statistics  # they import Triton
 
@@ -48,7 +48,7 @@ class LogProbByKernel(FusedOperation):
             found = row_log_probs(kernels._rows(input_), flat, numbers)
         if ctx.requires_grad:
             ctx.numbers = numbers
-            ctx.to_save = (input_, tokens, kept) if keep else (None, None, None)
+            ctx.to_save = (input_, tokens, *kept) if keep else (None, None)
         y, *extras = [each.view(tokens.shape) for each in found]
         return y, (tuple(extras),)
 
@@ -57,20 +57,19 @@ class LogProbByKernel(FusedOperation):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         ctx: Any = basic_op_ctxs[0]
-        x, tokens, kept = ctx.saved_tensors
+        x, tokens, *kept = ctx.saved_tensors
         if x is None:
             return None, ((),), ((None,),)
         flat = tokens.flatten().long().contiguous()
-        grads = [
-            None if grad is None else grad.flatten()
-            for grad in (grad_output, *basic_op_grad_extra_outputs[0])
-        ]
-        if kept is None:
+        grads = grads_of_rows((grad_output, *basic_op_grad_extra_outputs[0]), tokens)
+        if not kept:
             dx = row_logit_gradients(kernels._rows(x), flat, grads, ctx.numbers)
         else:
             from . import token_statistics
 
-            dx = token_statistics.row_gradients(dense_rows(x), flat, grads, kept, ctx.numbers)
+            dx = token_statistics.row_gradients(
+                dense_rows(x), flat, grads, tuple(kept), ctx.numbers
+            )
         return dx.view(x.shape), ((),), ((None,),)
 
 

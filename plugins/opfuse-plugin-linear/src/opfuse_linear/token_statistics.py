@@ -124,6 +124,7 @@ def log_prob_gradient_kernel(
 
 STATISTICS = Kernel(statistics_kernel, configs)
 GRADIENT = Kernel(log_prob_gradient_kernel, configs)
+Kept = tuple[Tensor | None, ...]
 
 
 def row_statistics(
@@ -132,7 +133,7 @@ def row_statistics(
     numbers: TokenNumbers,
     keep: bool = False,
     config: Config | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
+) -> tuple[tuple[Tensor, ...], Kept]:
     """What :class:`opfuse.ops.TokenLogProb` gives of each row, but no top tokens.
 
     Args:
@@ -144,21 +145,20 @@ def row_statistics(
         config: The configuration; None: the heuristic's.
 
     Returns:
-        The outputs in the order of the op, each ``(rows,)``, and if ``keep`` what
-        :func:`row_gradients` needs, ``(2 to 4, rows)``; in fp32.
+        The outputs in the order of the op, and what :func:`row_gradients` needs: two numbers, or
+        four, or None; each ``(rows,)`` in fp32.
     """
     rows, classes = logits.shape
-    asked = _asked(numbers)
+    asked = *_asked(numbers), keep, keep, keep and numbers.entropy, keep and numbers.log_sum_squares
     found = [logits.new_empty(rows, dtype=torch.float32) if each else None for each in asked]
-    outputs = tuple(each for each in found if each is not None)
-    kept = logits.new_empty((len(_kept(numbers)), rows), dtype=torch.float32) if keep else None
+    outputs, kept = tuple(each for each in found[:4] if each is not None), tuple(found[4:])
     if not logits.numel():
         for place, value in zip(outputs, row_log_probs(logits, tokens, numbers), strict=True):
             place.copy_(value)
         return outputs, kept
     STATISTICS.launch(
         lambda config: (rows,),
-        *(logits, tokens, *found, *_spread(kept, numbers)),
+        *(logits, tokens, *found),
         *(classes, logits.stride(0), numbers.ignore_index, *_numbers(numbers)),
         config=config,
         ENTROPY=numbers.entropy,
@@ -172,7 +172,7 @@ def row_gradients(
     logits: Tensor,
     tokens: Tensor,
     grads: Sequence[Tensor | None],
-    kept: Tensor,
+    kept: Kept,
     numbers: TokenNumbers,
     out: Tensor | None = None,
     config: Config | None = None,
@@ -195,7 +195,7 @@ def row_gradients(
         of_outputs = [next(given) if each else None for each in _asked(numbers)]
         GRADIENT.launch(
             lambda config: (rows, triton.cdiv(classes, config["BLOCK"])),
-            *(logits, tokens, *of_outputs, *_spread(kept, numbers), out),
+            *(logits, tokens, *of_outputs, *kept, out),
             *(classes, logits.stride(0), numbers.ignore_index, *_numbers(numbers)),
             config=config,
             CAPPED=numbers.softcap is not None,
@@ -206,20 +206,6 @@ def row_gradients(
 def _asked(numbers: TokenNumbers) -> tuple[bool, ...]:
     """Which outputs there are, in the order of the kernels' pointers."""
     return True, numbers.entropy, numbers.logsumexp, numbers.log_sum_squares
-
-
-def _kept(numbers: TokenNumbers) -> list[int]:
-    """Which of the four numbers of a row are kept."""
-    return [0, 1, *([2] if numbers.entropy else []), *([3] if numbers.log_sum_squares else [])]
-
-
-def _spread(kept: Tensor | None, numbers: TokenNumbers) -> list[Tensor | None]:
-    """The pointers to what is kept."""
-    places: list[Tensor | None] = [None] * 4
-    if kept is not None:
-        for place, each in zip(_kept(numbers), kept.unbind(), strict=True):
-            places[place] = each
-    return places
 
 
 def _numbers(numbers: TokenNumbers) -> tuple[float, float]:
