@@ -158,12 +158,14 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
     bases = {"Activation", "GatedActivation", "ScaledActivation"}
     apart = {
         "CrossEntropy",
+        "LowRankLinear",
         "RoPE",
         "ApplyRoPE",
         "SwapExtraInput",
         "TokenLogProb",
         "TrackedDropout",
-    }  # tests of their own: one ends a chain, others take heads or go on with another tensor
+    }  # tests of their own: one ends a chain, others take heads, have an adapter, or go on with
+    # another tensor
     wanted = bases | COLLECTIVES | apart | {"Cast"}
     assert built_in - classes == wanted, "tests/support/chains.py draws other ops than these"
 

@@ -25,6 +25,7 @@ from .gated import (
 )
 from .grouped_linear import GroupedLinear
 from .linear import Bias, Linear
+from .low_rank_linear import LowRankLinear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .parallel_linear import ParallelLinear
 from .pointwise import ConstantScale, Reshape
@@ -60,6 +61,7 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "LowRankLinear",
     "MakeExtraOutput",
     "ParallelLinear",
     "Quantize",

@@ -35,6 +35,11 @@ OPS = {
     "RoPE": (lambda: ops.RoPE(8), ("positions",), ("rotation",)),
     "ApplyRoPE": (lambda: ops.ApplyRoPE(8), ("cos", "sin"), ("rotation",)),
     "CrossEntropy": (ops.CrossEntropy, ("input", "targets"), ("numbers",)),
+    "LowRankLinear": (
+        lambda: ops.LowRankLinear(8, 4, 2, dropout=0.5),
+        ("input", "mask", "low", "weight", "lora_a", "lora_b"),
+        ("scaling", "dropout"),
+    ),
     "TokenLogProb": (ops.TokenLogProb, ("input", "targets"), ("numbers",)),
     "Identity": (ops.Identity, (), ()),
     "Reshape": (lambda: ops.Reshape((-1,)), (), ("input_shape",)),
@@ -88,7 +93,7 @@ def test_each_op_declares_what_it_saves_and_takes(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "AddExtraInput")
+    strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "LowRankLinear", "AddExtraInput")
     assert op.params_in_compute_dtype == (name in strict)
     assert op.feature_ratio == dict.fromkeys(
         ["Reshape", "CrossEntropy", "TokenLogProb", "SwapExtraInput"]

@@ -61,6 +61,9 @@ SCALED = {
 EXPRESSIONS = {
     "BasicLinear": lambda x, p: F.linear(x, p(OUT, WIDTH)),
     "Linear": lambda x, p: F.linear(x, p(OUT, WIDTH), p(OUT)),
+    "LowRankLinear": lambda x, p: (
+        F.linear(x, p(OUT, WIDTH)) + F.linear(F.linear(x, p(2, WIDTH)), p(OUT, 2))
+    ),
     "GroupedLinear": lambda x, p: torch.cat([F.linear(part, p(OUT, WIDTH)) for part in x.split(1)]),
     "ParallelLinear": lambda x, p: torch.cat(
         [F.linear(x, p(OUT, WIDTH), p(OUT)), F.linear(x, p(OUT, WIDTH))], -1
@@ -100,6 +103,7 @@ EXPRESSIONS = {
 ARGUMENTS = {
     "BasicLinear": (WIDTH, OUT),
     "Linear": (WIDTH, OUT),
+    "LowRankLinear": (WIDTH, OUT, 2),
     "GroupedLinear": (ROWS, WIDTH, OUT),
     "Bias": (WIDTH,),
     "LayerNorm": (WIDTH,),

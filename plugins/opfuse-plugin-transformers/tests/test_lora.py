@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from opfuse_transformers.lora import linear_ops
 
 import opfuse
 
@@ -110,3 +111,60 @@ def test_what_is_left_alone(models, config, why):
     model, twin, report = adapted(models, "qwen2", target_modules=["q_proj"], **config)
     assert {row.reason for row in report.left if row.cls == "Linear"} == {why}
     assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+
+
+def head_of(bias=True, **config):
+    """A small head with one adapter."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 11, bias=bias))
+    usual = {"r": 2, "lora_alpha": 4, "target_modules": ["0"], "init_lora_weights": False}
+    model = peft.get_peft_model(net, peft.LoraConfig(**{**usual, **config}))
+    return model, model.base_model.model[0]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_with_an_adapter_and_log_probabilities(bias):
+    model, head = head_of(bias)
+    chain = opfuse.Sequential(*linear_ops(head), opfuse.ops.TokenLogProb())
+    x, tokens = torch.randn(5, 6, requires_grad=True), torch.arange(5)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    assert len(trained) == 2 and not list(chain.parameters())
+    results = []
+    for call in (
+        lambda: chain(x, tokens),
+        lambda: head(x).log_softmax(-1).gather(-1, tokens[:, None])[:, 0],
+    ):
+        y = call()
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *trained])])
+    torch.testing.assert_close(*results)
+    assert [type(op).__name__ for op in linear_ops(head)] == ["LowRankLinear"] + ["Bias"] * bias
+    assert linear_ops(head_of(lora_dropout=0.25)[1])[0].dropout == 0.25
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (
+            lambda model, head: model.add_adapter("b", peft.LoraConfig(r=1, target_modules=["0"])),
+            "",
+        ),
+        (lambda model, head: head.set_adapter(["default", "b"]), r"its active adapters are \['d"),
+        (lambda model, head: model.base_model.disable_adapter_layers(), "adapters are disabled"),
+        (lambda model, head: model.merge_adapter(), "its adapters are merged"),
+    ],
+    ids=["another", "two active", "disabled", "merged"],
+)
+def test_a_head_that_computes_something_else_is_refused(change, why):
+    model, head = head_of()
+    model.add_adapter("b", peft.LoraConfig(r=1, target_modules=["0"])) if "active" in why else None
+    change(model, head)
+    if not why:
+        assert linear_ops(head)
+        return
+    with pytest.raises(ValueError, match=f"one adapter: .*{why}"):
+        linear_ops(head)
+
+
+def test_a_layer_without_adapters_is_refused():
+    with pytest.raises(ValueError, match="a Linear has no adapters"):
+        linear_ops(torch.nn.Linear(3, 4))

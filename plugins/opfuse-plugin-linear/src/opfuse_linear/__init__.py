@@ -30,10 +30,18 @@ def opfuse_backward_fusions() -> list[Fusion]:
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
     """Linear [+ bias] + cross entropy or log-probabilities, by chunks of rows; these alone."""
-    from . import cross_entropy, log_prob, loss, split_log_prob, split_loss, token_log_prob
+    from . import (
+        cross_entropy,
+        log_prob,
+        loss,
+        low_rank,
+        split_log_prob,
+        split_loss,
+        token_log_prob,
+    )
 
-    with_linear = *loss.JOINT, *split_loss.JOINT, *log_prob.JOINT, *split_log_prob.JOINT
-    return [*with_linear, *cross_entropy.JOINT, *token_log_prob.JOINT]
+    log_probs = *log_prob.JOINT, *split_log_prob.JOINT, *low_rank.JOINT
+    return [*loss.JOINT, *split_loss.JOINT, *log_probs, *cross_entropy.JOINT, *token_log_prob.JOINT]
 
 
 @hookimpl

@@ -51,37 +51,35 @@ class LinearLogProb(LinearLoss):
         op, has_bias, no_extras = self._parts
         linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
         ((tokens,),) = basic_op_extra_inputs[-1:]
-        x, weight = BasicLinear.operands(linear, input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
-        op.check_tokens(tokens, torch.Size((*x.shape[:-1], weight.shape[0])))
-        numbers, rows = op.numbers_of(), kernels._rows(x)
-        flat = tokens.flatten().long().contiguous()
+        pairs = self._operands(linear, input_)
+        classes = pairs[0][1].shape[0]
+        op.check_tokens(tokens, torch.Size((*input_.shape[:-1], classes)))
+        numbers, flat = op.numbers_of(), tokens.flatten().long().contiguous()
         if self._check is not None:
-            self._check(flat, weight.shape[0], numbers.ignore_index, "TokenLogProb: a token")
-        needs, sums = self._needs(basic_op_ctxs), None
-        if last.requires_grad and needs == (True, False, False) and not op.num_extra_outputs:
-            sums = chunks.Sums(rows, weight, needs, self._onednn)
+            self._check(flat, classes, numbers.ignore_index, "TokenLogProb: a token")
+        sums = None
+        if self._keeps_gradient(basic_op_ctxs):
+            sums = self._sums(basic_op_ctxs, pairs)
         found, kept, logits = [], [], None
-        for place, part, of_part in chunks.chunks(rows, flat, weight.shape[0]):
+        for place, _, of_part in chunks.chunks(pairs[0][0], flat, classes):
             del logits  # before there are new ones
-            logits = kernels.linear(part, weight, bias, self._onednn)
+            logits = self._logits(pairs, bias, place)
             values, of_rows = self._values(logits, of_part, numbers, last.requires_grad)
             found.append(values)
             kept.append(of_rows)
             if sums is not None:
-                ones = values[0].new_ones(len(part))
+                ones = values[0].new_ones(len(of_part))
                 self._in_place(logits, of_part, [ones], of_rows, numbers)
-                sums.add(place, part, logits)
+                self._add(sums, pairs, place, logits)
         y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in _joined(found)]
         if last.requires_grad:
             left: Any = last
             left.shape, left.numbers, left.kept = input_.shape, numbers, sums is not None
-            params = [ctx.params[0] for ctx in basic_op_ctxs[:-1]]
+            params = [param for ctx in basic_op_ctxs[:-1] for param in ctx.params]
             left.dtypes = [tensor.dtype for tensor in (input_, *params)]
-            saved = linear.to_save
-            linear.to_save = rows, saved[1] if saved and saved[1] is not None else weight
             if sums is not None:
-                linear.to_save = sums.dx, None
+                linear.to_save = (self._linear_grads(linear, sums, linear.to_save)[0],)
             for ctx in basic_op_ctxs[1:-1]:
                 ctx.to_save = (None if sums is not None else bias,)
             last.to_save = (flat, *(_joined(kept) if sums is None else ()))
@@ -97,27 +95,77 @@ class LinearLogProb(LinearLoss):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         saved: Any = [ctx.saved_tensors for ctx in basic_op_ctxs]
-        (x, weight), *of_bias, (tokens, *kept) = saved
-        (bias,) = of_bias[0] if of_bias else (None,)
-        last: Any = basic_op_ctxs[-1]
+        of_linear, *of_bias, (tokens, *kept) = saved
+        linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
+        left: Any = last
         extras = basic_op_grad_extra_outputs[-1]
-        grads = grads_of_rows((grad_output, *extras), tokens.view(last.shape[:-1]))
-        if last.kept:
-            dx = x * grads[0].to(x.dtype)[:, None]  # type: ignore[union-attr]
-            return self._result(basic_op_ctxs, (dx, *[None] * (len(saved) - 1)), None)
-        weight = weight.to(x.dtype)
-        sums = chunks.Sums(x, weight, self._needs(basic_op_ctxs), self._onednn)
+        grads = grads_of_rows((grad_output, *extras), tokens.view(left.shape[:-1]))
+        if left.kept:
+            (dx,) = of_linear
+            dx = dx * grads[0].to(dx.dtype)[:, None]  # type: ignore[union-attr]
+            nothing = [None] * (len(left.dtypes) - 1)
+            return self._result(basic_op_ctxs, (dx, *nothing), None)
+        (bias,) = of_bias[0] if of_bias else (None,)
+        pairs = self._saved_operands(linear)
+        sums = self._sums(basic_op_ctxs, pairs)
         logits = None
-        for rows, part, of_part in chunks.chunks(x, tokens, weight.shape[0]):
+        for rows, _, of_part in chunks.chunks(pairs[0][0], tokens, pairs[0][1].shape[0]):
             del logits
-            logits = kernels.linear(part, weight, bias, self._onednn)
+            logits = self._logits(pairs, bias, rows)
             of_grads, of_kept = [
                 [None if each is None else each[rows] for each in given] for given in (grads, kept)
             ]
-            self._in_place(logits, of_part, of_grads, of_kept, last.numbers)
-            sums.add(rows, part, logits)
-        found = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
-        return self._result(basic_op_ctxs, found, None)
+            self._in_place(logits, of_part, of_grads, of_kept, left.numbers)
+            self._add(sums, pairs, rows, logits)
+        found = self._linear_grads(linear, sums, of_linear)
+        return self._result(basic_op_ctxs, (*found, *([sums[0].db] if of_bias else [])), None)
+
+    def _keeps_gradient(self, ctxs: Ctxs) -> bool:
+        """Whether the forward keeps the gradient of each row of the input, and that is all."""
+        needs = [need for ctx in ctxs[:-1] for need in ctx.param_requires_grad]
+        alone = not any(needs) and not self._parts[0].num_extra_outputs
+        return alone and ctxs[-1].requires_grad and ctxs[0].input_requires_grad
+
+    # Pairs of operands, whose products add up to the logits; here one
+
+    def _operands(self, ctx: Any, input_: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """They, of matrices; leaves on ``ctx`` what the backward needs."""
+        x, weight = BasicLinear.operands(ctx, input_)
+        rows = kernels._rows(x)
+        if ctx.requires_grad:
+            saved = ctx.to_save
+            ctx.to_save = rows, saved[1] if saved and saved[1] is not None else weight
+        return [(rows, weight)]
+
+    def _saved_operands(self, ctx: Any) -> list[tuple[Tensor, Tensor]]:
+        """They, in the backward."""
+        x, weight = ctx.saved_tensors
+        return [(x, weight.to(x.dtype))]
+
+    def _logits(self, pairs: Any, bias: Tensor | None, rows: slice) -> Tensor:
+        """The logits of some rows."""
+        (x, weight), *others = pairs
+        logits = kernels.linear(x[rows], weight, bias, self._onednn)
+        for other, matrix in others:
+            logits.addmm_(other[rows], matrix.t())
+        return logits
+
+    def _sums(self, ctxs: Ctxs, pairs: Any) -> list[chunks.Sums]:
+        """The gradients of each pair, and in the first that of the bias."""
+        needs = [self._needs(ctxs)]
+        return [
+            chunks.Sums(*pair, need, self._onednn) for pair, need in zip(pairs, needs, strict=True)
+        ]
+
+    @staticmethod
+    def _add(sums: Any, pairs: Any, rows: slice, logits: Tensor) -> None:
+        """Add the gradients of a chunk, of which ``logits`` is that of the logits."""
+        for of_pair, (x, _) in zip(sums, pairs, strict=True):
+            of_pair.add(rows, x[rows], logits)
+
+    def _linear_grads(self, ctx: Any, sums: Any, saved: Any) -> tuple[Tensor | None, ...]:
+        """The gradients of the input and of the linear's parameters, from what it saved."""
+        return sums[0].dx, sums[0].dw
 
 
 def _joined(parts: Any) -> list[Tensor | None]:
@@ -134,6 +182,8 @@ def no_top_tokens(op: Any, env: Environment) -> str:
 
 def _pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
+    if not isinstance(ops[0], BasicLinear):  # no recipe quantizes it
+        env = env._replace(recipe=None)
     return no_top_tokens(ops[-1], env) or chunks_pay(ops, env)
 
 
@@ -166,15 +216,16 @@ def _in_backward(ops: Any, env: Environment) -> bool | str:
     return _pays(ops, env)
 
 
-def fusions(op: type, build: type, said: str = "") -> list[Fusion]:
+def fusions(op: type, build: type, said: str = "", linear: type = BasicLinear) -> list[Fusion]:
     """The fusions of a linear and an op of log-probabilities; the first of those that fit is used.
 
     Args:
         op: The op.
         build: The fused op.
         said: What their names say of it.
+        linear: The linear.
     """
-    pattern, name = (BasicLinear, Optional(Bias), op), f"linear+log-probability{said}"
+    pattern, name = (linear, Optional(Bias), op), f"linear+log-probability{said}"
     trades: Any = {"trades_time": True}
     return [
         Fusion(pattern, build, _frozen_on_cpu, name=name),

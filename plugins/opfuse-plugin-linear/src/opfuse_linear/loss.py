@@ -130,7 +130,9 @@ class LinearLoss(Products):
         ]
         of_extras = [*[()] * (len(ctxs) - 1), (None,)]
         dx = None if dx is None else dx.view(last.shape)
-        return dx, [*[(grad,) for grad in of_params], ()], of_extras
+        left = iter(of_params)
+        of_ops = [tuple(next(left) for _ in ctx.param_requires_grad) for ctx in ctxs]
+        return dx, of_ops, of_extras
 
 
 class LinearLossAgain(LinearLoss):

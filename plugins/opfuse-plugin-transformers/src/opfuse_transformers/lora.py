@@ -14,15 +14,66 @@ from opfuse_convert import Conversion
 from opfuse_convert.grammar import function_places
 from torch import Tensor, nn
 
-from opfuse import Environment, Sequential
+from opfuse import BasicOperation, Environment, Sequential
 from opfuse.core.authoring import op_class
-from opfuse.ops import AddExtraInput, BasicLinear, ConstantScale, Dropout
+from opfuse.ops import AddExtraInput, BasicLinear, Bias, ConstantScale, Dropout, LowRankLinear
 
 LINEAR = "peft.tuners.lora.layer.Linear"
 
 
 def build(module: Any, env: Environment) -> Conversion | str:
     """The chain of the one adapter that is active."""
+    if isinstance(found := _adapter(module), str):
+        return found
+    name, drop, a, b = found
+    dropout = Dropout(drop.p) if op_class(drop) is nn.Dropout else None
+    product, scale = BasicLinear.reading(b), ConstantScale(module.scaling[name])
+    ops = [*([dropout] if dropout is not None else []), BasicLinear.reading(a), product]
+    chain = Sequential(*ops, scale, AddExtraInput())
+    reads = [
+        f"{part}{of}" for part in ("lora_dropout", "lora_A", "lora_B") for of in ("", f".{name}")
+    ]
+    places = function_places(inspect.unwrap(op_class(module).forward))
+    return Conversion(
+        chain, reads, _LoRACall(name, dropout, scale), _LoRASeparate(name), places=places
+    )
+
+
+def linear_ops(module: Any) -> list[BasicOperation]:
+    """The ops of PEFT's linear layer, for a chain of your own such as a head with a loss.
+
+    They are :class:`opfuse.ops.LowRankLinear`, which reads the module's weights at every call, and
+    a bias if it has one. They have the scaling and the dropout that the module has now, and do not
+    see an adapter that is merged, disabled or replaced later.
+
+    Args:
+        module: A ``peft.tuners.lora.Linear`` with one active adapter.
+
+    Raises:
+        ValueError: It computes something else, as with several adapters.
+
+    Example::
+
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+        head = linear_ops(model.base_model.model.lm_head)
+        chain = opfuse.Sequential(*head, opfuse.ops.TokenLogProb())
+    """
+    found = _adapter(module)
+    base = getattr(module, "base_layer", module)
+    if not isinstance(found, str) and op_class(base) is not nn.Linear:
+        found = f"its base layer is a {type(base).__name__}"
+    if isinstance(found, str):
+        raise ValueError(f"linear_ops expected a linear layer with one adapter: {found}")
+    name, drop, a, b = found
+    dropout = drop.p if op_class(drop) is nn.Dropout else 0.0
+    low_rank = LowRankLinear.reading(base, a, b, scaling=module.scaling[name], dropout=dropout)
+    return [low_rank, *([] if base.bias is None else [Bias.reading(base)])]
+
+
+def _adapter(module: Any) -> tuple[str, Any, Any, Any] | str:
+    """The one adapter that is active: its name, dropout and two modules; or why there is none."""
+    if not hasattr(module, "lora_A"):
+        return f"a {type(module).__name__} has no adapters"
     if "forward" in vars(module):
         return "its forward was replaced"
     name = module.active_adapters[0] if len(module.active_adapters) == 1 else None
@@ -35,17 +86,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
         return f"adapter {name!r} is not made of two matrices"
     if op_class(drop) not in (nn.Dropout, nn.Identity):
         return f"adapter {name!r} has a {type(drop).__name__} before it"
-    dropout = Dropout(drop.p) if op_class(drop) is nn.Dropout else None
-    product, scale = BasicLinear.reading(b), ConstantScale(module.scaling[name])
-    ops = [*([dropout] if dropout is not None else []), BasicLinear.reading(a), product]
-    chain = Sequential(*ops, scale, AddExtraInput())
-    reads = [
-        f"{part}{of}" for part in ("lora_dropout", "lora_A", "lora_B") for of in ("", f".{name}")
-    ]
-    places = function_places(inspect.unwrap(op_class(module).forward))
-    return Conversion(
-        chain, reads, _LoRACall(name, dropout, scale), _LoRASeparate(name), places=places
-    )
+    return name, drop, a, b
 
 
 def _refusal(module: Any, name: str) -> str:

@@ -1,0 +1,192 @@
+"""A linear layer with a low-rank adapter: LowRankLinear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.fusible import ParamSource
+from ..core.op_context import OperationContext, Unread
+from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
+from ._reading import tensor_of
+from .basic_linear import draw, kept_weights
+
+
+class LowRankLinear(RowwiseOperation):
+    """``y = x W^T + scaling * dropout(x) A^T B^T``: a linear layer with one LoRA adapter.
+
+    See LoRA (Hu et al. 2021). Maps ``(..., in_features)`` to ``(..., out_features)``, in the
+    compute dtype. ``weight`` is ``(out_features, in_features)``, ``lora_a`` ``(rank, in_features)``
+    and ``lora_b`` ``(out_features, rank)``, which starts at 0. Put ``Bias`` behind it for a bias.
+    No recipe quantizes it.
+
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        rank: Of the adapter.
+        scaling: The factor of the adapter: in PEFT ``lora_alpha / rank``.
+        dropout: Probability of a zero in the adapter's input, in training.
+        device: Device of the parameters; default: torch's.
+        dtype: Their dtype; default: torch's.
+
+    Raises:
+        TypeError: A size is not a whole number, or another number not real.
+        ValueError: A size is negative, the rank 0, or the probability not between 0 and 1.
+    """
+
+    params_in_compute_dtype = True
+    casts_input = True
+    takes_params = ("weight", "lora_a", "lora_b")
+    saved_names = ("input", "mask", "low", "weight", "lora_a", "lora_b")
+    context_names = ("scaling", "dropout")
+    real_numbers = ("scaling", "dropout")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        scaling: float = 1.0,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = check_size(self, "in_features", in_features)
+        self.out_features = check_size(self, "out_features", out_features)
+        self.rank = check_size(self, "rank", rank)
+        if not self.rank:
+            raise ValueError(expected(self, "a rank of at least 1", rank))
+        self.scaling, self.dropout = scaling, dropout
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(expected(self, "a probability dropout between 0 and 1", repr(dropout)))
+        shapes = {
+            "weight": (self.out_features, self.in_features),
+            "lora_a": (self.rank, self.in_features),
+            "lora_b": (self.out_features, self.rank),
+        }
+        for name, shape in shapes.items():
+            given = torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(given))
+        self.reset_parameters()
+
+    extra_repr = shows("in_features", "out_features", "rank", "scaling", "dropout")
+
+    def reset_parameters(self) -> None:
+        """Draw weight and ``lora_a`` again, and zero ``lora_b``; not those of another module."""
+        if not self._sources:
+            for param in (self.weight, self.lora_a):
+                draw(param, self.in_features)
+            nn.init.zeros_(self.lora_b)
+
+    @classmethod
+    def reading(
+        cls,
+        base: nn.Module,
+        lora_a: nn.Module,
+        lora_b: nn.Module,
+        *,
+        scaling: float = 1.0,
+        dropout: float = 0.0,
+        name: str = "",
+    ) -> LowRankLinear:
+        """Return an op that reads each ``weight`` from a module at every call.
+
+        See :meth:`BasicLinear.reading`; of a bias that the base has, :meth:`Bias.reading`.
+
+        Args:
+            base: The module with the weight of the linear layer.
+            lora_a: That with ``lora_a``.
+            lora_b: That with ``lora_b``.
+            scaling: As for the class.
+            dropout: As for the class.
+            name: As for :meth:`BasicLinear.reading`.
+
+        Raises:
+            AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
+            ValueError: A weight is not a matrix, or they do not fit each other.
+        """
+        sources = {"weight": base, "lora_a": lora_a, "lora_b": lora_b}
+        weight, a, b = [
+            tensor_of(cls, module, "weight", dims=2).shape for module in sources.values()
+        ]
+        (outputs, inputs), rank = weight, a[0]
+        if (a, b) != ((rank, inputs), (outputs, rank)):
+            what = f"matrices of ({rank}, {inputs}) and ({outputs}, {rank}) beside a weight"
+            got = f"{tuple(a)} and {tuple(b)}"
+            raise ValueError(
+                f"{cls.__name__}.reading expected {what} of {tuple(weight)}, got {got}"
+            )
+        op = cls(inputs, outputs, rank, scaling=scaling, dropout=dropout, device="meta")
+        op.read_parameters({key: ParamSource(module, "weight") for key, module in sources.items()})
+        op.name = name
+        return op
+
+    # The arithmetic, for fusions too
+
+    def operands(self, ctx: Any, input_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Input, weight, ``scaling * dropout(x) A^T`` and ``lora_b``, in ``ctx.dtype``.
+
+        Leaves on ``ctx`` what the backward needs.
+        """
+        dtype = ctx.dtype or input_.dtype
+        x, mask = input_.to(dtype), None
+        weight, a, b = [param.to(dtype) for param in ctx.params]
+        dropped = x
+        if self.training and self.dropout:
+            dropped, mask = torch.native_dropout(x, self.dropout, True)
+        low = F.linear(dropped, a) * self.scaling
+        if ctx.requires_grad:
+            ctx.scaling, ctx.dropout = self.scaling, self.dropout
+            kept = kept_weights(ctx, ctx.params, (weight, a, b))
+            ctx.save_for_backward(x, mask, low, *kept)
+        return x, weight, low, b
+
+    @staticmethod
+    def adapter_grads(
+        ctx: Any, dlow: Tensor, x: Tensor, mask: Tensor | None, a: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The adapter's part of the gradient of the input, and the gradient of ``lora_a``.
+
+        Args:
+            ctx: The context of the backward.
+            dlow: The gradient of ``scaling * dropout(x) A^T``, ``(rows, rank)``.
+            x: The input, ``(rows, in_features)``.
+            mask: What the dropout kept, or None.
+            a: ``lora_a``.
+        """
+        dlow, keep = dlow * ctx.scaling, 1 / (1 - ctx.dropout) if ctx.dropout < 1 else 0.0
+        dx = da = None
+        if ctx.input_requires_grad:
+            dx = dlow @ a
+            if mask is not None:
+                dx = torch.ops.aten.native_dropout_backward.default(dx, mask, keep)
+        if ctx.param_requires_grad[1]:
+            da = dlow.t() @ (x if mask is None else x * mask * keep)
+        return dx, da
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor,
+                   prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
+        """The sum of both products."""
+        x, weight, low, b = self.operands(ctx, input_)
+        return F.linear(x, weight) + F.linear(low, b)
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
+        """``dx = dy W + dlow A``, ``dA = dlow^T x``, ``dB = dy^T low``; ``dlow = scaling dy B``."""
+        x, mask, low, *params = ctx.saved_tensors
+        weight, a, b = [param.to(x.dtype) for param in params]
+        dy = rows_of(grad_output.to(x.dtype))
+        rows, mask = rows_of(x), None if mask is None else rows_of(mask)
+        of_weight, of_a, of_b = ctx.param_requires_grad
+        dx = da = None
+        if ctx.input_requires_grad or of_a:
+            dx, da = self.adapter_grads(ctx, dy @ b, rows, mask, a)
+        if dx is not None:
+            dx = torch.addmm(dx, dy, weight).view(x.shape)
+        dw = dy.t() @ rows if of_weight else None
+        return dx, (dw, da, dy.t() @ rows_of(low) if of_b else None)
