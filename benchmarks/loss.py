@@ -13,7 +13,10 @@ the step adds to, as in the second of two microbatches.
 
 With ``--of log-probs`` it is ``TokenLogProb``, with a factor for each token, under
 ``prefer="memory"``, and eager is ``log_softmax`` in fp32 and ``gather``; with ``frozen-log-probs``
-the linear needs no gradient.
+the linear needs no gradient. ``--beside`` adds sides: the eager function under ``torch.compile``,
+the function of Liger Kernel's losses that gives log-probabilities by chunks, in PyTorch's
+operations, and opfuse with the entropy too. What is compiled runs once before its memory is
+measured.
 """
 
 from __future__ import annotations
@@ -47,8 +50,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
+    parser.add_argument("--beside", default="", help="of log-probs: compiled,liger,entropy")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
-    parser.add_argument("--memory-of", choices=("eager", "opfuse"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     import torch
 
@@ -93,16 +97,39 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
     if log_probs:
         factors = torch.randn(options.tokens)
 
-        def eager() -> None:
-            log_p = F.linear(x, head.weight).float().log_softmax(-1)
-            (log_p.gather(-1, targets[:, None])[:, 0] * factors).sum().backward()
+        with_entropy = opfuse.Sequential(head, ops.TokenLogProb(entropy=True))
+
+        def plain(x: Any, weight: Any) -> Any:
+            log_p = F.linear(x, weight).float().log_softmax(-1)
+            return (log_p.gather(-1, targets[:, None])[:, 0] * factors).sum()
+
+        compiled = torch.compile(plain)
+
+        def liger() -> None:
+            from liger_kernel.chunked_loss import fused_linear_ppo as of  # type: ignore[import-not-found]
+
+            log_p = of._ChunkedSelectiveLogProbFunction.apply(
+                x, head.weight, targets, None, 1.0, of._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+            )
+            (log_p * factors).sum().backward()
 
         def fused() -> None:
             with opfuse.options(prefer="memory"):
                 log_p = chain(x, targets)
             (log_p * factors).sum().backward()
 
-        return {"eager": eager, "opfuse": fused}
+        def entropy() -> None:
+            with opfuse.options(prefer="memory"):
+                log_p, of_rows = with_entropy(x, targets)
+            ((log_p + 0.01 * of_rows) * factors).sum().backward()
+
+        beside = {
+            "compiled": lambda: compiled(x, head.weight).backward(),
+            "liger": liger,
+            "entropy": entropy,
+        }
+        chosen = {name: beside[name] for name in options.beside.split(",") if name}
+        return {"eager": lambda: plain(x, head.weight).backward(), "opfuse": fused, **chosen}
     return {
         "eager": lambda: F.cross_entropy(F.linear(x, head.weight), targets).backward(),
         "opfuse": lambda: chain(x, targets).backward(),
@@ -111,9 +138,9 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
 
 def measure(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Any]:
     """One row of the result."""
-    names = ("eager", "opfuse")
-    held = {name: in_a_process(options, classes, dtype, name) for name in names}
     sides = steps(options, classes, dtype)
+    names = list(sides)
+    held = {name: in_a_process(options, classes, dtype, name) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     clock = time.process_time if options.threads == 1 else time.perf_counter
     for turn in range(options.turns + 1):
@@ -132,6 +159,10 @@ def measure(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, 
         "speed_of_turns": [min(pairs), max(pairs)],
         "bytes": held,
         "memory": held["opfuse"] / held["eager"],
+        "beside": {
+            name: {"speed": middle["eager"] / middle[name], "memory": held[name] / held["eager"]}
+            for name in names[2:]
+        },
     }
     good = row["memory"] <= MOST_MEMORY and row["speed"] >= LEAST_SPEED
     low, high = row["speed_of_turns"]
@@ -142,13 +173,17 @@ def measure(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, 
         f"memory {row['memory']:.2f}{'' if good else '  <-- misses the goal'}",
         flush=True,
     )
+    for name, ratios in row["beside"].items():
+        print(
+            f"{'':10}{name}: speed {ratios['speed']:.2f}, memory {ratios['memory']:.2f}", flush=True
+        )
     return row
 
 
 def in_a_process(options: argparse.Namespace, classes: int, dtype: str, name: str) -> int:
     """The memory of one side, in bytes."""
     command = [sys.executable, __file__, "--memory-of", name, "--classes", str(classes)]
-    for each in ("tokens", "hidden", "threads", "of"):
+    for each in ("tokens", "hidden", "threads", "of", "beside"):
         command += [f"--{each}", str(getattr(options, each))]
     given = [*command, "--dtypes", dtype]
     return int(subprocess.run(given, check=True, capture_output=True, text=True).stdout)
@@ -157,9 +192,12 @@ def in_a_process(options: argparse.Namespace, classes: int, dtype: str, name: st
 def memory(options: argparse.Namespace) -> int:
     """The largest resident size during a step above that before it."""
     warm = argparse.Namespace(**{**vars(options), "tokens": 256, "hidden": 128})
-    for step in steps(warm, 1024, options.dtypes).values():  # libraries take memory once
-        step()
+    for name, step in steps(warm, 1024, options.dtypes).items():  # libraries take memory once
+        if name != "compiled":
+            step()
     step = steps(options, int(options.classes), options.dtypes)[options.memory_of]
+    if options.memory_of == "compiled":
+        step()
     gc.collect()
     before = resident("VmRSS")
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the largest size is the present one

@@ -128,10 +128,15 @@ class LowRankLinear(RowwiseOperation):
 
     # The arithmetic, for fusions too
 
-    def operands(self, ctx: Any, input_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def operands(
+        self, ctx: Any, input_: Tensor, *, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Input, weight, ``scaling * dropout(x) A^T`` and ``lora_b``, in ``ctx.dtype``.
 
-        Leaves on ``ctx`` what the backward needs.
+        Args:
+            ctx: The context of the forward.
+            input_: The input.
+            keep: Whether to leave on ``ctx`` what a backward needs.
         """
         dtype = ctx.dtype or input_.dtype
         x, mask = input_.to(dtype), None
@@ -140,7 +145,7 @@ class LowRankLinear(RowwiseOperation):
         if self.training and self.dropout:
             dropped, mask = torch.native_dropout(x, self.dropout, True)
         low = F.linear(dropped, a) * self.scaling
-        if ctx.requires_grad:
+        if keep:
             ctx.scaling, ctx.dropout = self.scaling, self.dropout
             kept = kept_weights(ctx, ctx.params, (weight, a, b))
             ctx.save_for_backward(x, mask, low, *kept)
@@ -173,7 +178,7 @@ class LowRankLinear(RowwiseOperation):
                    prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The sum of both products."""
-        x, weight, low, b = self.operands(ctx, input_)
+        x, weight, low, b = self.operands(ctx, input_, keep=ctx.requires_grad)
         return F.linear(x, weight) + F.linear(low, b)
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:

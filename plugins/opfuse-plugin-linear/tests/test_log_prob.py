@@ -108,6 +108,18 @@ def test_thawed_after_a_plan_it_computes_the_logits_again():
     torch.testing.assert_close((dx, *of_params), expected)
 
 
+@pytest.mark.parametrize("make", [ops.BasicLinear, ops.LowRankLinear])
+def test_nothing_but_the_bias_is_trained(make):
+    linear = make(24, 50, *([2] if make is ops.LowRankLinear else [])).requires_grad_(False)
+    chain, (x, tokens) = opfuse.Sequential(linear, ops.Bias(50), ops.TokenLogProb()), data()
+    results = []
+    for plugins in ("", "linear"):
+        with opfuse.plugins.using(plugins), opfuse.options(prefer="memory"):
+            y = chain(x.detach(), tokens)
+            results.append([y, *torch.autograd.grad(y.sum(), chain[1].bias)])
+    torch.testing.assert_close(*results)
+
+
 def test_a_policy_and_its_reference_in_one_step():
     """The ratio of a trained head to a frozen one, as DPO and GRPO have it."""
     policy, reference = model(), model(frozen=True)

@@ -52,7 +52,7 @@ class LinearLogProb(LinearLoss):
         linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
         ((tokens,),) = basic_op_extra_inputs[-1:]
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
-        pairs = self._operands(linear, input_)
+        pairs = self._operands(linear, input_, last.requires_grad)
         classes = pairs[0][1].shape[0]
         op.check_tokens(tokens, torch.Size((*input_.shape[:-1], classes)))
         numbers, flat = op.numbers_of(), tokens.flatten().long().contiguous()
@@ -128,11 +128,14 @@ class LinearLogProb(LinearLoss):
 
     # Pairs of operands, whose products add up to the logits; here one
 
-    def _operands(self, ctx: Any, input_: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """They, of matrices; leaves on ``ctx`` what the backward needs."""
+    def _operands(self, ctx: Any, input_: Tensor, keep: bool) -> list[tuple[Tensor, Tensor]]:
+        """They, of matrices; leaves on ``ctx`` what the logits are computed from again, if asked.
+
+        That is so even where nothing but the bias has a gradient.
+        """
         x, weight = BasicLinear.operands(ctx, input_)
         rows = kernels._rows(x)
-        if ctx.requires_grad:
+        if keep:
             saved = ctx.to_save
             ctx.to_save = rows, saved[1] if saved and saved[1] is not None else weight
         return [(rows, weight)]
@@ -152,10 +155,7 @@ class LinearLogProb(LinearLoss):
 
     def _sums(self, ctxs: Ctxs, pairs: Any) -> list[chunks.Sums]:
         """The gradients of each pair, and in the first that of the bias."""
-        needs = [self._needs(ctxs)]
-        return [
-            chunks.Sums(*pair, need, self._onednn) for pair, need in zip(pairs, needs, strict=True)
-        ]
+        return [chunks.Sums(*pairs[0], self._needs(ctxs), self._onednn)]
 
     @staticmethod
     def _add(sums: Any, pairs: Any, rows: slice, logits: Tensor) -> None:

@@ -18,9 +18,9 @@ class LowRankLogProb(LinearLogProb):
     Its first half, ``scaling * dropout(x) A^T``, is computed for all rows at once, and kept.
     """
 
-    def _operands(self, ctx: Any, input_: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _operands(self, ctx: Any, input_: Tensor, keep: bool) -> list[tuple[Tensor, Tensor]]:
         op: Any = self.basic_ops[0]
-        x, weight, low, b = op.operands(ctx, kernels._rows(input_))
+        x, weight, low, b = op.operands(ctx, kernels._rows(input_), keep=keep)
         return [(x, weight), (low, b)]
 
     def _saved_operands(self, ctx: Any) -> list[tuple[Tensor, Tensor]]:
