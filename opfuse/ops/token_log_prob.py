@@ -165,12 +165,10 @@ def row_log_probs(logits: Tensor, tokens: Tensor, numbers: TokenNumbers) -> tupl
 
 
 def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-    z = _capped(widen(logits), numbers.softcap) / numbers.temperature
+    z = cooled(_capped(widen(logits), numbers.softcap), numbers)
     log_p = z.log_softmax(-1)
     # it refuses tokens that are not classes, without a sync with the host
     found = [-F.nll_loss(log_p, tokens, ignore_index=numbers.ignore_index, reduction="none")]
-    if numbers.entropy:
-        found.append(_entropy(log_p.exp(), log_p))
     if numbers.logsumexp:
         found.append(z.logsumexp(-1))
     if numbers.log_sum_squares:
@@ -178,12 +176,27 @@ def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Ten
     if numbers.top_k:
         values, top = log_p.topk(numbers.top_k, -1)
         found += [top, values]
+    if numbers.entropy:  # the last, since it may overwrite
+        found.insert(1, _entropy(log_p.exp(), possible(log_p)))
     return tuple(found)
 
 
+def cooled(z: Tensor, numbers: TokenNumbers) -> Tensor:
+    """Logits, or gradients of them, over the temperature."""
+    return z if numbers.temperature == 1 else z / numbers.temperature
+
+
+def possible(log_p: Tensor) -> Tensor:
+    """Logarithms without -inf, which times 0 is NaN; it overwrites where autograd does not record.
+
+    -1000 is below the logarithms of all numbers above 0.
+    """
+    return log_p.clamp(min=-1000.0) if torch.is_grad_enabled() else log_p.clamp_(min=-1000.0)
+
+
 def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
-    """``-sum(p log p)``; what is impossible has no share."""
-    return -(p * log_p.masked_fill(p == 0, 0.0)).sum(-1)
+    """``-sum(p log p)``, of logarithms as :func:`possible` gives them."""
+    return -(p * log_p if torch.is_grad_enabled() else p.mul_(log_p)).sum(-1)
 
 
 def row_logit_gradients(
@@ -227,13 +240,18 @@ def _gradients_of(
     numbers: TokenNumbers, logits: Tensor, tokens: Tensor, *grads: Tensor | None
 ) -> Tensor:
     z = _capped(widen(logits), numbers.softcap)
-    log_p = (z / numbers.temperature).log_softmax(-1)
-    p, (_, of_entropy, _, of_squares, of_top) = log_p.exp(), _named(grads, numbers)
-    found = RowStatistics(
-        None if of_entropy is None else _entropy(p, log_p),
-        None if of_squares is None else (2 * log_p).logsumexp(-1),
-        None if of_top is None else log_p.topk(numbers.top_k, -1)[1],
-    )
+    _, of_entropy, _, of_squares, of_top = _named(grads, numbers)
+    log_p: Any = None
+    if of_entropy is of_squares is of_top is None:
+        p = cooled(z, numbers).softmax(-1)  # in fewer passes
+    else:
+        log_p = cooled(z, numbers).log_softmax(-1)
+        p = log_p.exp()
+    log_squares = None if of_squares is None else (2 * log_p).logsumexp(-1)
+    top = None if of_top is None else log_p.topk(numbers.top_k, -1)[1]
+    log_p = None if log_p is None else possible(log_p)
+    entropy = None if of_entropy is None else -torch.linalg.vecdot(p, log_p)
+    found = RowStatistics(entropy, log_squares, top)
     given = found, z, log_p, p, tokens.long(), grads, numbers
     return gradients_from(*given, lambda places: (places, None)).to(logits.dtype)
 
@@ -265,7 +283,7 @@ Places = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 def gradients_from(
     found: RowStatistics,
     z: Tensor,
-    log_p: Tensor,
+    log_p: Tensor | None,
     p: Tensor,
     tokens: Tensor,
     grads: Sequence[Tensor | None],
@@ -277,8 +295,9 @@ def gradients_from(
     Args:
         found: The statistics of the rows.
         z: The capped logits, ``(rows, classes)``.
-        log_p: The logarithms of the probabilities, of the same shape.
-        p: The probabilities.
+        log_p: The logarithms of the probabilities, as :func:`possible` gives them, of the same
+            shape; None: no gradient needs them. Overwritten where autograd does not record.
+        p: The probabilities; overwritten likewise.
         tokens: ``(rows,)``, int64.
         grads: As there.
         numbers: As there.
@@ -296,20 +315,27 @@ def gradients_from(
     if of_top is not None and found.top is not None:
         factor = factor - of_top.sum(-1)
         chosen.append((found.top, of_top.to(p.dtype)))
-    dz = p * factor[:, None]
-    if of_entropy is not None and found.entropy is not None:
-        surprise = log_p.masked_fill(p == 0, 0.0) + found.entropy[:, None]
-        dz = dz - p * surprise * of_entropy[:, None]
-    if of_squares is not None and found.log_squares is not None:
+    slopes, of_sum, recorded = factor[:, None], None, torch.is_grad_enabled()
+    if of_squares is not None and found.log_squares is not None and log_p is not None:
         q = (2 * log_p - found.log_squares[:, None]).exp()
-        dz = dz + 2 * (q - p) * of_squares[:, None]
+        of_sum = 2 * (q - p) * of_squares[:, None]
+    if of_entropy is not None and found.entropy is not None and log_p is not None:
+        of_rows = of_entropy.to(p.dtype)[:, None]
+        scaled = log_p * -of_rows if recorded else log_p.mul_(-of_rows)
+        slopes = slopes - of_rows * found.entropy[:, None]
+        slopes = scaled + slopes if recorded else scaled.add_(slopes)
+    dz = p * slopes if recorded else p.mul_(slopes)
+    if of_sum is not None:
+        dz = dz + of_sum
     if chosen and p.shape[-1]:
         of_tokens, shares = [torch.cat(each, 1) for each in zip(*chosen, strict=True)]
         places, there = places_of(of_tokens)
-        dz = dz.scatter_add(-1, places, shares if there is None else shares.where(there, 0.0))
+        shares = shares if there is None else shares.where(there, 0.0)
+        add = dz.scatter_add if recorded else dz.scatter_add_
+        dz = add(-1, places, shares)
     if numbers.softcap is not None:
         dz = dz * (1 - (z / numbers.softcap).square())
-    return dz / numbers.temperature
+    return cooled(dz, numbers)
 
 
 def grads_of_rows(grads: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:

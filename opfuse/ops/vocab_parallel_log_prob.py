@@ -20,8 +20,10 @@ from .token_log_prob import (
     TokenLogProb,
     TokenNumbers,
     _entropy,
+    cooled,
     gradients_from,
     grads_of_rows,
+    possible,
 )
 from .vocab_parallel import VocabPart, check_classes
 
@@ -125,7 +127,7 @@ class LogProbPart(VocabPart):
             The outputs in their order; and of each row logsumexp, entropy, ``log(sum(p^2))`` and
             the top tokens, or None. In fp32 for half precision.
         """
-        z = _capped(widen(logits), numbers.softcap) / numbers.temperature
+        z = cooled(_capped(widen(logits), numbers.softcap), numbers)
         counted = tokens != numbers.ignore_index
         classes = logits.shape[1] * self.group.size
         check_classes(tokens, counted, classes, "VocabParallelTokenLogProb: token")
@@ -133,10 +135,10 @@ class LogProbPart(VocabPart):
         below = z - largest[:, None]  # a row of infinities: it is NaN, as torch has it
         e = below.exp()
         sums = [e.sum(-1), self.picked(below, tokens)]
-        if numbers.entropy:
-            sums.append(-_entropy(e, below))
         if numbers.log_sum_squares:
             sums.append(e.square().sum(-1))
+        if numbers.entropy:  # the last, since it may overwrite
+            sums.insert(2, -_entropy(e, possible(below)))
         total, picked, *others = self.summed(sums)
         log = total.log()
         lse = largest + log
@@ -188,6 +190,7 @@ class LogProbPart(VocabPart):
         """
         lse, *others = kept
         z, classes = _capped(widen(logits), numbers.softcap), logits.shape[1]
-        log_p = z / numbers.temperature - lse[:, None]  # type: ignore[index]
-        given = RowStatistics(*others), z, log_p, log_p.exp(), tokens, grads, numbers
+        log_p = cooled(z, numbers) - lse[:, None]  # type: ignore[index]
+        p = log_p.exp()
+        given = RowStatistics(*others), z, possible(log_p), p, tokens, grads, numbers
         return gradients_from(*given, lambda each: self.places(each, classes)).to(logits.dtype)
