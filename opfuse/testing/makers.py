@@ -144,6 +144,9 @@ _MAKERS: Makers = {
     built_in.Reshape: lambda width: Op(built_in.Reshape, (-1, width)),
     built_in.CrossEntropy: lambda width: [Op(built_in.CrossEntropy, **given) for given in _LOSSES],
     built_in.ScaledActivation: lambda width: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
+    built_in.LowRankLinear: lambda width: Op(
+        built_in.LowRankLinear, width, width + width // 2, 2, scaling=0.5
+    ),
     built_in.TokenLogProb: lambda width: [
         Op(built_in.TokenLogProb),
         Op(built_in.TokenLogProb, temperature=0.7, softcap=3.0, ignore_index=1),

@@ -18,6 +18,7 @@ TRITON = {
     ("forward", "linear+bias+add"),
     ("forward", "linear+scale+add"),
     ("joint", "cross entropy"),
+    ("joint", "log-probabilities"),
 }
 """The fusions that launch kernels, or whose product a kernel can compute."""
 
