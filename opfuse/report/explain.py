@@ -8,7 +8,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
 from .call import Call, Sent
 from .lines import wrap
-from .picture import draw
+from .picture import draw, write
 from .quantized import quantized_by
 from .text import describe
 
@@ -119,13 +118,7 @@ class Explanation:
         Raises:
             ValueError: Another name.
         """
-        if not str(path).endswith(".svg"):
-            raise ValueError(
-                f"the picture is an SVG image: expected a file name that ends with .svg, got "
-                f"{path!r}"
-            )
-        picture = draw(self.calls, nothing=str(self))
-        Path(path).write_text(picture, encoding="utf-8", newline="\n")
+        write(path, draw(self.calls, nothing=str(self)))
 
 
 def _said(path: str, cls: str, action: str) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -17,6 +18,19 @@ from .text import alike_calls, sent_by, title_of, why_none
 
 _CHAR = 7.4  # width of a character of the monospaced font, a little more than the widest of them
 _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22
+
+
+def write(path: str | os.PathLike[str], picture: str) -> None:
+    """Write an SVG image into a file.
+
+    Raises:
+        ValueError: The name does not end with ``.svg``.
+    """
+    if not str(path).endswith(".svg"):
+        raise ValueError(
+            f"the picture is an SVG image: expected a file name that ends with .svg, got {path!r}"
+        )
+    Path(path).write_text(picture, encoding="utf-8", newline="\n")
 
 
 def draw(calls: Sequence[Call], nothing: str) -> str:

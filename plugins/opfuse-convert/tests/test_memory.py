@@ -5,7 +5,10 @@ import copy
 import io
 import json
 import pickle
+import random
+import types
 
+import numpy as np
 import pytest
 import torch
 from converting import WIDTH, Gated, an_input, assert_same
@@ -331,6 +334,92 @@ def planned(family=LLAMA, budget=0.4, **how):
     model, given = family.make(**how), inputs_of(family)
     twin = copy.deepcopy(model)
     return model, twin, given, opfuse.plan_memory(model, budget=budget, **given)
+
+
+class Stateful(nn.Module):
+    """A layer whose second run differs from its first, in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.way, self.calls, self.made = way, 0, []
+        self.own = torch.Generator().manual_seed(3)
+        self.hidden = types.SimpleNamespace(calls=0)
+
+    def forward(self, x, generator=None):
+        h = nn.functional.gelu(self.up(x))
+        if self.way == "own generator":
+            h = h * (torch.rand(h.shape, generator=self.own) > 0.5)
+        elif self.way == "generator":
+            h = h * (torch.rand(h.shape, generator=generator) > 0.5)
+        elif self.way == "random":
+            h = h * random.random()
+        elif self.way == "numpy":
+            h = h * np.random.rand()
+        elif self.way == "count":
+            self.calls += 1
+        elif self.way == "list":
+            self.made.append(h)
+        elif self.way == "hidden":
+            self.hidden.calls += 1
+            h = h * self.hidden.calls
+        return x + self.down(h)
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, *more):
+        for layer in self.layers:
+            x = layer(x, *more)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("own generator", "its forward changes own"),
+        ("generator", "it is called with a Generator"),
+        ("random", "its forward changes Python's random numbers"),
+        ("numpy", "its forward changes NumPy's random numbers"),
+        ("count", "its forward changes calls"),
+        ("list", "its forward changes made"),
+        ("hidden", "its forward gives other numbers when it runs again"),
+    ],
+)
+def test_what_would_not_repeat_is_not_computed_again(way, why):
+    model = Layers(Stateful(way), Stateful(way), Stateful("none"), Stateful("none"))
+    given = [torch.Generator()] if way == "generator" else []
+    with pytest.raises(ValueError, match=f"(?s)lowest possible.*computed again: {why}"):
+        opfuse.plan_memory(model, torch.randn(32, WIDTH), *given, budget="1")
+
+
+def test_a_list_among_the_arguments_is_the_callers():
+    class Appending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Stateful("none")
+
+        def forward(self, x, seen):
+            x = self.inner(x)
+            seen.append(x)
+            return x
+
+    model = Layers(*[Appending() for _ in range(3)])
+    x = torch.randn(32, WIDTH)
+    plan, found = opfuse.plan_memory(model, x, [], budget=0.5), []
+    assert any("recompute" in choice.option for choice in plan.choices)
+    for attached in (True, False):
+        seen = []
+        model.zero_grad()
+        (model(x, seen).sum() + sum(each.square().sum() for each in seen)).backward()
+        assert len(seen) == 3
+        found.append([p.grad.clone() for p in model.parameters()])
+        if attached:
+            plan.detach(model)
+    assert_equal(*found, plan)
 
 
 def test_a_user_checkpoints_a_layer_himself():

@@ -18,7 +18,11 @@ from opfuse.core.replaced_forward import KEPT_AS, MEMORY
 
 from ..layers import is_traced, layer_in, layered, without_layer
 
-_ONCE = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+_FIXED = (
+    *(bool, int, float, complex, str, bytes, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""Classes of arguments that no call changes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +66,18 @@ def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping
     """Call a forward and keep only its tensors, wherever they are among the arguments.
 
     ``torch.utils.checkpoint`` saves, and guards against changes in place, what it is given by
-    position.
+    position. Lists and dicts among the arguments are those of the caller in the first run, which
+    may add to them, and copies in the second.
 
     Raises:
         OnceError: An argument is an object that a second run would change again, such as a cache.
     """
     tensors: list[Tensor] = []
     form = _without(tensors, (args, kwargs))
+    first = [] if is_dynamo_compiling() else [(args, kwargs)]
 
     def again(*tensors: Tensor) -> Any:
-        args, kwargs = _with(iter(tensors), form)
+        args, kwargs = first.pop() if first else _with(iter(tensors), form)
         return forward(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False, **how)
@@ -94,7 +100,7 @@ def _without(tensors: list[Tensor], value: Any) -> Any:
         return cls([_without(tensors, each) for each in value])
     if cls is dict:
         return {key: _without(tensors, each) for key, each in value.items()}
-    if value is None or isinstance(value, _ONCE) or cls.__module__.split(".")[0] == "torch":
+    if value is None or isinstance(value, _FIXED):
         return value
     raise OnceError(f"it is called with a {cls.__name__}, which a second run would change again")
 

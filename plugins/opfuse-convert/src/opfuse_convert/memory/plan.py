@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from opfuse.core.replaced_forward import MEMORY, replaced_forward
 from opfuse.report.lines import as_bytes, counted, table, wrap
+from opfuse.report.picture import write
 
 from .actions import Action, ModuleMemory, put_on, take_off
 
@@ -174,9 +174,7 @@ class MemoryPlan:
         Raises:
             ValueError: Another name.
         """
-        if not str(path).endswith(".svg"):
-            raise ValueError(f"expected a file name that ends with .svg, got {path!r}")
-        Path(path).write_text(_drawn(self), encoding="utf-8", newline="\n")
+        write(path, _drawn(self))
 
     # What it does
 

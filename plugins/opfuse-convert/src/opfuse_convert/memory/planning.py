@@ -55,7 +55,9 @@ def plan_memory(
     what is computed again draws the same random numbers. Only ``prefer="memory"`` may round
     otherwise, by other fusions. Without grad mode nothing is done. A layer
     whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an object
-    that a second run would change, such as a cache of keys and values, runs as it is.
+    that a second run would change, such as a cache of keys and values, runs as it is. So does one
+    whose forward changes attributes or buffers, draws from other random numbers than PyTorch's
+    default ones, or gives other numbers when it runs again.
 
     Args:
         model: The model; converted or not.

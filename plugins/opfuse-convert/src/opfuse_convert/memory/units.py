@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import hook_kinds, op_class
-from opfuse.core.replaced_forward import MEMORY, replaced_forward
+from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
+from opfuse.report.explain import forked_rng
 
 from .actions import OnceError, put_on, recomputed, take_off
 
@@ -95,13 +98,36 @@ def units_of(model: nn.Module, run: Callable[[], Any]) -> list[Unit]:
             units.append((number, Unit(place, args, kwargs, inner, once=once)))
     found = [unit for _, unit in sorted(units, key=lambda pair: pair[0])]
     _share(found)
-    known: set[str] = set()
+    known: dict[str, str] = {}
     for unit in found:
         unit.kind = _kind(unit)
         if unit.kind in known:  # only the first of a kind is run by itself
             unit.args, unit.kwargs, unit.shared = (), {}, []
-        known.add(unit.kind)
+        else:
+            known[unit.kind] = unit.once or _why_other_numbers(unit)
+        unit.once = unit.once or known[unit.kind]
     return found
+
+
+def _why_other_numbers(unit: Unit) -> str:
+    """Why a second run would not repeat the first one, as a sentence, or ``""``.
+
+    Both begin with the same state of PyTorch's default generators, as a checkpoint does it.
+    """
+    results = []
+    for _ in range(2):
+        with forked_rng("opfuse.plan_memory"), contextlib.suppress(Exception):  # measuring tells it
+            results.append(tensors_in(unit.place.run(unit.args, unit.kwargs)))
+    same = len(results) == 2 and len(results[0]) == len(results[1])
+    if same and not all(map(_is_equal, *results)):
+        return "its forward gives other numbers when it runs again"
+    return ""
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
+        return torch.equal(one, other)
+    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
 
 
 def holds_layers(module: nn.Module) -> bool:
@@ -167,10 +193,10 @@ class _Heard:
         module, number = key[0], self._number
         self._number += 1
         given = _cut(args), _cut(kwargs)
-        buffers = [(name, b, b._version) for name, b in module.named_buffers()]
+        before = _state_of(module)
         result = run()
-        changed = [name for name, b, version in buffers if b._version != version]
-        once = f"its forward changes {changed[0]}" if changed else why_once(module, args, kwargs)
+        changed = _first_change(before, _state_of(module))
+        once = f"its forward changes {changed}" if changed else why_once(module, args, kwargs)
         self.calls.setdefault(key, []).append((number, *given, once))
         return result
 
@@ -189,6 +215,36 @@ class _Ear:
     def call_chain(self, chain: Any, given: Any) -> Any:
         """The chain of the module's forward."""
         return self._heard.hear((self._module, True), given, {}, lambda: chain(*given))
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """What a forward may change, and a second run would change again, by name."""
+    state: dict[str, Any] = {"Python's random numbers": random.getstate()}
+    if numpy := sys.modules.get("numpy.random"):
+        state["NumPy's random numbers"] = str(numpy.get_state())
+    for path, part in module.named_modules():
+        for name, buffer in part.named_buffers(path, recurse=False):
+            state[name] = buffer._version
+        held = {} if isinstance(part, _OWN) else vars(part)
+        for name, value in held.items():
+            if name not in (KEPT_AS, MEMORY):
+                state[f"{path}.{name}".lstrip(".")] = _of_attribute(value)
+    return state
+
+
+def _of_attribute(value: Any) -> Any:
+    """A value of an attribute by which a change shows."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    return id(value), len(value) if isinstance(value, (list, dict, set)) else None
+
+
+def _first_change(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The name of what changed first, or ``""``."""
+    names = dict.fromkeys((*before, *after))
+    return next((n for n in names if before.get(n, _Heard) != after.get(n, _Heard)), "")
 
 
 def why_once(module: nn.Module, args: Any, kwargs: Any) -> str:
