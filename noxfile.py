@@ -50,7 +50,6 @@ PACKAGES = {
     for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))
 }
 TOOLKITS = [ROOT / "plugins" / name for name in PACKAGES if not name.startswith("opfuse-plugin-")]
-CONVERT = ROOT / "plugins" / "opfuse-convert"
 NAMES = {name.removeprefix("opfuse-").removeprefix("plugin-"): name for name in PACKAGES}
 PLUGINS = {short for short, name in NAMES.items() if name == f"opfuse-plugin-{short}"}
 
@@ -223,12 +222,13 @@ def plugin(session: nox.Session, name: str) -> None:
 
 @timed(venv_params=ALONE)
 def together(session: nox.Session) -> None:
-    """The tests of core and convert again, with every plugin, but those that hide the plugins.
+    """The core's tests again, with every plugin installed, but those that hide the plugins.
 
-    Fusing never changes the answer. The other toolkits run no chain that a plugin could fuse.
+    Fusing never changes the answer.
     """
     everything(session)
-    pytest(session, ROOT / "tests", CONVERT / "tests", options=["-m", "not alone"])
+    where = [ROOT / "tests", *(folder / "tests" for folder in TOOLKITS)]
+    pytest(session, *where, options=["-m", "not alone"])
 
 
 @timed(venv_params=ALONE)

@@ -165,8 +165,8 @@ FP8 = torch.float8_e4m3fn
     [
         (0, 0, True, ""),
         (1, 1, True, "codes differs from its twin in 1 of 400 codes, by up to 1 steps"),
-        (12, 1, False, ""),
-        (13, 1, False, "codes differs from its twin in 13 of 400 codes, by up to 1 steps"),
+        (8, 1, False, ""),
+        (9, 1, False, "codes differs from its twin in 9 of 400 codes, by up to 1 steps"),
         (1, 2, False, "codes differs from its twin in 1 of 400 codes, by up to 2 steps"),
     ],
 )
