@@ -35,7 +35,7 @@ def test_importing_opfuse_loads_the_core_and_the_ops():
         "opfuse.core",
         "opfuse.ops",
     }
-    assert len(loaded) <= 87
+    assert len(loaded) <= 84
 
 
 def test_names_of_a_package_that_is_not_installed_are_not_offered():

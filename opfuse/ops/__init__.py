@@ -1,7 +1,7 @@
-"""The basic ops, and ``Linear``, which combines two of them; ``losses`` is loaded at first use."""
+"""The basic ops, and ``Linear``, which combines two of them. Some are loaded at first use."""
 
 import importlib
-import types
+import typing
 
 from ..core.cast import Cast
 from ..core.identity import Identity
@@ -25,7 +25,6 @@ from .gated import (
 )
 from .grouped_linear import GroupedLinear
 from .linear import Bias, Linear
-from .low_rank_linear import LowRankLinear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .parallel_linear import ParallelLinear
 from .pointwise import ConstantScale, Reshape
@@ -33,8 +32,12 @@ from .residual import AddExtraInput, MakeExtraOutput, SwapExtraInput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 from .token_log_prob import TokenLogProb
-from .vocab_parallel import VocabParallelCrossEntropy
-from .vocab_parallel_log_prob import VocabParallelTokenLogProb
+
+if typing.TYPE_CHECKING:
+    from . import losses as losses
+    from .low_rank_linear import LowRankLinear
+    from .vocab_parallel import VocabParallelCrossEntropy
+    from .vocab_parallel_log_prob import VocabParallelTokenLogProb
 
 __all__ = [
     "GEGLU",
@@ -90,8 +93,16 @@ __all__ = [
     "VocabParallelTokenLogProb",
 ]
 
+_AT_FIRST_USE = {
+    "LowRankLinear": "low_rank_linear",
+    "VocabParallelCrossEntropy": "vocab_parallel",
+    "VocabParallelTokenLogProb": "vocab_parallel_log_prob",
+}
 
-def __getattr__(name: str) -> types.ModuleType:
-    if name != "losses":
+
+def __getattr__(name: str) -> typing.Any:
+    if name == "losses":
+        return importlib.import_module("opfuse.ops.losses")
+    if name not in _AT_FIRST_USE:
         raise AttributeError(f"module 'opfuse.ops' has no attribute {name!r}")
-    return importlib.import_module("opfuse.ops.losses")
+    return getattr(importlib.import_module(f"opfuse.ops.{_AT_FIRST_USE[name]}"), name)

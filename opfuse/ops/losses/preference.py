@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .._common import check_bool, expected, shows
-from .sequences import Found, SequenceLoss, Sequences, check_choice, check_range, either
+from .sequences import (
+    Found,
+    SequenceLoss,
+    Sequences,
+    check_choice,
+    check_numbers,
+    check_range,
+    either,
+)
 
 Pair = tuple[Tensor, Tensor]
 """A value of the chosen and of the rejected sequence of each pair."""
@@ -21,6 +29,8 @@ _LOG_PROBS = ("chosen_log_prob", "rejected_log_prob")
 
 def _both(values: Tensor, pairs: Tensor) -> Pair:
     """The values of the sequences of each pair; refuses numbers out of range."""
+    check_numbers("pairs: sequence", pairs, len(values))
+    check_numbers("pairs: minus sequence", -pairs, 1)
     return values.index_select(0, pairs[:, 0]), values.index_select(0, pairs[:, 1])
 
 

@@ -30,9 +30,13 @@ class Sequences:
         ids: ``(tokens,)``, the number of each token's sequence; below 0: it belongs to none.
         count: How many sequences there are.
         like: A tensor of the dtype that lengths have.
+
+    Raises:
+        IndexError: A number is not below ``count``; on a GPU the device reports it later.
     """
 
     def __init__(self, ids: Tensor, count: int, like: Tensor) -> None:
+        check_numbers("a token's sequence", ids, count)
         self._slots, self._count = ids.long().clamp(min=-1) + 1, count  # slot 0 is for none
         self.counted = self._slots > 0
         self.lengths = self.sum(torch.ones_like(like))
@@ -58,6 +62,15 @@ class Sequences:
         return torch.empty_like(order).scatter(
             0, order, torch.arange(len(order), device=order.device) - starts
         )
+
+
+def check_numbers(what: str, numbers: Tensor, count: int) -> None:
+    """Refuse numbers of sequences that are not below ``count``, with a CPU, where one can look."""
+    if numbers.device.type != "cpu" or not numbers.numel() or torch.compiler.is_compiling():
+        return
+    if (largest := int(numbers.max())) >= count:
+        there = f"the other inputs are of {count} sequences, with numbers from 0"
+        raise IndexError(f"{what} {largest} is out of range: {there}")
 
 
 class Found(NamedTuple):
