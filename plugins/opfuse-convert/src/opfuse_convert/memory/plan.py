@@ -129,7 +129,9 @@ class MemoryPlan:
         """The curve as lines, with a bar for the time of each point."""
         how = " (times are estimated)" if self.estimated else ""
         lines = [f"kept for the backward against the time of a step{how}:"]
-        points = [("", b, s) for b, s in _some(self.curve, 12)][::-1]
+        # of those whose share is printed alike the fastest, which comes last
+        apart = {round(b / max(self.unfused, 1), 2): (b, s) for b, s in self.curve}
+        points = [("", b, s) for b, s in _some([*apart.values()], 12)][::-1]
         points += [(f"torch.compile, budget {share:g}", b, s) for share, b, s in self.compiled]
         longest = max([s for *_, s in points], default=1.0)
         rows = []
