@@ -35,6 +35,15 @@ def steps(chain, which="forward"):
     return [step.op for step in getattr(chain._module_groups[0]._last[1].plan, which)]
 
 
+def test_what_no_recipe_quantizes_says_so():
+    x, chain = torch.randn(4, 5), opfuse.Sequential(ops.LowRankLinear(5, 7, 2), ops.Linear(7, 3))
+    with opfuse.autocast(Rounding()):
+        found = opfuse.explain(chain, x)
+    assert "quantized by Rounding: 3 of 5 products of linear ops" in found.details
+    assert "no recipe quantizes a linear with a LoRA adapter" in found.details
+    assert "LoRA" not in opfuse.explain(chain, x).details
+
+
 class RoundBoth(torch.autograd.Function):
     """Rounds a tensor on the way there, its gradient on the way back."""
 

@@ -71,6 +71,8 @@ class BasicOperation(FusibleOperation):
             processes of the group compare what they run, see :mod:`opfuse.core.engine.agreement`.
         uneven_rows: Whether its processes may have different numbers of rows.
         accumulates_grads: Whether :meth:`accumulate_grads` stores the gradients of parameters.
+        unquantized: Why no recipe quantizes the products of the op, for reports; empty: it has
+            none, or has quantizers for them.
         silent_outputs: Whether the extra outputs are numbers to report, which have no gradients.
         extras_of_any_dtype: Whether the dtype of floating-point extra inputs may differ from that
             of the input, though the parameters' may not.
@@ -102,6 +104,7 @@ class BasicOperation(FusibleOperation):
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
     extras_of_any_dtype: ClassVar[bool] = False
+    unquantized: ClassVar[str] = ""
     silent_outputs: ClassVar[bool] = False
 
     def __init__(self) -> None:

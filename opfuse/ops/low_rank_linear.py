@@ -40,6 +40,7 @@ class LowRankLinear(RowwiseOperation):
     params_in_compute_dtype = True
     casts_input = True
     takes_params = ("weight", "lora_a", "lora_b")
+    unquantized = "not quantized: no recipe quantizes a linear with a LoRA adapter as one op"
     saved_names = ("input", "mask", "low", "weight", "lora_a", "lora_b")
     context_names = ("scaling", "dropout")
     real_numbers = ("scaling", "dropout")

@@ -84,7 +84,7 @@ def quantized_by(program: Any) -> Quantized:
             "wgrad": any(needs.params[i]),
             "backward": recipe.backward_override is None,
         }
-        if op.param_names and op.num_quantizers("backward"):
+        if op.param_names and (op.num_quantizers("backward") or getattr(op, "unquantized", "")):
             products += _products(op, quantizers[i], **given)
         if quantizers[i]:
             rows += _rows(program, i, op, given)

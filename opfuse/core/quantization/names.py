@@ -46,6 +46,8 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
         if skip:
             _refuse_part(op, skip)
         if not op.num_quantizers("forward"):
+            if why := getattr(op, "unquantized", ""):
+                found[i] = why
             continue
         if pattern := matching(op.name, skip):
             found[i] = f"not quantized: skip names it, by {pattern!r}"

@@ -182,8 +182,6 @@ def no_top_tokens(op: Any, env: Environment) -> str:
 
 def _pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
-    if not isinstance(ops[0], BasicLinear):  # no recipe quantizes it
-        env = env._replace(recipe=None)
     return no_top_tokens(ops[-1], env) or chunks_pay(ops, env)
 
 
