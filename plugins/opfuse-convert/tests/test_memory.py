@@ -396,6 +396,20 @@ def test_what_would_not_repeat_is_not_computed_again(way, why):
         opfuse.plan_memory(model, torch.randn(32, WIDTH), *given, budget="1")
 
 
+@pytest.mark.parametrize("what", ["parameter", "mode"])
+def test_nothing_may_change_before_the_backward(what):
+    model, x = Layers(*[Stateful("none") for _ in range(4)]), torch.randn(32, WIDTH)
+    opfuse.plan_memory(model, x, budget=0.3)
+    loss = model(x).sum()
+    if what == "mode":
+        model.eval()
+    else:
+        with torch.no_grad():
+            model.layers[0].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed between the forward and this backward"):
+        loss.backward()
+
+
 def test_a_list_among_the_arguments_is_the_callers():
     class Appending(nn.Module):
         def __init__(self):

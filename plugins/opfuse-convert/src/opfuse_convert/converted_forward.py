@@ -220,7 +220,7 @@ class ConvertedForward(ReplacedForward):
         """Run the chain, as a memory plan says."""
         chain: Any = self.chain
         memory = vars(module).get(MEMORY)
-        return chain(*given) if memory is None else memory.call_chain(chain, given)
+        return chain(*given) if memory is None else memory.call_chain(module, chain, given)
 
     def in_graphs(self) -> bool:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""

@@ -42,8 +42,8 @@ class Action:
         prefer = f'prefer="{self.prefer}"' if self.prefer else ""
         return " with ".join(filter(None, (self.what, prefer))) or "as it is"
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a forward so, or raise :class:`OnceError` before it runs."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a forward of a module so, or raise :class:`OnceError` before it runs."""
         if is_dynamo_compiling():  # there the partitioner decides, except for a checkpoint
             return (
                 recomputed(forward, args, kwargs, {})
@@ -53,9 +53,35 @@ class Action:
         with options(prefer=self.prefer) if self.prefer else contextlib.nullcontext():
             if self.what == "recompute":
                 how = {"context_fn": checkpoint_contexts}
-                return recomputed(forward, args, kwargs, how)
+                same = _unchanged_forward(module, forward)
+                return recomputed(same, args, kwargs, how)
             with offloading() if self.what == "offload" else contextlib.nullcontext():
                 return forward(*args, **kwargs)
+
+
+def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is refused in the backward if a parameter or the training mode was changed.
+
+    Where nothing is computed again the mode does not matter, and autograd finds what it saved
+    changed.
+    """
+    params, modules = list(module.parameters()), list(module.modules())
+
+    def state() -> list[int]:
+        return [*[param._version for param in params], *[part.training for part in modules]]
+
+    before = state()
+
+    def same(*args: Any, **kwargs: Any) -> Any:
+        if state() != before:
+            raise RuntimeError(
+                f"{type(module).__name__}: a parameter or the training mode was changed between "
+                f"the forward and this backward, which computes the forward again by "
+                f"opfuse.plan_memory: change it after the backward"
+            )
+        return forward(*args, **kwargs)
+
+    return same
 
 
 class OnceError(TypeError):
@@ -192,17 +218,17 @@ class ModuleMemory:
         def run(*args: Any, **kwargs: Any) -> Any:
             return forward(module, *args, **kwargs)
 
-        return self._run(None if by_user is True else self.own, run, args, kwargs)
+        return self._run(None if by_user is True else self.own, module, run, args, kwargs)
 
-    def call_chain(self, chain: Any, given: Any) -> Any:
+    def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
         """The chain of the module's forward."""
-        return self._run(self.chain, chain, given, {})
+        return self._run(self.chain, module, chain, given, {})
 
-    def _run(self, action: Action | None, forward: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, action: Action | None, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         if action is None or not torch.is_grad_enabled() or is_traced():
             return forward(*args, **kwargs)
         try:
-            result = action.run(forward, args, kwargs)
+            result = action.run(module, forward, args, kwargs)
         except OnceError as error:
             if not is_dynamo_compiling():
                 self.fallback = str(error)

@@ -52,7 +52,7 @@ class Place:
             return self.module(*args, **kwargs)
         memory, replaced = vars(self.module).get(MEMORY), replaced_forward(self.module)
         chain: Any = replaced.chain  # type: ignore[union-attr]
-        return chain(*args) if memory is None else memory.call_chain(chain, args)
+        return chain(*args) if memory is None else memory.call_chain(self.module, chain, args)
 
 
 @dataclasses.dataclass(eq=False)
@@ -182,7 +182,7 @@ class _Heard:
         modules = {m: None for m in modules if not isinstance(m, torch.jit.ScriptModule)}
         try:
             for module in modules:
-                put_on(module, _Ear(self, module))
+                put_on(module, _Ear(self))
             yield
         finally:
             for module in modules:
@@ -204,17 +204,17 @@ class _Heard:
 class _Ear:
     """What a module has in place of a :class:`ModuleMemory` while it is heard."""
 
-    def __init__(self, heard: _Heard, module: nn.Module) -> None:
-        self._heard, self._module = heard, module
+    def __init__(self, heard: _Heard) -> None:
+        self._heard = heard
 
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward."""
         key = module, False
         return self._heard.hear(key, args, kwargs, lambda: forward(module, *args, **kwargs))
 
-    def call_chain(self, chain: Any, given: Any) -> Any:
+    def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
         """The chain of the module's forward."""
-        return self._heard.hear((self._module, True), given, {}, lambda: chain(*given))
+        return self._heard.hear((module, True), given, {}, lambda: chain(*given))
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
