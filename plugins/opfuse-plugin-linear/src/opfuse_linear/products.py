@@ -57,7 +57,7 @@ class Product:
             weights = weight.chunk(2)
             biases = (None, None) if bias is None else bias.chunk(2)
         given = functions, functions.numbers(act.numbers_of())
-        keep = ctx.requires_grad and ctx.input_requires_grad
+        keep = ctx.requires_grad and ctx.input_requires_grad and not act.saves_output
         y, hidden = multiply(x, weights, biases, *given, keep=keep, config=self._config)
         if ctx.requires_grad:
             act.operand(ctx, y if hidden is None else hidden)
