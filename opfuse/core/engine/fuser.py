@@ -20,7 +20,7 @@ from ..layout import is_dtensor, run_on_parts
 from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
-from ..settings import Settings, current
+from ..settings import Settings, current, is_captured
 from .agreement import Agreed, agree, reported
 from .chain import Chain
 from .checks import (
@@ -408,6 +408,7 @@ def _begin_under_recipe(program: Program) -> None:
     if not program.compiling:
         check_checkpoint(program)
         current.recording = program.recorded  # for ops that request their quantizers themselves
+        current.captured = is_captured(program.env.device)
         for op in program.chain.ops:
             op._quantizers.latest = program.recipe
     if records and current.block is not None:
