@@ -106,7 +106,13 @@ def _quantizers(
 
     Ops that were always skipped are left out.
     """
-    ops = dict.fromkeys(one for op in ran for one in op._prepared.ops() or [op])
+    together: dict[PreparedOps, list[Any]] = {}  # what an op was prepared with is asked once
+    ops: dict[Any, None] = {}
+    for op in ran:
+        if (prepared := op._prepared) not in together:
+            together[prepared] = prepared.ops()
+            ops.update(dict.fromkeys(together[prepared]))
+        ops[op] = None
     if () not in skips:  # no block without names to skip
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in skips)}
     before, current.environment = current.environment, env
