@@ -4,10 +4,15 @@ import ast
 import functools
 import io
 import pathlib
+import sys
 import tokenize
 
 import pytest
-import tomllib
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = pytest.mark.alone
 
