@@ -133,16 +133,13 @@ def numeric(chains: Chains) -> Iterator[Case]:
         yield case.with_(wide=True, dtype=torch.bfloat16)
         if case.recipe is None:
             yield case.with_(parametrized=True)
-    yield from (*chains.tiles, *chains.models)
-    yield from map(crossed, chains.residual or chains.plain)
-    yield from switched(chains)
-    yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
+    yield from (*chains.tiles, *chains.models, *map(crossed, chains.residual or chains.plain))
+    yield from (*switched(chains), *(case.with_(dtype=torch.bfloat16) for case in chains.all))
     if chains.thorough:
         for case in chains.all:
             yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
         yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
-    yield from evaluating(chains)
-    yield from chains.residual
+    yield from (*evaluating(chains), *chains.residual)
 
 
 def switched(chains: Chains) -> Iterator[Case]:
