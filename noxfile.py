@@ -40,11 +40,13 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = pathlib.Path(__file__).parent.resolve()
 CONSTRAINTS = ROOT / "constraints.txt"
+DISTRIBUTIONS = str(ROOT / "tests" / "release" / "distributions.py")
 BIN = "Scripts" if os.name == "nt" else "bin"
 ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
 UNSET = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "PYTHONPATH")
 
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+TORCH: list[str] = PROJECT["tool"]["opfuse"]["torch"]
 PACKAGES = {
     path.parent.name: nox.project.load_toml(path)["project"]
     for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))
@@ -93,40 +95,47 @@ def group(*names: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(PROJECT, *names)
 
 
+def torch_of(session: nox.Session) -> str:
+    """The minor of torch that a session's name asks for; "" for the one in constraints.txt."""
+    return session.name.removeprefix("torch-") if session.name.startswith("torch-") else ""
+
+
+def constraints(session: nox.Session) -> pathlib.Path:
+    """The versions to install: those in constraints.txt, but what another torch decides itself."""
+    minor = torch_of(session)
+    if not minor:
+        return CONSTRAINTS
+    kept = re.sub(r"^(torch|torchao|setuptools)==.*\n", "", CONSTRAINTS.read_text(), flags=re.M)
+    path = ROOT / ".nox" / f"constraints-torch-{minor}.txt"
+    path.write_text(f"{kept}torch=={minor}.*\n")
+    return path
+
+
 def base(session: nox.Session) -> str:
     """The Python of the environment that holds torch, the test tools and the build backend.
 
-    The environment is made when it is needed.
+    The environment is made when it is needed, one for each minor of torch.
     """
     requirements = sorted(
         {*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *group("test")}
     )
-    version = ".".join(map(str, sys.version_info[:2]))
-    home = ROOT / ".nox" / f"base-{version}"
+    version, minor, versions = sys.version_info, torch_of(session), constraints(session)
+    home = ROOT / ".nox" / (f"base-{version[0]}.{version[1]}" + f"-torch-{minor}" * bool(minor))
     python = home / BIN / "python"
     stamp = home / "installed"
     wanted = hashlib.sha256(
-        json.dumps([sys.version, requirements, CONSTRAINTS.read_text()]).encode()
+        json.dumps([sys.version, requirements, versions.read_text()]).encode()
     ).hexdigest()
     if not stamp.is_file() or stamp.read_text() != wanted:
-        session.run(
-            sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home), external=True
-        )
-        session.run(
-            str(python),
-            "-m",
-            "pip",
-            "install",
-            "-c",
-            str(CONSTRAINTS),
-            *requirements,
-            external=True,
-        )
+        making = [sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home)]
+        session.run(*making, external=True)
+        pip = [str(python), "-m", "pip", "install", "-c", str(versions)]
+        session.run(*pip, *requirements, external=True)
         stamp.write_text(wanted)
     return str(python)
 
 
-def wheel(session: nox.Session, package: pathlib.Path) -> str:
+def wheel_of(session: nox.Session, package: pathlib.Path) -> str:
     """The wheel of a package of this repository, built once in a run, into .nox/wheels."""
     if package not in WHEELS:
         folder = ROOT / ".nox" / "wheels" / package.name
@@ -155,8 +164,8 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     )
     pathlib.Path(own, "zz_base.pth").write_text(shared + "\n")
     command = [pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation"]
-    wanted = [wheel(session, each) if isinstance(each, pathlib.Path) else each for each in what]
-    session.run(*command, "-c", str(CONSTRAINTS), *wanted, external=True)
+    wanted = [wheel_of(session, each) if isinstance(each, pathlib.Path) else each for each in what]
+    session.run(*command, "-c", str(constraints(session)), *wanted, external=True)
     session.env.update({**dict.fromkeys(UNSET), "OPFUSE_TUNING": ""})
     session.chdir(ROOT)  # create_tmp starts from here
     session.chdir(session.create_tmp())
@@ -205,7 +214,7 @@ def show_plugins(session: nox.Session, python: str = "python") -> None:
 
 def everything(session: nox.Session) -> None:
     """Install and list every package of this repository."""
-    core = f"{wheel(session, ROOT)}[examples]"
+    core = f"{wheel_of(session, ROOT)}[examples]"
     install(session, core, *(ROOT / "plugins" / name for name in PACKAGES))
     show_plugins(session)
 
@@ -247,6 +256,30 @@ def together(session: nox.Session) -> None:
     pytest(session, *where, options=["-m", "not alone"])
 
 
+def other_torch(session: nox.Session) -> None:
+    """The core's tests and each plugin's, with one of the minors of torch in TORCH.
+
+    What that torch lacks itself skips a test, for a reason that tests/support/known_limits.py
+    states. pip takes the build of torch that it finds: on Linux the large CUDA build, unless you
+    point it at the CPU build.
+    """
+    python = install(session, ROOT, *TOOLKITS)
+    session.env["PYTHONPATH"] = str(ROOT / "tests" / "support")
+    limits = ["-p", "known_limits"]
+    pytest(session, ROOT / "tests", options=[*limits, f"--ignore={ROOT / 'tests' / 'models'}"])
+    for name in sorted(PACKAGES):
+        install(session, ROOT, *folders(name))
+        session.env["PYTHONPATH"] = str(ROOT / "tests" / "support")
+        pytest(session, ROOT / "plugins" / name / "tests", options=limits)
+        if name.startswith("opfuse-plugin-"):  # no plugin is tested beside another
+            pip = [base(session), "-m", "pip", "--python", python, "uninstall", "--quiet", "--yes"]
+            session.run(*pip, name, external=True)
+
+
+for minor in TORCH:
+    timed(name=f"torch-{minor}", venv_params=ALONE)(other_torch)
+
+
 @timed(venv_params=ALONE)
 def strangers(session: nox.Session) -> None:
     """The README's plugin and a broken one, each installed with pip from a folder of its own."""
@@ -263,10 +296,18 @@ def strangers(session: nox.Session) -> None:
 
 @timed(reuse_venv=True)
 def lint(session: nox.Session) -> None:
-    """Ruff. Needs no torch, so it has a plain environment."""
+    """Ruff, and the schemas of files for a host. Needs no torch, so it has a plain environment."""
     session.install("--quiet", "-c", str(CONSTRAINTS), *group("lint"))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
+    hosted = ROOT / ".github"
+    for schema, files in {
+        "github-workflows": sorted(hosted.glob("workflows/*.yml")),
+        "github-issue-forms": sorted(hosted.glob("ISSUE_TEMPLATE/[0-9]*.yml")),
+        "github-issue-config": [hosted / "ISSUE_TEMPLATE" / "config.yml"],
+        "citation-file-format": [ROOT / "CITATION.cff"],
+    }.items():
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, files))
     with tempfile.TemporaryDirectory() as folder:  # what `opfuse new` writes, for ruff as it comes
         written = pathlib.Path(folder, "new")
         shutil.copytree(ROOT / "opfuse/cli/scaffold/template", written)
@@ -308,14 +349,33 @@ def docs(session: nox.Session) -> None:
 
 
 def build_all(session: nox.Session, folder: pathlib.Path, *options: str) -> list[pathlib.Path]:
-    """Build the core and every package into an empty folder; returns the wheels."""
+    """Build the core and every package into an empty folder; returns the wheels.
+
+    They are built from a copy of what git knows, so nothing else can get into them, and with the
+    time of the last commit, so that anybody gets the same bytes.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    install(session, "build")
+    python = install(session, "build")
+    tree = pathlib.Path(session.create_tmp()) / f"{folder.name}-tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    session.run(python, DISTRIBUTIONS, "copy", str(tree), silent=True)
+    show = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+    session.env["SOURCE_DATE_EPOCH"] = session.run(*show, silent=True, external=True).strip()
     command = ["python", "-m", "build", "--no-isolation", "--outdir", str(folder), *options]
-    for package in (ROOT, *(ROOT / "plugins" / name for name in PACKAGES)):
+    for package in (tree, *(tree / "plugins" / name for name in PACKAGES)):
         session.run(*command, str(package), silent=True)
     session.log("built " + ", ".join(path.name for path in sorted(folder.iterdir())))
+    if not options:
+        session.run(python, DISTRIBUTIONS, "check", str(tree), str(folder))
     return sorted(folder.glob("*.whl"))
+
+
+def fresh_python(session: nox.Session) -> str:
+    """The Python of another environment, which is empty: not even pip is in it."""
+    home = pathlib.Path(session.bin).parent / "fresh"
+    command = ["-m", "virtualenv", "--quiet", "--clear", "--no-seed", str(home)]
+    session.run(sys.executable, *command, external=True)
+    return str(home / BIN / "python")
 
 
 @timed(venv_params=ALONE)
@@ -325,23 +385,54 @@ def build(session: nox.Session) -> None:
     The wheels are then installed and tried, as on a machine without a network.
     """
     wheels = build_all(session, ROOT / "dist")
-    fresh = pathlib.Path(session.bin).parent / "fresh"
-    session.run(
-        sys.executable,
-        "-m",
-        "virtualenv",
-        "--quiet",
-        "--clear",
-        "--no-seed",
-        str(fresh),
-        external=True,
-    )
-    python = install(session, *map(str, wheels), into=str(fresh / BIN / "python"))
+    python = install(session, *map(str, wheels), into=fresh_python(session))
     show_plugins(session, python)
     script = shutil.copy(ROOT / "benchmarks" / "from_wheels.py", session.create_tmp())
     for wheel in wheels:
         shutil.copy(wheel, session.create_tmp())
     session.run(python, script, "--help", silent=True, external=True)
+
+
+@timed(venv_params=ALONE)
+def release(session: nox.Session) -> None:
+    """Everything of a release but the upload; ``-- TAG`` for the release of one package.
+
+    Builds twice and compares, checks the files, and installs each package by its name, from a
+    folder with torch and nothing else, into an empty environment. There it must do what the README
+    promises. A tag is ``NAME-vVERSION``. Its files are then in dist/upload/.
+    """
+    status = ["git", "-C", str(ROOT), "status", "--porcelain"]
+    if session.posargs and session.run(*status, silent=True, external=True):
+        session.error("the checkout has changes: a release is built from a commit")
+    folder, again = ROOT / "dist", pathlib.Path(session.create_tmp()) / "again"
+    build_all(session, folder)
+    install(session, "twine")
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, folder.iterdir()))
+    mask = os.umask(0o077)  # how files lie on a machine must not matter
+    build_all(session, again)
+    os.umask(mask)
+    session.run("python", DISTRIBUTIONS, "same", str(folder), str(again))
+
+    house = ROOT / "build" / "release"
+    house.mkdir(parents=True, exist_ok=True)
+    for path in house.glob("opfuse*"):
+        path.unlink()
+    tables = [PROJECT["project"], *PACKAGES.values()]
+    needed = {each for table in tables for each in table["dependencies"]}
+    names = sorted(each for each in needed if not each.startswith("opfuse"))
+    pip = [base(session), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    download = ["download", "--only-binary=:all:", "--dest", str(house), "-c", str(CONSTRAINTS)]
+    session.run(*pip, *download, *names, external=True)
+    for wheel in folder.glob("*.whl"):
+        shutil.copy(wheel, house)
+    session.env["PIP_CONFIG_FILE"] = os.devnull  # with --isolated: no other place is searched
+    for name in ("opfuse", *PACKAGES):
+        python = fresh_python(session)
+        command = ["--isolated", "--python", python, "install", "--no-compile", "--no-index"]
+        session.run(*pip, *command, "--find-links", str(house), name, external=True)
+        session.run(python, str(ROOT / "tests" / "release" / "smoke.py"), name, external=True)
+    if session.posargs:  # what else forbids it is said last, behind a whole rehearsal
+        session.run("python", DISTRIBUTIONS, "upload", str(ROOT), str(folder), *session.posargs)
 
 
 @timed(venv_params=ALONE)

@@ -6,7 +6,8 @@ The model has the widths of Llama 3 8B, four layers and a vocabulary of 32,000, 
 weights. A step is the forward with the loss, and the backward, over 2 x 2,048 tokens. Each way runs
 in a process of its own: after three steps, the median of 15, by the GPU's clock. ``peak`` is the
 largest amount of memory in use; weights and their gradients are part of it. ``loss`` is that of the
-first step: all ways start with the same weights and tokens.
+first step: all ways start with the same weights and tokens. ``graph`` is the median of 15 replays
+of a CUDA graph that holds the step (``--graph``): what it takes where Python takes nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -33,21 +35,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for each way")
     parser.add_argument("--kernels", action="store_true", help="print what takes the GPU's time")
+    parser.add_argument("--graph", action="store_true", help="the step in a CUDA graph too")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--part", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        print(json.dumps(run(options.part, options.layers, options.kernels)))
+        print(json.dumps(run(options.part, options.layers, options.kernels, options.graph)))
         return
     import torch
 
     from benchmarks.record import about
 
     result = about("gpu-step", torch.device("cuda")) | {"layers": options.layers, "rows": []}
-    print(f"{'':18} {'ms':>8} {'speed':>6} {'peak GB':>8} {'loss':>9}")
+    print(f"{'':18} {'ms':>8} {'speed':>6} {'peak GB':>8} {'loss':>9} {'graph':>8}")
     for way in options.ways.split(","):
         command = [sys.executable, __file__, "--part", way, "--layers", str(options.layers)]
-        command += ["--kernels"] * options.kernels
+        command += ["--kernels"] * options.kernels + ["--graph"] * options.graph
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=False, timeout=options.limit
@@ -64,16 +67,17 @@ def main() -> None:
             continue
         first = result["rows"][0].get("ms", row["ms"])
         speed = f"{first / row['ms']:6.2f} {row['peak_gb']:8.2f} {row['loss']:9.5f}"
-        print(f"{way:18} {row['ms']:8.2f} {speed}", flush=True)
+        print(f"{way:18} {row['ms']:8.2f} {speed} {row.get('graph_ms', ''):>8}", flush=True)
         for name, ms, count in row.get("kernels", ()):
             print(f"{ms:27.2f} ms {count:5}x {name[:70]}")
 
 
-def run(way: str, layers: int, kernels: bool = False) -> dict[str, Any]:
+def run(way: str, layers: int, kernels: bool = False, graph: bool = False) -> dict[str, Any]:
     """The milliseconds of a step, the peak of memory and the first loss, one way.
 
     ``kernels`` adds those that take most of the GPU's time: names, milliseconds and calls of a
-    step, and their sum first.
+    step, and their sum first. ``graph`` adds the milliseconds of a captured step, and the losses of
+    its first replay and of one more step as it is, which would be equal but for new scales.
     """
     import torch
     import transformers
@@ -109,16 +113,21 @@ def run(way: str, layers: int, kernels: bool = False) -> dict[str, Any]:
     for _ in range(2):
         step()
     torch.cuda.reset_peak_memory_stats()
-    taken = []
-    for _ in range(15):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        taken.append(start.elapsed_time(end))
+    ms = median(step)
     peak = torch.cuda.max_memory_allocated() / 2**30
-    result = {"ms": statistics.median(taken), "peak_gb": peak, "loss": loss}
+    result = {"ms": ms, "peak_gb": peak, "loss": loss}
+    if graph:
+        captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(captured, stream=stream):
+            again = step()
+        captured.replay()
+        losses = [float(again)]
+        result["graph_ms"] = round(median(captured.replay), 3)
+        result["graph_losses"] = [*losses, float(step())]
     if kernels:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
@@ -128,6 +137,21 @@ def run(way: str, layers: int, kernels: bool = False) -> dict[str, Any]:
         total = ("all", sum(ms for _, ms, _ in each), sum(count for *_, count in each))
         result["kernels"] = [total, *each[:25]]
     return result
+
+
+def median(call: Callable[[], Any]) -> float:
+    """The median milliseconds of 15 calls by the GPU's clock."""
+    import torch
+
+    taken = []
+    for _ in range(15):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end))
+    return statistics.median(taken)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Writes what comes from the code.
 
-These are the pages on hooks, contracts and the grammar, a table in from-te-ops, and plan.svg.
+These are the pages on hooks, contracts and the grammar, a table in from-te-ops, plan.svg and
+architecture.svg.
 
     python docs/generate.py
 
 ``tests/test_docs.py`` fails while they are not current.
 """
 
+import importlib.util
 import inspect
 import pathlib
 import re
@@ -335,10 +337,19 @@ def picture():
         return (pathlib.Path(folder) / "plan.svg").read_text(encoding="utf-8")
 
 
+def load(name):
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def generated():
     """The text of every generated file, by name."""
     pages = {"hooks.md": hooks(), "contracts.md": contracts(), "from-te-ops.md": from_te_ops()}
-    return pages | {"grammar.md": grammar(), "plan.svg": picture()}
+    pictures = {"plan.svg": picture(), "architecture.svg": load("house").draw()}
+    return pages | {"grammar.md": grammar()} | pictures
 
 
 if __name__ == "__main__":

@@ -175,7 +175,9 @@ def generate():
     return module
 
 
-@pytest.mark.parametrize("name", ["hooks.md", "contracts.md", "from-te-ops.md", "plan.svg"])
+@pytest.mark.parametrize(
+    "name", ["hooks.md", "contracts.md", "from-te-ops.md", "plan.svg", "architecture.svg"]
+)
 def test_what_is_generated_is_current(name):
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate().generated()[name], (
         "run docs/generate.py"

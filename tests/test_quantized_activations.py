@@ -80,7 +80,7 @@ def test_only_a_recipe_that_casts_gives_one():
         assert type(opfuse.Sequential(ops.Quantize(), ops.Identity())(x)) is torch.Tensor
         assert type(opfuse.Sequential(ops.Quantize(False))(x)) is torch.Tensor
         torch.compiler.reset()  # what other tests compiled counts for the limit of recompiling
-        assert type(torch.compile(chain, backend="eager")(x)) is torch.Tensor
+        assert type(torch.compile(chain, backend="eager", fullgraph=True)(x)) is torch.Tensor
         with torch.no_grad():
             made = chain(x)
     assert type(made) is QuantizedActivation and not made.quantized.copies.columnwise

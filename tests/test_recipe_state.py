@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
+from opfuse.core import engine, quantization
 from opfuse.core.quantization import ROWWISE
 from opfuse.core.quantization.formats import ScaledTensor
 
@@ -697,6 +698,43 @@ def test_fresh_is_right_where_no_version_tells(change, counting):
     assert not torch.equal(before, after) and len(counting.casts) == 2
     with opfuse.autocast(Rounding(), weights="cached"):
         assert torch.equal(after, op(x))
+
+
+def capture(patch, captured=True):
+    """As while a CUDA graph is captured, but for what makes the state."""
+    for module in (engine.fuser, quantization.scale_update):
+        patch.setattr(module, "is_captured", lambda device: captured)
+
+
+def test_a_graph_and_eager_calls_use_no_cast_of_each_other(counting, monkeypatch):
+    """A replay would read the codes of a weight of long ago, or memory that is free."""
+    op, x = linear()
+    with opfuse.autocast(Rounding()):
+        op(x)
+    for captured, casts in ((True, 2), (True, 2), (False, 3), (False, 3)):
+        capture(monkeypatch, captured)
+        with opfuse.autocast(Rounding(), weights="cached"):
+            op(x)
+        assert len(counting.casts) == casts
+
+
+def test_a_graph_without_the_end_of_its_block_is_refused(monkeypatch):
+    """Its replays would never advance the scales."""
+    chain, x = mlp()
+    step(chain, x), step(chain, x)
+    with pytest.raises(RuntimeError, match=r"captured a forward without that end.*inside of what"):
+        with opfuse.autocast(RECIPE):
+            with monkeypatch.context() as patch:
+                capture(patch)
+                chain(x)
+    with monkeypatch.context() as patch:
+        capture(patch)
+        step(chain, x)
+    before = updates(chain)
+    with opfuse.autocast(RECIPE), torch.no_grad(), monkeypatch.context() as patch:
+        capture(patch)
+        chain(x)  # reads the scales alone
+    assert updates(chain) == before == [3, 3, 0] * 2
 
 
 class Twice(nn.Module):

@@ -305,7 +305,7 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
         == (ROOT / "LICENSE").read_bytes()
     )
 
-    for key in ("authors", "keywords", "classifiers"):  # what only a published package needs
+    for key in ("authors", "keywords", "classifiers", "urls"):  # a published package needs them
         ours["project"].pop(key)
     for project in (ours["project"], generated["project"]):
         project.pop("optional-dependencies", None)  # each has its own

@@ -208,6 +208,8 @@ def test_a_step_over_zero_and_of_packed_codes():
     below, above = made([0x81]), made([0x01])  # minus and plus the smallest number
     assert code_steps(below.rowwise_data, above.rowwise_data).item() == 2
     packed = [torch.tensor([byte], dtype=torch.uint8) for byte in (0x19, 0x21)]
+    powers = [torch.tensor([k], dtype=torch.uint8) for k in (127, 128)]
+    assert code_steps(*(k.view(torch.float8_e8m0fnu) for k in powers)).item() == 1
     steps = code_steps(*(byte.view(torch.float4_e2m1fn_x2) for byte in packed))
     assert steps.flatten().tolist() == [2, 1]  # low nibble first: -1 and 1, then 1 and 2
 

@@ -37,6 +37,10 @@ def main() -> None:
         from .experts import main as count_experts
 
         return count_experts(sys.argv[2:])
+    if sys.argv[1:2] == ["host"]:
+        from .host import main as count_calls
+
+        return count_calls(sys.argv[2:])
     names = [str(target) for target in TARGETS.values()]
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=__doc__)
     parser.add_argument("plugin", nargs="?", help="an installed plugin, or module:object")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -359,7 +360,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _own_fuser(self) -> Any:
         """The fuser behind ``op(x)``, which lives as long as the op."""
-        if is_dynamo_compiling() or self._cache.key is not self:
+        if is_traced() or self._cache.key is not self:
             _make_own_fuser(self)
         return self._cache.value
 
@@ -460,6 +461,27 @@ class Engine(NamedTuple):
 def bind_engine(engine: Engine) -> None:
     """Give the ops access to the engine, which calls this once, when it is imported."""
     type.__setattr__(FusibleOperation, "engine", engine)
+
+
+_COMPILING_NEEDS_TORCH_2_12 = (
+    f"torch.compile cannot trace opfuse's ops with torch {torch.__version__}: its Dynamo refuses "
+    f"modules as arguments of functions whose result is constant, which torch 2.12 and newer take. "
+    f"Without fullgraph=True they run in eager mode"
+    if torch.__version__ < "2.12"
+    else ""
+)
+
+
+def is_traced() -> bool:
+    """Whether Dynamo traces the caller.
+
+    Raises:
+        NotImplementedError: It does, and is too old. Without ``fullgraph=True`` it then gives up on
+            the caller, which runs in eager mode. With it, its error shows this line.
+    """
+    if is_dynamo_compiling() and _COMPILING_NEEDS_TORCH_2_12:
+        raise NotImplementedError(_COMPILING_NEEDS_TORCH_2_12)
+    return is_dynamo_compiling()
 
 
 def _make_own_fuser(op: FusibleOperation) -> None:

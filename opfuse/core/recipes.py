@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import ChainMap
 from typing import Any
 
@@ -34,6 +35,12 @@ def recipe_of(name: str) -> Recipe:
     Raises:
         ValueError: No installed plugin offers one, or it needs arguments.
     """
+    return _recipe_of(name, current.selection, manager.generation)
+
+
+@functools.lru_cache(64)
+def _recipe_of(name: str, selection: str | None, generation: int) -> Recipe:
+    """As :func:`recipe_of`; the same one in every step, which is quickly compared."""
     known = _offering()
     if name not in known:
         install = f"install {FP8_PLUGIN}, which does; " if name in FP8_RECIPES else ""

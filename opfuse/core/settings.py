@@ -61,6 +61,7 @@ class ThreadSettings(threading.local):
             used again.
         block: The outermost :class:`opfuse.autocast` block, or None.
         recording: Whether the running forward may advance the scales of a recipe.
+        captured: Whether the running forward under a recipe is captured into a CUDA graph.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
         together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
         building: The name of the op under construction, which inner ops get too, or "".
@@ -73,6 +74,7 @@ class ThreadSettings(threading.local):
     weights: str = "fresh"
     block: Any = None
     recording: bool = True
+    captured: bool = False
     model_init: Any = None
     together: Any = None
     building: str = ""

@@ -64,6 +64,10 @@ class Activation(RowwiseOperation):
         deterministic: Whether the same input always gives the same output, so that it may be
             computed again. False for a class that implements any of the computing methods and does
             not declare it, unless it is one of opfuse's.
+        saves_output: Whether the output is saved in place of the input, as that of ReLU. It must
+            have the same value and derivative as the input; whoever reads :meth:`saved_input` may
+            get either. A class that implements any of the computing methods declares it itself.
+            False if ``cache_quantized_input``.
 
     Args:
         cache_quantized_input: Keep the input for the backward in FP8, with one scale, as the recipe
@@ -80,6 +84,7 @@ class Activation(RowwiseOperation):
 
     gated: ClassVar[bool] = False
     deterministic: bool = True
+    saves_output: bool = False
     saved_names = ("input",)
     feature_ratio = 1
     casts_input = True
@@ -96,6 +101,8 @@ class Activation(RowwiseOperation):
         computing = _newest(cls, _COMPUTING)
         if computing < _newest(cls, {"deterministic"}):
             type.__setattr__(cls, "deterministic", _is_built_in(cls.__mro__[computing]))
+        if computing < _newest(cls, {"saves_output"}):
+            type.__setattr__(cls, "saves_output", False)
         formulas = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)]
         type.__setattr__(cls, "_in_parts", _is_built_in(formulas))
         for name, replaced in _SHORTCUTS.items():
@@ -112,6 +119,8 @@ class Activation(RowwiseOperation):
         super().__init__()
         check_bool(self, "cache_quantized_input", cache_quantized_input)
         self._caches = cache_quantized_input
+        if cache_quantized_input:
+            self.saves_output = False
 
     @property
     def cache_quantized_input(self) -> bool:
@@ -266,13 +275,16 @@ class Activation(RowwiseOperation):
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
-        """The output, in ``ctx.dtype``; saves ``(input,)`` in that dtype."""
+        """The output, in ``ctx.dtype``; saves ``(input,)``, or the output, in that dtype."""
+        if self.saves_output:
+            return self.operand(ctx, self.forward_value(cast(input_, ctx.dtype or input_.dtype)))
         return self.forward_value(self.operand(ctx, input_))
 
     def operand(self, ctx: Any, input_: Tensor) -> Tensor:
         """The input in ``ctx.dtype``; leaves on ``ctx`` what the backward needs.
 
-        Fusions may call it too. With ``cache_quantized_input`` the saved input is quantized.
+        Fusions may call it too, with the output if ``saves_output``. With ``cache_quantized_input``
+        the saved input is quantized.
         """
         x = input_ if ctx.dtype is input_.dtype or ctx.dtype is None else input_.to(ctx.dtype)
         if ctx.requires_grad:
@@ -286,7 +298,7 @@ class Activation(RowwiseOperation):
 
     @staticmethod
     def saved_input(ctx: Any) -> Tensor | None:
-        """The input that :meth:`operand` saved, as a plain tensor; None if it saved none.
+        """What :meth:`operand` saved, as a plain tensor; None if it saved nothing.
 
         For the op itself, and for fusions of the backward.
         """
@@ -429,6 +441,8 @@ class QGELU(Activation, built_in=True):
 
 class ReLU(Activation, built_in=True):
     """``max(x, 0)``."""
+
+    saves_output = True
 
     def value(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""

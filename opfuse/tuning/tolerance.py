@@ -149,7 +149,7 @@ def code_steps(got: Tensor, expected: Tensor) -> Tensor:
     if got.dtype.itemsize > 1 or not got.dtype.is_floating_point:
         return (got.double() - expected.double()).abs()
     codes = [codes.view(torch.uint8).short() for codes in (got, expected)]
-    sign = 128
+    sign = 256 if got.dtype is torch.float8_e8m0fnu else 128  # that has none
     if got.dtype is torch.float4_e2m1fn_x2:
         codes, sign = [torch.stack([both & 15, both >> 4]) for both in codes], 8
     one, other = (torch.where(code >= sign, sign - code, code) for code in codes)

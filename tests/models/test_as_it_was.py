@@ -16,12 +16,14 @@ pytest.importorskip("transformers", reason="the models are those of transformers
 
 import families
 import torch
+from other_models import MODELS
 from steps import check, step, twins
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from transformers import DynamicCache
 
 import opfuse
+from opfuse.core import authoring
 from opfuse.core.introspection import op_class
 from opfuse.core.replaced_forward import replaced_forward
 
@@ -63,6 +65,41 @@ def test_a_step_of_training(family):
     assert opfuse.converted(model)
     check(step(model, family), step(reference, family), family)
     assert not fallbacks(model)
+
+
+EVERY_DTYPE = [(other, way) for other in MODELS for way in ("fp32", "bf16", "autocast")]
+FEW_DTYPES = [("opt", "fp32"), ("gpt_neox", "fp32"), ("bart", "bf16"), ("clip", "autocast")]
+
+
+@pytest.mark.parametrize("other, way", EVERY_DTYPE if families.ALL else FEW_DTYPES)
+def test_a_forward_keeps_no_more_than_before(other, way):
+    torch.manual_seed(0)
+    make, inputs_of = MODELS[other]
+    reference, model = twins(make())
+    inputs = inputs_of()
+    if way == "bf16":
+        reference, model = reference.bfloat16(), model.bfloat16()
+        floating = {
+            n for n, tensor in inputs.items() if torch.is_floating_point(torch.as_tensor(tensor))
+        }
+        inputs |= {n: inputs[n].bfloat16() for n in floating}
+    opfuse.convert(model)
+    # statistics of norms are in fp32, as PyTorch keeps them on a GPU; on a CPU it rounds them to bf16
+    statistics = []
+    for part in reference.modules():
+        if isinstance(part, nn.LayerNorm) and way == "bf16":
+            part.register_forward_hook(
+                lambda module, args, y: statistics.append(2 * y[..., 0].numel())
+            )
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        model(**inputs)  # constants are made
+        apart = [
+            [*each.parameters(), *each.buffers(), *inputs.values()] for each in (reference, model)
+        ]
+        apart = [[t for t in each if isinstance(t, torch.Tensor)] for each in apart]
+        expected = authoring.saved_bytes(lambda: reference(**inputs).loss, apart[0])
+        got = authoring.saved_bytes(lambda: model(**inputs).loss, apart[1])
+    assert got <= expected + 2 * sum(statistics)
 
 
 @each_family

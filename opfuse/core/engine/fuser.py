@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from ..fusible import Engine, FusibleOperation, bind_engine
+from ..fusible import Engine, FusibleOperation, bind_engine, is_traced
 from ..introspection import hook_dicts, why_apart
 from ..layout import is_dtensor, run_on_parts
 from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
-from ..settings import Settings, current
+from ..settings import Settings, current, is_captured
 from .agreement import Agreed, agree, reported
 from .chain import Chain
 from .checks import (
@@ -253,7 +253,7 @@ class OperationFuser:
             if self._agreed[:2] != (program, input.shape):
                 self._agreed = agree(program, input, self._agreed)
         if program.recipe is not None:
-            _begin_under_recipe(program)
+            _begin_under_recipe(program, input.device)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
             check_constants(self._chain, kwargs)
         for op, requires_grad in program.called_before:
@@ -295,6 +295,7 @@ class OperationFuser:
     def _run_traced(
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Any:
+        is_traced()  # refuses an old Dynamo
         check_arguments(self._chain, input, extra_inputs)
         training = [unit.training for unit in self._units if not any(hook_dicts(unit))]
         if len(training) != len(self._units):
@@ -392,7 +393,7 @@ def _never_traced(function: Any) -> Any:
     return _not_traced(function) if "torch._dynamo" in sys.modules else function
 
 
-def _begin_under_recipe(program: Program) -> None:
+def _begin_under_recipe(program: Program, device: torch.device) -> None:
     """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
     records = program.advances and (program.recorded or getattr(current.observer, "records", False))
     if program.compiling and program.untraced:
@@ -408,6 +409,7 @@ def _begin_under_recipe(program: Program) -> None:
     if not program.compiling:
         check_checkpoint(program)
         current.recording = program.recorded  # for ops that request their quantizers themselves
+        current.captured = is_captured(device)
         for op in program.chain.ops:
             op._quantizers.latest = program.recipe
     if records and current.block is not None:

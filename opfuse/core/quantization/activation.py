@@ -154,7 +154,7 @@ class QuantizedActivation(Tensor):
             return cls._over(args[0]._content, args[0].recipe)
         if func is _aten.clone.default and args[0].quantized is not None:
             return cls._over(_Content(args[0].quantized), args[0].recipe)
-        lasts = func.is_view or func._schema.is_mutable
+        lasts = _lasts(func)
         originals: dict[int, Tensor] = {}
 
         def plain(value: Any) -> Any:
@@ -166,6 +166,14 @@ class QuantizedActivation(Tensor):
 
         found = func(*tree_map(plain, args), **tree_map(plain, given))
         return tree_map(lambda value: originals.get(id(value), value), found) if lasts else found
+
+
+def _lasts(func: Any) -> bool:
+    """Whether what an operation gives, or writes, is of the tensor that it gets."""
+    return bool(func.is_view or func._schema.is_mutable)
+
+
+_lasts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.14 traces its caller
 
 
 class _Values(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -137,7 +137,12 @@ class Quantizer(ABC):
                 unquantized tensor. Or :meth:`quantize` returned what it must not.
         """
         if not isinstance(tensor, QuantizedTensor):
-            return self._checked(self.quantize(tensor, usage), tensor, usage)
+            made = self.quantize(tensor, usage)
+            fits = isinstance(made, QuantizedTensor) and same_quantizer(made.quantizer, self)
+            if fits and made.shape == tensor.shape and made.dtype == tensor.dtype:
+                if made.usage.covers(usage):
+                    return made
+            self._refuse(made, tensor, usage)
         if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
             return tensor
         raise TypeError(
@@ -146,31 +151,22 @@ class Quantizer(ABC):
             f"starts from the unquantized tensor"
         )
 
-    def _checked(self, made: QuantizedTensor, tensor: Tensor, usage: Usage) -> QuantizedTensor:
-        """Return the result of :meth:`quantize` after checking that it fits the tensor."""
-        who = f"{type(self).__name__}.quantize must return"
+    def _refuse(self, made: Any, tensor: Tensor, usage: Usage) -> NoReturn:
+        """Say why a result of :meth:`quantize` does not fit the tensor."""
+        got = type(made).__name__
         if not isinstance(made, QuantizedTensor):
-            raise TypeError(
-                f"{who} one of the formats of opfuse.core.quantization.formats, "
-                f"got {type(made).__name__}"
+            wanted = f"one of the formats of opfuse.core.quantization.formats, got {got}"
+        elif not same_quantizer(made.quantizer, self):
+            other = type(made.quantizer).__name__
+            wanted = f"a {got} whose quantizer is itself, got one of {other}"
+        elif (made.shape, made.dtype) != (tensor.shape, tensor.dtype):
+            wanted = (
+                f"a {got} with the shape and dtype of its input, {tuple(tensor.shape)} and "
+                f"{tensor.dtype}, got {tuple(made.shape)} and {made.dtype}"
             )
-        if not same_quantizer(made.quantizer, self):
-            raise TypeError(
-                f"{who} a {type(made).__name__} whose quantizer is itself, "
-                f"got one of {type(made.quantizer).__name__}"
-            )
-        if (made.shape, made.dtype) != (tensor.shape, tensor.dtype):
-            raise TypeError(
-                f"{who} a {type(made).__name__} with the shape and dtype of its input, "
-                f"{tuple(tensor.shape)} and {tensor.dtype}, got {tuple(made.shape)} and "
-                f"{made.dtype}"
-            )
-        if not made.usage.covers(usage):
-            raise TypeError(
-                f"{who} the copies that it is asked for, {usage}, got {made.usage} in a "
-                f"{type(made).__name__}"
-            )
-        return made
+        else:
+            wanted = f"the copies that it is asked for, {usage}, got {made.usage} in a {got}"
+        raise TypeError(f"{type(self).__name__}.quantize must return {wanted}")
 
     def describe(self) -> str:
         """The format in a few words for reports, such as ``"E4M3, one scale"``."""
@@ -239,7 +235,9 @@ def _copied(
 
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
     """Return whether two quantizers are the same, recording or not."""
-    return one is not None and other is not None and _original(one) is _original(other)
+    if one is None or other is None:
+        return False
+    return one is other or _original(one) is _original(other)
 
 
 def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:

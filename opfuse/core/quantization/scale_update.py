@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..settings import current
+from ..settings import current, is_captured
 from .names import matching
 from .parameter import held_by
 from .quantizer import Quantizer
@@ -41,6 +41,7 @@ class Block:
         self._ran: dict[Recipe, tuple[dict[Any, None], Any]] = {}
         self._skips: dict[Recipe, set[tuple[str, ...]]] = {}
         self._calibrating: set[Recipe] = set()
+        self._captured = False
 
     def add(self, recipe: Recipe, ops: Iterable[Any], env: Any) -> None:
         """Remember the ops that run with grad mode on, or for calibration.
@@ -49,6 +50,7 @@ class Block:
             RuntimeError: The maxima are taken over a group, and the model is not prepared.
         """
         ran, _ = self._ran.setdefault(recipe, ({}, env))
+        self._captured |= current.captured
         self._skips.setdefault(recipe, set()).add(current.skip)
         if current.observer is not None and current.observer.records:
             self._calibrating.add(recipe)
@@ -65,6 +67,9 @@ class Block:
         """Advance the state of the ops that ran, or discard their records.
 
         It does not advance after an exception, nor with grad mode off unless the block calibrates.
+
+        Raises:
+            RuntimeError: A CUDA graph captured a forward and not this, which no replay would do.
         """
         for recipe, (ran, env) in self._ran.items():
             if in_backward():
@@ -77,6 +82,12 @@ class Block:
                     for quantizer in op._quantizers.of_forward(op, recipe):
                         if all(quantizer is not one for one in apart):
                             quantizer.discard()
+            elif self._captured and not is_captured(env.device):
+                raise RuntimeError(
+                    f"the scales of {recipe} advance at the end of opfuse.autocast, and a CUDA "
+                    f"graph captured a forward without that end: they would stay as they are in "
+                    f"every replay; enter autocast inside of what is captured"
+                )
             else:
                 quantizers = _quantizers(recipe, ran, env, self._skips[recipe])
                 with torch.no_grad():
@@ -95,7 +106,13 @@ def _quantizers(
 
     Ops that were always skipped are left out.
     """
-    ops = dict.fromkeys(one for op in ran for one in op._prepared.ops() or [op])
+    together: dict[PreparedOps, list[Any]] = {}  # what an op was prepared with is asked once
+    ops: dict[Any, None] = {}
+    for op in ran:
+        if (prepared := op._prepared) not in together:
+            together[prepared] = prepared.ops()
+            ops.update(dict.fromkeys(together[prepared]))
+        ops[op] = None
     if () not in skips:  # no block without names to skip
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in skips)}
     before, current.environment = current.environment, env

@@ -91,9 +91,12 @@ class QuantizerStates:
         """
         if recipe is None:
             return
-        lives = living_weights(op).items()
+        known, held = self._by_recipe.get(recipe), held_by(op)
+        if known is not None and not held:
+            return
+        lives = living_weights(op).items() if held else ()
         theirs = {name: param.quantizer for name, param in lives if param.recipe == recipe}
-        if (known := self._by_recipe.get(recipe)) is not None:
+        if known is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
             return
         made: dict[str, Quantizer] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,10 @@ from .quantizer import Quantizer, same_quantizer
 
 
 class _Entry(NamedTuple):
-    """A cast: the Parameter with its version, dtype and device, the quantizer, and the result."""
+    """A cast: the Parameter with its :func:`_state`, the quantizer, and the result."""
 
     param: weakref.ref[Tensor]
-    state: tuple[int, torch.dtype, torch.device]
+    state: tuple[Any, ...]
     quantizer: Quantizer
     tensor: QuantizedTensor
 
@@ -128,8 +128,9 @@ def _at_once(
     return None if parts is None or parts[0].shape[0] != rows else parts
 
 
-def _state(weight: Tensor) -> tuple[int, torch.dtype, torch.device]:
-    return weight._version, weight.dtype, weight.device
+def _state(weight: Tensor) -> tuple[Any, ...]:
+    """What a cast is good for. A CUDA graph reads no cast that its replays would not repeat."""
+    return weight._version, weight.dtype, weight.device, current.captured
 
 
 def _can_be_known_again(weight: Tensor) -> bool:

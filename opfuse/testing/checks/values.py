@@ -137,8 +137,11 @@ class Kept:
         for basic, ctx in zip(op.basic_ops, ctxs, strict=True):
             saved = ctx.to_save
             names = basic.saved_names or tuple(f"tensor {k}" for k in range(len(saved or ())))
+            either = getattr(basic, "saves_output", False)  # a fused op may save the input
+            if either and saved is not None:
+                saved = tuple([t if t is None else basic.forward_value(t) for t in saved])
             entry = {"needed": ctx.requires_grad, "saved": saved, "names": names}
-            entry["aliases"] = [aliases(t, known) for t in saved or ()]
+            entry["aliases"] = [[] if either else aliases(t, known) for t in saved or ()]
             names = () if isinstance(basic, Cast) else basic.context_names
             entry["context"] = {name: getattr(ctx, name, None) for name in names}
             left.append(entry)

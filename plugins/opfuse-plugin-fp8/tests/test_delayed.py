@@ -204,8 +204,9 @@ def test_state_that_a_graph_would_make_again_is_refused(monkeypatch):
                     chain(x)
         with opfuse.autocast(recipe=recipe):
             chain(x)
-            with monkeypatch.context() as patch:
-                capture(patch)
+        with monkeypatch.context() as patch:
+            capture(patch)
+            with opfuse.autocast(recipe=recipe):
                 chain(x)
 
 

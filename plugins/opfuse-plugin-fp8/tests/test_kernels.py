@@ -879,7 +879,7 @@ def test_rows_and_features_may_pass_32_bits():
         case.run(**case.inputs({"rows": 1 << 20, "features": 1 << 14}))
     config = launches[0].config
     assert launches[0].grid[0] * config["BLOCK_ROWS"] * config["BLOCK_COLUMNS"] == 1 << 34
-    assert tiles.programs(1 << 20, 1 << 14, config) == launches[0].grid[0]
+    assert tiles.grid(1 << 20, 1 << 14, config) == launches[0].grid
 
 
 @computes

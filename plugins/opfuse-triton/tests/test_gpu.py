@@ -168,6 +168,9 @@ FP8 = torch.float8_e4m3fn
         (8, 1, False, ""),
         (9, 1, False, "codes differs from its twin in 9 of 400 codes, by up to 1 steps"),
         (1, 2, False, "codes differs from its twin in 1 of 400 codes, by up to 2 steps"),
+        (8, 8, False, ""),  # twice as large: a block with another power of two as its scale
+        (9, 8, False, "codes differs from its twin in 9 of 400 codes, by up to 8 steps"),
+        (1, 16, False, "codes differs from its twin in 1 of 400 codes, by up to 16 steps"),
     ],
 )
 def test_how_far_fp8_codes_may_be_from_the_twins(moved, by, exact, fault):

@@ -95,7 +95,7 @@ def _is_run() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
-        or torch.fx._symbolic_trace._is_fx_tracing_flag
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
         or torch._C._are_functorch_transforms_active()
     )
 

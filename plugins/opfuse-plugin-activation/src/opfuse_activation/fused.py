@@ -61,7 +61,7 @@ class ForwardActivation(_Fused):
         ctx, (op, _) = basic_op_ctxs[-1], self._last
         bias = basic_op_ctxs[0].params[0] if self._has_bias else None
         dtype = ctx.dtype or input_.dtype
-        saves = ctx.requires_grad and ctx.input_requires_grad
+        saves = ctx.requires_grad and ctx.input_requires_grad and not op.saves_output
         keep = saves and (bias is not None or dtype is not input_.dtype)
         y, kept = self._run(input_, bias, None, dtype, keep)
         if ctx.requires_grad:  # it keeps its argument only if the op saves

@@ -218,14 +218,21 @@ def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
 def are_plain(*tensors: Any) -> bool:
     """Whether tensors, of which all but the first may be None, are plain and on one device."""
     first = tensors[0]
-    return isinstance(first, Tensor) and all(
-        t is None or (type(t) in PLAIN and t.dtype in DTYPES and t.device == first.device)
-        for t in tensors
-    )
+    if not isinstance(first, Tensor):
+        return False
+    for tensor in tensors:
+        if tensor is not None and not (
+            type(tensor) in PLAIN and tensor.dtype in DTYPES and tensor.device == first.device
+        ):
+            return False
+    return True
 
 
 def takes(*tensors: Any) -> bool:
     """Whether the kernels take these tensors, of which all but the first may be None."""
     if not are_plain(*tensors) or not tensors[0].ndim or not tensors[0].numel():
         return False
-    return all(t is None or t.is_contiguous() for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            return False
+    return True

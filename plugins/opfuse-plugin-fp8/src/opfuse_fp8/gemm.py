@@ -195,6 +195,8 @@ class GemmOperand(NamedTuple):
         Args:
             right: Whether it is the right operand, which is transposed.
         """
+        if self.kind is ScalingType.TensorWise:
+            return self.scale, self.kind, SwizzleType.NO_SWIZZLE
         if self.kind in SMALL:
             scale = self.scale if self.swizzled else swizzled(self.scale)
             found = scale, self.kind, SwizzleType.SWIZZLE_32_4_4
@@ -202,8 +204,7 @@ class GemmOperand(NamedTuple):
                 return found
             second = self.over_all, ScalingType.TensorWise, SwizzleType.NO_SWIZZLE
             return tuple(map(list, zip(found, second, strict=True)))  # type: ignore[return-value]
-        as_it_is = self.kind is ScalingType.TensorWise
-        as_it_is = as_it_is or (self.kind is ScalingType.RowWise and not right)
+        as_it_is = self.kind is ScalingType.RowWise and not right
         return self.scale if as_it_is else self.scale.t(), self.kind, SwizzleType.NO_SWIZZLE
 
 
@@ -255,7 +256,8 @@ def multiply(
         )
     if right.kind is ScalingType.RowWise:
         left = left.by_row()
-    left, right = left.filled(), right.filled()
+    if left.data.shape[1] % DEPTH:
+        left, right = left.filled(), right.filled()
     one, other = left.scaling(), right.scaling(right=True)
     return F.scaled_mm(
         left.data,

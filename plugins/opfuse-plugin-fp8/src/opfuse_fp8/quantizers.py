@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -77,16 +78,21 @@ class BaseQuantizer(Quantizer):
 
     Attributes:
         format: The class of its results.
+        power_of_2: Whether its scales are powers of two.
+        square: Whether its blocks are as high as wide.
     """
 
     format: ClassVar[type[QuantizedTensor]]
+    power_of_2: bool = False
+    square: bool = False
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         """See :meth:`opfuse.Quantizer.quantize`."""
-        if out is not None:  # a copy that stays would be of other values
-            usage = Usage(*map(max, usage, out.copies))
+        if out is None:
+            return self._cast(Into(self, usage), tensor)
+        usage = Usage(*map(max, usage, out.copies))  # a copy that stays would be of other values
         made = self._cast(Into(self, usage), tensor)
         with torch.no_grad():
             return _written(made, out)
@@ -106,7 +112,8 @@ class BaseQuantizer(Quantizer):
                 nothing is recorded. None: it is the first cast.
         """
         with torch.no_grad():
-            return self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
+            made = self.over(tensor.shape, tensor.dtype, self.tensors_of(tensor, usage))
+        return made.checked()
 
     def tensors_of(self, tensor: Tensor, usage: Usage) -> Tensors:
         """The tensors of the format, in its order; exponents of MX scales as bytes.
@@ -118,7 +125,7 @@ class BaseQuantizer(Quantizer):
         raise NotImplementedError
 
     def over(self, shape: torch.Size, dtype: torch.dtype, tensors: Tensors) -> QuantizedTensor:
-        """A quantized tensor over what :meth:`tensors_of`, or a kernel, computed.
+        """A quantized tensor over what :meth:`tensors_of`, or a kernel, computed; without checks.
 
         Args:
             shape: The shape of the values, in which the first tensor is viewed.
@@ -127,17 +134,15 @@ class BaseQuantizer(Quantizer):
         """
         data, *others = tensors
         data = None if data is None else data.view(shape)
-        return self.format(shape, dtype, self, data, *others)
+        return self.format.known(shape, dtype, self, (data, *others))
 
 
-def _written(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
-    """``made``, or ``out`` with its values.
+def _written(made: QuantizedTensor, out: QuantizedTensor) -> QuantizedTensor:
+    """``out`` with the values of ``made``.
 
     Raises:
         ValueError: ``out`` has another layout, shape or dtype, or lacks a copy.
     """
-    if out is None:
-        return made
     if type(out) is not type(made) or _layout(out) != _layout(made):
         raise ValueError(f"quantize(out=...): expected a place for {made!r}, got {out!r}")
     pairs = list(zip(out.tensors(), made.tensors(), strict=True))
@@ -214,7 +219,7 @@ class _TensorQuantizer(BaseQuantizer):
         """See :meth:`opfuse.Quantizer.quantize_rows`: the scale is that of the largest of all."""
         with torch.no_grad():
             made = self.with_largest(tensor, usage, largest(casts.largest(tensor)))
-            return self.over(tensor.shape, tensor.dtype, made)
+            return self.over(tensor.shape, tensor.dtype, made).checked()
 
 
 def _settings(quantizer: Any) -> tuple[Any, ...]:
@@ -323,10 +328,9 @@ class DelayedQuantizer(_TensorQuantizer):
         if self._recording is not None:
             return self._recording.note_capture()  # type: ignore[attr-defined, no-any-return]
         state = self.scale, self.amax, self.amax_history
-        stays = any(one is other for one, other in zip(state, self._captured, strict=False))
         if is_captured(self.scale.device):
-            self._captured, stays = state, True
-        return stays
+            self._captured = state
+        return bool(self._captured) and any(map(operator.is_, state, self._captured))
 
     def record(self, amax: Tensor) -> None:
         """Record the largest magnitude of a tensor, which a kernel may have found.
@@ -346,7 +350,7 @@ class DelayedQuantizer(_TensorQuantizer):
             return super().reference(tensor, usage)
         with torch.no_grad():
             made = *self.with_scale(tensor, usage, again.scale), again.scale
-            return self.over(tensor.shape, tensor.dtype, made)
+            return self.over(tensor.shape, tensor.dtype, made).checked()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own state, which shares no memory with that of other quantizers."""
@@ -421,7 +425,7 @@ class BlockQuantizer(_BlockwiseQuantizer):
         """See :meth:`BaseQuantizer.over`."""
         data, *others = tensors
         data = None if data is None else data.view(shape)
-        return BlockScaledTensor(shape, dtype, self, data, *others, block=self.block)
+        return BlockScaledTensor.known(shape, dtype, self, (data, *others), block=self.block)
 
     def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = matrix.shape
@@ -508,7 +512,7 @@ class MXQuantizer(_BlockwiseQuantizer):
         data = None if row is None else row.view(shape)
         exponents = [None if s is None else s.view(torch.float8_e8m0fnu) for s in scales]
         parts = data, exponents[0], column, exponents[1]
-        return MXTensor(shape, dtype, self, *parts, swizzled=self.swizzles)
+        return MXTensor.known(shape, dtype, self, parts, swizzled=self.swizzles)
 
     def _copy(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = matrix.shape

@@ -5,8 +5,7 @@ The core has each weight cast by itself, so the rows wait here for the kernels t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,10 +25,10 @@ class _Rows:
 
     def take(self, quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor | None:
         """The rows of a quantizer, once; None: there are none of this shape."""
-        sizes = enumerate(zip(self._quantizers, self._sizes, strict=False))
-        wanted = quantizer, tuple(shape[:-1])
-        place = next((i for i, (known, size) in sizes if (known, (size,)) == wanted), None)
-        if place is None:
+        if quantizer not in self._quantizers:
+            return None
+        place = self._quantizers.index(quantizer)
+        if shape[:-1] != (self._sizes[place],):
             return None
         self._quantizers[place] = None
         if not self._parts:
@@ -39,19 +38,22 @@ class _Rows:
         return part if (part.shape, part.device) == (shape, device) else None
 
 
-@contextlib.contextmanager
-def side_by_side(quantizers: Sequence[Any], sizes: Sequence[int]) -> Iterator[None]:
+class side_by_side:
     """Within the context, kernels write the rowwise codes of some weights into one tensor.
 
     Args:
         quantizers: Those of the weights, in the order of the rows.
         sizes: How many rows each weight has.
     """
-    token = _waiting.set(_Rows(quantizers, sizes))
-    try:
-        yield
-    finally:
-        _waiting.reset(token)
+
+    def __init__(self, quantizers: Sequence[Any], sizes: Sequence[int]) -> None:
+        self._rows = _Rows(quantizers, sizes)
+
+    def __enter__(self) -> None:
+        self._token = _waiting.set(self._rows)
+
+    def __exit__(self, *exc_info: object) -> None:
+        _waiting.reset(self._token)
 
 
 def room_for(quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor:
@@ -70,10 +72,12 @@ def room_for(quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor:
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """Matrices as one, if each begins where the one before ends in the same memory; or None."""
     first, *others = tensors
-    if is_compiling() or any(type(t) is not Tensor or not t.is_contiguous() for t in tensors):
+    if is_compiling() or type(first) is not Tensor or not first.is_contiguous():
         return None
     end, memory = first.storage_offset() + first.numel(), first.untyped_storage()._cdata
     for tensor in others:
+        if type(tensor) is not Tensor or not tensor.is_contiguous():
+            return None
         if tensor.storage_offset() != end or tensor.untyped_storage()._cdata != memory:
             return None
         if (tensor.dtype, tensor.shape[1]) != (first.dtype, first.shape[1]):

@@ -34,16 +34,19 @@ def refuse_other_device(into: Into, device: torch.device) -> None:
     Raises:
         RuntimeError: The state of the quantizer, or the scale of an earlier cast, is elsewhere.
     """
-    names = into.quantizer.state_names
-    state = {name: getattr(into.quantizer, name) for name in names}
-    if isinstance(scale := getattr(into.again, "scale", None), Tensor):
-        state["scale of the earlier cast"] = scale
-    for name, tensor in state.items():
-        if tensor.device != device:
-            raise RuntimeError(
-                f"{type(into.quantizer).__name__} expected values on {tensor.device}, where its "
-                f"{name} is, got some on {device}: move the model to its inputs by model.to()"
-            )
+    quantizer, _, again = into
+    for name in quantizer.state_names:
+        if (there := getattr(quantizer, name).device) != device:
+            break
+    else:
+        scale = getattr(again, "scale", None)
+        if scale is None or scale.device == device:
+            return
+        name, there = "scale of the earlier cast", scale.device
+    raise RuntimeError(
+        f"{type(quantizer).__name__} expected values on {there}, where its {name} is, got some on "
+        f"{device}: move the model to its inputs by model.to()"
+    )
 
 
 def cast(x: Tensor, into: Into) -> QuantizedTensor:

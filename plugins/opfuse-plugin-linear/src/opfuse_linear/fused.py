@@ -100,17 +100,17 @@ class ForwardLinearBiasActivation(_WithEpilogue):
         super().__init__(basic_ops)
         act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
-        self._parts = has_bias, act.operand, act.forward_value, conditions.epilogue(act), no_extras
+        self._parts = has_bias, act.op_forward, conditions.epilogue(act), no_extras
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
         act = self.basic_ops[-1]
         wanted = env.options.get("linear.recompute", False) and not env.compiling
-        self.recomputes = wanted and act.deterministic
+        self.recomputes = wanted and act.deterministic and not act.saves_output
         if wanted and not self.recomputes:
-            name = type(act).__name__
-            self.notes = f"its output is kept, since {name} does not declare itself deterministic"
+            why = "keeps it" if act.saves_output else "does not declare itself deterministic"
+            self.notes = f"its output is kept, since {type(act).__name__} {why}"
         # one kernel is faster on a GPU, however small
         if self.recomputes or env.device.type != "cpu":
             self._small = 0
@@ -119,19 +119,19 @@ class ForwardLinearBiasActivation(_WithEpilogue):
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        has_bias, operand, forward_value, epilogue, no_extras = self._parts
+        has_bias, op_forward, epilogue, no_extras = self._parts
         act = basic_op_ctxs[-1]
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         if x.numel() < self._small and has_bias and bias.dtype is x.dtype:
-            return forward_value(operand(act, self._linear(x, weight, bias))), no_extras
+            return op_forward(act, self._linear(x, weight, bias)), no_extras
         y = None
         if self._product is not None:
             y = self._product.activated(act, x, (weight,), (bias,))
         elif epilogue is not None and not act.requires_grad:
             y = kernels.linear_activation(x, weight, bias, *epilogue, self._onednn)
         if y is None:
-            y = forward_value(operand(act, kernels.linear(x, weight, bias, self._onednn)))
+            y = op_forward(act, kernels.linear(x, weight, bias, self._onednn))
         if basic_op_ctxs[0].may_recompute and act.input_requires_grad:
             basic_op_ctxs[0].recomputable_output = y
         return y, no_extras
@@ -169,12 +169,12 @@ class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         parallel, act = basic_op_ctxs
-        _, operand, forward_value, _, no_extras = self._parts
+        _, op_forward, _, no_extras = self._parts
         op: Any = self.basic_ops[0]
         operands = op.operands(parallel, input_)
         y = None if self._product is None else self._product.activated(act, *operands)
         if y is None:
-            y = forward_value(operand(act, _side_by_side(op, operands, self._onednn)))
+            y = op_forward(act, _side_by_side(op, operands, self._onednn))
         if parallel.may_recompute and act.input_requires_grad:
             parallel.recomputable_output = y
         return y, no_extras

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 import triton
-from opfuse_triton import Config, DeviceFunctions, Kernel, Target, current_target, functions_of
+from opfuse_triton import (
+    Config,
+    DeviceFunctions,
+    Kernel,
+    Target,
+    cdiv,
+    current_target,
+    functions_of,
+)
 from torch import Tensor
 from triton.runtime import _allocation
 
@@ -57,7 +65,7 @@ class Product:
             weights = weight.chunk(2)
             biases = (None, None) if bias is None else bias.chunk(2)
         given = functions, functions.numbers(act.numbers_of())
-        keep = ctx.requires_grad and ctx.input_requires_grad
+        keep = ctx.requires_grad and ctx.input_requires_grad and not act.saves_output
         y, hidden = multiply(x, weights, biases, *given, keep=keep, config=self._config)
         if ctx.requires_grad:
             act.operand(ctx, y if hidden is None else hidden)
@@ -174,7 +182,7 @@ def activation_gradient(
     y = before.new_empty(before.shape)
     partial = None
     if sums:  # for tiles of any height
-        count = triton.cdiv(len(dy), tiles.LEAST_HEIGHT)
+        count = cdiv(len(dy), tiles.LEAST_HEIGHT)
         partial = dy.new_zeros((count, width), dtype=torch.float32)
     value, linear = functions.value, functions.linear_value
     values = functions.derivative, linear
@@ -233,7 +241,7 @@ def _launch(
 
     def grid(config: Config) -> tuple[int]:
         tall, wide = config["BLOCK_M"], config["BLOCK_N"]
-        count = triton.cdiv(rows, tall) * triton.cdiv(features, wide)
+        count = cdiv(rows, tall) * cdiv(features, wide)
         return (min(target.multiprocessors, count) if by_tiles else count,)
 
     kernel.launch(grid, *given, config=config, **fixed)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target
+from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
 from opfuse_triton.functions import tanh
 from torch import Tensor
 from torch.nn import functional as F
@@ -178,7 +178,7 @@ def gradient_kernel(
 
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Blocks as wide as a row, but no wider than registers hold."""
-    widest = triton.next_power_of_2(facts["classes"])
+    widest = next_power_of_2(facts["classes"])
     pairs = [(4096, 8), (8192, 16), (2048, 4)]
     if facts.get("CAPPED") and target.backend == "cuda":  # it takes more registers
         pairs = [(4096, 16), (2048, 8)]
@@ -282,7 +282,7 @@ def row_gradients(
     gradient = logits.new_empty((rows, classes))
     if logits.numel():
         GRADIENT.launch(
-            lambda config: (rows, triton.cdiv(classes, config["BLOCK"])),
+            lambda config: (rows, cdiv(classes, config["BLOCK"])),
             *(logits, targets, weights, *sums.unbind(), gradient),
             *(classes, logits.stride(0), *_numbers(numbers)),
             config=config,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel
+from opfuse_triton import Config, Kernel, cdiv
 from opfuse_triton.functions import tanh
 from torch import Tensor
 
@@ -194,7 +194,7 @@ def row_gradients(
         given = iter([None if grad is None else grad.float().contiguous() for grad in grads])
         of_outputs = [next(given) if each else None for each in _asked(numbers)]
         GRADIENT.launch(
-            lambda config: (rows, triton.cdiv(classes, config["BLOCK"])),
+            lambda config: (rows, cdiv(classes, config["BLOCK"])),
             *(logits, tokens, *of_outputs, *kept, out),
             *(classes, logits.stride(0), numbers.ignore_index, *_numbers(numbers)),
             config=config,

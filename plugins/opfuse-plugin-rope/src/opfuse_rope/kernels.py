@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
 from opfuse_triton.elementwise.kernels import sum_strips
 from torch import Tensor
 
@@ -266,13 +266,13 @@ def rope_norm_backward_kernel(
 
 def _tiles(target: Target, facts: Mapping[str, Any]) -> list[tuple[dict[str, int], int]]:
     """Tiles with as many heads as still leave programs for every place, and their warps."""
-    block = int(triton.next_power_of_2(facts["HALF"]))
-    rest = int(triton.next_power_of_2(max(facts["DIM"] - 2 * facts["HALF"], 1)))
+    block = next_power_of_2(facts["HALF"])
+    rest = next_power_of_2(max(facts["DIM"] - 2 * facts["HALF"], 1))
     heads = facts["q_heads"] + facts["k_heads"]
     found = []
     for pairs, warps in ((1024, 4), (2048, 4), (512, 2)):
-        tokens = max(1, min(pairs // block, int(triton.next_power_of_2(facts["tokens"]))))
-        spare = triton.cdiv(facts["tokens"], tokens) * heads // (8 * target.multiprocessors)
+        tokens = max(1, min(pairs // block, next_power_of_2(facts["tokens"])))
+        spare = cdiv(facts["tokens"], tokens) * heads // (8 * target.multiprocessors)
         together = 1 << (max(1, min(8, spare)).bit_length() - 1)
         tile = {"TOKENS": tokens, "HEADS": together, "BLOCK": block, "REST": rest}
         found.append((tile, _warps(target, warps)))
@@ -338,8 +338,8 @@ def forward(
         args += [None, None, None, None, 0, 0, 0, 0.0]
 
     def grid(config: Config) -> tuple[int, int]:
-        groups = sum([triton.cdiv(one.heads, config["HEADS"]) for one in given])
-        return triton.cdiv(given[0].tokens, config["TOKENS"]), groups
+        groups = sum([cdiv(one.heads, config["HEADS"]) for one in given])
+        return cdiv(given[0].tokens, config["TOKENS"]), groups
 
     partly = 2 * angles.half < given[0].x.shape[-1]
     moves = [partly and y is not one.x for one, (y, _) in zip(given, made, strict=True)]
@@ -373,8 +373,8 @@ def norm_backward(
     heads = [one.heads for one in given]
     facts = {**constants, "q_heads": heads[0], "k_heads": sum(heads[1:]), "tokens": tokens}
     (tile, _), *_ = _tiles(current_target(given[0].x.device), facts)
-    tiles = triton.cdiv(tokens, tile["TOKENS"])
-    groups = [triton.cdiv(count, tile["HEADS"]) for count in heads]
+    tiles = cdiv(tokens, tile["TOKENS"])
+    groups = [cdiv(count, tile["HEADS"]) for count in heads]
     made: list[tuple[Tensor | None, Tensor | None]] = []
     args: list[Any] = []
     for one, dy, count in zip(given, grads, groups, strict=True):

@@ -220,9 +220,9 @@ class _Loss:
         total, count = self._chain(logits.hidden, targets), kwargs.get("num_items_in_batch")
         if count is not None:
             return total / (count.to(total.device) if isinstance(count, Tensor) else count)
-        count = (targets != IGNORED).sum()
-        # the mean over no tokens is NaN, and its gradient is zero, as in torch
-        return (total / count.clamp(min=1)).masked_fill(count == 0, torch.nan)
+        count = (targets != IGNORED).sum().to(total.dtype)
+        # the mean over no tokens is NaN, as 0 / 0 is, and its gradient is zero, as in torch
+        return total / count.clamp(min=1) + 0 / count
 
 
 def _settled(result: Any) -> Any:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .cases import KernelCase as KernelCase
     from .cases import Operand as Operand
     from .configs import Config as Config
+    from .configs import cdiv as cdiv
+    from .configs import next_power_of_2 as next_power_of_2
     from .kernels import Kernel as Kernel
     from .launches import Launch as Launch
     from .launches import recording as recording
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "activations": ("DeviceFunctions", "functions_of"),
     "cases": ("KernelCase", "Operand"),
-    "configs": ("Config",),
+    "configs": ("Config", "cdiv", "next_power_of_2"),
     "kernels": ("Kernel",),
     "launches": ("Launch", "recording"),
     "machine": ("is_interpreting", "kernels_run", "why_no_kernel"),

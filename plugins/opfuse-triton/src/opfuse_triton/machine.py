@@ -43,11 +43,11 @@ def kernels_run(device: torch.device) -> bool:
     Args:
         device: The device of the tensors.
     """
-    if device.type == "meta":
-        return recorded.get() is not None
-    return not why_no_kernel(device, _capability(device) if device.type == "cuda" else None)
+    if device.type == "cuda":
+        return _run_on_gpu(device)
+    return recorded.get() is not None if device.type == "meta" else not why_no_kernel(device)
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _run_on_gpu(device: torch.device) -> bool:
+    return not why_no_kernel(device, torch.cuda.get_device_capability(device))

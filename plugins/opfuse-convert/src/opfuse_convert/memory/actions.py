@@ -45,15 +45,12 @@ class Action:
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a forward of a module so, or raise :class:`OnceError` before it runs."""
         if is_dynamo_compiling():  # there the partitioner decides, except for a checkpoint
-            return (
-                recomputed(forward, args, kwargs, {})
-                if self.what == "recompute"
-                else (forward(*args, **kwargs))
-            )
+            if self.what == "recompute":
+                return recomputed(forward, args, kwargs, {})
+            return forward(*args, **kwargs)
         with options(prefer=self.prefer) if self.prefer else contextlib.nullcontext():
             if self.what == "recompute":
-                how = {"context_fn": checkpoint_contexts}
-                same = _unchanged_forward(module, forward)
+                same, how = _unchanged_forward(module, forward), {"context_fn": checkpoint_contexts}
                 return recomputed(same, args, kwargs, how)
             with offloading() if self.what == "offload" else contextlib.nullcontext():
                 return forward(*args, **kwargs)

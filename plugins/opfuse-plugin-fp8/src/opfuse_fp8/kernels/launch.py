@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from opfuse_quantized.swizzle import ROWS, SCALES, swizzled_size
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
 from opfuse_triton.machine import is_interpreting
 from opfuse_triton.targets import ptxas_release
 from torch import Tensor
@@ -51,6 +52,20 @@ def converts(target: Target) -> bool:
     return is_interpreting() or ptxas_release(int(target.arch)) >= (13,)
 
 
+@functools.lru_cache(1024)
+def _constants(
+    form: str, codes: torch.dtype, power_of_2: bool, dtype: torch.dtype, target: Target
+) -> Mapping[str, Any]:
+    return {
+        "DTYPE": TL[dtype],
+        "FORMAT": form,
+        "MANTISSA": MANTISSA[codes],
+        "NATIVE": converts(target),
+        "POWER_OF_2": bool(power_of_2),
+        "IF_INFINITE": torch.finfo(dtype).max,
+    }
+
+
 class Casting:
     """A cast by kernels: where codes and scales go, and the tensor that they make.
 
@@ -81,21 +96,15 @@ class Casting:
         values: Tensor | None = None,
     ) -> None:
         refuse_other_device(into, device)
-        quantizer, target = into.quantizer, current_target(device)
-        self._quantizer, self.usage, self._again = into
+        quantizer, self.usage, self._again = into
+        self._quantizer = quantizer
         self._shape, self._dtype, self._device = shape, dtype, device
         self.columns, self.values = shape[-1], values
         self.rows = shape.numel() // self.columns
         self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
         self._amax: Tensor | None = None
-        self.constants: dict[str, Any] = {
-            "DTYPE": TL[dtype],
-            "FORMAT": format_of(quantizer),
-            "MANTISSA": MANTISSA[quantizer.dtype],
-            "NATIVE": converts(target),
-            "POWER_OF_2": bool(getattr(quantizer, "power_of_2", False)),
-            "IF_INFINITE": torch.finfo(dtype).max,
-        }
+        how = format_of(quantizer), quantizer.dtype, quantizer.power_of_2
+        self.constants = _constants(*how, dtype, current_target(device))
 
     def passes(self, x: Tensor, apart: bool = False) -> list[Usage]:
         """The copies that each launch writes.
@@ -126,7 +135,8 @@ class Casting:
         if self.constants["FORMAT"] == "none":
             self._amax = amax = torch.zeros(1, dtype=torch.float32, device=self._device)
             if self.values is None:
-                wide = self.values = self._empty(self._shape, self._dtype)
+                wide = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                self.values = wide
             return wide, None, None, None, None, None, amax
         if self._codes == (None, None):
             self._allocate()
@@ -148,7 +158,9 @@ class Casting:
         if self.constants["FORMAT"] == "none":
             self._cast_values()
         quantizer, (one, other) = self._quantizer, self._scales
-        row, column = [None if c is None else c.view(quantizer.dtype) for c in self._codes]
+        row, column = self._codes
+        row = None if row is None else row.view(quantizer.dtype)
+        column = None if column is None else column.view(quantizer.dtype)
         tensors: Any = row, one, column, other
         if self.constants["FORMAT"] in ("tensor", "amax"):
             tensors = row, column, one, *([] if other is None else [other])
@@ -157,11 +169,11 @@ class Casting:
     def _cast_values(self) -> None:
         """Cast values whose largest magnitude is known."""
         assert self._amax is not None and self.values is not None
-        self.constants["FORMAT"] = "amax"
+        self.constants = {**self.constants, "FORMAT": "amax"}
         self._allocate()
         (row, column), (inverse, _) = self._codes, self._scales
         FORWARD.launch(
-            lambda config: (tiles.programs(self.rows, self.columns, config),),
+            functools.partial(tiles.grid, self.rows, self.columns),
             *(self.values, None, None, None, row, inverse, column, None, self._amax, None),
             *(self.rows, self.columns, ()),
             **self.constants,
@@ -170,35 +182,33 @@ class Casting:
 
     def _allocate(self) -> None:
         """Make room for codes and scales, as the format has them."""
-        rows, columns, form = self.rows, self.columns, self.constants["FORMAT"]
+        rows, columns, device = self.rows, self.columns, self._device
         row = column = row_scale = column_scale = None
         if self.usage.rowwise:
-            row = room_for(self._quantizer, self._shape, self._device)
-            row_scale = self._room(rows, columns)
+            row = room_for(self._quantizer, self._shape, device)
         if self.usage.columnwise:
-            column = self._empty((columns, rows), torch.uint8)
-            column_scale = self._room(columns, rows)
+            column = torch.empty((columns, rows), dtype=torch.uint8, device=device)
+        form = self.constants["FORMAT"]
         if form in ("tensor", "amax"):  # the inverse, and the scale to cast again
-            row_scale = self._empty((1,), torch.float32)
+            row_scale = torch.empty(1, dtype=torch.float32, device=device)
             column_scale = torch.empty_like(row_scale) if form == "tensor" else None
+        else:
+            row_scale = self._room(rows, columns) if self.usage.rowwise else None
+            column_scale = self._room(columns, rows) if self.usage.columnwise else None
         self._codes, self._scales = (row, column), (row_scale, column_scale)
 
-    def _room(self, outer: int, inner: int) -> Tensor | None:
+    def _room(self, outer: int, inner: int) -> Tensor:
         """Room for the scales of a copy whose blocks lie along ``inner``."""
         form = self.constants["FORMAT"]
         if form == "block":
-            return self._empty((triton.cdiv(inner, 128), outer), torch.float32)
+            shape = cdiv(inner, 128), outer
+            return torch.empty(shape, dtype=torch.float32, device=self._device)
         if form == "square":
-            down, across = triton.cdiv(outer, 128), triton.cdiv(inner, 128)
+            down, across = cdiv(outer, 128), cdiv(inner, 128)
             make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
-            shape = down, 4 * triton.cdiv(across, 4)
+            shape = down, 4 * cdiv(across, 4)
             return make(shape, dtype=torch.float32, device=self._device)
-        swizzles = form == "swizzled mx"
-        mx = swizzles or form == "mx"
-        return room_for_scales(outer, inner // 32, swizzles, self._device) if mx else None
-
-    def _empty(self, shape: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return room_for_scales(outer, inner // 32, form == "swizzled mx", self._device)
 
 
 def room_for_scales(outer: int, blocks: int, swizzles: bool, device: torch.device) -> Tensor:
@@ -233,14 +243,13 @@ def forward(
     casting: Casting,
 ) -> None:
     """Launch ``act(x + bias)`` into a cast, and what the activation is applied to into ``kept``."""
-    rows, features, target = casting.rows, casting.columns, current_target(x.device)
+    rows, features, config = casting.rows, casting.columns, None
     for usage in casting.passes(x):
-        facts = {**casting.facts(usage), **formula.forward, "features": features}
-        facts["unaligned"] = is_unaligned(x)
-        config = FORWARD.pick(target, facts)
-        count = tiles.programs(rows, features, config)
+        if x.storage_offset() * x.itemsize % 16:  # which no argument of the kernel shows
+            facts = {**casting.facts(usage), **formula.forward, "features": features}
+            config = FORWARD.pick(current_target(x.device), {**facts, "unaligned": True})
         FORWARD.launch(
-            (count,),
+            functools.partial(tiles.grid, rows, features),
             *(x, bias, kept, *casting.pointers(usage), rows, features, numbers),
             config=config,
             **casting.constants,
@@ -260,19 +269,19 @@ def backward(
     """Launch ``act'(x) dy`` into a cast; gives the sums over rows, if they are needed."""
     rows, width, features = casting.rows, casting.columns, dy.shape[-1]
     out = sums = dy.new_empty(width) if needs_sums else None
-    strips, target = 1, current_target(dy.device)
+    strips, config = 1, None
     apart = formula.gated and not formula.size
     for number, usage in enumerate(casting.passes(dy, apart)):
-        sums_ptr = torch.float32 if needs_sums and not number else None
-        facts = {**casting.facts(usage), **formula.backward}
-        config = BACKWARD.pick(target, {**facts, "features": features, "sums_ptr": sums_ptr})
-        count = tiles.programs(rows, features, config)
-        if sums_ptr is not None:  # the one tile of few rows writes the result itself
-            strips = triton.cdiv(rows, config["BLOCK_ROWS"])
+        if needs_sums:
+            facts = {**casting.facts(usage), **formula.backward, "features": features}
+            facts["sums_ptr"] = None if number else torch.float32
+            config = BACKWARD.pick(current_target(dy.device), facts)
+        if config is not None and not number:  # the one tile of few rows writes the result itself
+            strips = cdiv(rows, config["BLOCK_ROWS"])
             if strips > 1:
                 sums = dy.new_empty((strips, width), dtype=torch.float32)
         BACKWARD.launch(
-            (count,),
+            functools.partial(tiles.grid, rows, features),
             *(dy, x, None if number else sums, *casting.pointers(usage)),
             *(rows, features, numbers),
             config=config,
@@ -281,8 +290,8 @@ def backward(
         )
     if strips > 1:
         SUMS.launch(
-            lambda config: (triton.cdiv(width, config["BLOCK_COLUMNS"]),),
+            lambda config: (cdiv(width, config["BLOCK_COLUMNS"]),),
             *(sums, out, strips, width),
-            STEPS=triton.next_power_of_2(triton.cdiv(strips, 64)),
+            STEPS=next_power_of_2(cdiv(strips, 64)),
         )
     return out

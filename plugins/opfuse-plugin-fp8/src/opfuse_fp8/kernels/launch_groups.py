@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import triton
 from opfuse_quantized.grouped import GroupedMXTensor
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
 from torch import Tensor
 
 from opfuse.core.quantization import Usage
@@ -21,8 +20,8 @@ from .launch import MANTISSA, converts
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tile that the average group fills; codes that are transposed take tall ones."""
     tall, wide = (128, 64) if facts["column_ptr"] is not None else (64, 128)
-    average = triton.next_power_of_2(max(16, facts["rows"] // facts["groups"]))
-    across = triton.next_power_of_2(max(16, facts["features"]))
+    average = next_power_of_2(max(16, facts["rows"] // facts["groups"]))
+    across = next_power_of_2(max(16, facts["features"]))
     tile = {"BLOCK_ROWS": min(tall, average), "BLOCK_COLUMNS": min(wide, across)}
     warps = max(1, min(8, tile["BLOCK_ROWS"] * tile["BLOCK_COLUMNS"] // 1024))
     return [Config(tile, max(1, warps // 2) if target.backend == "hip" else warps)]
@@ -31,7 +30,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 def _configs_of_mx(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Tiles of whole blocks: square ones where codes are transposed."""
     tall, wide, warps = (64, 64, 8) if facts["column_ptr"] is not None else (32, 128, 4)
-    across = triton.next_power_of_2(max(32, facts["features"]))
+    across = next_power_of_2(max(32, facts["features"]))
     tile = {"BLOCK_ROWS": tall, "BLOCK_COLUMNS": min(wide, across)}
     return [Config(tile, warps // 2 if target.backend == "hip" else warps)]
 
@@ -100,7 +99,7 @@ def _launch(
     GROUPS.launch(
         _grid(rows, features, count), x, ends, *codes, scales, amax, count, rows, features,
         IS_AMAX=is_amax, MANTISSA=MANTISSA[dtype], POWER_OF_2=power_of_2,
-        NATIVE=converts(current_target(x.device)), GROUPS=triton.next_power_of_2(count),
+        NATIVE=converts(current_target(x.device)), GROUPS=next_power_of_2(count),
     )  # fmt: skip
 
 
@@ -124,7 +123,7 @@ def cast_mx(x: Tensor, ends: Tensor, usage: Usage, quantizer: Any) -> GroupedMXT
     MX_GROUPS.launch(
         _grid(rows, columns, count), x, ends, *parts, count, rows, columns,
         MANTISSA=MANTISSA[quantizer.dtype], NATIVE=converts(current_target(x.device)),
-        GROUPS=triton.next_power_of_2(count),
+        GROUPS=next_power_of_2(count),
     )  # fmt: skip
     dtypes = (quantizer.dtype, torch.float8_e8m0fnu) * 2
     made = [None if t is None else t.view(d) for t, d in zip(parts, dtypes, strict=True)]
@@ -137,7 +136,7 @@ def _grid(rows: int, features: int, count: int) -> Callable[[Config], tuple[int]
     """A program for each tile that there may be: a group may have one that it does not fill."""
 
     def grid(config: Config) -> tuple[int]:
-        down = triton.cdiv(rows, config["BLOCK_ROWS"]) + count
-        return (down * triton.cdiv(features, config["BLOCK_COLUMNS"]),)
+        down = cdiv(rows, config["BLOCK_ROWS"]) + count
+        return (down * cdiv(features, config["BLOCK_COLUMNS"]),)
 
     return grid

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import triton
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
 
 from opfuse.core.quantization import BOTH, COLUMNWISE
 from opfuse.ops import LayerNorm
@@ -20,7 +20,7 @@ from .launch import Casting, format_of
 
 def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """A tile of whole rows, with about 16 numbers per thread."""
-    block = max(tiles.LEAST, int(triton.next_power_of_2(facts["features"])))
+    block = max(tiles.LEAST, next_power_of_2(facts["features"]))
     rows = max(1, min(4096 // block, 32))
     threads = 64 if target.backend == "hip" else 32
     warps = max(1, min(rows * block // 16 // threads, 16))
@@ -81,7 +81,7 @@ def _launch_rows(
 ) -> None:
     x, rows, features = tensors[0], casting.rows, casting.columns
     config = ROWS.pick(current_target(x.device), {"features": features})
-    count = triton.cdiv(rows, config["BLOCK_ROWS"])
+    count = cdiv(rows, config["BLOCK_ROWS"])
     pointers: Any = (None,) * 7
     constants = {**casting.constants, "FORMAT": "statistics"}
     if not twice:
@@ -96,9 +96,7 @@ def _launch_rows(
         **constants,
     )
     if transposes:
-        TRANSPOSE.launch(
-            lambda config: (tiles.programs(rows, features, config),), row, column, rows, features
-        )
+        TRANSPOSE.launch(functools.partial(tiles.grid, rows, features), row, column, rows, features)
 
 
 def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
@@ -108,7 +106,7 @@ def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
         config = TILES.pick(current_target(tensors[0].device), facts)
         _, *pointers, _, _ = casting.pointers(usage)
         TILES.launch(
-            (tiles.programs(rows, features, config),),
+            tiles.grid(rows, features, config),
             *(*tensors, *pointers, rows, features),
             config=config,
             ZERO_CENTERED=op.zero_centered_gamma,

@@ -16,7 +16,7 @@ from ..nvfp4 import BLOCK, NVFP4Quantizer
 from ..twins import Into, refuse_other_device
 from . import nvfp4
 from .launch import TL, converts, is_unaligned, room_for_scales
-from .tiles import programs
+from .tiles import grid
 
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -57,7 +57,7 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
     most: Any = {"MOST_OF_SCALES": quantizer.most_of_scales}
     how: Any = {"SIGNS": signs, "MOST": torch.finfo(x.dtype).max, "DTYPE": TL[x.dtype]}
     config = AMAX.pick(target, {"SIGNS": signs})
-    count = programs(rows, columns, config)
+    (count,) = grid(rows, columns, config)
     plain = usage.rowwise or signs is None
     maxima = plain + (signs is not None)  # of the values, and of those that are mixed
     amax = torch.empty((maxima, count), dtype=torch.float32, device=x.device)
@@ -65,7 +65,7 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
     state: Any = [getattr(quantizer, name, None) for name in ("seed", "step", "arrived")]
     SCALES.launch((maxima,), *(amax, row[2], column[2], state[2], count), **most)
     CAST.launch(
-        lambda config: (programs(rows, columns, config),),
+        lambda config: grid(rows, columns, config),
         *(
             x,
             *row[:2],

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target
+from opfuse_triton import Config, Kernel, Target, next_power_of_2
 from torch import Tensor
 
 
@@ -53,7 +53,7 @@ def advance_scales(
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """A row at a time, with 8 numbers per thread of four warps."""
-    return [Config({"BLOCK": min(1024, int(triton.next_power_of_2(facts["length"])))}, 4)]
+    return [Config({"BLOCK": min(1024, next_power_of_2(facts["length"]))}, 4)]
 
 
 ADVANCE = Kernel(advance_scales, _configs)

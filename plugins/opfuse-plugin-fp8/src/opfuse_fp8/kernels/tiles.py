@@ -6,8 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import triton
-from opfuse_triton import Config, Target
+from opfuse_triton import Config, Target, next_power_of_2
 
 _TILES = {  # rows, columns and warps, by format and whether there is a columnwise copy
     ("none", False): (32, 128, 4),
@@ -57,7 +56,7 @@ def _halves(facts: Mapping[str, Any]) -> str:
 
 def _up_to(size: int, most: int) -> int:
     """The power of two that holds ``size``, within limits."""
-    return min(most, max(LEAST, int(triton.next_power_of_2(size))))
+    return min(most, max(LEAST, next_power_of_2(size)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,7 +76,7 @@ def _config(
     return Config(tile, warps // 2 if hip else warps)  # of 64 threads half as many
 
 
-def programs(rows: int, features: int, config: Config) -> int:
-    """How many tiles there are."""
+def grid(rows: int, features: int, config: Config) -> tuple[int]:
+    """A program for each tile."""
     down, across = config["BLOCK_ROWS"], config["BLOCK_COLUMNS"]
-    return int(triton.cdiv(rows, down) * triton.cdiv(features, across))
+    return (-(-rows // down) * -(-features // across),)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from opfuse_triton import Config, DeviceFunctions, Kernel, current_target
+from opfuse_triton import Config, DeviceFunctions, Kernel, cdiv, current_target, next_power_of_2
 from torch import Tensor
 
 from opfuse.core.authoring import is_captured, matmul_precision
@@ -315,7 +314,7 @@ def gradients(
     d_hidden, features = torch.empty_like(hidden), of_input.sizes[0]
     functions = activation.functions
     chosen = config or _configured(GRADIENTS, dy, matrices.count)
-    columns = triton.cdiv(features, chosen["BLOCK_N"])
+    columns = cdiv(features, chosen["BLOCK_N"])
     partial = None
     if with_scales:
         partial = dy.new_empty((columns, dy.shape[0]), dtype=torch.float32)
@@ -408,7 +407,7 @@ def add_coded_weight_grads(
     CODED_WGRAD.launch(
         _tiles_of_matrices(groups, *sizes[1:]),
         dy[0], x[0], ends, dy[1], x[1], sums.first, sums.table, groups, *sizes, sums.step,
-        config=config, GROUPS=triton.next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
+        config=config, GROUPS=next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
     )  # fmt: skip
 
 
@@ -439,7 +438,7 @@ def scaled_product(
         _tiles(rows, groups, features, x.codes.device),
         x.codes, x.bytes, matrices.codes, matrices.bytes, ends, _stacked(biases), y,
         groups, rows, features, depth,
-        config=config, GROUPS=triton.next_power_of_2(groups),
+        config=config, GROUPS=next_power_of_2(groups),
         X_FORMAT=_FORMATS[x.codes.dtype], W_FORMAT=_FORMATS[matrices.codes.dtype],
     )  # fmt: skip
     return y
@@ -485,7 +484,7 @@ def add_scaled_weight_grads(
         _tiles_of_matrices(groups, *sizes[1:]),
         dy.codes, dy.bytes, x.codes, x.bytes, ends, sums.first, sums.table, groups, *sizes,
         sums.step,
-        config=config, GROUPS=triton.next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
+        config=config, GROUPS=next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
         X_FORMAT=_FORMATS[dy.codes.dtype], W_FORMAT=_FORMATS[x.codes.dtype],
     )  # fmt: skip
 
@@ -496,7 +495,7 @@ def row_sums(dy: Tensor, ends: Tensor, scales: Tensor | None = None) -> Tensor:
     sums = dy.new_empty((groups, dy.shape[1]))
 
     def grid(config: Config) -> tuple[int]:
-        return (groups * triton.cdiv(dy.shape[1], config["BLOCK_N"]),)
+        return (groups * cdiv(dy.shape[1], config["BLOCK_N"]),)
 
     scales = None if scales is None else scales.contiguous()
     SUMS.launch(grid, dy, scales, ends, sums, *dy.shape, dy.stride(0))
@@ -518,7 +517,7 @@ def _launch(
     sizes = groups, rows, features, depth, x.stride(0), matrices.step, *matrices.strides
     kernel.launch(
         grid, x, *tensors, *sizes, config=config, PRECISION=_precision(x),
-        ALIGNED=matrices.aligned, GROUPS=triton.next_power_of_2(groups), **constants,
+        ALIGNED=matrices.aligned, GROUPS=next_power_of_2(groups), **constants,
     )  # fmt: skip
 
 
@@ -528,8 +527,8 @@ def _tiles(rows: int, groups: int, features: int, device: torch.device) -> Grid:
 
     def grid(config: Config) -> tuple[int]:
         # each group may have a tile that its rows do not fill
-        down = triton.cdiv(rows, config["BLOCK_M"]) + groups
-        return (min(down * triton.cdiv(features, config["BLOCK_N"]), programs),)
+        down = cdiv(rows, config["BLOCK_M"]) + groups
+        return (min(down * cdiv(features, config["BLOCK_N"]), programs),)
 
     return grid
 
@@ -539,7 +538,7 @@ def _tiles_of_matrices(groups: int, features: int, depth: int) -> Grid:
 
     def grid(config: Config) -> tuple[int]:
         down, across = config["BLOCK_M"], config["BLOCK_N"]
-        return (groups * triton.cdiv(features, down) * triton.cdiv(depth, across),)
+        return (groups * cdiv(features, down) * cdiv(depth, across),)
 
     return grid
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import Config
+from ..configs import Config, cdiv, next_power_of_2
 from ..kernels import Kernel
 from ..targets import Target, current_target
 from .formulas import Formula
@@ -319,8 +319,8 @@ def _tile(target: Target, rows: int, columns: int, warps: int) -> Config:
 
 def _columns(features: int) -> list[int]:
     """The possible widths of tiles for so many features, the best first."""
-    found = [max(16, min(width, int(triton.next_power_of_2(features)))) for width in _WIDTHS]
-    return sorted(found, key=lambda columns: triton.cdiv(features, columns) * columns)
+    found = [max(16, min(width, next_power_of_2(features))) for width in _WIDTHS]
+    return sorted(found, key=lambda columns: cdiv(features, columns) * columns)
 
 
 def _scaled_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -334,7 +334,7 @@ def _scaled_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 def _programs(rows: int, features: int, config: Config, strip: int = 0) -> int:
     height, width = strip or config["BLOCK_ROWS"], config["BLOCK_COLUMNS"]
-    return int(triton.cdiv(rows, height) * triton.cdiv(features, width))
+    return cdiv(rows, height) * cdiv(features, width)
 
 
 FORWARD, BACKWARD = (
@@ -351,10 +351,10 @@ PROGRAMS = 8
 
 def strip_of(rows: int, features: int, target: Target) -> int:
     """Return how many rows a program of the backward kernel adds up: a power of two."""
-    wanted = rows * triton.cdiv(features, 512) // (PROGRAMS * target.multiprocessors)
+    wanted = rows * cdiv(features, 512) // (PROGRAMS * target.multiprocessors)
     # no less than any tile has
     least = min(TALLEST, LARGEST // min(_columns(features)))
-    return min(max(least, int(triton.next_power_of_2(max(wanted, 1)))), LONGEST_STRIP)
+    return min(max(least, next_power_of_2(max(wanted, 1))), LONGEST_STRIP)
 
 
 def candidates(name: str, formula: Formula, width: int, target: Target) -> list[dict[str, Any]]:
@@ -422,9 +422,9 @@ def backward(
     strip, strips = 0, 1
     if needs_sums:
         strip = strip_of(rows, features, current_target(x.device))
-        strips = triton.cdiv(rows, strip)
+        strips = cdiv(rows, strip)
         if strips == 1:  # fewer steps, and maybe less than a tile: no other strip has its rows
-            strip = triton.next_power_of_2(rows)
+            strip = next_power_of_2(rows)
         out = sums = x.new_empty(width)
         if strips > 1:
             sums = x.new_empty((strips, width), dtype=torch.float32)
@@ -449,9 +449,9 @@ def sum_strips(sums: Tensor, out: Tensor) -> Tensor:
     """
     strips, width = sums.shape
     COLUMN_SUMS.launch(
-        lambda config: (triton.cdiv(width, config["BLOCK_COLUMNS"]),),
+        lambda config: (cdiv(width, config["BLOCK_COLUMNS"]),),
         *(sums, out, strips, width),
-        STEPS=triton.next_power_of_2(triton.cdiv(strips, 64)),
+        STEPS=next_power_of_2(cdiv(strips, 64)),
     )
     return out
 
@@ -472,7 +472,7 @@ def scaled_backward(
     dtype = torch.float32 if scales is None else scales.dtype
     dscales = x.new_empty(x.shape[:-1], dtype=dtype) if needs_scales else None
     SCALED_BACKWARD.launch(
-        lambda config: (triton.cdiv(rows, config["BLOCK_ROWS"]),),
+        lambda config: (cdiv(rows, config["BLOCK_ROWS"]),),
         *(dy, x, scales, dx, dscales, rows, numbers),
         config=config,
         FEATURES=features,

@@ -17,11 +17,11 @@ RUNS = 3
 """How often a case runs; all results must be equal to the bit."""
 
 NEXT_CODES = 0.02
-"""The share of FP8 codes that may be others: what was cast had another last bit."""
+"""The share of FP8 codes that may be others: what was cast had another last bit. Where the largest
+magnitude of a block had one, which decides about a power of two, codes are doubled or halved."""
 
 FAR_CODES = 1e-4
-"""The share that may be other than the next ones: whole blocks whose largest magnitude had another
-last bit, which decides about a power of two."""
+"""The share that may be others than those."""
 
 NEAR_ZERO = 2.0**-8
 """Two codes whose values differ by less than this part of the largest do not count as far: terms of
@@ -91,10 +91,12 @@ def judge(case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, Tenso
 
 
 def _far(got: Tensor, own: Tensor, steps: Tensor) -> int:
-    """How many codes are neither the twin's nor the next ones, and not near zero."""
+    """How many codes are no neighbors of the twin's, nor of these times or by 2, nor near zero."""
     far = steps > 1
     if got.dtype.itemsize == 1 and got.dtype.is_floating_point and "x2" not in str(got.dtype):
         one, other = got.float(), own.float()
+        for factor in (2.0, 0.5):
+            far &= code_steps(got, (factor * other).to(got.dtype)) > 1
         largest = other.where(other.isfinite(), 0.0).abs().max() if other.numel() else 0.0
         far &= ~((one - other).abs() <= NEAR_ZERO * largest)  # not a number: it is far
     return int(far.sum())

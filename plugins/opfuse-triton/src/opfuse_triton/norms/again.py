@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import Config
+from ..configs import Config, cdiv, next_power_of_2
 from ..kernels import Kernel
 from ..targets import Target
 from . import Norm
@@ -51,7 +51,7 @@ def norm_again(
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Tiles of 4096 numbers, 32 per thread, at most 1024 of a row; then smaller ones."""
-    block = min(1024, int(triton.next_power_of_2(facts["features"])))
+    block = min(1024, next_power_of_2(facts["features"]))
     found: dict[Config, None] = {}
     for size, warps in ((4096, 4), (2048, 4), (8192, 8)):
         found[Config({"ROWS": max(1, size // block), "BLOCK": block}, warps)] = None
@@ -85,9 +85,7 @@ def again(
     rows = x.numel() // features
     y = torch.empty_like(x, dtype=dtype or x.dtype)
     AGAIN.launch(
-        lambda config: (
-            triton.cdiv(rows, config["ROWS"]) * triton.cdiv(features, config["BLOCK"]),
-        ),
+        lambda config: (cdiv(rows, config["ROWS"]) * cdiv(features, config["BLOCK"]),),
         *(x, weight, bias, mean, rstd, y, rows, features),
         ZERO_CENTERED=norm.zero_centered,
     )

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
 from opfuse_triton.targets import LATENCY
 
 from . import L2, LAYER, Norm, normalized_dtype
@@ -270,7 +270,7 @@ def _whole_configs(target: Target, features: int, size: int, kind: str) -> list[
         size: Bytes of a number.
         kind: The norm.
     """
-    block = int(triton.next_power_of_2(features))
+    block = next_power_of_2(features)
     rows = max(1, 4096 // block)
     # in a tile of 8192 there are no registers for that and for more than one sum or for fp32, and
     # in none for that and for the address of each number
@@ -321,7 +321,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Up to 256 partial sums at a time, and as many columns as make 4096 numbers of that."""
-    rows = min(256, int(triton.next_power_of_2(facts["programs"])))
+    rows = min(256, next_power_of_2(facts["programs"]))
     return [Config({"ROWS": rows, "BLOCK": 4096 // rows}, 8)]
 
 
@@ -368,11 +368,11 @@ def backward(
         dx = dy if owns and dy.dtype is dtype else torch.empty_like(x, dtype=dtype)
     target = current_target(x.device)
     config = _config(config, target, dy, x, features, norm)
-    columns = triton.cdiv(features, config["BLOCK"])
-    tiles = triton.cdiv(rows, config["ROWS"])
+    columns = cdiv(features, config["BLOCK"])
+    tiles = cdiv(rows, config["ROWS"])
     partial = of_weight = of_bias = None
     if sums:
-        each: int = triton.cdiv(target.multiprocessors, columns)
+        each: int = cdiv(target.multiprocessors, columns)
         most = _most_tiles(rows, sums, (dy, x, extra, dx)) // each
         tiles = min(tiles, max(1, min(config["PROGRAMS"], most)) * each)
         partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
@@ -447,7 +447,7 @@ def _sum_partial(
         db = partial.new_empty(shape)
     results = (db, None) if dw is None else (dw, db)
     COLUMN_SUMS.launch(
-        lambda config: (triton.cdiv(features, config["BLOCK"]), sums),
+        lambda config: (cdiv(features, config["BLOCK"]), sums),
         *(partial, *results, programs, features),
     )
     return dw, db

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target
+from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
 
 from . import normalized_dtype
 from .drop import Drop
@@ -72,7 +72,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     found = []
     for size, warps in ((2048, 4), (4096, 8), (1024, 4)):
         warps = min(warps, size // 512) if target.backend == "hip" else warps  # of 64 threads
-        block = max(4, min(size, int(triton.next_power_of_2(facts["features"]))))
+        block = max(4, min(size, next_power_of_2(facts["features"])))
         found.append(Config({"ROWS": size // block, "BLOCK": block}, warps))
     return found
 
@@ -94,9 +94,7 @@ def dropout(
     features = x.shape[-1] if x.ndim else 1
     rows, y = x.numel() // features, torch.empty_like(x, dtype=normalized_dtype(x, extra))
     KERNEL.launch(
-        lambda chosen: (
-            triton.cdiv(rows, chosen["ROWS"]) * triton.cdiv(features, chosen["BLOCK"]),
-        ),
+        lambda chosen: (cdiv(rows, chosen["ROWS"]) * cdiv(features, chosen["BLOCK"]),),
         *(x, extra, y, drop.seed, rows, features, drop.threshold, drop.scale),
         config=config,
     )

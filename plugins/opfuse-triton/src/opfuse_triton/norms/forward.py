@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target
+from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
 
 from . import LAYER, Norm, normalized_dtype
 from .drop import Drop
@@ -160,7 +160,7 @@ def norm_forward_wide(
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Tiles of about ``size`` numbers: 32 per thread, or 16."""
-    block = max(4, int(triton.next_power_of_2(facts["features"])))
+    block = max(4, next_power_of_2(facts["features"]))
     found = []
     for size, share in ((4096, 32), (4096, 16), (8192, 32), (2048, 16)):
         rows = max(1, size // block)
@@ -231,7 +231,7 @@ def forward(
         WIDE_KERNEL.launch((rows,), *tensors, features, *numbers, config=config, **constants)
     else:
         WHOLE_KERNEL.launch(
-            lambda chosen: (triton.cdiv(rows, chosen["ROWS"]),),
+            lambda chosen: (cdiv(rows, chosen["ROWS"]),),
             *(*tensors, rows, features, *numbers),
             config=config,
             **constants,

@@ -30,15 +30,15 @@ class BiasActivation(FusedOperation):
         bias_ctx, ctx = basic_op_ctxs
         (bias,) = bias_ctx.params  # of this call: never self.basic_ops[0].bias
         dtype = ctx.dtype or input_.dtype  # autocast may ask for another one
-        keep = ctx.requires_grad and ctx.input_requires_grad
         activation: Any = self.basic_ops[1]
+        keep = ctx.requires_grad and ctx.input_requires_grad and not activation.saves_output
         functions = self._functions
         if functions is not None and self._kernels.takes(input_, bias, dtype):
             numbers = functions.numbers(activation.numbers_of())
             output, hidden = self._kernels.bias_activation(input_, bias, functions, numbers, keep)
         else:
             output, hidden = twin(input_, bias, activation, dtype, keep)
-        # leave what the activation does: its input, and its numbers if it has any
+        # leave what the activation does: its input or its output, and its numbers if it has any
         if ctx.requires_grad:
             activation.operand(ctx, hidden if keep else output)
         return output, [(), ()]

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from opfuse_triton import Config, DeviceFunctions, Kernel, Target, functions_of
+from opfuse_triton import (
+    Config,
+    DeviceFunctions,
+    Kernel,
+    Target,
+    cdiv,
+    functions_of,
+    next_power_of_2,
+)
 from opfuse_triton.machine import is_interpreting
 from torch import Tensor
 from torch.nn import Parameter
@@ -36,7 +44,7 @@ def bias_activation_kernel(
 
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The best first; ``opfuse_triton`` says what the target and the facts have."""
-    columns = min(triton.next_power_of_2(facts["features"]), 512)
+    columns = min(next_power_of_2(facts["features"]), 512)
     return [Config({"ROWS": 4096 // columns, "COLUMNS": columns})]
 
 
@@ -71,7 +79,7 @@ def bias_activation(
     rows = x.numel() // features
 
     def grid(config: Config) -> tuple[int, int]:
-        return triton.cdiv(rows, config["ROWS"]), triton.cdiv(features, config["COLUMNS"])
+        return cdiv(rows, config["ROWS"]), cdiv(features, config["COLUMNS"])
 
     arguments = x, bias, y, hidden, rows, features, numbers
     KERNEL.launch(grid, *arguments, VALUE=functions.value)

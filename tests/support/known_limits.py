@@ -1,0 +1,44 @@
+"""What torch itself lacks in some version, as a pytest plugin: ``nox -s torch-2.11`` runs with it.
+
+A test that fails for such a reason, and only for it, is skipped with that reason. Nobody has to say
+in each of the tests that compile a chain which torch can. Under another torch they fail.
+"""
+
+import re
+
+import pytest
+import torch
+
+LIMITS = (  # the first torch without it, what the failure says, and the reason in words
+    ((2, 12), "which torch 2.12 and newer take", "its Dynamo takes no module as a constant"),
+    (
+        (2, 12),
+        "Dynamo does not know how to trace the builtin",
+        "its Dynamo warns where it gives up",
+    ),
+    ((2, 12), "Could not run 'aten::_scaled_mm_v2'", "it has no scaled_mm on a CPU"),
+    ((2, 12), "Profiler clears events at the end of each cycle", "its profiler warns of itself"),
+    (
+        (2, 12),
+        "Attribute 'next_functions' is invalid",
+        "its autograd functions have no next_functions",
+    ),
+)
+
+
+def reason_for(failure, version=None):
+    """Why torch, in this version, is to blame for a failure; None if it is not."""
+    version = version or torch.__version__
+    for before, text, reason in LIMITS:
+        if version < before and text in re.sub(r"\s+", " ", failure):
+            return f"torch {version}: {reason}"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.failed and (reason := reason_for(report.longreprtext)):
+        path, line, _ = item.location
+        report.outcome, report.longrepr = "skipped", (path, line + 1, f"Skipped: {reason}")
+    return report

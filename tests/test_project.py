@@ -1,0 +1,121 @@
+"""What a host reads agrees with what is here: workflows, versions of torch and Python, the placeholder."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = pytest.mark.alone
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
+
+
+def jobs(path):
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+
+
+def steps(path):
+    return [step for job in jobs(path).values() for step in job["steps"]]
+
+
+def pythons():
+    classifiers = PROJECT["project"]["classifiers"]
+    return re.findall(r"Python :: (3\.\d+)", "\n".join(classifiers))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_is_pinned_and_names_no_host(path):
+    text = path.read_text(encoding="utf-8")
+    assert "://" not in text
+    used = re.findall(r"uses: (.*)", text)
+    assert used and len(used) == sum("uses" in step for step in steps(path))
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_what_a_workflow_runs_is_there(path):
+    """Each command is shell, and names a session of nox or a file that exists."""
+    sessions = {
+        *re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    }
+    for command in [step["run"] for step in steps(path) if "run" in step]:
+        checked = subprocess.run(["bash", "-n", "-c", command], capture_output=True, text=True)
+        assert not checked.returncode, checked.stderr
+        for name in re.findall(r"nox -s (\w+)", command):
+            assert name in sessions, command
+        for name in re.findall(r"bash (\S+)|-c (constraints\S+)", command):
+            assert (ROOT / "".join(name)).is_file(), command
+
+
+def test_only_the_upload_may_have_an_identity():
+    for path in WORKFLOWS:
+        whole = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert "id-token" not in whole["permissions"]
+        for name, job in jobs(path).items():
+            if "id-token" in job.get("permissions", {}):
+                assert name in ("publish", "deploy") and job["environment"]
+                assert not any("run" in step for step in job["steps"])
+
+
+def test_the_window_of_torch_is_the_same_everywhere():
+    window = PROJECT["tool"]["opfuse"]["torch"]
+    assert window == sorted(window, key=lambda minor: int(minor.partition(".")[2]))
+    matrix = jobs(ROOT / ".github/workflows/tests.yml")["torch"]["strategy"]["matrix"]
+    assert matrix == {"torch": window[-3:], "python": pythons()}
+    supported, older = ", ".join(window[-3:]), ", ".join(window[:-3])
+    page = (ROOT / "docs" / "versioning.md").read_text(encoding="utf-8")
+    row = f"| 0.1 | {supported} | {older} | {pythons()[0]} to {pythons()[-1]} |"
+    assert row in page and PROJECT["project"]["version"].startswith("0.1.")
+    assert f"torch>={window[0]}" in PROJECT["project"]["dependencies"]
+    assert PROJECT["project"]["requires-python"] == f">={pythons()[0]}"
+    (pinned,) = re.findall(
+        r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
+    assert pinned in window[-3:]
+
+
+def test_every_package_is_for_the_same_pythons():
+    for path in ROOT.glob("plugins/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        for each in pythons():
+            assert f"Programming Language :: Python :: {each}" in project["classifiers"], path
+        assert project["requires-python"] == PROJECT["project"]["requires-python"], path
+
+
+@pytest.mark.parametrize(
+    "form", sorted(ROOT.glob(".github/ISSUE_TEMPLATE/[0-9]*.yml")), ids=lambda p: p.stem
+)
+def test_an_issue_asks_for_the_doctor(form):
+    fields = {each["id"]: each for each in yaml.safe_load(form.read_text(encoding="utf-8"))["body"]}
+    assert "opfuse doctor" in fields["doctor"]["attributes"]["label"]
+
+
+def test_the_placeholder_is_explained_where_it_is_used():
+    page = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
+    explained = "opfuse has no host yet. **`opfuse.example` stands for it everywhere**" in page
+    assert explained == ("opfuse.example" in str(PROJECT["project"]["urls"]))
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECT["project"]["version"]
+
+
+def test_the_changelog_begins_with_the_version():
+    for folder in [ROOT, *(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]:
+        version = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"]
+        heading = re.search(r"^## (.*)$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+        assert re.fullmatch(rf"{re.escape(version)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading), (
+            folder
+        )
