@@ -84,8 +84,8 @@ class Launch:
     def key(self) -> str:
         """What the compiled code follows from, but for Triton and the target."""
         given = [_kind(value) for value in self.args]
-        parts = code_of(self.kernel.fn), given, _kind(self.constants), self.config.to_dict()
-        return " ".join(map(str, parts))
+        constants = {name: _constant(value) for name, value in self.constants.items()}
+        return f"{code_of(self.kernel.fn)} {given} {constants} {self.config.to_dict()}"
 
     def compile(self, other: Target | None = None) -> Any:
         """Compile what the launch would compile, with no GPU.
@@ -124,8 +124,6 @@ def _kind(value: Any) -> Any:
         return value.dtype, value.storage_offset() * value.dtype.itemsize % 16
     if isinstance(value, int) and not isinstance(value, bool):
         return "int", value if value < 2 else value % 16, value.bit_length() > 31
-    if isinstance(value, Mapping):
-        return {name: _constant(each) for name, each in value.items()}
     base = getattr(value, "base", None)
     return type(value).__name__ if base is None else (_kind(base), value.block_shape)
 
@@ -147,13 +145,12 @@ def code_of(function: Any) -> str:
     plain = function.fn
     found, code = [inspect.getsource(plain)], plain.__code__
     known = {**plain.__globals__, **inspect.getclosurevars(plain).nonlocals}
-    for name in code.co_names + code.co_freevars:
-        value = known.get(name)
-        each = [value]
-        if isinstance(value, types.ModuleType) and not value.__name__.startswith("triton"):
-            each = [getattr(value, attribute, None) for attribute in code.co_names]
-        for one in each:
-            if hasattr(one, "arg_names") and one is not function:
+    names = code.co_names + code.co_freevars
+    spaces = [vars(one) for one in map(known.get, names) if isinstance(one, types.ModuleType)]
+    for name in names:
+        for one in [space[name] for space in (known, *spaces) if name in space]:
+            ours = not getattr(one, "__module__", "triton").startswith("triton")
+            if ours and hasattr(one, "arg_names") and one is not function:
                 found.append(code_of(one))
             elif isinstance(one, (triton.language.constexpr, int, float)):
                 found.append(f"{name} = {one}")
@@ -164,10 +161,7 @@ def facts_of(
     names: list[str], args: tuple[Any, ...], constants: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See :attr:`Launch.facts`."""
-    facts: dict[str, Any] = dict(constants)
-    for name, value in zip(names, args, strict=False):
-        if isinstance(value, torch.Tensor):
-            facts[name] = value.dtype
-        elif value is None or isinstance(value, int):
-            facts[name] = value
-    return facts
+    given = [value.dtype if isinstance(value, torch.Tensor) else value for value in args]
+    facts = dict(zip(names, given, strict=False))
+    wanted = torch.dtype, int, type(None)
+    return {**constants, **{name: v for name, v in facts.items() if isinstance(v, wanted)}}
