@@ -57,6 +57,7 @@ PLUGINS = {short for short, name in NAMES.items() if name == f"opfuse-plugin-{sh
 
 
 SECONDS: dict[str, float] = {}
+WHEELS: dict[pathlib.Path, str] = {}  # built in this run
 
 
 def timed(**options) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -134,10 +135,23 @@ def base(session: nox.Session) -> str:
     return str(python)
 
 
+def wheel_of(session: nox.Session, package: pathlib.Path) -> str:
+    """The wheel of a package of this repository, built once in a run, into .nox/wheels."""
+    if package not in WHEELS:
+        folder = ROOT / ".nox" / "wheels" / package.name
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [base(session), "-m", "pip", "wheel", "--quiet", "--no-deps"]
+        command += ["--no-build-isolation", "--wheel-dir", str(folder), str(package)]
+        session.run(*command, external=True)
+        (built,) = folder.iterdir()
+        WHEELS[package] = str(built)
+    return WHEELS[package]
+
+
 def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = None) -> str:
     """Install into an environment of its own, next to the base; returns its Python.
 
-    Later commands run outside the checkout.
+    A folder is a package of this repository. Later commands run outside the checkout.
 
     ``session.install`` would need a pip, and a torch, in every environment.
     """
@@ -150,7 +164,8 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     )
     pathlib.Path(own, "zz_base.pth").write_text(shared + "\n")
     command = [pip, "-m", "pip", "--python", python, "install", "--quiet", "--no-build-isolation"]
-    session.run(*command, "-c", str(constraints(session)), *map(str, what), external=True)
+    wanted = [wheel_of(session, each) if isinstance(each, pathlib.Path) else each for each in what]
+    session.run(*command, "-c", str(constraints(session)), *wanted, external=True)
     session.env.update({**dict.fromkeys(UNSET), "OPFUSE_TUNING": ""})
     session.chdir(ROOT)  # create_tmp starts from here
     session.chdir(session.create_tmp())
@@ -199,7 +214,8 @@ def show_plugins(session: nox.Session, python: str = "python") -> None:
 
 def everything(session: nox.Session) -> None:
     """Install and list every package of this repository."""
-    install(session, f"{ROOT}[examples]", *(ROOT / "plugins" / name for name in PACKAGES))
+    core = f"{wheel_of(session, ROOT)}[examples]"
+    install(session, core, *(ROOT / "plugins" / name for name in PACKAGES))
     show_plugins(session)
 
 
@@ -274,7 +290,7 @@ def strangers(session: nox.Session) -> None:
         name = code.partition("\n")[0].removeprefix("# ")
         if language in ("toml", "python") and name in ("pyproject.toml", "opfuse_addmm.py"):
             (folder / name).write_text(code, encoding="utf-8")
-    install(session, ROOT, folder, ROOT / "tests" / "strangers" / "broken")
+    install(session, ROOT, str(folder), str(ROOT / "tests" / "strangers" / "broken"))
     session.run("python", str(ROOT / "tests" / "strangers" / "check.py"))
 
 
@@ -369,7 +385,7 @@ def build(session: nox.Session) -> None:
     The wheels are then installed and tried, as on a machine without a network.
     """
     wheels = build_all(session, ROOT / "dist")
-    python = install(session, *wheels, into=fresh_python(session))
+    python = install(session, *map(str, wheels), into=fresh_python(session))
     show_plugins(session, python)
     script = shutil.copy(ROOT / "benchmarks" / "from_wheels.py", session.create_tmp())
     for wheel in wheels:

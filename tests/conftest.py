@@ -15,8 +15,12 @@ def compiles_afresh():
     torch._dynamo.reset()
 
 
+HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
+"""Fixtures with which no installed plugin is on: none is, or only what the test registers."""
+
+
 def pytest_collection_modifyitems(items):
     """What hides the installed plugins gives the same with them: it is left out where all of them are there."""
     for item in items:
-        if not {"no_plugins", "register"}.isdisjoint(item.fixturenames):
+        if not HIDING.isdisjoint(item.fixturenames):
             item.add_marker("alone")

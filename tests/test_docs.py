@@ -107,6 +107,7 @@ def test_the_kernel_of_the_page_takes_any_layout(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.alone
 def test_the_tests_of_a_recipe_pass_without_an_installed_plugin(tmp_path):
     """As a reader runs them who made the two files of the page."""
     for name, code in files(ROOT / "docs" / "write-a-recipe.md").items():

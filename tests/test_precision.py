@@ -17,6 +17,8 @@ from opfuse import ops
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import matmul_precision
 
+pytestmark = pytest.mark.alone  # of settings of PyTorch, which a plugin is told
+
 HOMES = [
     backends,
     backends.cudnn,

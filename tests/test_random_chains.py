@@ -7,6 +7,8 @@ import torch
 
 from opfuse import ops
 
+pytestmark = pytest.mark.alone  # each chain runs with no plugin on, under fusions registered here
+
 SEEDS = range(150)
 COVERS = {**{f"any {kind}": (kind,) for kind in chains.KINDS}, "any": tuple(chains.KINDS)}
 SETTINGS = [*fusing.VARIANTS, *COVERS, "competing"]

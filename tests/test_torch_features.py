@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops
 
+pytestmark = pytest.mark.alone  # its fusions are those of a variant, and no plugin is on
+
 ROWS, WIDTH = 6, 16
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from .. import ops as built_in
 from ..core.context_managers import autocast as quantize
@@ -87,6 +88,19 @@ class Op:
         named = [*self.kwargs, *([("via", self.via)] if self.via else [])]
         given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in named)]
         return f"testing.Op({', '.join([where(self.cls), *given])})"
+
+
+class undrawn(TorchFunctionMode):
+    """For a ``with`` block: Parameters keep what is in their memory, since a case draws its own.
+
+    Random numbers for a wide linear take longer than its product.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave what would be drawn."""
+        given = (*args, *(kwargs or {}).values())
+        drawn = func.__name__.endswith("uniform_") and isinstance(given[0], nn.Parameter)
+        return given[0] if drawn else func(*args, **(kwargs or {}))
 
 
 def _made(argument: Any) -> Any:
@@ -375,7 +389,7 @@ class Case:
 
     def basic_ops(self) -> list[BasicOperation]:
         """New ops, those around included."""
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), undrawn():
             basic = [op() for op in self.chain_ops]
         for number, op in enumerate(basic):
             op.train(self.training is not (number in self.switched))
@@ -498,7 +512,7 @@ def _cross(basic: Sequence[BasicOperation]) -> None:
 def first_width(ops: tuple[Op, ...]) -> tuple[int | None, int]:
     """Features that ops insist on for their input, or None; how many features they make one of."""
     ratio = 1
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), undrawn():
         for op in (op() for op in ops):
             insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
             if insists is not None and insists > 0:

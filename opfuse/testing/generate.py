@@ -115,7 +115,9 @@ class Chains:
         plain: One case per structure.
         all: These, and one for every other class and variant.
         models: One case per structure and width of real models.
-        tiles: As ``all`` and ``models``, as wide as tiles; the latter with as many rows.
+        tiles: As ``all`` and ``models``, as wide as tiles; the latter with as many rows. The
+            plainest chain has every width, each other one of ``all`` one of them, or every width
+            if ``thorough``.
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
         declined: The reasons why the fusion is not used for other structures, by structure.
@@ -196,10 +198,12 @@ def make_chains(
                 found["residual"] += _residual(accepted[0], elements, makers)
                 for width in () if again else widths:
                     found["models"] += _as_in_models(accepted[0], elements, makers, width)
-                for width in () if again else TILES:
+                for number, width in enumerate(() if again else TILES):
                     high = _as_in_models(accepted[0], elements, makers, width)
                     found["tiles"] += [case.with_(rows=(width,)) for case in high]
-                    wide = [placed(base, ops, width) for ops in chains(elements, width, makers)]
+                    some = chains(elements, width, makers)
+                    some[1:] = some[1:] if thorough else some[1 + number :: len(TILES)]
+                    wide = [placed(base, ops, width) for ops in some]
                     found["tiles"] += [case for case in wide if refusal(case) is None]
                 break
             if cases and dtype is torch.float32 and rows == (3,):
@@ -310,7 +314,8 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    features = Chain(case.basic_ops()).widths[len(case.before)]
+    basic = case.basic_ops()
+    features = Chain(basic).widths[len(case.before)]
     env = environment(case.device, dtype=case.dtype, features=features, recipe=case.recipe)
     alignment, rows = rows_of(("row_alignment", "rows"), torch.empty(*case.rows, 0, device="meta"))
     if fusion.needs_row_alignment:
@@ -318,7 +323,7 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     if fusion.needs_rows:
         env = env._replace(rows=rows)
     try:
-        ops = matched(case)
+        ops = matched(case, basic)
         answer = True if fusion.when is None else fusion.when(ops, env)
         if isinstance(answer, str) and answer:
             return answer

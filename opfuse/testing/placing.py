@@ -15,7 +15,7 @@ from ..core.engine.planner import edges_of
 from ..core.environment import Environment
 from ..core.op import BasicOperation
 from ..core.settings import current
-from .cases import Case, Op, first_width, is_cast
+from .cases import Case, Op, first_width, is_cast, undrawn
 from .running import Declined, only
 from .tensors import next_width
 
@@ -26,7 +26,8 @@ DEEP = (4, 4)
 @functools.lru_cache(maxsize=4096)
 def next_width_behind(op: Op, width: int) -> int | None:
     """Features that an op gives for ``width`` features, or None if it does not take that many."""
-    return width if is_cast(op) else next_width(op(), width)
+    with undrawn():
+        return width if is_cast(op) else next_width(op(), width)
 
 
 def width_behind(ops: Sequence[Op], width: int) -> int:
@@ -53,14 +54,15 @@ def is_deep(ops: Sequence[Op]) -> bool:
     return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
-def matched(case: Case) -> tuple[BasicOperation, ...]:
-    """New ops that the fusion would replace, as its condition sees them: with their casts.
+def matched(case: Case, ops: Sequence[BasicOperation] = ()) -> tuple[BasicOperation, ...]:
+    """The ops that the fusion would replace, as its condition sees them: with their casts.
+
+    They are of the case's ``ops``, or new ones.
 
     Raises:
         Declined: Nothing is cast where its pattern has a cast.
     """
-    basic, recipe = case.basic_ops(), case.recipe
-    start = len(case.before)
+    basic, recipe, start = ops or case.basic_ops(), case.recipe, len(case.before)
     stop = start + len(case.ops) - sum(map(is_cast, case.ops))
     if not case.edges:
         return tuple(basic[start:stop])

@@ -161,8 +161,10 @@ def test_autocast_gives_fp32_from_the_logits_as_they_come(dtype):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(  # autocast changes nothing in the loss, whatever its options
+    ("name", "autocast"),
+    [*((name, number % 2 == 0) for number, name in enumerate(OPTIONS)), ("all", True)],
+)
 def test_a_compiled_loss_matches_eager(name, autocast):
     options = OPTIONS[name]
     x, targets = draw((2, 3), 8, torch.float32, options.get("ignore_index", -100))

@@ -27,9 +27,18 @@ def expected(chain, x, extra):
     return linear(extra, last.weight, last.bias), linear(x, first.weight, first.bias)
 
 
-@pytest.mark.parametrize("used", ["both", "main", "extra"])
-@pytest.mark.parametrize("requires", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("compiled", [False, True])
+USED, REQUIRES = ["both", "main", "extra"], [(True, True), (True, False), (False, True)]
+COMPILED = [("both", REQUIRES[0]), *zip(USED, [REQUIRES[1], REQUIRES[2], REQUIRES[1]], strict=True)]
+"""Each value of both: which gradients are asked for is autograd's matter by then."""
+
+
+@pytest.mark.parametrize(
+    ("used", "requires", "compiled"),
+    [
+        *((used, requires, False) for used in USED for requires in REQUIRES),
+        *((used, requires, True) for used, requires in COMPILED),
+    ],
+)
 def test_values_and_gradients(used, requires, compiled):
     chain, given = chain_of(), tensors(requires)
     run = torch.compile(chain, fullgraph=True, backend="aot_eager") if compiled else chain

@@ -34,9 +34,9 @@ def whole(*sizes, bias=True):
     return [torch.nn.Linear(i, o, bias=bias, dtype=FP64) for i, o in pairs]
 
 
-def split(layer, mode, sequence, build=ops.Linear):
+def split(layer, mode, sequence, build=ops.Linear, **others):
     """This process's part of a layer."""
-    given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=FP64)
+    given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=FP64, **others)
     if build is ops.BasicLinear:
         op = build(layer.in_features, layer.out_features, **given)
         op.weight.data.copy_(part(layer.weight, 1 if mode == "row" else 0))
@@ -367,10 +367,11 @@ def close(got, wanted, dtype):
     torch.testing.assert_close(got.to(FP64), wanted.to(FP64), atol=limit, rtol=limit)
 
 
-def compiled(rank, mode, sequence):
-    """The first call of a chain of a group may be traced."""
+def compiled(rank, mode, sequence, own):
+    """The first call of a chain of a group may be traced: of all processes, or of the test's ``own``."""
+    torch._dynamo.reset()
     (layer,) = whole(6, 4)
-    op = split(layer, mode, sequence)
+    op = split(layer, mode, sequence, tensor_parallel_group=dist.new_group() if own else None)
     x = torch.randn(4, 6, dtype=FP64)
     given = part(x, 0) if mode == "column" and sequence else x if mode == "column" else part(x, -1)
     y = torch.compile(opfuse.Sequential(op, ops.GELU()), backend="aot_eager")(given)

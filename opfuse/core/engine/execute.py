@@ -86,7 +86,7 @@ def run_forward(
             refuse_result(program, run, result)
         if step.has_extras:
             extras.keep(step, outputs, x)  # type: ignore[union-attr]
-    if program.recipe is not None:
+    if program.recipe is not None and isinstance(x, QuantizedTensor):
         x = leaving(x, None if program.compiling else program.recipe)
     x = leave(func_ctx, program, ctxs, x, (entered, *tensors), extras)
     if not program.compiling:
@@ -149,7 +149,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
             waiting = None
         if dy is None and start > program.last_without_gradient:
             refuse_none(program, run, start)
-    if program.recipe is not None and dy is not None:
+    if program.recipe is not None and isinstance(dy, QuantizedTensor):
         dy = leaving(dy, None if program.compiling else program.recipe)
     if reached < len(ctxs):
         grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)

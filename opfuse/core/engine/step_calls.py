@@ -48,7 +48,8 @@ def finish(step: Step, pass_name: str, facts: Facts) -> None:
         step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
     if step.casts:
         step.run = WithCasts(step.run, step.matched)
-    step.prepares = env.recipe is not None or step.width is not None
+    made_plain = env.recipe is not None and not step.takes_quantized
+    step.prepares = made_plain or step.width is not None
 
 
 def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
@@ -70,7 +71,7 @@ def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
             continue
         found.append(alone := lone_step(op, 2 * edge + 1))
         alone.run = op.fuser_forward if forward else op.fuser_backward
-        alone.prepares = step.prepares
+        alone.prepares = True
         alone.takes_quantized = (edge if forward else edge + 1) in casts
         alone.recompute = step.recompute if edge == step.start else None
         alone.has_extras = bool(op.num_extra_inputs or op.num_extra_outputs)
@@ -181,11 +182,12 @@ class WithCasts:
                 given[name] = self._among(given[name], [() if "kwargs" not in name else {}])
         contexts = self._contexts(scales, usage)
         result = self._method(self._among(ctxs, contexts), *args, **given)
-        if any(ctx.to_save for ctx in contexts):
-            raise RuntimeError(
-                f"{self._who} gave tensors to save_for_backward of a Cast, which saves nothing: "
-                f"they would be lost"
-            )
+        for ctx in contexts:
+            if ctx.to_save:
+                raise RuntimeError(
+                    f"{self._who} gave tensors to save_for_backward of a Cast, which saves "
+                    f"nothing: they would be lost"
+                )
         if type(result) is not tuple:
             return result
         if self._gives is not None:
@@ -229,9 +231,10 @@ class WithCasts:
         if len(entries) != len(self._casts) + len(self._basic):
             return entries  # too many, or too few: the loop refuses it
         for place, _ in self._casts:
-            if any(entry is not None for entry in entries[place] or ()):
+            of_cast = entries[place]
+            if of_cast and not all([entry is None for entry in of_cast]):
                 raise RuntimeError(
                     f"{self._who} gave tensors for a Cast, "
                     f"which has no parameters and no extra tensors"
                 )
-        return [entries[place] for place in self._basic]
+        return list(map(entries.__getitem__, self._basic))

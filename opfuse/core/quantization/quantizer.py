@@ -138,10 +138,13 @@ class Quantizer(ABC):
         """
         if not isinstance(tensor, QuantizedTensor):
             made = self.quantize(tensor, usage)
-            fits = isinstance(made, QuantizedTensor) and same_quantizer(made.quantizer, self)
-            if fits and made.shape == tensor.shape and made.dtype == tensor.dtype:
-                if made.usage.covers(usage):
-                    return made
+            if (
+                isinstance(made, QuantizedTensor)
+                and (made.quantizer is self or same_quantizer(made.quantizer, self))
+                and (made.shape == tensor.shape and made.dtype == tensor.dtype)
+                and made.usage.covers(usage)
+            ):
+                return made
             self._refuse(made, tensor, usage)
         if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
             return tensor

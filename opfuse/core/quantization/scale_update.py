@@ -117,9 +117,8 @@ def _quantizers(
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in skips)}
     before, current.environment = current.environment, env
     try:
-        for op in ops:
-            op._quantizers.use(op, recipe)
+        used = [quantizer for op in ops for quantizer in op._quantizers.use(op, recipe).values()]
     finally:
         current.environment = before
-    found = {id(q): q for op in ops for q in op._quantizers.of(recipe).values()}  # ops may share
+    found = {id(quantizer): quantizer for quantizer in used}  # ops may share
     return [quantizer for quantizer in found.values() if quantizer.pending_names]

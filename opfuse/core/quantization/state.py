@@ -84,21 +84,22 @@ class QuantizerStates:
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self.latest: Recipe | None = None  # that of the last call under one
 
-    def use(self, op: Any, recipe: Recipe | None) -> None:
-        """Create the quantizers of ``op`` for ``recipe``, unless they exist.
+    def use(self, op: Any, recipe: Recipe | None) -> dict[str, Quantizer]:
+        """Create the quantizers of ``op`` for ``recipe``, unless they exist; return them.
 
         A quantized parameter brings its own quantizer.
         """
         if recipe is None:
-            return
-        known, held = self._by_recipe.get(recipe), held_by(op)
+            return {}
+        known = self._by_recipe.get(recipe)
+        held = held_by(op) if op.param_names else {}
         if known is not None and not held:
-            return
+            return known
         lives = living_weights(op).items() if held else ()
         theirs = {name: param.quantizer for name, param in lives if param.recipe == recipe}
         if known is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
-            return
+            return known
         made: dict[str, Quantizer] = {}
         with torch.inference_mode(False):  # their state is for training too
             for mode in MODES:
@@ -116,6 +117,7 @@ class QuantizerStates:
         except RuntimeError:  # the next call must raise it too
             del self._by_recipe[recipe]
             raise
+        return made
 
     def following(self, op: Any) -> QuantizerStates:
         """These, with the current quantizers of the parameters of ``op``; a copy has its own."""

@@ -108,8 +108,7 @@ def surrounded(chains: Chains) -> Iterator[Case]:
         yield case
         if before:
             before, after = (*before, *case.before), (*case.after, *after)
-            yield case.with_(after=after)
-            yield case.with_(before=before)
+            yield from (case.with_(after=after), case.with_(before=before))
             yield case.with_(before=before, after=after)
 
 
@@ -125,24 +124,19 @@ def numeric(chains: Chains) -> Iterator[Case]:
         for dtype, scale in TINY:
             yield case.with_(dtype=dtype, scale=scale, gradient=scale, mixed=True)
         yield from (case.with_(rows=rows) for rows in ROWS + (MORE_ROWS if chains.thorough else ()))
-        yield from (case.with_(rows=(5,), layout=layout) for layout in LAYOUTS)
-        yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
+        yield from (case.with_(rows=r, layout=of) for r in ((5,), (2, 5)) for of in LAYOUTS)
         yield from (case.with_(params=layout) for layout in ("strided", "transposed", "sliced"))
         yield from (case.with_(rows=rows, dtype=torch.bfloat16) for rows in ((127,), MANY_ROWS))
-        yield case.with_(rows=MANY_ROWS)
-        yield case.with_(wide=True, dtype=torch.bfloat16)
+        yield from (case.with_(rows=MANY_ROWS), case.with_(wide=True, dtype=torch.bfloat16))
         if case.recipe is None:
             yield case.with_(parametrized=True)
-    yield from (*chains.tiles, *chains.models)
-    yield from map(crossed, chains.residual or chains.plain)
-    yield from switched(chains)
-    yield from (case.with_(dtype=torch.bfloat16) for case in chains.all)
+    yield from (*chains.tiles, *chains.models, *map(crossed, chains.residual or chains.plain))
+    yield from (*switched(chains), *(case.with_(dtype=torch.bfloat16) for case in chains.all))
     if chains.thorough:
         for case in chains.all:
             yield from (case.with_(rows=(2, 5), layout=layout) for layout in LAYOUTS)
         yield from (case.with_(dtype=torch.float16) for case in (*chains.all, *chains.models))
-    yield from evaluating(chains)
-    yield from chains.residual
+    yield from (*evaluating(chains), *chains.residual)
 
 
 def switched(chains: Chains) -> Iterator[Case]:

@@ -20,7 +20,13 @@ if importlib.util.find_spec("triton") is None or is_interpreting():
 import triton_toys as toys
 from opfuse_triton import TARGETS, KernelCase, Operand
 from opfuse_triton.accesses import find_accesses
-from opfuse_triton.checking import check_case, refusal_sentences, verify_report, write_report
+from opfuse_triton.checking import (
+    check_case,
+    hash_kernels,
+    refusal_sentences,
+    verify_report,
+    write_report,
+)
 from opfuse_triton.recorded import case_lists, record
 from opfuse_triton.resources import Resources, occupancy
 
@@ -176,7 +182,7 @@ def test_what_a_case_declares_is_compared_with_what_it_gives():
         record(KernelCase("a", lambda x, s: x * 2, toys.rows_of, [], []), toys.REAL, 90)
 
 
-def test_a_report_is_of_its_sources(tmp_path, monkeypatch):
+def test_a_report_is_of_its_kernels(tmp_path, monkeypatch):
     source = tmp_path / "reported_toys.py"
     source.write_text("from triton_toys import SOUND, FAULTY\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -189,9 +195,55 @@ def test_a_report_is_of_its_sources(tmp_path, monkeypatch):
     write_report(path, plugin, faulty)
     assert verify_report(path, plugin) == refusal_sentences(map(asdict, faulty))
     write_report(path, plugin, rows)
-    source.write_text("from triton_toys import SOUND, FAULTY  # changed\n")
-    (sentence,) = verify_report(path, plugin)
-    assert sentence.startswith(f"{path} is not of these sources of {plugin}: check them again")
+    source.write_text("from triton_toys import SOUND, FAULTY  # no other kernel\n")
+    assert verify_report(path, plugin) == []
+    (sentence,) = verify_report(path, "reported_toys:FAULTY")
+    assert "is not of these kernels" in sentence
+
+
+CODE = """
+import triton, triton.language as tl
+from opfuse_triton import Config, Kernel, KernelCase
+from triton_toys import REAL, rows_of
+
+@triton.jit
+def helped(x):
+    return x * 2
+
+@triton.jit
+def doubling_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, helped(tl.load(x_ptr + i, mask=i < n)), mask=i < n)
+
+KERNEL = Kernel(doubling_kernel, lambda target, facts: [Config({"BLOCK": 1024})])
+
+def doubled(x, s):
+    y = x.new_empty(x.shape)
+    KERNEL.launch(lambda config: (1,), x, y, x.numel())
+    return y
+
+CASES = [KernelCase("doubled", doubled, rows_of, [REAL], [])]
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, same",
+    [
+        ("[REAL], []", "[REAL], (),", True),
+        ("return x * 2", "return x * 3", False),
+        ("1024", "2048", False),
+        ("x.new_empty(x.shape)", "x.new_empty(x.shape, dtype=x.dtype)", True),
+        ("x, y, x.numel()", "x, y, 1", False),
+    ],
+)
+def test_a_hash_is_of_what_is_compiled(tmp_path, monkeypatch, old, new, same):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hashes = []
+    for name, code in (("before", CODE), ("after", CODE.replace(old, new))):
+        (tmp_path / f"{name}.py").write_text(code)
+        hashes.append(hash_kernels(f"{name}:CASES"))
+        del sys.modules[name]
+    assert code != CODE and (hashes[0] == hashes[1]) == same
 
 
 @pytest.fixture
@@ -235,7 +287,7 @@ def test_the_check_command_reports_and_verifies(installed):
     again = command("check", "toys", "--verify", "r.json", cwd=installed)
     assert (again.returncode, again.stdout) == (
         0,
-        "r.json is of these sources, and refuses nothing\n",
+        "r.json is of these kernels, and refuses nothing\n",
     )
 
 

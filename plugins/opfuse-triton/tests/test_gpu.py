@@ -190,6 +190,31 @@ def test_how_far_fp8_codes_may_be_from_the_twins(moved, by, exact, fault):
     assert judge(case, {"rows": 4}, case.inputs({"rows": 4}, "cpu")) == fault
 
 
+@pytest.mark.parametrize(
+    "moved, factor, fault",
+    [(2, 2.0, ""), (2, 0.5, ""), (3, 2.0, "scales is wrong"), (1, 4.0, "scales is wrong")],
+)
+def test_few_scales_may_be_the_next_power_of_two(moved, factor, fault):
+    def scales(x):
+        return torch.exp2((x * 4).round()).float()
+
+    def run(x):
+        found = scales(x)
+        found.view(-1)[:moved] *= factor
+        return found
+
+    def tensors(rows):
+        shape = (rows, 25)
+        return {
+            "x": Operand(shape, torch.bfloat16),
+            "scales": Operand(shape, torch.float32, output=True),
+        }
+
+    case = KernelCase("scales", run, tensors, [], [], twin=scales)
+    said = judge(case, {"rows": 4}, case.inputs({"rows": 4}, "cpu"))
+    assert said.startswith(fault) and bool(said) == bool(fault)
+
+
 class FakeClock(Clock):
     """Each look at it takes a second."""
 

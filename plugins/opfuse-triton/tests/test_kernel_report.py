@@ -30,6 +30,6 @@ def test_every_case_was_compiled_for_every_target(plugin):
             assert found[case.name, describe(shape)] == wanted
 
 
-def test_it_is_of_the_sources_as_they_are():
+def test_it_is_of_the_kernels_as_they_are():
     if sentences := verify_report(REPORT, None):
         pytest.skip(f"run nox -s check_all before a release: {'; '.join(sentences)}")

@@ -44,7 +44,7 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
                 f"expected quantizers with state to be a DelayedQuantizer, which this recipe "
                 f"advances, got {type(quantizer).__name__}: derive from it, or write a recipe"
             )
-        if hasattr(quantizer, "advance"):
+        if hasattr(type(quantizer), "advance") or "advance" in vars(quantizer):
             raise TypeError(
                 f"expected a DelayedQuantizer whose scales this recipe computes, and "
                 f"{type(quantizer).__name__} has its own advance(), which nothing calls: write a "
@@ -101,7 +101,7 @@ class ScaleBuffer:
 
     def __init__(self, quantizers: Sequence[DelayedQuantizer]) -> None:
         device, states = quantizers[0].amax.device, _states(quantizers)
-        self._settings = [_settings(quantizer) for quantizer in quantizers]
+        self._settings = [(q.dtype, q.margin, q.is_grad, q.most_recent) for q in quantizers]
         facts: list[float] = []
         for dtype, margin, is_grad, _ in self._settings:
             facts += [torch.finfo(dtype).max, 2.0**margin, float(is_grad)]
@@ -146,7 +146,8 @@ class ScaleBuffer:
         scale, amax, history = buffer._views[row]
         same = quantizer.scale is scale and quantizer.amax is amax
         same = same and quantizer.amax_history is history
-        return same and _settings(quantizer) == buffer._settings[row]
+        settings = quantizer.dtype, quantizer.margin, quantizer.is_grad, quantizer.most_recent
+        return same and settings == buffer._settings[row]
 
     def advance(self, rows: Sequence[int]) -> None:
         """Take in the largest magnitudes of a step, compute the next scales, clear the records.
@@ -184,10 +185,6 @@ def _states(quantizers: Sequence[DelayedQuantizer]) -> list[list[Tensor]]:
     """The tensors of each name, of all quantizers."""
     names = DelayedQuantizer.state_names
     return [[getattr(quantizer, name) for quantizer in quantizers] for name in names]
-
-
-def _settings(quantizer: DelayedQuantizer) -> tuple[torch.dtype, int, bool, bool]:
-    return quantizer.dtype, quantizer.margin, quantizer.is_grad, quantizer.most_recent
 
 
 def advance(

@@ -258,7 +258,11 @@ def multiply(
         left = left.by_row()
     if left.data.shape[1] % DEPTH:
         left, right = left.filled(), right.filled()
-    one, other = left.scaling(), right.scaling(right=True)
+    if left.kind is ScalingType.TensorWise is right.kind:
+        kind, order = ScalingType.TensorWise, SwizzleType.NO_SWIZZLE
+        one, other = (left.scale, kind, order), (right.scale, kind, order)
+    else:
+        one, other = left.scaling(), right.scaling(right=True)
     return F.scaled_mm(
         left.data,
         right.data.t(),

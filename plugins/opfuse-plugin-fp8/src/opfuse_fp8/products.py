@@ -134,12 +134,11 @@ def gradients(
         left = GemmOperand.of(dy, ROWWISE)
         rights = [GemmOperand.of(weight, COLUMNWISE) for weight in weights]
         if len(rights) > 1 and not rights[0].stands_alone:
-            rights, spans_of_dx = [GemmOperand.chained(rights)], [(0, sum(sizes))]
-        else:
-            spans_of_dx = spans
+            rights = [GemmOperand.chained(rights)]
         wide = dtype if len(rights) == 1 else torch.float32
-        for span, right in zip(spans_of_dx, rights, strict=True):
-            product = multiply(left.inner(*span), right, wide)
+        for span, right in zip(spans, rights, strict=False):
+            part = left if len(rights) == 1 else left.inner(*span)
+            product = multiply(part, right, wide)
             dx = product if dx is None else dx.add_(product)
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])

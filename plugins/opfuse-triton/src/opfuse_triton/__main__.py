@@ -46,7 +46,7 @@ def check_command(
     try:
         if verify is not None:
             refusals = verify_report(verify, plugin)
-            passed = f"{verify} is of these sources, and refuses nothing"
+            passed = f"{verify} is of these kernels, and refuses nothing"
         else:
             rows = check(plugin, candidates=candidates)
             for line in check_table(rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,9 +15,10 @@ import torch
 import triton
 
 from .accesses import Access, find_accesses
+from .cases import KernelCase
 from .configs import Config
 from .launches import Launch
-from .recorded import CaseRun, case_lists, hash_sources, load_cases, record, storage_of, tensors_of
+from .recorded import CaseRun, case_lists, load_cases, record, storage_of, tensors_of
 from .resources import Resources, occupancy, read_resources
 from .targets import TARGETS, Target
 
@@ -95,8 +97,16 @@ def check_case(
         arch: Key of the target in :data:`opfuse_triton.TARGETS`.
         candidates: See :func:`check`.
     """
-    case = load_cases(where)[number]
-    rows = []
+    rows: dict[str, CheckedLaunch] = {}
+    for run, launch in _to_compile(load_cases(where)[number], arch, candidates):
+        row = check_launch(plugin, run, launch)
+        rows.setdefault(repr(row), row)  # a kernel may be launched twice
+    return [*rows.values()]
+
+
+def _to_compile(
+    case: KernelCase, arch: int | str, candidates: bool
+) -> Iterator[tuple[CaseRun, Launch]]:
     for shape, dtype, offset in case.compiled():
         run = record(case, shape, arch, None, dtype, offset)
         for launch in run.launches:
@@ -104,11 +114,23 @@ def check_case(
             if candidates and dtype is torch.bfloat16 and not offset:
                 possible = launch.kernel.candidates(launch.target, launch.facts)
                 configs = [Config(**candidate) for candidate in possible]
-            for config in configs:
-                row = check_launch(plugin, run, replace(launch, config=config))
-                if row not in rows:  # a kernel that is launched twice
-                    rows.append(row)
-    return rows
+            yield from ((run, replace(launch, config=config)) for config in configs)
+
+
+def hash_kernels(where: str) -> str:
+    """A hash of what :func:`check` compiles, with all candidates: code, constants, configurations.
+
+    Python around the kernels is not in it, nor is Triton's version.
+
+    Args:
+        where: ``module:object``, the cases.
+    """
+    digest = hashlib.sha256()
+    for case in load_cases(where):
+        for target in TARGETS.values():
+            for run, launch in _to_compile(case, target.arch, True) if case.fits(target) else ():
+                digest.update(f"{case.name} {run} {target} {launch.key}\n".encode())
+    return digest.hexdigest()
 
 
 def check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
@@ -241,28 +263,28 @@ def refusal_sentences(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def write_report(path: pathlib.Path, plugin: str | None, rows: Sequence[CheckedLaunch]) -> None:
-    """Write what was compiled, and the hash of the sources that it was compiled from, as JSON."""
-    sources = {name: hash_sources(where) for name, where in case_lists(plugin).items()}
-    head = json.dumps({"triton": triton.__version__, "sources": sources}, indent=1)
+    """Write what was compiled, and the hash of the kernels, as JSON."""
+    kernels = {name: hash_kernels(where) for name, where in case_lists(plugin).items()}
+    head = json.dumps({"triton": triton.__version__, "kernels": kernels}, indent=1)
     lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)  # a change is a line of a diff
     path.write_text(f'{head[:-2]},\n "launches": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def verify_report(path: pathlib.Path, plugin: str | None) -> list[str]:
-    """Compare a report with the sources as they are.
+    """Compare a report with the kernels as they are.
 
     Args:
         path: A report that :func:`write_report` wrote.
         plugin: As for :func:`check`.
 
     Returns:
-        A sentence for each plugin whose sources have changed since, and for each refusal.
+        A sentence for each plugin whose kernels have changed since, and for each refusal.
     """
     report = json.loads(path.read_text(encoding="utf-8"))
     lists = case_lists(plugin)
     stale = [
-        f"{path} is not of these sources of {name}: check them again with --report {path}"
+        f"{path} is not of these kernels of {name}: check them again with --report {path}"
         for name, where in lists.items()
-        if report["sources"].get(name) != hash_sources(where)
+        if report["kernels"].get(name) != hash_kernels(where)
     ]
     return stale + refusal_sentences(row for row in report["launches"] if row["plugin"] in lists)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import types
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -77,6 +80,13 @@ class Launch:
         """
         return facts_of(self.kernel.fn.arg_names, self.args, self.constants)
 
+    @property
+    def key(self) -> str:
+        """What the compiled code follows from, but for Triton and the target."""
+        given = [_kind(value) for value in self.args]
+        constants = {name: _constant(value) for name, value in self.constants.items()}
+        return f"{code_of(self.kernel.fn)} {given} {constants} {self.config.to_dict()}"
+
     def compile(self, other: Target | None = None) -> Any:
         """Compile what the launch would compile, with no GPU.
 
@@ -108,14 +118,50 @@ class Launch:
         return triton.compile(source, target=gpu, options=options.__dict__)
 
 
+def _kind(value: Any) -> Any:
+    """What Triton knows of an argument while it compiles."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.storage_offset() * value.dtype.itemsize % 16
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int", value if value < 2 else value % 16, value.bit_length() > 31
+    base = getattr(value, "base", None)
+    return type(value).__name__ if base is None else (_kind(base), value.block_shape)
+
+
+def _constant(value: Any) -> Any:
+    """A constant, or a tuple of them; of a function its code."""
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    return code_of(value) if hasattr(value, "arg_names") else value
+
+
+@functools.cache
+def code_of(function: Any) -> str:
+    """The source of a jitted function, and of the functions and constants that it names.
+
+    Args:
+        function: The function, compiled or interpreted.
+    """
+    plain = function.fn
+    found, code = [inspect.getsource(plain)], plain.__code__
+    known = {**plain.__globals__, **inspect.getclosurevars(plain).nonlocals}
+    names = code.co_names + code.co_freevars
+    spaces = [vars(one) for one in map(known.get, names) if isinstance(one, types.ModuleType)]
+    for name in names:
+        for one in [space[name] for space in (known, *spaces) if name in space]:
+            ours = not getattr(one, "__module__", "triton").startswith("triton")
+            if ours and hasattr(one, "arg_names") and one is not function:
+                found.append(code_of(one))
+            elif isinstance(one, (triton.language.constexpr, int, float)):
+                found.append(f"{name} = {one}")
+    return "\n".join(found)
+
+
 def facts_of(
     names: list[str], args: tuple[Any, ...], constants: Mapping[str, Any]
 ) -> dict[str, Any]:
     """See :attr:`Launch.facts`."""
-    facts: dict[str, Any] = dict(constants)
-    for name, value in zip(names, args, strict=False):
-        if isinstance(value, torch.Tensor):
-            facts[name] = value.dtype
-        elif value is None or isinstance(value, int):
-            facts[name] = value
-    return facts
+    given = [value.dtype if isinstance(value, torch.Tensor) else value for value in args]
+    facts = dict(zip(names, given, strict=False))
+    wanted = torch.dtype, int, type(None)
+    return {**constants, **{name: v for name, v in facts.items() if isinstance(v, wanted)}}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import inspect
-import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -179,33 +176,3 @@ def load_cases(where: str) -> Sequence[KernelCase]:
         expected = "expected at least one, and each name once"
         raise ValueError(f"{where} has the cases {names}: {expected}")
     return cases
-
-
-def hash_sources(where: str) -> str:
-    """A hash of the Python files that the compiled kernels of some cases depend on.
-
-    These are the files of the package that the cases are in, and those of the device functions that
-    their kernels take. Triton's version is not in it.
-
-    Args:
-        where: ``module:object``, the cases.
-    """
-    root = pathlib.Path(inspect.getfile(importlib.import_module(where.split(":")[0].split(".")[0])))
-    files = set(root.parent.rglob("*.py") if root.name == "__init__.py" else [root])
-    for case in load_cases(where):
-        for launch in record(case, case.shapes[0], 90).launches:
-            used = [launch.kernel.fn, *_functions(launch.arguments.values())]
-            files |= {pathlib.Path(inspect.getfile(function.fn)) for function in used}
-    digest = hashlib.sha256()
-    for name, text in sorted((file.name, file.read_bytes()) for file in files):
-        digest.update(f"{name} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
-
-
-def _functions(values: Iterable[Any]) -> Iterator[Any]:
-    """The jitted functions among constants, including those in tuples."""
-    for value in values:
-        if isinstance(value, tuple):
-            yield from _functions(value)
-        elif hasattr(value, "fn") and hasattr(value, "arg_names"):
-            yield value

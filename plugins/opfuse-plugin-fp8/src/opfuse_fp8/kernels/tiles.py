@@ -78,5 +78,6 @@ def _config(
 
 def grid(rows: int, features: int, config: Config) -> tuple[int]:
     """A program for each tile."""
-    down, across = config["BLOCK_ROWS"], config["BLOCK_COLUMNS"]
+    tile = config.constants
+    down, across = tile["BLOCK_ROWS"], tile["BLOCK_COLUMNS"]
     return (-(-rows // down) * -(-features // across),)
