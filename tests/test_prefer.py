@@ -325,7 +325,8 @@ def test_a_compiled_chain_saves_what_prefer_says():
     for prefer, kept in (("memory", torch.float32), ("speed", torch.bfloat16)):
         with preferring(prefer):
             assert same_bits(grads_of(compiled, x), grads_of(chain, x))
-            saved = compiled(x).grad_fn.saved_tensors
+            y = compiled(x)
+    saved = y.grad_fn.saved_tensors
         weights = [t.dtype for t in saved if t.shape == (WIDTH, WIDTH)]
         assert weights == [kept] * 2
 

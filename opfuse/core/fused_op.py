@@ -232,7 +232,7 @@ class FusedOperation(_Fixed, FusibleOperation):
         found: list[tuple[Any, Any, Any]] = []
         for op in self.basic_ops:
             plain = not (op.num_extra_inputs or op.num_extra_outputs)
-            forward = plain and is_direct(op, "forward") and asks_for_quantizers(op) == ((), ())
+            forward = plain and is_direct(op, "forward") and not any(asks_for_quantizers(op))
             backward = plain and is_direct(op, "backward")
             passes: Any = op.op_forward if forward else None, op.op_backward if backward else None
             found.append((op, *passes))
