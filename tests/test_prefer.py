@@ -326,7 +326,7 @@ def test_a_compiled_chain_saves_what_prefer_says():
         with preferring(prefer):
             assert same_bits(grads_of(compiled, x), grads_of(chain, x))
             y = compiled(x)
-    saved = y.grad_fn.saved_tensors
+            saved = y.grad_fn.saved_tensors
         weights = [t.dtype for t in saved if t.shape == (WIDTH, WIDTH)]
         assert weights == [kept] * 2
 
