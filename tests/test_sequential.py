@@ -579,7 +579,8 @@ def test_a_nested_chain_joins_the_one_around_it():
     for y in (chain(x), outside):
         y.square().sum().backward()
     torch.testing.assert_close(chain(x), outside)
-    assert chain(x).grad_fn.next_functions[0][0].__class__.__name__ == "AccumulateGrad"  # one node
+    y = chain(x)  # torch before 2.13 forgets the edges of a node whose output is gone
+    assert y.grad_fn.next_functions[0][0].__class__.__name__ == "AccumulateGrad"  # one node
     assert runs(nested(nn.Tanh(), ops.GELU()), x) == [("Linear", ""), ("GELU SiLU", "")]
 
 

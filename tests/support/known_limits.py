@@ -18,11 +18,6 @@ LIMITS = (  # the first torch without it, what the failure says, and the reason 
     ),
     ((2, 12), "Could not run 'aten::_scaled_mm_v2'", "it has no scaled_mm on a CPU"),
     ((2, 12), "Profiler clears events at the end of each cycle", "its profiler warns of itself"),
-    (
-        (2, 12),
-        "Attribute 'next_functions' is invalid",
-        "its autograd functions have no next_functions",
-    ),
 )
 
 

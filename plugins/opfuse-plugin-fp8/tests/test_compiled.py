@@ -25,7 +25,7 @@ pytestmark = [
     # torch's own, of what Inductor imports
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-compiles = pytest.mark.skipif(bool(conditions.no_compiler()), reason="there is no C++ compiler")
+compiles = pytest.mark.skipif(bool(conditions.no_compiler()), reason=conditions.no_compiler())
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QUANTIZERS = {

@@ -123,7 +123,9 @@ def chosen(
 
 
 def no_compiler() -> str:
-    """Which C++ compiler Inductor lacks on this CPU, in words; empty: it has one."""
+    """What Inductor lacks on this CPU, in words; empty: nothing."""
+    if torch.__version__ < "2.13":
+        return f"Inductor of torch {torch.__version__} rounds to half precision elsewhere"
     if sys.platform == "win32":  # there it finds one by itself
         return ""
     default = "clang++" if sys.platform == "darwin" else "g++"
