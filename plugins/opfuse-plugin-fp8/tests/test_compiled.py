@@ -328,6 +328,7 @@ def table(monkeypatch, tmp_path):
 CASTS = {"norm+cast", "activation+cast", "cast+activation", "cast+bias"}
 
 
+@compiles
 @pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
 def test_what_tune_measured_is_planned(recipe, traced):
@@ -366,6 +367,7 @@ def trained(model, x, recipe, steps=3):
     return results + grads, {k: v for k, v in model.state_dict().items() if "quantizers" in k}
 
 
+@compiles
 @pytest.mark.usefixtures("table")
 def test_what_is_slower_is_not_planned(monkeypatch, traced):
     monkeypatch.setattr(trial, "compare", lambda *given, **more: Timing(0.8, 0.01, 1e-3, 1.2e-3))
@@ -400,6 +402,7 @@ def env(**given):
     return opfuse.Environment(**{**facts, "measured": 2.0, **given})
 
 
+@compiles
 def test_where_they_are_compiled(monkeypatch):
     quantizer = quantizer_of("current")
     assert conditions.runs(quantizer, env()) is True
