@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import gloo
 import pytest
 import tensor_parallel as ranks
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import _StopRecomputationError
 
 from opfuse import ops
+from opfuse.core.engine.agreement import reported
 
 pytestmark = [
     pytest.mark.skipif(
@@ -211,3 +214,15 @@ def test_arguments_that_need_no_group(build):
     with pytest.raises(RuntimeError, match="needs torch.distributed.init_process_group"):
         ops.Bias(2, tensor_parallel=True)
     assert torch.equal(ops.Bias(2)(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("error, told", [(ValueError, 1), (_StopRecomputationError, 0)])
+def test_the_end_of_a_recomputation_is_no_failure(error, told):
+    said = []
+    talk = SimpleNamespace(
+        me="rank 0", is_broken=False, failed=lambda why, pending: said.append(why)
+    )
+    chain = SimpleNamespace(title="chain", groups=[SimpleNamespace(talk=talk)])
+    with pytest.raises(error), reported(chain):
+        raise error
+    assert len(said) == told

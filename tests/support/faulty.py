@@ -25,6 +25,7 @@ from opfuse.ops import (
     ConstantScale,
     MakeExtraOutput,
     ReLU,
+    SiLU,
 )
 from opfuse.testing import Op
 
@@ -224,12 +225,15 @@ class SavesInAnotherDtype(Pointwise):
         return result
 
 
-@faulty("saved_state", "shares memory with the output", "forward", BasicLinear, ReLU)
-class SavesItsOutput(opfuse.FusedOperation):
+@faulty("saved_state", "shares memory with the output", "forward", BasicLinear, SiLU)
+class SavesInTheMemoryOfItsOutput(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        y = F.linear(x, weight).relu()
-        self.basic_ops[1].operand(basic_op_ctxs[1], y)  # the right gradient by luck
+        hidden = F.linear(x, weight)
+        hidden, y = torch.stack(
+            [hidden, F.silu(hidden)]
+        ).unbind()  # both are there for as long as one is
+        self.basic_ops[1].operand(basic_op_ctxs[1], hidden)
         return y, [(), ()]
 
 

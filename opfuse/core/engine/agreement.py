@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.utils import checkpoint
 
 from .. import tuning_table as tables
 from ..plugins import manager
@@ -19,6 +20,10 @@ from .step import Step
 
 if TYPE_CHECKING:
     from .program import Program
+
+
+# a checkpoint raises it in a forward whose backward needs no more, on each process at its own time
+_END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
 
 
 def causes() -> dict[str, Any]:
@@ -127,6 +132,8 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
         located = RankError(f"{chain.title}, {where}: {error}")
         located.located = True
         raise located from error.__cause__
+    except _END_OF_RECOMPUTATION:
+        raise
     except Exception as error:
         for talk in [talk for group in chain.groups if (talk := group.talk) is not None]:
             why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
