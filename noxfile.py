@@ -409,8 +409,10 @@ def release(session: nox.Session) -> None:
     install(session, "twine")
     session.run("python", "-m", "twine", "check", "--strict", *map(str, folder.iterdir()))
     mask = os.umask(0o077)  # how files lie on a machine must not matter
-    build_all(session, again)
-    os.umask(mask)
+    try:
+        build_all(session, again)
+    finally:
+        os.umask(mask)
     session.run("python", DISTRIBUTIONS, "same", str(folder), str(again))
 
     house = ROOT / "build" / "release"

@@ -136,7 +136,10 @@ def run(way: str, layers: int, kernels: bool = False, graph: bool = False) -> di
 def in_a_graph(step: Callable[[], Any]) -> dict[str, Any]:
     """Capture a step in a CUDA graph; what a replay takes, and its loss beside one more step's."""
     import torch
+    from transformers import masking_utils
 
+    # while a graph is captured it would take any tokens for packed ones, and make a mask
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

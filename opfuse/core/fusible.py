@@ -360,7 +360,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _own_fuser(self) -> Any:
         """The fuser behind ``op(x)``, which lives as long as the op."""
-        if is_traced() or self._cache.key is not self:
+        if dynamo_traces() or self._cache.key is not self:
             _make_own_fuser(self)
         return self._cache.value
 
@@ -472,7 +472,7 @@ _COMPILING_NEEDS_TORCH_2_12 = (
 )
 
 
-def is_traced() -> bool:
+def dynamo_traces() -> bool:
     """Whether Dynamo traces the caller.
 
     Raises:

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .engine.chain import flatten
 from .engine.fuser import OperationFuser
-from .fusible import FusibleOperation, is_traced
+from .fusible import FusibleOperation, dynamo_traces
 from .introspection import hook_kinds, kwarg_names
 from .op import BasicOperation
 from .op_context import ModuleCache
@@ -43,7 +43,7 @@ class Sequential(nn.Sequential):
     def _grouped(self) -> tuple[list[Any], Any]:
         """The groups; and the callable that runs the group, if there is only one."""
         key = list(_contents(self))
-        if is_traced() or not _same(self._cache.key, key):
+        if dynamo_traces() or not _same(self._cache.key, key):
             _regroup(self, *key)
         return self._cache.value  # type: ignore[no-any-return]
 

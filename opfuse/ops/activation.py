@@ -66,8 +66,8 @@ class Activation(RowwiseOperation):
             not declare it, unless it is one of opfuse's.
         saves_output: Whether the output is saved in place of the input, as that of ReLU. It must
             have the same value and derivative as the input; whoever reads :meth:`saved_input` may
-            get either. A class that implements any of the computing methods declares it itself.
-            False if ``cache_quantized_input``.
+            get either. A class that implements any of the computing methods declares it itself, and
+            is tried where it is made. False if ``cache_quantized_input``.
 
     Args:
         cache_quantized_input: Keep the input for the backward in FP8, with one scale, as the recipe
@@ -135,6 +135,18 @@ class Activation(RowwiseOperation):
     def _constructed(self) -> None:
         super()._constructed()
         self._find_numbers()
+        declared = self.saves_output and not self._built_in
+        if declared and (self.gated or not self._is_its_input()):
+            raise ValueError(
+                f"{type(self).__name__} declares saves_output, but its output is no input with the "
+                f"same value and derivative, as that of ReLU is"
+            )
+
+    def _is_its_input(self) -> bool:
+        """Whether some outputs have, as inputs, the value and derivative of their own input."""
+        x = torch.linspace(-8, 8, 129, dtype=torch.float64, device="cpu")
+        y = self.value(x)
+        return torch.equal(self.value(y), y) and torch.equal(self.derivative(y), self.derivative(x))
 
     def _find_numbers(self) -> None:
         """Find the op's own plain values: attributes that no class of the library has."""

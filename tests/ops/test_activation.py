@@ -721,3 +721,57 @@ def test_the_formulas_of_a_class_of_your_own_may_change():
     y = op(x)
     torch.testing.assert_close(y, 2 * x)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 2))
+
+
+class Clip(ops.Activation):
+    """Between 0 and 6, where no gradient passes the ends."""
+
+    saves_output = True
+
+    def value(self, x):
+        return x.clamp(0, 6)
+
+    def derivative(self, x):
+        return ((x > 0) & (x < 6)).to(x.dtype)
+
+
+class Sigmoid(ops.Activation):
+    saves_output = True  # it tells the derivative, but by another formula
+
+    def value(self, x):
+        return torch.sigmoid(x)
+
+    def derivative(self, x):
+        return torch.sigmoid(x) * torch.sigmoid(-x)
+
+
+class Leaky(ops.ReLU):
+    def value(self, x):
+        return torch.where(x > 0, x, 0.1 * x)
+
+    def derivative(self, x):
+        return torch.where(x > 0, 1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    "op, saved", [(Clip, "y"), (ops.ReLU, "y"), (Leaky, "x"), (ops.SReLU, "x")]
+)
+def test_an_output_is_saved_where_it_tells_as_much(op, saved):
+    chain, x = opfuse.Sequential(op()), torch.randn(5, 7, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = chain(3 * x)
+    assert any(torch.equal(each, y) for each in kept) == (saved == "y")
+    y.sum().backward()
+    z = (3 * x.detach().double()).requires_grad_()
+    exact = op().value(z) if op is not ops.SReLU else torch.relu(z).square()
+    (expected,) = torch.autograd.grad(exact.sum(), z)
+    torch.testing.assert_close(x.grad.double(), 3 * expected)
+
+
+def test_an_output_that_tells_less_is_refused():
+    with pytest.raises(
+        ValueError, match="Sigmoid declares saves_output, but its output is no input"
+    ):
+        Sigmoid()
+    assert not ops.ReLU(cache_quantized_input=True).saves_output

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
-from ..fusible import Engine, FusibleOperation, bind_engine, is_traced
+from ..fusible import Engine, FusibleOperation, bind_engine, dynamo_traces
 from ..introspection import hook_dicts, why_apart
 from ..layout import is_dtensor, run_on_parts
 from ..op_context import ModuleCache
@@ -295,7 +295,7 @@ class OperationFuser:
     def _run_traced(
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Any:
-        is_traced()  # refuses an old Dynamo
+        dynamo_traces()  # refuses an old Dynamo
         check_arguments(self._chain, input, extra_inputs)
         training = [unit.training for unit in self._units if not any(hook_dicts(unit))]
         if len(training) != len(self._units):

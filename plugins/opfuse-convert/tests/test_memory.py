@@ -406,7 +406,9 @@ def test_nothing_may_change_before_the_backward(what):
     else:
         with torch.no_grad():
             model.layers[0].up.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="changed between the forward and this backward"):
+    with pytest.raises(
+        RuntimeError, match="changed between the forward and this backward, which runs"
+    ):
         loss.backward()
 
 

@@ -192,7 +192,13 @@ def test_how_far_fp8_codes_may_be_from_the_twins(moved, by, exact, fault):
 
 @pytest.mark.parametrize(
     "moved, factor, fault",
-    [(2, 2.0, ""), (2, 0.5, ""), (3, 2.0, "scales is wrong"), (1, 4.0, "scales is wrong")],
+    [
+        (2, 2.0, ""),
+        (2, 0.5, ""),
+        (3, 2.0, "scales differs from its twin in 3 of 100 codes, by up to 1 steps"),
+        (1, 4.0, "scales differs from its twin in 1 of 100 codes, by up to 2 steps"),
+        (1, 3.0, "scales is wrong"),
+    ],
 )
 def test_few_scales_may_be_the_next_power_of_two(moved, factor, fault):
     def scales(x):

@@ -135,5 +135,4 @@ def _intrinsic(result: str, name: str, arguments: str) -> Iterator[tuple[list[st
 def _size(type_: str) -> int:
     """Bytes of an LLVM type."""
     count, element = re.fullmatch(r"(?:<(\d+) x )?(\w+)>?", type_).groups()  # type: ignore[union-attr]
-    bits = _BITS.get(element) or int(element.removeprefix("i"))
-    return int(count or 1) * bits // 8
+    return int(count or 1) * (_BITS.get(element) or int(element.removeprefix("i"))) // 8

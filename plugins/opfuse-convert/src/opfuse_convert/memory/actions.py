@@ -72,9 +72,8 @@ def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callab
     def same(*args: Any, **kwargs: Any) -> Any:
         if state() != before:
             raise RuntimeError(
-                f"{type(module).__name__}: a parameter or the training mode was changed between "
-                f"the forward and this backward, which computes the forward again by "
-                f"opfuse.plan_memory: change it after the backward"
+                f"{type(module).__name__}: a parameter or the mode was changed between the forward "
+                f"and this backward, which runs the forward again for opfuse.plan_memory"
             )
         return forward(*args, **kwargs)
 
@@ -157,17 +156,15 @@ def offloading(kind: str = "cuda") -> Any:
         place = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor._version
         key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
         if key not in copies:
-            pinned = kind == "cuda"
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=kind == "cuda")
             copies[key] = tensor, host.copy_(tensor, non_blocking=True)
         return tensor.device, copies[key][1]
 
-    def unpack(packed: Any) -> Tensor:
+    def unpack(packed: Any) -> Any:
         if isinstance(packed, Tensor):
             return packed
         device, host = packed
-        moved: Tensor = host.to(device, non_blocking=True)
-        return moved
+        return host.to(device, non_blocking=True)
 
     @contextlib.contextmanager
     def block() -> Iterator[None]:

@@ -169,7 +169,7 @@ def _key(place: Place) -> tuple[nn.Module, bool]:
 
 
 class _Heard:
-    """The calls of places, while it is in their modules."""
+    """The calls of places; a module has it in place of a :class:`ModuleMemory` meanwhile."""
 
     def __init__(self) -> None:
         self.calls: dict[Any, list[tuple[int, Any, Any, str]]] = {}
@@ -182,13 +182,21 @@ class _Heard:
         modules = {m: None for m in modules if not isinstance(m, torch.jit.ScriptModule)}
         try:
             for module in modules:
-                put_on(module, _Ear(self))
+                put_on(module, self)
             yield
         finally:
             for module in modules:
                 take_off(module)
 
-    def hear(self, key: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """The module's forward."""
+        return self._hear((module, False), args, kwargs, lambda: forward(module, *args, **kwargs))
+
+    def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
+        """The chain of the module's forward."""
+        return self._hear((module, True), given, {}, lambda: chain(*given))
+
+    def _hear(self, key: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Keep a call and make it."""
         module, number = key[0], self._number
         self._number += 1
@@ -199,22 +207,6 @@ class _Heard:
         once = f"its forward changes {changed}" if changed else why_once(module, args, kwargs)
         self.calls.setdefault(key, []).append((number, *given, once))
         return result
-
-
-class _Ear:
-    """What a module has in place of a :class:`ModuleMemory` while it is heard."""
-
-    def __init__(self, heard: _Heard) -> None:
-        self._heard = heard
-
-    def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """The module's forward."""
-        key = module, False
-        return self._heard.hear(key, args, kwargs, lambda: forward(module, *args, **kwargs))
-
-    def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
-        """The chain of the module's forward."""
-        return self._heard.hear((module, True), given, {}, lambda: chain(*given))
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:

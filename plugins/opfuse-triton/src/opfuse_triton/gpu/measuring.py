@@ -90,15 +90,9 @@ def judge_variants(case: KernelCase, clock: Clock, deadline: float, tell: Tell) 
     return row
 
 
-def _judged(
-    case: KernelCase,
-    shape: Mapping[str, int],
-    clock: Clock,
-    dtype: torch.dtype = torch.bfloat16,
-    offset: int = 0,
-) -> str:
-    """Return what is wrong with a case, or with running it."""
-    return _or_why(lambda: judge(case, shape, case.inputs(shape, clock.device, dtype, offset)))
+def _judged(case: KernelCase, shape: Mapping[str, int], clock: Clock, *how: Any) -> str:
+    """Return what is wrong with a case, or with running it; ``how``: dtype and offset of inputs."""
+    return _or_why(lambda: judge(case, shape, case.inputs(shape, clock.device, *how)))
 
 
 def _or_why(call: Callable[[], Given]) -> Given | str:
