@@ -237,7 +237,7 @@ TE = {  # every public name of te.ops, and what is to be said about it
     "Quantize": "where `torch.compile` traces, what leaves the chain is not quantized",
     "RMSNorm": "`sm_margin` has no effect",
     "ReGLU": "",
-    "ReLU": "keeps its output for the backward: to write into it before is an error, as with `torch.relu`",
+    "ReLU": "keeps its output: writing into it before the backward is an error",
     "ReduceScatter": "",
     "Reshape": "",
     "SReGLU": "",
