@@ -96,6 +96,7 @@ class Talk:
 
     Attributes:
         looks: Whether a process that waits for a collective can look into the store meanwhile.
+        started: How many collectives this process started, that the host waits for.
 
     Args:
         group: The group.
@@ -111,7 +112,7 @@ class Talk:
         self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", default)
         # its waits may end before the collective
         self.looks = "gloo" in str(dist.get_backend_config(group))
-        self._compared = self._failed = 0
+        self.started = self._compared = self._failed = 0
         self._broken = ""
 
     @property
@@ -157,17 +158,19 @@ class Talk:
                 break
         else:
             silent = self.names(rank for rank in self._others if rank not in texts)
-            raise self.failed(f"{self.me} waited for {silent} to run {facts['the chain']}")
+            why = f"{self.me} waited for {silent} to run {facts['the chain']}"
+            raise self.failed(why, self.started + 1)
         if self._compared > 2:  # all have read what came two before
             self._store.delete_key(f"compare/{self._compared - 3}/{self._rank}")
         return [json.loads(texts[rank]) for rank in range(len(texts))]
 
-    def wait(self, work: Any, what: str) -> None:
+    def wait(self, work: Any, what: str, number: int) -> None:
         """Wait for a collective between tensors of the host.
 
         Args:
             work: What the collective returned.
             what: Its name, for messages.
+            number: How many this process had started with it.
 
         Raises:
             RankError: It failed, another process failed, or another one runs something else.
@@ -176,17 +179,19 @@ class Talk:
             work.wait(datetime.timedelta(seconds=4 * _LOOK))
             return
         ahead = 0.0
-        for _ in self._looks(pending=True):
+        for _ in self._looks(number):
             if work.is_completed():
                 break
             # they may have finished this collective already, a moment before this process does
             ahead = ahead or (time.monotonic() if self._ahead() else 0.0)
             if ahead and time.monotonic() - ahead > _BEHIND:
-                raise self.failed(f"{self.me} waits in {what}, {self._what_is_ahead()}")
+                why = f"{self.me} waits in {what}, {self._what_is_ahead()}"
+                raise self.failed(why, number)
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.failed(f"{what} failed on {self.me}: {_first_line(error)}") from error
+            why = f"{what} failed on {self.me}: {_first_line(error)}"
+            raise self.failed(why, number) from error
 
     def _ahead(self) -> list[int]:
         """The processes that wait to compare what this process does not."""
@@ -200,30 +205,42 @@ class Talk:
         with_what = ", ".join(f"{k} {v}" for k, v in facts["what it is called with"].items())
         return f"{self.names([rank])} runs something else: {facts['the chain']}, with {with_what}"
 
-    def _looks(self, pending: bool = False) -> Iterator[None]:
-        """Look again and again, until the group's timeout or until another process fails."""
+    def _looks(self, number: int | None = None) -> Iterator[None]:
+        """Look again and again, until the group's timeout or until another process fails.
+
+        A process may fail a moment after what this one waits for, which then still ends. So there
+        is one more look after a failure, and a collective that the other reached is waited for.
+
+        Args:
+            number: Of the collective that is waited for, which has its own timeout.
+        """
         until, pause = time.monotonic() + self._seconds, _LOOK / 100
-        while time.monotonic() < until or pending:  # a collective has its own timeout
+        failures: list[Any] = []
+        while time.monotonic() < until or number is not None:
             yield
-            for rank in self._others:
-                if self._store.check([f"failed/{self._failed}/{rank}"]):
-                    why = json.loads(self._store.get(f"failed/{self._failed}/{rank}"))["why"]
-                    raise self.failed(f"{self.me} stopped: {why}", pending)
+            for told in failures:
+                if number is None or told["reached"] < number:
+                    raise self.failed(f"{self.me} stopped: {told['why']}", number)
+            keys = [f"failed/{self._failed}/{rank}" for rank in self._others]
+            failures = [json.loads(self._store.get(k)) for k in keys if self._store.check([k])]
             time.sleep(pause)
             pause = min(2 * pause, _LOOK)
 
-    def failed(self, why: str, pending: bool = True) -> RankError:
+    def failed(self, why: str, unfinished: int | None) -> RankError:
         """Tell the others that this process failed, and learn who of them did.
 
         Args:
             why: A sentence with the name of this process.
-            pending: Whether it left a collective unfinished, so that the group is of no more use.
+            unfinished: The number of the collective that it leaves unfinished, so that the group is
+                of no more use; None: there is none.
 
         Returns:
             The error to raise, which says whom the store shows missing.
         """
         mine, self._failed = f"failed/{self._failed}", self._failed + 1
-        told = {"why": why, "pending": pending}
+        pending = unfinished is not None
+        reached = self.started if unfinished is None else unfinished - 1
+        told = {"why": why, "pending": pending, "reached": reached}
         try:
             self._store.set(f"{mine}/{self._rank}", json.dumps(told))
             silent, until = list(self._others), time.monotonic() + _ANSWER
@@ -305,6 +322,9 @@ class Pending:
 
     def __init__(self, work: Any, what: str, talk: Talk | None, tensors: tuple[Any, ...]) -> None:
         self._work, self._what, self._talk, self._tensors = work, what, talk, tensors
+        if talk is not None:
+            talk.started += 1
+            self._number = talk.started
 
     def wait(self) -> None:
         """Let what follows find the result: on the host, or in the current stream of a GPU.
@@ -313,7 +333,7 @@ class Pending:
             RankError: See :meth:`Talk.wait`.
         """
         if self._talk is not None:
-            self._talk.wait(self._work, self._what)
+            self._talk.wait(self._work, self._what, self._number)
         elif self._work is not None:
             self._work.wait()
         self._work, self._talk, self._tensors = None, None, ()
@@ -339,7 +359,8 @@ def start_collective(group: Group, what: str, start: Callable[..., Any], *tensor
     except RuntimeError as error:
         if talk is None:
             raise
-        raise talk.failed(f"{what} failed on {talk.me}: {_first_line(error)}") from error
+        why = f"{what} failed on {talk.me}: {_first_line(error)}"
+        raise talk.failed(why, talk.started + 1) from error
     return Pending(work, what, talk, tensors)
 
 

@@ -150,6 +150,11 @@ def test_an_error_that_all_raise_is_raised():
         assert kind == "ValueError" and "expected 4 features" in text
 
 
+def test_an_error_that_all_raise_behind_a_collective():
+    found = gloo.together(ranks.same_error_behind_a_collective)
+    assert found == [("ArithmeticError", "no luck")] * 2
+
+
 def test_one_that_plans_again():
     assert gloo.together(ranks.one_plans_again) == [[2.0, 2.0]] * 2
 
@@ -220,7 +225,7 @@ def test_arguments_that_need_no_group(build):
 def test_the_end_of_a_recomputation_is_no_failure(error, told):
     said = []
     talk = SimpleNamespace(
-        me="rank 0", is_broken=False, failed=lambda why, pending: said.append(why)
+        me="rank 0", is_broken=False, failed=lambda why, unfinished: said.append(why)
     )
     chain = SimpleNamespace(title="chain", groups=[SimpleNamespace(talk=talk)])
     with pytest.raises(error), reported(chain):

@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 import os
+import time
 
 import pytest
 import torch
@@ -535,6 +536,42 @@ def same_error(rank):
     op = ops.BasicLinear(4, 4, tensor_parallel_mode="column")
     found = raised(lambda: op(torch.ones(2, 3)))
     assert op(torch.ones(2, 4)).shape == (2, 2)
+    return found
+
+
+class Late:
+    """A collective that ends here long after it does elsewhere."""
+
+    def __init__(self, work):
+        self._work, self._end = work, time.monotonic() + 1
+
+    def is_completed(self):
+        return time.monotonic() > self._end and self._work.is_completed()
+
+    def wait(self, timeout=None):
+        if timeout is not None and not self.is_completed():
+            raise RuntimeError("not yet")
+        self._work.wait()
+
+
+class RaisesEverywhere(ops.Identity):
+    """Raises on all processes."""
+
+    def op_forward(self, ctx, input_, *unread):
+        raise ArithmeticError("no luck")
+
+
+def same_error_behind_a_collective(rank):
+    """All raise it, one of them while the other has yet to see the end of the collective before."""
+    chain = opfuse.Sequential(ops.AllReduce(), RaisesEverywhere())
+    reduce = dist.all_reduce
+    if rank:
+        dist.all_reduce = lambda *given, **more: Late(reduce(*given, **more))
+    try:
+        found = raised(lambda: chain(torch.ones(2)))
+    finally:
+        dist.all_reduce = reduce
+    assert ops.AllReduce()(torch.ones(2)).tolist() == [2, 2]
     return found
 
 

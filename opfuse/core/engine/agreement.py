@@ -137,7 +137,7 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
     except Exception as error:
         for talk in [talk for group in chain.groups if (talk := group.talk) is not None]:
             why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
-            failure = talk.failed(f"{why}{type(error).__name__}: {error}", pending=False)
+            failure = talk.failed(f"{why}{type(error).__name__}: {error}", unfinished=None)
             if talk.is_broken:
                 raise failure from error
         raise
