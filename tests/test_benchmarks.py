@@ -727,3 +727,33 @@ def test_the_pages_have_the_committed_numbers_of_models():
         for dtype in models.DTYPES
         for way in models.WAYS
     }
+
+
+# The cost of the batch-invariant mode
+
+
+def test_what_the_page_says_of_the_bits_in_every_batch_was_measured():
+    text = (ROOT / "benchmarks" / "results" / "cpu-invariant.json").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "same-numbers.md").read_text(encoding="utf-8")
+    record = json.loads(text)
+    assert record["threads"] == 1 and "family" in record["cpu"] and len(record["rows"]) == 12
+    for row in record["rows"]:
+        count, alone = row["rows"], row["of_64_rows_alone_differ"]
+        times = f"{row['plain_ms']:.1f} | {row['invariant_ms']:.1f} | {row['ratio']:.2f}"
+        assert f"| {row['dtype']} | {count} | {times} | {alone} of {min(count, 64)} |" in page
+
+
+def test_its_command_measures_both_sides(tmp_path, monkeypatch, capsys, no_plugins):
+    from benchmarks import invariant
+
+    out, threads = tmp_path / "out.json", torch.get_num_threads()
+    given = ["--hidden", "8", "--rows", "2,65", "--dtypes", "float32", "--turns", "1"]
+    monkeypatch.setattr(sys, "argv", ["invariant.py", *given, "--out", str(out)])
+    try:
+        invariant.main()
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [row["rows"] for row in rows] == [2, 65]
+    assert all(row["plain_ms"] >= 0 and row["invariant_ms"] > 0 for row in rows)
+    assert f"rows {rows[1]['rows']}" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import click
 import torch
 
 from .. import __version__
+from ..core.lock import freeze
 from ..core.plugins import manager
 from ..core.records import PluginFilter, is_strict
 from ..core.settings import current
@@ -223,6 +224,20 @@ def doctor(as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
     if is_strict() and found["errors"]:
         sys.exit(1)
+
+
+@main.command(name="freeze", short_help="Print what decides numbers here, to lock it.")
+def freeze_command() -> None:
+    """Print what decides numbers here, as JSON: `opfuse freeze > numbers.json`.
+
+    It lists versions, the selection of plugins, hashes of the tuning tables, devices, threads, the
+    precision of products, and whether algorithms are deterministic. opfuse.options(locked=PATH)
+    then refuses to run under anything else. In a program, opfuse.freeze() gives the same with the
+    options and the recipe in force.
+    """
+    with quiet_stdout():
+        text = freeze()
+    click.echo(text)
 
 
 # New plugins
