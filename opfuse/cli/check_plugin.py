@@ -1,0 +1,417 @@
+"""``opfuse check-plugin``: what the plugin index says of a distribution, and what it requires."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata as metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ..core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses, fusion_name
+from ..core.hookspecs import GROUP
+from ..core.plugins import manager
+from ..core.records import PluginRecord, normalize
+from ..report.lines import counted
+from .models import UserError, quiet_stdout
+
+SCHEMA = 1
+"""The version of the report."""
+
+RANGES = "opfuse", "torch", "triton"
+"""The packages whose range the index has."""
+
+UNSET = "OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT"
+
+
+@click.command(name="check-plugin", short_help="Check a plugin for the plugin index.")
+@click.argument("dist")
+@click.option(
+    "--tests",
+    type=click.Path(exists=True),
+    help="The plugin's own tests: its suites run, with their makers and limits.",
+)
+@click.option(
+    "--results",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="A report of `python -m opfuse_triton gpu`: what ran on hardware.",
+)
+@click.option("--quick", is_flag=True, help="Run the checks runs, output and gradients alone.")
+@click.option("--json", "as_json", is_flag=True, help="The report, JSON on stdout, nothing else.")
+def check_plugin(
+    dist: str, tests: str | None, results: tuple[pathlib.Path, ...], quick: bool, as_json: bool
+) -> None:
+    """Check an installed distribution: metadata, entry points, loading, conformance.
+
+    DIST is its name, such as opfuse-plugin-norm. The conformance suite runs on each of its fusions,
+    in a process of its own, which takes minutes. With TRITON_INTERPRET=1 kernels are interpreted.
+    The exit status is 1 if something failed, and the list is at the end. Nothing is downloaded.
+    """
+    missing = [name for name in ("pytest", "packaging") if importlib.util.find_spec(name) is None]
+    if missing:
+        needs = 'python -m pip install "opfuse[testing]"'
+        raise UserError(f"check-plugin needs {' and '.join(missing)}: {needs}")
+    try:
+        found = metadata.distribution(dist)
+    except (metadata.PackageNotFoundError, ValueError):
+        raise UserError(f"no distribution {dist!r} is installed here: pip install it") from None
+    with quiet_stdout():
+        report = describe(found)
+        names = [plugin["name"] for plugin in report["plugins"]]
+        add_conformance(report, run_suite(names, tests, quick) if names else {}, tests, quick)
+        for path in results:
+            add_hardware(report, path)
+    click.echo(json.dumps(report, indent=1) if as_json else "\n".join(as_text(report)))
+    if report["failures"]:
+        sys.exit(1)
+
+
+# What is declared
+
+
+def describe(dist: metadata.Distribution) -> dict[str, Any]:
+    """What a distribution declares: its metadata, and what its plugins offer."""
+    given: Any = dist.metadata
+    urls = dict(
+        reversed(url.partition(", ")[::2]) for url in reversed(given.get_all("Project-URL") or [])
+    )
+    named = {name.lower(): url for url, name in urls.items()}
+    licences = [each for each in given.get_all("Classifier") or [] if each.startswith("License ::")]
+    licence = given.get("License-Expression") or given.get("License") or "; ".join(licences)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "distribution": given["Name"],
+        "version": dist.version,
+        "summary": given.get("Summary") or "",
+        "licence": licence.strip().partition("\n")[0],
+        "homepage": next(
+            (named[n] for n in ("homepage", "source", "repository") if n in named), ""
+        ),
+        "contract": GROUP,
+        "requires": {
+            "python": given.get("Requires-Python") or "",
+            **{name: str(_range(dist, name)) for name in RANGES},
+        },
+        "checked_with": {"python": platform.python_version(), **_versions()},
+        "plugins": [],
+        "hardware": [],
+        "failures": [*_wrong_metadata(dist, licence)],
+    }
+    records = [r for r in manager.records if normalize(r.distribution) == normalize(given["Name"])]
+    mine = [record for record in records if record.group == GROUP and record.module]
+    if not mine:
+        others = ", ".join(sorted({record.group for record in records})) or "none"
+        what = f"it has no entry point in group {GROUP}, whose hooks this opfuse calls"
+        report["failures"].append(f"{what}; of others: {others}")
+    report["plugins"] = [_plugin(record) for record in mine]
+    for record in mine:
+        if record.error:
+            report["failures"].append(f"plugin {record.name} does not load: {record.error}")
+        elif not record.hooks:
+            report["failures"].append(f"plugin {record.name} implements no hook")
+    return report
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in RANGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _range(dist: metadata.Distribution, name: str) -> Any:
+    """The versions of a package that a distribution takes; of torch and Triton, also by toolkits.
+
+    Extras count, and so does what is for another platform.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    found = SpecifierSet()
+    for requirement in _requirements(dist, deep=name != "opfuse"):
+        if normalize(requirement.name) == name:
+            found &= requirement.specifier
+    return found
+
+
+def _requirements(dist: metadata.Distribution, deep: bool) -> Iterator[Any]:
+    """What a distribution requires, and, if ``deep``, what opfuse and its toolkits do then."""
+    from packaging.requirements import Requirement
+
+    seen, ahead = set(), [dist]
+    while ahead:
+        for requirement in map(Requirement, ahead.pop().requires or ()):
+            yield requirement
+            name = normalize(requirement.name)
+            if deep and name.startswith("opfuse") and name not in seen:
+                seen.add(name)
+                with contextlib.suppress(metadata.PackageNotFoundError):
+                    ahead.append(metadata.distribution(name))
+
+
+def _wrong_metadata(dist: metadata.Distribution, licence: str) -> Iterator[str]:
+    """What is missing in the metadata, and which range has no end or is not kept here."""
+    given: Any = dist.metadata
+    for field, key in {"Summary": "description", "Requires-Python": "requires-python"}.items():
+        if not given.get(field):
+            yield f"metadata: there is no {field} ({key} in pyproject.toml)"
+    if not licence:
+        yield "metadata: there is no licence (license in pyproject.toml)"
+    operators = {each.operator for each in _range(dist, "opfuse")}
+    if not operators & {"~=", "=="} and not (operators & {">=", ">"} and operators & {"<=", "<"}):
+        got = str(_range(dist, "opfuse")) or "none"
+        yield f"metadata: expected a range of opfuse with both ends, opfuse>=0.1,<0.2, got {got}"
+    if not str(_range(dist, "torch")):
+        yield "metadata: no range of torch, not even by what it requires"
+    for name, version in _versions().items():
+        if not _range(dist, name).contains(version, prereleases=True):
+            yield f"metadata: it takes {name} {_range(dist, name)}, and {version} is installed"
+
+
+def _plugin(record: PluginRecord) -> dict[str, Any]:
+    """What a plugin offers, loaded if it is not; a failure is in the record."""
+    with contextlib.suppress(Exception):  # raised in strict mode; it is in the record
+        manager.active(record.name)
+    fusions = [
+        {
+            "name": fusion_name(fusion),
+            "pass": passes,
+            "pattern": _pattern(fusion),
+            "default": _default(fusion),
+        }
+        for passes, fusion in record.fusions
+    ]
+    return {
+        "name": record.name,
+        "hooks": [hook.removeprefix("opfuse_") for hook in record.hooks],
+        "recipes": sorted(record.recipes),
+        "fusions": fusions,
+    }
+
+
+def _pattern(fusion: Any) -> str:
+    """A pattern in words."""
+    if not isinstance(fusion, Fusion):
+        return "decided by a function"
+    return " + ".join(map(_element, fusion.pattern))
+
+
+def _element(element: Any) -> str:
+    if isinstance(element, Subclasses):
+        return f"any {element.cls.__name__}"
+    if isinstance(element, OneOf):
+        return " or ".join(map(_element, element.elements))
+    if isinstance(element, Optional):
+        return f"[{_element(element.element)}]"
+    if isinstance(element, OneOrMore):
+        return f"({_element(element.element)})..."
+    return str(element.__name__)
+
+
+def _default(fusion: Any) -> str:
+    """Whether a fusion is on by default where its condition agrees."""
+    if getattr(fusion, "trades_time", False):
+        return 'under prefer="memory", or where it was measured not to be slower'
+    return "under a recipe" if getattr(fusion, "needs_recipe", False) else "on"
+
+
+# What is checked
+
+
+def run_suite(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any]:
+    """Run the conformance suite in another process; see :mod:`opfuse.cli.conformance`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "out.json"
+        asked = {"plugins": plugins, "tests": tests, "quick": quick, "out": str(out)}
+        environ = {name: value for name, value in os.environ.items() if name not in UNSET}
+        environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        command = [sys.executable, "-m", f"{__package__}.conformance"]
+        done = subprocess.run(
+            command, input=json.dumps(asked), text=True, env=environ, stdout=sys.__stderr__
+        )
+        if not out.is_file():
+            what = f"the process of the conformance suite ended with status {done.returncode}"
+            return {"errors": [f"{what}: its output is above"]}
+        return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def add_conformance(
+    report: dict[str, Any], found: dict[str, Any], tests: str | None, quick: bool
+) -> None:
+    """Add what came of the suite: to each fusion its own, to the report the rest."""
+    failures = report["failures"]
+    failures += found.get("errors", [])
+    failures += [text for texts in found.get("loads", {}).values() for text in texts]
+    results = found.get("results", [])
+    fusions = [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
+    answers = {(passes, name): of for passes, name, of in found.get("answers", [])}
+    for fusion in fusions:
+        who = [fusion["pass"], fusion["name"]]
+        fusion["used"] = answers.get((*who,), {})
+        fusion["checks"] = _sorted_out([each for each in results if each["fusion"] == who])
+    rest = _sorted_out([each for each in results if each["fusion"] is None])
+    failed = [(f"{fusion['pass']} {fusion['name']}", fusion["checks"]) for fusion in fusions]
+    for where, checks in [*failed, ("", rest)]:
+        for name, why in checks["failed"].items():
+            failures.append(f"{where}: {name}: {why}".removeprefix(": "))
+    report["conformance"] = {
+        "suite": "the plugin's tests" if tests else "as it comes",
+        "changes": found.get("suites", {}),
+        "checks": "runs, output, gradients" if quick else "all",
+        "tiers": found.get("tiers", {}),
+        "rest": rest,
+    }
+    if fusions and found.get("results") is not None:
+        if not any(fusion["checks"]["passed"] for fusion in fusions):
+            whys = [why for of in fusions for why in of["checks"]["skipped"].values()]
+            why = whys[0] if whys else "the tests have no FusionSuite of this plugin"
+            failures.append(f"no check of a fusion ran here: {why}")
+        for fusion in fusions:
+            noted = fusion["checks"]
+            known = {*noted["names"], *noted["skipped"], *noted["limits"], *noted["failed"]}
+            absent = [name for name in found["checks"][fusion["pass"]] if name not in known]
+            if known and absent:
+                what = f"the tests leave out {', '.join(absent)}: a limit would say so"
+                failures.append(f"{fusion['pass']} {fusion['name']}: {what}")
+    if found.get("device") and any(fusion["checks"]["passed"] for fusion in fusions):
+        versions = {name: report["checked_with"].get(name) for name in ("torch", "triton")}
+        passed = sum(fusion["checks"]["passed"] for fusion in fusions)
+        by = f"the conformance suite, {passed} checks passed"
+        report["hardware"].append({"device": found["device"], **versions, "by": by, "wrong": []})
+
+
+def _sorted_out(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results by what came of each check: of several, failed counts first, then passed."""
+    whys: dict[str, dict[str, str]] = {}
+    for each in results:
+        whys.setdefault(each["check"], {}).setdefault(each["outcome"], each["why"])
+    order = "failed", "passed", "limit", "skipped"
+    worst = {check: next(name for name in order if name in of) for check, of in whys.items()}
+    by = {
+        outcome: {check: whys[check][outcome] for check, at in worst.items() if at == outcome}
+        for outcome in order
+    }
+    return {
+        "passed": len(by["passed"]),
+        "names": [*by["passed"]],
+        "failed": by["failed"],
+        "limits": {check: of["limit"] for check, of in whys.items() if "limit" in of},
+        "skipped": by["skipped"],
+    }
+
+
+def add_hardware(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Add what a report of ``python -m opfuse_triton gpu`` says of the plugins.
+
+    Raises:
+        UserError: It is no such report.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        host, rows = found["host"], found["rows"]
+        names = {plugin["name"] for plugin in report["plugins"]}
+        mine = [row for row in rows if row["plugin"] in names]
+        wrong = [f"{row['part']}: {why}" for row in mine for why in row["wrong"]]
+        device, versions = host["device"], {name: host[name] for name in ("torch", "triton")}
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"expected a report of python -m opfuse_triton gpu, got {type(error).__name__}"
+        raise UserError(f"{path}: {what}: {error}") from None
+    if mine and device != "interpreter":
+        timed = sum(isinstance(row.get("seconds"), float) for row in mine)
+        by = f"{counted(len({row['part'].partition(':')[0] for row in mine}), 'kernel case')}"
+        by += f" compared, {timed} timed"
+        entry = {"device": device, **versions, "by": by, "wrong": wrong}
+        report["hardware"].append(entry)
+        report["failures"] += [f"on {device}: {each}" for each in wrong]
+
+
+# As text
+
+
+def as_text(report: dict[str, Any]) -> list[str]:
+    """A report as lines of at most 80 columns."""
+    requires, conformance = report["requires"], report["conformance"]
+    ranges = [f"{name} {text or 'not named'}" for name, text in requires.items()]
+    lines = _wrapped(f"{report['distribution']} {report['version']}: {report['summary']}")
+    lines += _wrapped(f"licence {report['licence'] or 'not named'}, {', '.join(ranges)}", "  ")
+    versions = [f"{name} {version}" for name, version in report["checked_with"].items()]
+    lines += _wrapped(f"checked with {', '.join(versions)}", "  ")
+    lines += _wrapped(f"run on hardware: {'; '.join(_hardware(report)) or 'no record'}", "  ")
+    lines += _wrapped(f"suite: {conformance['suite']}; checks: {conformance['checks']}", "  ")
+    for suite, names in conformance["changes"].items():
+        changed = f", which changes {', '.join(names)}" if names else ""
+        lines += _wrapped(f"{suite}{changed}", "    ")
+    for tier, reason in conformance["tiers"].items():
+        lines += _wrapped(f"tier {tier}: {f'not run: {reason}' if reason else 'run'}", "  ")
+    for plugin in report["plugins"]:
+        hooks = ", ".join(plugin["hooks"]) or "none"
+        lines += ["", *_wrapped(f"plugin {plugin['name']} ({report['contract']}): {hooks}")]
+        for fusion in plugin["fusions"]:
+            lines += _fusion(fusion)
+    lines += ["", *_of_checks("the rest", conformance["rest"])]
+    failures = report["failures"]
+    lines += ["", f"{len(failures)} failed:" if failures else "Nothing failed."]
+    for failure in failures:
+        first, *rest = failure.splitlines()
+        lines += [*_wrapped(f"- {first}", "", "  "), *(f"  {line}" for line in rest)]
+    return lines
+
+
+def _wrapped(text: str, indent: str = "", rest: str | None = None) -> list[str]:
+    rest = f"{indent}  " if rest is None else rest
+    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=rest)
+
+
+def _hardware(report: dict[str, Any]) -> Iterator[str]:
+    for one in report["hardware"]:
+        wrong = f"{len(one['wrong'])} wrong" if one["wrong"] else "none wrong"
+        yield f"{one['device']} ({one['by']}, {wrong})"
+
+
+def _fusion(fusion: dict[str, Any]) -> Iterator[str]:
+    """A fusion as lines."""
+    yield from _wrapped(f"{fusion['pass']} {fusion['name']}: {fusion['pattern']}", "  ", "      ")
+    if fusion["default"] != "on":
+        yield from _wrapped(fusion["default"], "    ")
+    for device in fusion["used"]:
+        yield from _wrapped(f"{device}: {used(fusion, device)}", "    ")
+    yield from _of_checks("checks", fusion["checks"])
+
+
+def used(fusion: dict[str, Any], device: str) -> str:
+    """Whether a fusion's condition takes what its pattern matches on a device, and why not."""
+    of = fusion["used"].get(device, {})
+    if not of.get("asked"):
+        return "not asked: its ops need a process group, or there is no pattern"
+    why = f": {of['refusals'][0]}" if of["refusals"] else ""
+    if of["used"] == of["asked"]:
+        return "yes"
+    return f"{'in part' if of['used'] else 'no'}{why}"
+
+
+def _of_checks(what: str, checks: dict[str, Any]) -> Iterator[str]:
+    counts = {"passed": checks["passed"]}
+    counts |= {name: len(checks[name]) for name in ("failed", "limits", "skipped")}
+    told = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
+    yield from _wrapped(f"{what}: {told or 'none ran'}", "    ")
+    for name, why in checks["limits"].items():
+        yield from _wrapped(f"limit: {name}: {why}", "      ", "        ")
+    reasons = Counter(checks["skipped"].values())
+    for why, times in reasons.items():
+        names = [name for name, reason in checks["skipped"].items() if reason == why]
+        which = ", ".join(names[:3]) + ("" if times <= 3 else f" and {times - 3} more")
+        yield from _wrapped(f"skipped: {which}: {why}", "      ", "        ")
