@@ -32,6 +32,9 @@ SCHEMA = 1
 RANGES = "opfuse", "torch", "triton"
 """The packages whose range the index has."""
 
+OUTCOMES = "failed", "passed", "limit", "skipped"
+"""What may come of a check in one of several suites or tiers, what counts first before the rest."""
+
 UNSET = "OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT"
 
 
@@ -57,7 +60,8 @@ def check_plugin(
 
     DIST is its name, such as opfuse-plugin-norm. The conformance suite runs on each of its fusions,
     in a process of its own, which takes minutes. With TRITON_INTERPRET=1 kernels are interpreted.
-    The exit status is 1 if something failed, and the list is at the end. Nothing is downloaded.
+    Without a GPU, what a fusion's condition says on cuda is what it says of an H100. The exit
+    status is 1 if something failed, and the list is at the end. Nothing is downloaded.
     """
     missing = [name for name in ("pytest", "packaging") if importlib.util.find_spec(name) is None]
     if missing:
@@ -67,12 +71,13 @@ def check_plugin(
         found = metadata.distribution(dist)
     except (metadata.PackageNotFoundError, ValueError):
         raise UserError(f"no distribution {dist!r} is installed here: pip install it") from None
+    records = [_record(path) for path in results]
     with quiet_stdout():
         report = describe(found)
         names = [plugin["name"] for plugin in report["plugins"]]
         add_conformance(report, run_suite(names, tests, quick) if names else {}, tests, quick)
-        for path in results:
-            add_hardware(report, path)
+    for record in records:
+        add_hardware(report, record)
     click.echo(json.dumps(report, indent=1) if as_json else "\n".join(as_text(report)))
     if report["failures"]:
         sys.exit(1)
@@ -102,7 +107,7 @@ def describe(dist: metadata.Distribution) -> dict[str, Any]:
         "contract": GROUP,
         "requires": {
             "python": given.get("Requires-Python") or "",
-            **{name: str(_range(dist, name)) for name in RANGES},
+            **{name: _as_range(_range(dist, name)) for name in RANGES},
         },
         "checked_with": {"python": platform.python_version(), **_versions()},
         "plugins": [],
@@ -148,6 +153,11 @@ def _range(dist: metadata.Distribution, name: str) -> Any:
     return found
 
 
+def _as_range(specifiers: Any) -> str:
+    """A range with its lower end first."""
+    return ",".join(sorted(map(str, specifiers), reverse=True))
+
+
 def _requirements(dist: metadata.Distribution, deep: bool) -> Iterator[Any]:
     """What a distribution requires, and, if ``deep``, what opfuse and its toolkits do then."""
     from packaging.requirements import Requirement
@@ -173,13 +183,14 @@ def _wrong_metadata(dist: metadata.Distribution, licence: str) -> Iterator[str]:
         yield "metadata: there is no licence (license in pyproject.toml)"
     operators = {each.operator for each in _range(dist, "opfuse")}
     if not operators & {"~=", "=="} and not (operators & {">=", ">"} and operators & {"<=", "<"}):
-        got = str(_range(dist, "opfuse")) or "none"
+        got = _as_range(_range(dist, "opfuse")) or "none"
         yield f"metadata: expected a range of opfuse with both ends, opfuse>=0.1,<0.2, got {got}"
     if not str(_range(dist, "torch")):
         yield "metadata: no range of torch, not even by what it requires"
     for name, version in _versions().items():
         if not _range(dist, name).contains(version, prereleases=True):
-            yield f"metadata: it takes {name} {_range(dist, name)}, and {version} is installed"
+            takes = _as_range(_range(dist, name))
+            yield f"metadata: it takes {name} {takes}, and {version} is installed"
 
 
 def _plugin(record: PluginRecord) -> dict[str, Any]:
@@ -253,21 +264,15 @@ def add_conformance(
     report: dict[str, Any], found: dict[str, Any], tests: str | None, quick: bool
 ) -> None:
     """Add what came of the suite: to each fusion its own, to the report the rest."""
-    failures = report["failures"]
-    failures += found.get("errors", [])
-    failures += [text for texts in found.get("loads", {}).values() for text in texts]
     results = found.get("results", [])
     fusions = [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
-    answers = {(passes, name): of for passes, name, of in found.get("answers", [])}
+    of_fusions = {(of["pass"], of["name"]): of for of in found.get("fusions", [])}
     for fusion in fusions:
-        who = [fusion["pass"], fusion["name"]]
-        fusion["used"] = answers.get((*who,), {})
-        fusion["checks"] = _sorted_out([each for each in results if each["fusion"] == who])
+        who = fusion["pass"], fusion["name"]
+        fusion["used"] = of_fusions.get(who, {}).get("used", {})
+        fusion["checks"] = _sorted_out([each for each in results if each["fusion"] == [*who]])
     rest = _sorted_out([each for each in results if each["fusion"] is None])
-    failed = [(f"{fusion['pass']} {fusion['name']}", fusion["checks"]) for fusion in fusions]
-    for where, checks in [*failed, ("", rest)]:
-        for name, why in checks["failed"].items():
-            failures.append(f"{where}: {name}: {why}".removeprefix(": "))
+    del rest["names"]
     report["conformance"] = {
         "suite": "the plugin's tests" if tests else "as it comes",
         "changes": found.get("suites", {}),
@@ -275,23 +280,30 @@ def add_conformance(
         "tiers": found.get("tiers", {}),
         "rest": rest,
     }
-    if fusions and found.get("results") is not None:
-        if not any(fusion["checks"]["passed"] for fusion in fusions):
-            whys = [why for of in fusions for why in of["checks"]["skipped"].values()]
-            why = whys[0] if whys else "the tests have no FusionSuite of this plugin"
-            failures.append(f"no check of a fusion ran here: {why}")
-        for fusion in fusions:
-            noted = fusion["checks"]
-            known = {*noted["names"], *noted["skipped"], *noted["limits"], *noted["failed"]}
-            absent = [name for name in found["checks"][fusion["pass"]] if name not in known]
-            if known and absent:
-                what = f"the tests leave out {', '.join(absent)}: a limit would say so"
-                failures.append(f"{fusion['pass']} {fusion['name']}: {what}")
-    if found.get("device") and any(fusion["checks"]["passed"] for fusion in fusions):
+    report["failures"] += found.get("errors", [])
+    report["failures"] += [f"rest: {name}: {why}" for name, why in rest["failed"].items()]
+    for fusion in fusions:
+        expected = of_fusions.get((fusion["pass"], fusion["name"]), {}).get("expected", [])
+        report["failures"] += _failures_of(fusion, expected)
+    passed = sum(fusion["checks"]["passed"] for fusion in fusions)
+    if fusions and not passed and "results" in found:
+        whys = [why for of in fusions for why in of["checks"]["skipped"].values()]
+        why = whys[0] if whys else "the tests have no FusionSuite of this plugin"
+        report["failures"].append(f"no check of a fusion ran here: {why}")
+    if found.get("device") and passed:
         versions = {name: report["checked_with"].get(name) for name in ("torch", "triton")}
-        passed = sum(fusion["checks"]["passed"] for fusion in fusions)
-        by = f"the conformance suite, {passed} checks passed"
+        by = f"the conformance suite, {counted(passed, 'check')} passed"
         report["hardware"].append({"device": found["device"], **versions, "by": by, "wrong": []})
+
+
+def _failures_of(fusion: dict[str, Any], expected: list[str]) -> Iterator[str]:
+    """What failed of a fusion, and which checks the tests leave out."""
+    name, checks = f"{fusion['pass']} {fusion['name']}", fusion["checks"]
+    for check, why in checks["failed"].items():
+        yield f"{name}: {check}: {why}"
+    known = {*checks.pop("names"), *checks["skipped"], *checks["limits"], *checks["failed"]}
+    if absent := [check for check in expected if check not in known]:
+        yield f"{name}: the tests leave out {', '.join(absent)}; a limit would give a reason"
 
 
 def _sorted_out(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -299,11 +311,10 @@ def _sorted_out(results: list[dict[str, Any]]) -> dict[str, Any]:
     whys: dict[str, dict[str, str]] = {}
     for each in results:
         whys.setdefault(each["check"], {}).setdefault(each["outcome"], each["why"])
-    order = "failed", "passed", "limit", "skipped"
-    worst = {check: next(name for name in order if name in of) for check, of in whys.items()}
+    worst = {check: next(name for name in OUTCOMES if name in of) for check, of in whys.items()}
     by = {
         outcome: {check: whys[check][outcome] for check, at in worst.items() if at == outcome}
-        for outcome in order
+        for outcome in OUTCOMES
     }
     return {
         "passed": len(by["passed"]),
@@ -314,29 +325,43 @@ def _sorted_out(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def add_hardware(report: dict[str, Any], path: pathlib.Path) -> None:
-    """Add what a report of ``python -m opfuse_triton gpu`` says of the plugins.
+def _record(path: pathlib.Path) -> dict[str, Any]:
+    """A report of ``python -m opfuse_triton gpu``, of every plugin, as far as it is needed here.
 
     Raises:
         UserError: It is no such report.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        host, rows = found["host"], found["rows"]
-        names = {plugin["name"] for plugin in report["plugins"]}
-        mine = [row for row in rows if row["plugin"] in names]
-        wrong = [f"{row['part']}: {why}" for row in mine for why in row["wrong"]]
-        device, versions = host["device"], {name: host[name] for name in ("torch", "triton")}
+        known = {name: found["host"][name] for name in ("device", "torch", "triton")}
+        rows = [
+            {
+                "plugin": row["plugin"],
+                "case": row["part"].partition(":")[0],
+                "timed": isinstance(row.get("seconds"), float),
+                "wrong": [f"{row['part']}: {why}" for why in row["wrong"]],
+            }
+            for row in found["rows"]
+        ]
     except (ValueError, KeyError, TypeError) as error:
         what = f"expected a report of python -m opfuse_triton gpu, got {type(error).__name__}"
         raise UserError(f"{path}: {what}: {error}") from None
-    if mine and device != "interpreter":
-        timed = sum(isinstance(row.get("seconds"), float) for row in mine)
-        by = f"{counted(len({row['part'].partition(':')[0] for row in mine}), 'kernel case')}"
-        by += f" compared, {timed} timed"
-        entry = {"device": device, **versions, "by": by, "wrong": wrong}
-        report["hardware"].append(entry)
-        report["failures"] += [f"on {device}: {each}" for each in wrong]
+    return {**known, "rows": rows}
+
+
+def add_hardware(report: dict[str, Any], record: dict[str, Any]) -> None:
+    """Add what a record says of the plugins, unless the device was Triton's interpreter."""
+    names = {plugin["name"] for plugin in report["plugins"]}
+    rows = [row for row in record["rows"] if row["plugin"] in names]
+    device = record["device"]
+    if not rows or device == "interpreter":
+        return
+    cases, timed = len({row["case"] for row in rows}), sum(row["timed"] for row in rows)
+    wrong = [why for row in rows for why in row["wrong"]]
+    versions = {name: record[name] for name in ("torch", "triton")}
+    by = f"{counted(cases, 'kernel case')} compared, {timed} timed"
+    report["hardware"].append({"device": device, **versions, "by": by, "wrong": wrong})
+    report["failures"] += [f"on {device}: {why}" for why in wrong]
 
 
 # As text
@@ -388,7 +413,7 @@ def _fusion(fusion: dict[str, Any]) -> Iterator[str]:
     if fusion["default"] != "on":
         yield from _wrapped(fusion["default"], "    ")
     for device in fusion["used"]:
-        yield from _wrapped(f"{device}: {used(fusion, device)}", "    ")
+        yield from _wrapped(f"on {device}: {used(fusion, device)}", "    ")
     yield from _of_checks("checks", fusion["checks"])
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import pathlib
@@ -17,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from ..core.fusion import PASSES, Fusion
-from ..core.plugins import manager
+from ..core.engine.planner import processor
+from ..core.fusion import Fusion
 from ..testing import CHECKS, DistributedSuite, FusionSuite, QuantizerSuite
 from ..testing.cases import Case, Subject, has_collectives, offered
 from ..testing.generate import chains, structures
@@ -33,7 +34,7 @@ QUICK = "runs", "output", "gradients"
 
 KITS = FusionSuite, DistributedSuite, QuantizerSuite
 
-GPU: dict[str, Any] = {
+H100: dict[str, Any] = {
     "device": torch.device("cuda", 0),
     "capability": (9, 0),
     "architecture": "sm_90",
@@ -78,7 +79,8 @@ class Collector:
             return False
         if getattr(cls, "plugin", None) not in (None, *self.plugins):
             return False
-        return not self.quick or given.get("fusion_check", QUICK[0]) in QUICK
+        is_quick = "plugin_check" not in given and given.get("fusion_check", QUICK[0]) in QUICK
+        return is_quick or not self.quick
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
@@ -132,6 +134,17 @@ def own(suite: type) -> list[str]:
 # Where a fusion is used
 
 
+@functools.cache
+def gpu() -> dict[str, Any]:
+    """The fields of an environment about this machine's GPU, or about one that is not here."""
+    if not torch.cuda.is_available():
+        return H100
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    known = {"device": device, "capability": capability, **processor(device)}
+    return {**known, "device_name": torch.cuda.get_device_name(device)}
+
+
 def answers(subject: Subject, suites: list[type[FusionSuite]]) -> dict[str, dict[str, Any]]:
     """What the condition of a fusion says, by device, with the options that a user has.
 
@@ -179,12 +192,8 @@ def _refusal(case: Case, ops: Any, device: str, width: int, grad: bool) -> str:
     rows = case.rows[0] if fusion.needs_rows else None
     given = {"dtype": case.dtype, "recipe": case.recipe, "features": width, "rows": rows}
     env = environment("cpu", **given)._replace(requires_grad=grad)
-    if device == "cuda" and torch.cuda.is_available():
-        env = env._replace(device=torch.device("cuda", 0))
-        env = env._replace(capability=torch.cuda.get_device_capability())
-        env = env._replace(device_name=torch.cuda.get_device_name())
-    elif device == "cuda":
-        env = env._replace(**GPU)
+    if device == "cuda":
+        env = env._replace(**gpu())
     try:
         answer = True if fusion.when is None else fusion.when(ops, env)
         if answer is not True:
@@ -206,11 +215,11 @@ def _loads(plugin: str) -> Iterator[str]:
             yield str(failure)
 
 
-def _expected(passes: str, quick: bool) -> Iterator[str]:
-    """The checks that a suite has of a fusion."""
-    for name, check in CHECKS.items():
+def _expected(subject: Subject, quick: bool) -> Iterator[str]:
+    """The checks that a suite has of a fusion; of one of collectives it may have none."""
+    for name, check in ({} if has_collectives(subject.fusion) else CHECKS).items():
         slow = check.slow and is_interpreting()
-        if passes in check.passes and not slow and (name in QUICK or not quick):
+        if subject.passes in check.passes and not slow and (name in QUICK or not quick):
             yield name
 
 
@@ -222,7 +231,6 @@ def examine(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any
         tests: The file or folder with the suites; None: the kit's, as it is.
         quick: Run only the checks of ``QUICK``.
     """
-    loads = {name: [*_loads(name)] for name in plugins}
     with tempfile.TemporaryDirectory() as folder:
         where = [tests]
         if tests is None:
@@ -236,19 +244,21 @@ def examine(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any
         code = int(pytest.main([*options, *map(str, where)], plugins=[collector]))
     if code not in (0, 1, 5) and not collector.errors:
         collector.errors.append(f"pytest ended with exit status {code}")
-    fusions = [subject for name in plugins for subject in offered(name)]
     suites = [suite for suite in collector.suites if issubclass(suite, FusionSuite)]
+    fusions = [subject for name in plugins for subject in offered(name)]
+    loads = [f"{name}: {text}" for name in plugins for text in _loads(name)]
     with only():
-        asked = [[s.passes, s.name, answers(s, suites)] for s in fusions]
+        used = [answers(subject, suites) for subject in fusions]
     return {
-        "loads": loads,
         "suites": {suite.__name__: own(suite) for suite in collector.suites},
         "tiers": {tier.name: tier.reason for tier in tiers()},
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "errors": collector.errors,
+        "device": gpu()["device_name"] if torch.cuda.is_available() else None,
+        "errors": [*loads, *collector.errors],
         "results": collector.results,
-        "answers": asked,
-        "checks": {passes: [*_expected(passes, quick)] for passes in PASSES},
+        "fusions": [
+            {"pass": s.passes, "name": s.name, "used": of, "expected": [*_expected(s, quick)]}
+            for s, of in zip(fusions, used, strict=True)
+        ],
     }
 
 
@@ -256,7 +266,6 @@ def main() -> None:
     """What the process does."""
     asked = json.loads(sys.stdin.read())
     out = pathlib.Path(asked.pop("out"))
-    manager.listing()
     out.write_text(json.dumps(examine(**asked)), encoding="utf-8")
 
 
