@@ -3,7 +3,8 @@
 import json
 import pathlib
 
-from opfuse.cli.check_plugin import SCHEMA, used
+from opfuse.cli.check_plugin import used
+from opfuse.cli.declared import SCHEMA
 
 HERE = pathlib.Path(__file__).parent / "plugin-index"
 

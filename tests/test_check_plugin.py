@@ -16,6 +16,7 @@ import opfuse
 from opfuse import Fusion, OneOf, OneOrMore, Optional, Subclasses, ops
 from opfuse.cli import check_plugin as checking
 from opfuse.cli import commands as cli
+from opfuse.cli import declared
 from opfuse.core.discovery import installed_plugins
 
 pytestmark = pytest.mark.alone
@@ -98,7 +99,7 @@ def described(monkeypatch):
     records = [record for record in installed_plugins() if record.name == "pair"]
     monkeypatch.setattr(opfuse.plugins.manager, "records", records)
     try:
-        return checking.describe(importlib.metadata.distribution("opfuse-plugin-pair"))
+        return declared.describe(importlib.metadata.distribution("opfuse-plugin-pair"))
     finally:
         sys.modules.pop("a_pair", None)
 
@@ -226,8 +227,8 @@ def test_a_plugin_without_hooks(install, monkeypatch):
 def test_patterns_in_words():
     pattern = [Optional(ops.RMSNorm), OneOf(ops.Bias, Subclasses(ops.Activation))]
     fusion = Fusion([*pattern, OneOrMore(ops.Dropout)], opfuse.FusedOperation, name="any")
-    assert checking._pattern(fusion) == "[RMSNorm] + Bias or any Activation + (Dropout)..."
-    assert checking._pattern(lambda ops, *, recipe: ops) == "decided by a function"
+    assert declared._pattern(fusion) == "[RMSNorm] + Bias or any Activation + (Dropout)..."
+    assert declared._pattern(lambda ops, *, recipe: ops) == "decided by a function"
 
 
 # What ran on hardware

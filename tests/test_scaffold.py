@@ -210,6 +210,13 @@ def test_the_tests_of_a_new_plugin_pass(installed):
     assert " passed" in out and " failed" not in out
 
 
+def test_it_passes_the_check_for_the_index(installed):
+    name = "opfuse-plugin-out-of-the-box"
+    out = python(installed, "-m", "opfuse", "check-plugin", name, "--quick", "--tests", "tests")
+    assert "forward bias+activation: Bias + any Activation" in out and "checks: 3 passed" in out
+    assert out.endswith("Nothing failed.\n")
+
+
 @needs_triton
 def test_its_kernel_passes_them_interpreted(installed):
     out = python(installed, *TESTS, TRITON_INTERPRET="1")
