@@ -6,6 +6,7 @@ import pathlib
 from opfuse.cli.check_plugin import used
 from opfuse.cli.declared import SCHEMA
 
+HEAD = "| Plugin | Version | Contract | Fusions | torch | Triton | Conformance | Run on hardware |"
 HERE = pathlib.Path(__file__).parent / "plugin-index"
 
 PAGE = """# Plugin index
@@ -20,9 +21,11 @@ recommendation: the plugin's authors ran the command, and anyone can run it agai
 - **torch** and **Triton** are the versions that the plugin declares, by itself or by what it
   requires of opfuse.
 - **Conformance** counts checks of {{class}}`opfuse.testing.FusionSuite`, each on each fusion that
-  it is for. A check is *skipped* if nothing here can run it, and a *limit* is a check that the
-  plugin declares it fails. Both are listed below, with the reason. *Quick* means that only the
-  checks {quick} ran.
+  it is for. A check is *skipped* if it does not apply, or if nothing here can run it, and a
+  *limit* is a check that the plugin declares it fails. Both are listed below, with the reason.
+  *Quick* means that only the checks {quick} ran. The tier *reference* is PyTorch on a CPU: there
+  a fusion with a Triton kernel runs what stands in for it, if the plugin's suite asks for that.
+  The tier *interpret* runs the kernel, in Triton's interpreter, and the tier *gpu* on a GPU.
 - **Run on hardware** is yes if a record of `python -m opfuse_triton gpu` is in the report, or if
   the suite itself ran on a GPU. Otherwise the report has no run on one.
 
@@ -117,8 +120,8 @@ def row(report):
         report["version"],
         f"`{report['contract']}`",
         str(len(fusions(report))),
-        requires["torch"] or "any",
-        requires["triton"] or "not used",
+        requires["torch"],
+        requires["triton"] or "not named",
         conformance(report),
         f"yes, {devices(report)}" if report["hardware"] else "no",
     )
@@ -126,6 +129,11 @@ def row(report):
 
 def fusions(report):
     return [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
+
+
+def tiers(report):
+    """The tiers that ran."""
+    return [name for name, reason in report["conformance"]["tiers"].items() if not reason]
 
 
 def devices(report):
@@ -138,18 +146,19 @@ def conformance(report):
     if not passed:
         return "no fusion to check"
     others = {name: sum(len(of[name]) for of in checks) for name in ("limits", "skipped")}
-    told = [f"passed {passed}", *(f"{count} {name}" for name, count in others.items() if count)]
+    told = [
+        f"{' and '.join(tiers(report))}: {passed} passed",
+        *(f"{count} {name}" for name, count in others.items() if count),
+    ]
     return ", ".join(told) + (", quick" if report["conformance"]["checks"] != "all" else "")
 
 
 def section(report):
     """What there is to know of one plugin."""
     with_ = ", ".join(f"{name} {version}" for name, version in report["checked_with"].items())
-    tiers = [name for name, reason in report["conformance"]["tiers"].items() if not reason]
     parts = [
         f"### {report['distribution']} {report['version']}",
-        f"{report['summary']}. {report['licence']}. Checked with {with_}"
-        f"{', tier ' + ' and '.join(tiers) if tiers else ''}.",
+        f"{report['summary']}. {report['licence']}. Checked with {with_}.",
     ]
     for one in report["hardware"]:
         versions = f"torch {one['torch']}, Triton {one['triton'] or 'not installed'}"

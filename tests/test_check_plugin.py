@@ -185,6 +185,19 @@ def test_tests_that_do_not_test(install, suite, said):
     assert any(said in failure for failure in report["failures"]), report["failures"]
 
 
+def test_conditions_are_asked_where_nothing_is_interpreted(install, monkeypatch):
+    """A user's process is no interpreter: what its condition says there is of no use to them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    folder = install("import os\n" + PLUGIN.replace("when=lambda ops, env: not_on_gpu(env)", WHEN))
+    (folder / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
+    found = checking.run_suite(["pair"], str(folder / "test_nothing.py"), quick=True)
+    ((of,),) = [found["fusions"]]
+    assert of["used"]["cpu"]["refusals"] == ["nothing is interpreted"]
+
+
+WHEN = "when=lambda ops, env: os.environ.get('TRITON_INTERPRET') or 'nothing is interpreted'"
+
+
 def test_a_plugin_that_does_not_load(install):
     report = json.loads(check(install("raise OSError('no disk')\n"), "--json", status=1))
     assert any("does not load: import: OSError: no disk" in each for each in report["failures"])
@@ -200,7 +213,7 @@ def test_a_plugin_that_does_not_load(install):
         ("Requires-Python: >=3.10\n", "", "metadata: there is no Requires-Python"),
         ("opfuse>=0.1,<0.2", "opfuse", "expected a range of opfuse with both ends"),
         ("opfuse>=0.1,<0.2", "opfuse>=0.2,<0.3", "it takes opfuse >=0.2,<0.3, and 0.1"),
-        ("triton>=3.6", "torch<2", "it takes torch >=2.11,<2, and"),
+        ("triton>=3.6; extra == 'triton'", "torch<2", "it takes torch >=2.11,<2, and"),
     ],
 )
 def test_metadata(install, monkeypatch, old, new, said):

@@ -76,16 +76,28 @@ def check_plugin(
 
 
 def run_suite(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any]:
-    """Run the conformance suite in another process; see :mod:`opfuse.cli.conformance`."""
+    """Run the conformance suite in another process; see :mod:`opfuse.cli.conformance`.
+
+    If kernels are interpreted there, conditions are asked in a third one, where they are not.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in UNSET}
+    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    asked = {"plugins": plugins, "tests": tests, "quick": quick}
+    found = _process(asked, environ)
+    if environ.pop("TRITON_INTERPRET", ""):
+        others = _process({**asked, "collect_only": True}, environ)
+        for of, other in zip(found.get("fusions", []), others.get("fusions", []), strict=False):
+            of["used"] = other["used"]
+    return found
+
+
+def _process(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    """What :mod:`opfuse.cli.conformance` writes, or how its process ended."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
-        asked = {"plugins": plugins, "tests": tests, "quick": quick, "out": str(out)}
-        environ = {name: value for name, value in os.environ.items() if name not in UNSET}
-        environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        given = json.dumps({**asked, "out": str(out)})
         command = [sys.executable, "-m", f"{__package__}.conformance"]
-        done = subprocess.run(
-            command, input=json.dumps(asked), text=True, env=environ, stdout=sys.__stderr__
-        )
+        done = subprocess.run(command, input=given, text=True, env=environ, stdout=sys.__stderr__)
         if not out.is_file():
             what = f"the process of the conformance suite ended with status {done.returncode}"
             return {"errors": [f"{what}: its output is above"]}

@@ -223,13 +223,16 @@ def _expected(subject: Subject, quick: bool) -> Iterator[str]:
             yield name
 
 
-def examine(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any]:
+def examine(
+    plugins: list[str], tests: str | None, quick: bool, collect_only: bool = False
+) -> dict[str, Any]:
     """Run the suite on every fusion of some plugins of one distribution.
 
     Args:
         plugins: Names of their entry points.
         tests: The file or folder with the suites; None: the kit's, as it is.
         quick: Run only the checks of ``QUICK``.
+        collect_only: Run none of the tests; conditions are asked all the same.
     """
     with tempfile.TemporaryDirectory() as folder:
         where = [tests]
@@ -241,6 +244,7 @@ def examine(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any
             where = ["--rootdir", folder, "-c", str(pathlib.Path(folder) / "pytest.ini"), folder]
         collector = Collector(plugins, quick)
         options = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+        options += ["-qq", "--collect-only"] * collect_only
         code = int(pytest.main([*options, *map(str, where)], plugins=[collector]))
     if code not in (0, 1, 5) and not collector.errors:
         collector.errors.append(f"pytest ended with exit status {code}")

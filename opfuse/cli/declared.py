@@ -89,7 +89,7 @@ def _range(dist: metadata.Distribution, name: str) -> Any:
 
 def _as_range(specifiers: Any) -> str:
     """A range with its lower end first."""
-    return ",".join(sorted(map(str, specifiers), reverse=True))
+    return ",".join(sorted({*map(str, specifiers)}, reverse=True))
 
 
 def _requirements(dist: metadata.Distribution, deep: bool) -> Iterator[Any]:
