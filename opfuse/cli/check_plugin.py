@@ -265,7 +265,7 @@ def used(fusion: dict[str, Any], device: str) -> str:
     """Whether a fusion's condition takes what its pattern matches on a device, and why not."""
     of = fusion["used"].get(device, {})
     if not of.get("asked"):
-        return "not asked: its ops need a process group, or there is no pattern"
+        return "not asked: no chain can be made for it in one process"
     why = f": {of['refusals'][0]}" if of["refusals"] else ""
     if of["used"] == of["asked"]:
         return "yes"
