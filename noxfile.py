@@ -168,6 +168,7 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
     wanted = [wheel_of(session, each) if isinstance(each, pathlib.Path) else each for each in what]
     session.run(*command, "-c", str(constraints(session)), *wanted, external=True)
     session.env.update({**dict.fromkeys(UNSET), "OPFUSE_TUNING": ""})
+    session.env["TORCHINDUCTOR_CACHE_DIR"] = str(ROOT / ".nox" / "inductor")  # of all sessions
     session.chdir(ROOT)  # create_tmp starts from here
     session.chdir(session.create_tmp())
     return python

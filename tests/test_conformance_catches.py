@@ -59,9 +59,10 @@ def test_each_wrong_fusion_fails_its_check(name, register):
     fault = faulty.FAULTS[name]
     register(name="faulty", **{f"{fault.kind}_fusions": [fault.make()]})
     (subject,) = testing.subjects("faulty")
-    outcome = first_failure(subject, examples=fault.examples)
-    assert outcome is not None, "not caught"
-    assert outcome.check == fault.check, str(outcome)
+    chains = testing.make_chains(subject, examples=fault.examples)
+    assert chains.all, chains.declined
+    outcome = testing.run_all(testing.CHECKS[fault.check], chains)
+    assert outcome.failure is not None, "not caught"
     assert re.search(fault.says, str(outcome)), str(outcome)
     assert f"fails the check '{fault.check}'" in str(outcome) and subject.name in str(outcome)
 
@@ -74,12 +75,14 @@ def test_a_sound_recomputation_passes(register):
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(faulty_casts.SOUND)))
 def test_sound_fusions_with_casts(number, name, register):
-    """Every check under one recipe, a third of the fusions under each; those of casts under all."""
+    """Those of casts under all recipes; every check under one recipe for three of them, or for all."""
     passes, fusion = faulty_casts.SOUND[name]
     register(name="faulty", **{f"{passes}_fusions": [fusion]})
     (subject,) = testing.subjects("faulty")
     recipes = testing.recipes.recipes_for("faulty")
-    assert len(recipes) == 3 and first_failure(subject, recipes=[recipes[number % 3]]) is None
+    assert len(recipes) == 3
+    if number < len(recipes) or testing.FusionSuite.thorough:
+        assert first_failure(subject, recipes=[recipes[number % 3]]) is None
     chains = testing.make_chains(subject)
     for check in ("codes", "recipe"):
         assert testing.run_all(testing.CHECKS[check], chains).failure is None
@@ -313,6 +316,8 @@ def test_the_suite_under_pytest(tmp_path):
     environ["OPFUSE_FUSION_LIMIT"] = "0"  # no check is about that
     # the checks of a plugin start many processes
     once = "not test_plugin or TestSound or TestAbsent or TestCoded or TestObject"
+    few = "not test_fusion or output or condition"  # where only how a plugin is found differs
+    once = f"({once}) and (not (TestCoded or TestObject or TestFunction) or {few})"
     command = [
         sys.executable,
         "-m",

@@ -240,7 +240,8 @@ PathFinder.find_spec = classmethod(
 def test_its_twin_passes_them_without_triton(installed, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
     path = os.pathsep.join([str(tmp_path), installed[1]["PYTHONPATH"]])
-    out = python(installed, *TESTS, PYTHONPATH=path)
+    few = "-k", "not test_fusion or output or gradients"
+    out = python(installed, *TESTS, *few, PYTHONPATH=path)
     assert " passed" in out and "Triton is not installed: there is only the twin" in out
 
 

@@ -135,7 +135,8 @@ def _names_on(cls: type) -> Iterator[str]:
 def _methods_of(cls: type, names: Iterable[str]) -> Iterator[str]:
     """Those of the names that are methods of a class, its own or one of opfuse's classes."""
     for name in names:
-        if not name.startswith("__") and not hasattr(nn.Module, name):
+        own = hasattr(cls, name) and not hasattr(nn.Module, name)
+        if own and not name.startswith("__"):
             value = _on_class(cls, name)
             if callable(value) or hasattr(value, "__get__"):
                 yield name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import warnings
@@ -20,6 +21,7 @@ def is_strict() -> bool:
     return os.environ.get("OPFUSE_STRICT", "") not in ("", "0")
 
 
+@functools.cache
 def normalize(name: str) -> str:
     """Return a distribution name as packaging tools compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

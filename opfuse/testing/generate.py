@@ -266,16 +266,24 @@ def _as_in_models(
     """
     usual = case.first_width()
     for first, behind in ((width, usual), (usual, width)):
-        made: Makers = {
-            built_in.BasicLinear: lambda at, out=behind: Op(built_in.BasicLinear, at, out),  # type: ignore[misc]
-            **makers,
-        }
-        for ops in chains(elements, first, made)[:1]:
-            found = placed(case, ops, first)
-            if (first == width or any(width in op.args for op in ops)) and refusal(
-                found, runs=True
-            ) is None:
+        for ops in chains(elements, first, {**_products(behind), **makers})[:1]:
+            wide = first == width or any(width in op.args for op in ops)
+            if wide and refusal(found := placed(case, ops, first), runs=True) is None:
                 yield found
+
+
+def _products(out: int) -> Makers:
+    """How to make matrix products that give ``out`` features."""
+    parts = out - out // 4, out // 4
+    linear = functools.partial(Op, built_in.BasicLinear)
+    return {
+        built_in.BasicLinear: lambda at: linear(at, out),
+        built_in.LowRankLinear: lambda at: Op(built_in.LowRankLinear, at, out, 2),
+        built_in.ParallelLinear: lambda at: Op(
+            built_in.ParallelLinear, tuple(linear(at, part) for part in parts)
+        ),
+        built_in.GroupedLinear: lambda at: Op(built_in.GroupedLinear, 3, at, out),
+    }
 
 
 def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
@@ -283,13 +291,8 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
 
     Linears are square, so that shapes fit.
     """
-    square: Makers = {
-        **makers,
-        built_in.BasicLinear: lambda width: Op(built_in.BasicLinear, width, width),
-        built_in.GroupedLinear: lambda width: Op(built_in.GroupedLinear, 3, width, width),
-    }
     width = case.first_width()
-    for ops in chains(elements, width, square):
+    for ops in chains(elements, width, {**makers, **_products(width)}):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
         forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
         if not reads or (forks and forks[0] > reads[0]):
@@ -306,6 +309,10 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
             yield found.with_(residual=True)
 
 
+# for conditions, which look at ops and leave them as they are
+_ops_of = functools.lru_cache(maxsize=512)(Case.basic_ops)
+
+
 def refusal(case: Case, runs: bool = False) -> str | None:
     """Why the fusion's condition refuses the case, or the separate ops do.
 
@@ -314,14 +321,13 @@ def refusal(case: Case, runs: bool = False) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    basic = case.basic_ops()
+    basic = _ops_of(case.with_(rows=(), dtype=torch.float32))
     features = Chain(basic).widths[len(case.before)]
-    env = environment(case.device, dtype=case.dtype, features=features, recipe=case.recipe)
-    alignment, rows = rows_of(("row_alignment", "rows"), torch.empty(*case.rows, 0, device="meta"))
-    if fusion.needs_row_alignment:
-        env = env._replace(row_alignment=alignment)
-    if fusion.needs_rows:
-        env = env._replace(rows=rows)
+    wanted = {"row_alignment": fusion.needs_row_alignment, "rows": fusion.needs_rows}
+    names = [name for name, needed in wanted.items() if needed]
+    of_rows = rows_of((*names,), torch.empty(*case.rows, 0, device="meta"))
+    facts: Any = dict(zip(names, of_rows, strict=True), dtype=case.dtype, recipe=case.recipe)
+    env = environment(case.device, features=features, **facts)
     try:
         ops = matched(case, basic)
         answer = True if fusion.when is None else fusion.when(ops, env)
