@@ -29,13 +29,6 @@ recommendation: the plugin's authors ran the command, and anyone can run it agai
 - **Run on hardware** is yes if a record of `python -m opfuse_triton gpu` is in the report, or if
   the suite itself ran on a GPU. Otherwise the report has no run on one.
 
-In the tables of fusions, *CPU* and *GPU* say whether the condition of a fusion takes the chains
-that its pattern matches: all, a part of them, or none, with the most frequent reason. This is
-with no tuning table and with the options that a user has. Where the report was made without a
-GPU, the condition was told of an H100.
-
-{plugins}
-
 ## How to be listed
 
 `opfuse new` writes a plugin with a workflow, `.github/workflows/check.yml`, which runs its tests
@@ -77,6 +70,15 @@ writes.
 
 The reports of the plugins in this repository come from `python -m nox -s index`, and a test
 compares their fusions with those that are installed.
+
+## The plugins
+
+In these tables, *CPU* and *GPU* say whether the condition of a fusion takes the chains
+that its pattern matches: all, a part of them, or none, with the most frequent reason. This is
+with no tuning table and with the options that a user has. Where the report was made without a
+GPU, the condition was told of an H100.
+
+{plugins}
 """
 
 
