@@ -498,8 +498,8 @@ def index(session: nox.Session) -> None:
     everything(session)
     measured = ROOT / "benchmarks" / "results" / "h100-kernels.json"
     for name in session.posargs or sorted(PLUGINS):
-        # Liger's kernels have no twin that runs on a CPU
-        env = {"TRITON_INTERPRET": "1"} if name == "liger" else {}
+        # kernels without a twin that runs on a CPU
+        env = {"TRITON_INTERPRET": "1"} if name in ("liger", "moe") else {}
         dist = f"opfuse-plugin-{name}"
         given = ["--tests", str(ROOT / "plugins" / dist / "tests"), "--results", str(measured)]
         command = ["python", "-m", "opfuse", "check-plugin", dist, *given, "--json"]

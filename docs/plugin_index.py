@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from opfuse.cli.check_plugin import used
+from opfuse.cli.check_plugin import counts, used
 from opfuse.cli.declared import SCHEMA
 
 HEAD = "| Plugin | Version | Contract | Fusions | torch | Triton | Conformance | Run on hardware |"
@@ -104,14 +104,10 @@ def reports():
 
 
 def page():
-    found = reports()
-    rows = [
-        "Plugin | Version | Contract | Fusions | torch | Triton | Conformance | Run on hardware"
-    ]
-    rows += ["|".join(["---"] * 8), *(" | ".join(row(report)) for report in found.values())]
-    plugins = "\n\n".join(section(report) for report in found.values())
-    table = "\n".join(f"| {line} |" for line in rows)
-    return PAGE.format(table=table, plugins=plugins, quick="`runs`, `output` and `gradients`")
+    found = reports().values()
+    lines = [HEAD, "|---" * 8 + "|", *(f"| {' | '.join(row(report))} |" for report in found)]
+    plugins, quick = "\n\n".join(map(section, found)), "`runs`, `output` and `gradients`"
+    return PAGE.format(table="\n".join(lines), plugins=plugins, quick=quick)
 
 
 def row(report):
@@ -144,15 +140,10 @@ def devices(report):
 
 def conformance(report):
     checks = [*(fusion["checks"] for fusion in fusions(report)), report["conformance"]["rest"]]
-    passed = sum(of["passed"] for of in checks)
-    if not passed:
+    if not fusions(report):
         return "no fusion to check"
-    others = {name: sum(len(of[name]) for of in checks) for name in ("limits", "skipped")}
-    told = [
-        f"{' and '.join(tiers(report))}: {passed} passed",
-        *(f"{count} {name}" for name, count in others.items() if count),
-    ]
-    return ", ".join(told) + (", quick" if report["conformance"]["checks"] != "all" else "")
+    quick = ", quick" if report["conformance"]["checks"] != "all" else ""
+    return f"{' and '.join(tiers(report))}: {counts(*checks)}{quick}"
 
 
 def section(report):
@@ -160,7 +151,7 @@ def section(report):
     with_ = ", ".join(f"{name} {version}" for name, version in report["checked_with"].items())
     parts = [
         f"### {report['distribution']} {report['version']}",
-        f"{report['summary']}. {report['licence']}. Checked with {with_}.",
+        f"{cell(report['summary'])}. {report['licence']}. Checked with {with_}.",
     ]
     for one in report["hardware"]:
         versions = f"torch {one['torch']}, Triton {one['triton'] or 'not installed'}"
@@ -178,7 +169,7 @@ def section(report):
         if names
     ]
     if changed:
-        parts.append(f"The plugin's suites change of the kit's: {'; '.join(changed)}.")
+        parts.append(f"What the plugin's tests change of the suite: {'; '.join(changed)}.")
     parts += filter(None, [limits(report), skipped(report)])
     return "\n\n".join(parts)
 
@@ -189,16 +180,13 @@ def cell(text):
 
 def line(fusion):
     name = fusion["name"] + ("" if fusion["default"] == "on" else f" ({fusion['default']})")
-    checks = fusion["checks"]
-    counts = [f"{checks['passed']} passed"]
-    counts += [f"{len(checks[k])} {k}" for k in ("limits", "skipped") if checks[k]]
     cells = (
         fusion["pass"],
         cell(name),
         f"`{fusion['pattern']}`",
         *(cell(used(fusion, device)) for device in ("cpu", "cuda")),
     )
-    return f"| {' | '.join(cells)} | {', '.join(counts)} |"
+    return f"| {' | '.join(cells)} | {counts(fusion['checks'])} |"
 
 
 def each_of(report):

@@ -133,7 +133,8 @@ def add_conformance(
     if fusions and not passed and "results" in found:
         whys = [why for of in fusions for why in of["checks"]["skipped"].values()]
         why = whys[0] if whys else "the tests have no FusionSuite of this plugin"
-        report["failures"].append(f"no check of a fusion ran here: {why}")
+        hint = "with TRITON_INTERPRET=1 Triton kernels run on a CPU"
+        report["failures"].append(f"no check of a fusion ran here: {why}; {hint}")
     if found.get("device") and passed:
         versions = {name: report["checked_with"].get(name) for name in ("torch", "triton")}
         by = f"the conformance suite, {counted(passed, 'check')} passed"
@@ -272,11 +273,19 @@ def used(fusion: dict[str, Any], device: str) -> str:
     return f"{'in part' if of['used'] else 'no'}{why}"
 
 
+def counts(*of: dict[str, Any]) -> str:
+    """How many checks passed, failed, are limits, or were skipped."""
+    passed = sum(checks["passed"] for checks in of)
+    failed, limits, skipped = (
+        sum(len(checks[name]) for checks in of) for name in ("failed", "limits", "skipped")
+    )
+    told = [f"{passed} passed"] * bool(passed) + [f"{failed} failed"] * bool(failed)
+    told += [counted(limits, "limit")] * bool(limits) + [f"{skipped} skipped"] * bool(skipped)
+    return ", ".join(told) or "none ran"
+
+
 def _of_checks(what: str, checks: dict[str, Any]) -> Iterator[str]:
-    counts = {"passed": checks["passed"]}
-    counts |= {name: len(checks[name]) for name in ("failed", "limits", "skipped")}
-    told = ", ".join(f"{number} {name}" for name, number in counts.items() if number)
-    yield from _wrapped(f"{what}: {told or 'none ran'}", "    ")
+    yield from _wrapped(f"{what}: {counts(checks)}", "    ")
     for name, why in checks["limits"].items():
         yield from _wrapped(f"limit: {name}: {why}", "      ", "        ")
     reasons = Counter(checks["skipped"].values())
