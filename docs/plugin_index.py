@@ -20,12 +20,13 @@ recommendation: the plugin's authors ran the command, and anyone can run it agai
 - **Contract** is the entry-point group that the plugin was written for ({{doc}}`versioning`).
 - **torch** and **Triton** are the versions that the plugin declares, by itself or by what it
   requires of opfuse.
-- **Conformance** counts checks of {{class}}`opfuse.testing.FusionSuite`, each on each fusion that
+- **Conformance** counts checks of the suites of `opfuse.testing`, each on each fusion that
   it is for. A check is *skipped* if it does not apply, or if nothing here can run it, and a
   *limit* is a check that the plugin declares it fails. Both are listed below, with the reason.
-  *Quick* means that only the checks {quick} ran. The tier *reference* is PyTorch on a CPU: there
-  a fusion with a Triton kernel runs what stands in for it, if the plugin's suite asks for that.
-  The tier *interpret* runs the kernel, in Triton's interpreter, and the tier *gpu* on a GPU.
+  *Quick* means that of the checks of a fusion only {quick}
+  ran. The tier *reference* is PyTorch on a CPU: there a fusion with a Triton kernel runs what
+  stands in for it, if the plugin's tests ask for that. The tier *interpret* runs the kernel, in
+  Triton's interpreter, and the tier *gpu* on a GPU.
 - **Run on hardware** is yes if a record of `python -m opfuse_triton gpu` is in the report, or if
   the suite itself ran on a GPU. Otherwise the report has no run on one.
 
