@@ -707,7 +707,11 @@ def a_row(way="converted", **changed):
 def test_the_tables_of_models():
     rows = [a_row(), a_row("memory", saved_mb=2.0, as_chains=9, own_forward=[models_page.APART])]
     table = models_page.speeds(rows)
-    assert "| Llama, bf16 | 100\u00a0ms, 10\u00a0MB | 1.25, 0.50 | 1.25, 0.20 |  |" in table
+    assert "| Llama, bf16 | 100\u00a0ms | 1.25 | 1.25 |  |" in table
+    assert "| Llama, bf16 | 10\u00a0MB | 0.50 | 0.20 |  |" in table
+    assert "| Llama | 1.50x | 1.25x | 0.50x | 1.10x | 0.60x |" in models_page.summary(
+        [a_row(), a_row(dtype="fp32", speed=1.5), a_row("compile", speed=1.1, saved_mb=6.0)]
+    )
     assert "| Llama, bf16 | 7 of 9 | 9 of 9 | it is slower |" in models_page.shares(rows)
     page = "a\n<!-- models: speed -->\nold\n<!-- end of speed -->\nb"
     assert models_page.replaced(page, "speed", "new") == page.replace("old", "new")
@@ -718,7 +722,8 @@ def test_the_tables_of_models():
 def test_the_pages_have_the_committed_numbers_of_models():
     path = ROOT / "benchmarks" / "results" / "cpu-models.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    found = {"index.md": models_page.speeds(rows), "bring-your-model.md": models_page.shares(rows)}
+    found = {"index.md": models_page.summary(rows), "models.md": models_page.speeds(rows)}
+    found["bring-your-model.md"] = models_page.shares(rows)
     for page, table in found.items():
         assert table in (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert {(row["model"], row["dtype"], row["way"]) for row in rows} == {

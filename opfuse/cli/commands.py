@@ -22,6 +22,7 @@ from ..report.explain import explain
 from ..report.lines import table, wrap
 from ..tuning import tune
 from . import scaffold
+from .check_plugin import check_plugin
 from .doctor import as_text, examine
 from .models import UserError, load_model, quiet_stdout, told
 
@@ -260,3 +261,6 @@ def new(name: str, into: str) -> None:
         click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
+
+
+main.add_command(check_plugin)

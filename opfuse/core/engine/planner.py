@@ -155,14 +155,14 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
         requires_grad=key.grads is not None and any(key.grads),
         **dict(zip(_SHAPE_FACTS, rows_of(_SHAPE_FACTS, input), strict=True)),
         device_name=device_name(device.type, device.index if device.type == "cuda" else None),
-        **_processor(device),
+        **processor(device),
         deterministic=key.deterministic,
         options={k: v for k, v in key.settings.options if k != "invariant" or in_block},
         compiling=key.compiling,
     )
 
 
-def _processor(device: torch.device) -> dict[str, Any]:
+def processor(device: torch.device) -> dict[str, Any]:
     """The fields of :class:`Environment` about the processor."""
     if device.type != "cuda":
         return {"multiprocessors": torch.get_num_threads() if device.type == "cpu" else 1}
