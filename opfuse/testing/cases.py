@@ -91,16 +91,16 @@ class Op:
 
 
 class undrawn(TorchFunctionMode):
-    """For a ``with`` block: Parameters keep what is in their memory, since a case draws its own.
+    """For a ``with`` block: Parameters that would be drawn are 0, since a case draws its own.
 
     Random numbers for a wide linear take longer than its product.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave what would be drawn."""
+        """Clear what would be drawn."""
         given = (*args, *(kwargs or {}).values())
         drawn = func.__name__.endswith("uniform_") and isinstance(given[0], nn.Parameter)
-        return given[0] if drawn else func(*args, **(kwargs or {}))
+        return nn.init.zeros_(given[0]) if drawn else func(*args, **(kwargs or {}))
 
 
 def _made(argument: Any) -> Any:
