@@ -329,7 +329,7 @@ def types(session: nox.Session) -> None:
     session.run("python", "-m", "mypy", *session.posargs)
 
 
-@timed(venv_params=ALONE, reuse_venv=True)
+@timed(venv_params=ALONE)
 def docs(session: nox.Session) -> None:
     """The documentation, into docs/_build; a warning is an error."""
     install(session, ROOT, *TOOLKITS, *group("docs"))
