@@ -13,6 +13,7 @@ Attributes:
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
     Pending: A collective that runs, which :meth:`Pending.wait` waits for.
     op_class: The class of an op as its author wrote it.
+    plan_of: The plan of a call of a chain, which is not run.
     saved_bytes: Number of bytes that a forward keeps for its backward.
     scatter_into: The reduce-scatter of ``torch.distributed``.
     start_collective: Starts a collective and goes on. Waiting for it raises an error, and does not
@@ -23,7 +24,7 @@ Attributes:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,9 @@ from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
 from .ranks import Group, Pending, gather_into, scatter_into, start_collective
 from .settings import is_captured
+
+if TYPE_CHECKING:
+    from .engine.plan import FusionPlan
 
 __all__ = [
     "Group",
@@ -46,11 +50,28 @@ __all__ = [
     "is_captured",
     "matmul_precision",
     "op_class",
+    "plan_of",
     "saved_bytes",
     "scatter_into",
     "start_collective",
     "wide",
 ]
+
+
+def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | None:
+    """Return the plan of a call of a chain, under the present settings, and do not run it.
+
+    Args:
+        chain: An :class:`opfuse.Sequential` of fusible ops.
+        input: Its input.
+        *extra_inputs: Its extra inputs.
+
+    Returns:
+        The plan; None: the call would run in parts, because of hooks or of what is not fusible.
+    """
+    groups = chain._module_groups
+    plan = getattr(groups[0], "plan", None) if len(groups) == 1 else None
+    return None if plan is None else plan(input, *extra_inputs)
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

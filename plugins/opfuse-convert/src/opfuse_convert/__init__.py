@@ -10,6 +10,8 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "Held": "holder",
+    "NOTHING": "building",
     "ORDINARY": "building",
     "Conversion": "converter",
     "ConversionReport": "report",
@@ -22,6 +24,7 @@ _WHERE = {
     "count_convertible": "converting",
     "gated": "leaves",
     "leaf_of": "leaves",
+    "method_of": "layers",
     "plan_memory": "memory.planning",
     "revert": "converting",
 }

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,25 +58,58 @@ def written_forward(cls: type) -> Any:
     return forward
 
 
-@functools.lru_cache(maxsize=1024)
-def layered(cls: Any) -> Any:
-    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`."""
+def _before_that_of(owner: Any) -> Any:
+    """A forward that looks for :data:`KEPT_AS` and :data:`MEMORY` before ``owner.forward`` runs."""
 
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
         chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
         if not chosen:
-            return cls.forward(self, *args, **kwargs)
+            return owner.forward(self, *args, **kwargs)
         result = state.call(self, args, kwargs)
-        return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
+        return owner.forward(self, *args, **kwargs) if result is NotImplemented else result
 
-    @functools.wraps(cls.forward)
+    @functools.wraps(owner.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         memory: Any = vars(self).get(MEMORY)
         if memory is None:
             return converted(self, *args, **kwargs)
         return memory.call(self, converted, args, kwargs)
 
+    return forward
+
+
+# The forward that a module has in place of that of its class
+
+
+def method_of(module: nn.Module) -> Any:
+    """The method that a module itself has as forward, below that of a conversion; None: none."""
+    forward = vars(module).get("forward")
+    return types.MethodType(forward.__wrapped__, module) if _is_put(forward) else forward
+
+
+def put_before(module: nn.Module) -> None:
+    """Let the method that a module has as forward look for a conversion first."""
+    below = types.SimpleNamespace(forward=method_of(module).__func__)
+    vars(module)["forward"] = types.MethodType(_before_that_of(below), module)
+
+
+def take_away(module: nn.Module) -> None:
+    """Undo :func:`put_before`; what others put around it since stays, and calls the method."""
+    if _is_put(vars(module).get("forward")):
+        vars(module)["forward"] = method_of(module)
+
+
+def _is_put(forward: Any) -> bool:
+    """Whether :func:`put_before` made a method; what wraps it has its attributes, not its code."""
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return code is not None and any(code is each for each in _before_that_of.__code__.co_consts)
+
+
+@functools.lru_cache(maxsize=1024)
+def layered(cls: Any) -> Any:
+    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`."""
+    forward = _before_that_of(cls)
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
     body |= {"forward": forward, _OWN: forward, CONVERTED: cls}
