@@ -32,8 +32,8 @@ from .checks import (
 )
 from .execute import Kwargs, Pipeline, apply_eager, run_backward, run_differentiable, run_forward
 from .partition import Cut, cut, run_cut
-from .planner import Key, make_program, rows_of
 from .plan import FusionPlan
+from .planner import Key, make_program, rows_of
 from .program import Program
 
 _CACHE_SIZE = 64
@@ -175,11 +175,9 @@ class OperationFuser:
         """The plan of a call, which is not run; None: hooks would cut the chain."""
         if any(any(hook_dicts(unit)) for unit in self._units):
             return None
-        training = [unit["training"] for unit in self._unit_dicts]
-        if self._owner is not None:
-            training.append(self._owner.training)
-        tensors = self._tensors(input, extra_inputs)
-        return getattr(self._find(input, tensors, extra_inputs, training, None), "plan", None)
+        units = self._units if self._owner is None else [*self._units, self._owner]
+        given = self._tensors(input, extra_inputs), extra_inputs, [u.training for u in units], None
+        return getattr(self._find(input, *given), "plan", None)
 
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""

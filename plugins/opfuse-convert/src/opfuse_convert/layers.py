@@ -84,7 +84,7 @@ def _before_that_of(owner: Any) -> Any:
 
 def method_of(module: nn.Module) -> Any:
     """The method that a module itself has as forward, below that of a conversion; None: none."""
-    forward = vars(module).get("forward")
+    forward: Any = vars(module).get("forward")
     return types.MethodType(forward.__wrapped__, module) if _is_put(forward) else forward
 
 

@@ -14,8 +14,8 @@ from opfuse import hookimpl
 def opfuse_options() -> dict[str, Any]:
     """When ``convert`` is called.
 
-    Whether attention's projections are joined without a recipe, and whether the chain of a trainer's
-    log-probabilities runs where trl has a kernel.
+    Whether attention's projections are joined without a recipe, and whether the log-probabilities
+    of a trainer run through a chain where trl has a kernel.
     """
     return {
         "transformers.projections": ("auto", "joined"),
