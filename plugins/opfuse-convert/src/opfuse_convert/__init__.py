@@ -22,10 +22,11 @@ _WHERE = {
     "convert": "converting",
     "converted": "converting",
     "count_convertible": "converting",
+    "functions_of": "layers",
     "gated": "leaves",
     "leaf_of": "leaves",
-    "method_of": "layers",
     "plan_memory": "memory.planning",
+    "reaches": "layers",
     "revert": "converting",
 }
 """The module of each name, imported at first use."""

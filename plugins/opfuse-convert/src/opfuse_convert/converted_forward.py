@@ -30,7 +30,7 @@ from .choosing import (
 from .converter import Conversion, Converter
 from .guard import Guard, calm
 from .in_graphs import Watch
-from .layers import method_of
+from .layers import is_there
 from .making import built, checked
 from .parallel import localized
 from .site import Site, watched_elsewhere
@@ -47,7 +47,7 @@ class ConvertedForward(ReplacedForward):
 
     _title = ""
     _placed: Any = ()  # where the parameters are split among processes
-    _method: Any = None  # that the module itself has as forward
+    _own: Any = None  # the forward that the module itself has
     _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
@@ -65,7 +65,9 @@ class ConvertedForward(ReplacedForward):
         """Whether the module has changed since, so that its own forward runs."""
         if self._guard is None:
             return False
-        if method_of(self._guard.module) != self._method:
+        module, function = self._guard.module, self.function
+        hidden = vars(module).get("forward") != self._own if function is None else False
+        if hidden or not (function is None or is_there(module, function)):
             return True
         with localized(self._guard.module, self.is_inside):
             return bool(self._guard.why_not())
@@ -76,9 +78,9 @@ class ConvertedForward(ReplacedForward):
         return self._conversion is not None and bool(self._conversion.shapes)
 
     @property
-    def is_of_method(self) -> bool:
-        """Whether it is for the method that the module has as forward, see ``Conversion``."""
-        return self._conversion is not None and self._conversion.of_method
+    def function(self) -> Any:
+        """The function that it is for, if that is not the class's forward; see ``Conversion``."""
+        return None if self._conversion is None else self._conversion.function
 
     def again(self) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
@@ -92,7 +94,7 @@ class ConvertedForward(ReplacedForward):
         self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
         self._title = title_of(self._converter.name, module)
         self._placed = self._guard.placements()
-        self._method = method_of(module)
+        self._own = vars(module).get("forward")
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward through the chain, or NotImplemented."""

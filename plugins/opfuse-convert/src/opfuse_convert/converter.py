@@ -39,8 +39,8 @@ class Conversion:
             part of its own process. Each is an ``opfuse.ops.parallel.Split``.
         shapes: Shapes of the module's own parameters in a call, by name, if a style has replaced
             its forward by one that calls its own with local parameters. The chain replaces that.
-        of_method: Whether the chain is for the method that the module itself has as ``forward``
-            (:func:`opfuse_convert.method_of`), and not for that of its class.
+        function: The function that the chain is for, if that is not the forward of the class, but
+            among those of the module's own (:func:`opfuse_convert.functions_of`).
 
     Raises:
         TypeError: ``chain`` is not a :class:`opfuse.Sequential`, or ``call`` is not a function.
@@ -55,7 +55,7 @@ class Conversion:
     places: Sequence[Place] = ()
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    of_method: bool = False
+    function: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.chain, nn.Sequential):

@@ -81,8 +81,8 @@ def convert(
         vars(module)[KEPT_AS] = replaced
         if replaced.is_inside:
             with_own(module, type(module))
-        if replaced.is_of_method:
-            put_before(module)
+        if replaced.function is not None:
+            put_before(module, replaced.function)
     for module, replaced in found.made.items():
         replaced.seal(module)
     assign_names(model)
@@ -258,7 +258,8 @@ def revert(model: nn.Module | Any) -> Any:
         replaced: Any = vars(module).pop(KEPT_AS, None)
         if replaced is not None and replaced.is_inside and "forward" in vars(module):
             with_own(module, cls)
-        take_away(module)
+        if replaced is not None and replaced.function is not None:
+            take_away(module, replaced.function)
         module.__class__ = cls
     return model
 

@@ -10,7 +10,7 @@ import copy
 import copyreg
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,30 +79,65 @@ def _before_that_of(owner: Any) -> Any:
     return forward
 
 
-# The forward that a module has in place of that of its class
+# The forward that a module itself has, in place of that of its class
 
 
-def method_of(module: nn.Module) -> Any:
-    """The method that a module itself has as forward, below that of a conversion; None: none."""
-    forward: Any = vars(module).get("forward")
-    return types.MethodType(forward.__wrapped__, module) if _is_put(forward) else forward
+def functions_of(module: nn.Module) -> list[Any]:
+    """The function that a module itself has as ``forward``, and those that it wraps in turn."""
+    found: list[Any] = []
+    function = vars(module).get("forward")
+    while function is not None:
+        found.append(getattr(function, "__func__", function))
+        function = getattr(found[-1], "__wrapped__", None)
+    return found
 
 
-def put_before(module: nn.Module) -> None:
-    """Let the method that a module has as forward look for a conversion first."""
-    below = types.SimpleNamespace(forward=method_of(module).__func__)
-    vars(module)["forward"] = types.MethodType(_before_that_of(below), module)
+def reaches(module: nn.Module, function: Any) -> bool:
+    """Whether a conversion can run before one of these functions.
+
+    It can if that is the method, or a variable of one that wraps it, as of accelerate's.
+    """
+    return _called(module, function) is not None
 
 
-def take_away(module: nn.Module) -> None:
-    """Undo :func:`put_before`; what others put around it since stays, and calls the method."""
-    if _is_put(vars(module).get("forward")):
-        vars(module)["forward"] = method_of(module)
+def put_before(module: nn.Module, function: Any) -> None:
+    """Let one of the functions of a module's own forward look for a conversion first."""
+    if (called := _called(module, function)) is not None and not _is_put(called[0]):
+        called[1](_before_that_of(types.SimpleNamespace(forward=function)))
 
 
-def _is_put(forward: Any) -> bool:
-    """Whether :func:`put_before` made a method; what wraps it has its attributes, not its code."""
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+def take_away(module: nn.Module, function: Any) -> None:
+    """Undo :func:`put_before`, whatever was put around it since."""
+    if (called := _called(module, function)) is not None:
+        called[1](function)
+
+
+def is_there(module: nn.Module, function: Any) -> bool:
+    """Whether :func:`put_before` is in force."""
+    return (called := _called(module, function)) is not None and _is_put(called[0])
+
+
+def _called(module: nn.Module, function: Any) -> tuple[Any, Callable[[Any], None]] | None:
+    """What is called for a function: that or what was put before it, and how to change that."""
+    method: Any = vars(module).get("forward")
+    if getattr(method, "__self__", None) is module and _is_of(method.__func__, function):
+        own = vars(module)
+        return method.__func__, lambda new: own.update(forward=types.MethodType(new, module))
+    for around in functions_of(module):
+        for cell in getattr(around, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                if _is_of(held := cell.cell_contents, function):
+                    return held, functools.partial(setattr, cell, "cell_contents")
+    return None
+
+
+def _is_of(held: Any, function: Any) -> bool:
+    return held is function or (_is_put(held) and held.__wrapped__ is function)
+
+
+def _is_put(held: Any) -> bool:
+    """Whether a function is one of :func:`put_before`; what wraps it does not have its code."""
+    code = getattr(held, "__code__", None)
     return code is not None and any(code is each for each in _before_that_of.__code__.co_consts)
 
 

@@ -17,7 +17,7 @@ import types
 from typing import Any
 
 import torch
-from opfuse_convert import NOTHING, Conversion, Held, method_of
+from opfuse_convert import NOTHING, Conversion, Held, functions_of, reaches
 from opfuse_convert.grammar import Place, function_places
 from opfuse_convert.parallel import is_inner
 from torch import Tensor, nn
@@ -48,20 +48,15 @@ def is_fused(module: nn.Module) -> bool:
 def _forward_of(module: nn.Module) -> Any:
     """The forward that trl gave a model, or None."""
     code = getattr(getattr(sys.modules.get(_HOME), _ADDS, None), "__code__", None)
-    forward = None if code is None else method_of(module)
-    while forward is not None:
-        function = getattr(forward, "__func__", forward)
-        if is_inner(function, code):
-            return function
-        forward = getattr(function, "__wrapped__", None)
-    return None
+    found = functions_of(module) if code is not None else ()
+    return next((each for each in found if is_inner(each, code)), None)
 
 
 def build(module: Any, env: Environment) -> Conversion | str:
     """The head, and the numbers of each token."""
-    function, own = _forward_of(module), method_of(module)
-    if getattr(own, "__func__", None) is not function or own.__self__ is not module:
-        return "something is around the forward that trl gave it: convert before training"
+    function = _forward_of(module)
+    if not reaches(module, function):
+        return "what is around the forward that trl gave it calls that in an unknown way"
     kernel = function.__globals__.get(_NAME)
     if _NAME not in function.__code__.co_names or not _takes_as_known(kernel):
         return f"trl's {_ADDS} does not call the {_NAME} that is known"
@@ -79,7 +74,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     ]
     places.append(Place(function.__globals__, _NAME, kernel, f"trl's {_NAME}"))
     separate = None if "is_top1" in numbers.outputs else call.separate
-    return Conversion(chain, (name,), call, separate, places=places, of_method=True)
+    return Conversion(chain, (name,), call, separate, places=places, function=function)
 
 
 def _takes_as_known(kernel: Any) -> bool:
