@@ -218,6 +218,21 @@ def test_heads_of_other_models(models, monkeypatch, family, config):
     assert (found.aux_loss is not None) == (family == "mixtral")
 
 
+@pytest.mark.parametrize("outputs", [ALL[:4], ("log_probs",), ["log_probs", "entropy"]], ids=len)
+def test_the_chain_and_trls_function_in_its_place_agree(models, outputs):
+    """Which ``verify`` compares, and ``opfuse.tune`` chooses from; dtypes that differ ask for it."""
+    model, twin = models.make("llama"), models.make("llama")
+    for each in (model, twin):
+        utils.add_fused_lm_head(each, outputs=outputs)
+    assert [r.ops for r in opfuse.convert(twin, skip="model", verify=True).converted] == [CHAIN]
+    compare(run(twin, outputs), run(model, outputs), 1e-4)
+    assert of(twin) == ""
+    for each in (model, twin):
+        each.lm_head.to(torch.bfloat16)
+    compare(run(twin, outputs), run(model, outputs), 0)
+    assert of(twin) == "its input is of torch.float32, its parameters are of torch.bfloat16"
+
+
 def test_what_no_op_gives_is_left_to_trl(models, monkeypatch):
     entry = "Gemma2ForCausalLM", "Gemma2Config", {**models.decoder, "head_dim": 16}
     monkeypatch.setitem(models.families, "gemma2", entry)

@@ -171,40 +171,37 @@ def _numbers_of(held: Any) -> _Numbers | str:
 
 
 def _computes_as_known(kernel: Any, numbers: _Numbers, has_bias: bool) -> bool:
-    """Return whether trl's function gives what the chain gives, and its gradients: of few numbers.
-
-    They are drawn on the CPU.
-    """
+    """Return whether trl's function gives what the chain gives, and its gradients, for few rows."""
     rows, features, classes = 7, 3, 11
-    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    draw = functools.partial(
+        torch.randn,
+        generator=torch.Generator("cpu").manual_seed(0),
+        device="cpu",
+        dtype=torch.float32,
+    )
     sizes = [(rows, features), (classes, features), *[(classes,)] * has_bias]
-    read = [draw(size, dtype=torch.float32).requires_grad_() for size in sizes]
+    read = [draw(size).requires_grad_() for size in sizes]
     hidden, weight, bias = (*read, None)[:3]
     logits = F.linear(hidden, weight, bias)
     targets = logits.detach().argmax(-1)
     targets[::2] = 5
     temperature, *others = numbers.given
-    theirs = kernel.apply(
-        hidden, weight, bias, targets, temperature, _CHUNK, *others, numbers.outputs
-    )
+    given = hidden, weight, bias, targets, temperature, _CHUNK, *others, numbers.outputs
+    *_, last = numbers.ops(nn.Linear(features, classes, bias=has_bias, device="meta"))
+    found = row_log_probs(logits, targets, last.numbers_of())
     head = types.SimpleNamespace(weight=weight, bias=bias)
-    made = nn.Linear(features, classes, bias=has_bias, device="meta")
-    found = row_log_probs(logits, targets, numbers.ops(made)[-1].numbers_of())
-    # the tokens before their log-probabilities
-    ours = numbers.as_trl(found, hidden, targets, head)
-    pairs = [*zip(ours, theirs, strict=True)]
-    if any((mine is None) != (their is None) for mine, their in pairs):
+    ours, theirs = numbers.as_trl(found, hidden, targets, head), kernel.apply(*given)
+    if [each is None for each in ours] != [each is None for each in theirs]:
         return False
-    pairs = [(mine, their) for mine, their in pairs if mine is not None]
-    trained = [pair for pair in pairs if pair[0].requires_grad]
+    pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0] is not None]
     if any(mine.requires_grad != their.requires_grad for mine, their in pairs):
         return False
-    dys = [draw((rows,)) for _ in trained]
+    trained = [pair for pair in pairs if pair[0].requires_grad]
+    dys = [draw(rows) for _ in trained]
     grads = [torch.autograd.grad(ys, read, dys) for ys in zip(*trained, strict=True)]
-    pairs += [*zip(*grads, strict=True)]
     return all(
         mine.shape == their.shape and torch.allclose(mine.float(), their.float(), 1e-4, 1e-5)
-        for mine, their in pairs
+        for mine, their in [*pairs, *zip(*grads, strict=True)]
     )
 
 
@@ -255,7 +252,7 @@ class _Call:
         head, numbers, (_, *others, outputs) = self._head, self._numbers, more
         if weight is not head.weight or bias is not head.bias:
             return "trl reads other weights than those of the head"
-        if ((temperature, *others), outputs) != (numbers.given, numbers.outputs):
+        if ((temperature, *others), tuple(outputs)) != (numbers.given, numbers.outputs):
             return "trl asks for other numbers than when it was converted"
         if not (hidden.is_cpu or self._anywhere):
             return f"no chain was compared with trl's kernel there; {OPTION}='chain' has it run"
