@@ -40,6 +40,7 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = pathlib.Path(__file__).parent.resolve()
 CONSTRAINTS = ROOT / "constraints.txt"
+WORKFLOW_OF_NEW = ROOT / "opfuse/cli/scaffold/template/.github/workflows/check.yml"
 DISTRIBUTIONS = str(ROOT / "tests" / "release" / "distributions.py")
 BIN = "Scripts" if os.name == "nt" else "bin"
 ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
@@ -303,7 +304,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check")
     hosted = ROOT / ".github"
     for schema, files in {
-        "github-workflows": sorted(hosted.glob("workflows/*.yml")),
+        "github-workflows": [*sorted(hosted.glob("workflows/*.yml")), WORKFLOW_OF_NEW],
         "github-issue-forms": sorted(hosted.glob("ISSUE_TEMPLATE/[0-9]*.yml")),
         "github-issue-config": [hosted / "ISSUE_TEMPLATE" / "config.yml"],
         "citation-file-format": [ROOT / "CITATION.cff"],
@@ -486,6 +487,26 @@ def check_all(session: nox.Session) -> None:
     everything(session)
     report = ROOT / "benchmarks" / "results" / "kernels.json"
     session.run("python", "-m", "opfuse_triton", "check", "--all", "--report", str(report))
+
+
+@timed(venv_params=ALONE)
+def index(session: nox.Session) -> None:
+    """Check each plugin for the plugin index, and write the reports; ``-- NAME ...`` for some.
+
+    The conformance suites of all take many minutes.
+    """
+    everything(session)
+    measured = ROOT / "benchmarks" / "results" / "h100-kernels.json"
+    for name in session.posargs or sorted(PLUGINS):
+        # kernels without a twin that runs on a CPU
+        env = {"TRITON_INTERPRET": "1"} if name in ("liger", "moe") else {}
+        dist = f"opfuse-plugin-{name}"
+        given = ["--tests", str(ROOT / "plugins" / dist / "tests"), "--results", str(measured)]
+        command = ["python", "-m", "opfuse", "check-plugin", dist, *given, "--json"]
+        report = session.run(*command, silent=True, stderr=None, env=env)
+        path = ROOT / "docs" / "plugin-index" / f"{dist}.json"
+        path.write_text(report, encoding="utf-8", newline="\n")
+    session.log("now: python docs/generate.py")
 
 
 @timed(venv_params=ALONE)

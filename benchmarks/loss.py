@@ -15,8 +15,8 @@ With ``--of log-probs`` it is ``TokenLogProb``, with a factor for each token, un
 ``prefer="memory"``, and eager is ``log_softmax`` in fp32 and ``gather``; with ``frozen-log-probs``
 the linear needs no gradient. ``--beside`` adds sides: the eager function under ``torch.compile``,
 the function of Liger Kernel's losses that gives log-probabilities by chunks, in PyTorch's
-operations, that of trl, and opfuse with the entropy too. What is compiled runs once before its memory is
-measured.
+operations, that of trl, and opfuse with the entropy too. What is compiled runs once before its
+memory is measured.
 """
 
 from __future__ import annotations

@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=pathlib.Path, metavar="FOLDER", help="write into its pages")
     options = parser.parse_args(arguments)
     rows = json.loads(options.result.read_text(encoding="utf-8"))["rows"]
-    tables = {"speed": speeds(rows), "chains": shares(rows)}
+    tables = {"first": summary(rows), "speed": speeds(rows), "chains": shares(rows)}
     if options.docs is None:
         print("\n\n".join(tables.values()))
         return
-    pages = {"speed": "index.md", "chains": "bring-your-model.md"}
+    pages = {"first": "index.md", "speed": "models.md", "chains": "bring-your-model.md"}
     for name, table in tables.items():
         page = options.docs / pages[name]
         page.write_text(replaced(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
@@ -83,21 +83,36 @@ def grouped(rows: list[Row]) -> dict[tuple[str, str], dict[str, Row]]:
     return found
 
 
-def speeds(rows: list[Row]) -> str:
-    """Speed and bytes kept, both as a multiple of eager's."""
-    lines = [f"| model | eager | {' | '.join(HEADS)} |", "|---" * (2 + len(HEADS)) + "|"]
-    for (model, dtype), ways in grouped(rows).items():
-        eager = next(iter(ways.values()))
-        cells = [
-            f"{ways[w]['speed']:.2f}, {ways[w]['saved_mb'] / ways[w]['eager_mb']:.2f}"
-            if w in ways
-            else ""
-            for w in TITLES
-        ]
-        sizes = f"{eager['eager_ms']:.0f}\u00a0ms, {eager['eager_mb']:.0f}\u00a0MB"
-        first = f"{NAMES[model]}, {dtype} | {sizes}"
-        lines.append(f"| {first} | {' | '.join(cells)} |")
+def summary(rows: list[Row]) -> str:
+    """What matters first: the converted model and the compiled one, in fp32 and bf16."""
+    heads = ["model", "speed, fp32", "speed, bf16", "bytes, bf16"]
+    heads += ["compiled: speed", "compiled: bytes"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    found = grouped(rows)
+    for model in dict.fromkeys(model for model, _ in found):
+        cells = [f"{found[model, 'fp32']['converted']['speed']:.2f}x"]
+        for way in ("converted", "compile"):
+            row = found[model, "bf16"][way]
+            cells += [f"{row['speed']:.2f}x", f"{row['saved_mb'] / row['eager_mb']:.2f}x"]
+        lines.append(f"| {NAMES[model]} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def speeds(rows: list[Row]) -> str:
+    """Speed, and bytes kept, each as a multiple of eager's."""
+    kept = {id(row): row["saved_mb"] / row["eager_mb"] for row in rows}
+    speed = {id(row): row["speed"] for row in rows}
+    tables = []
+    for name, unit, of in (("eager_ms", "ms", speed), ("eager_mb", "MB", kept)):
+        title = "speed" if of is speed else "bytes kept"
+        lines = [f"| {title} | eager | {' | '.join(HEADS)} |", "|---" * (2 + len(HEADS)) + "|"]
+        for (model, dtype), ways in grouped(rows).items():
+            cells = [f"{of[id(ways[way])]:.2f}" if way in ways else "" for way in TITLES]
+            first = f"{NAMES[model]}, {dtype}"
+            size = f"{next(iter(ways.values()))[name]:.0f}\u00a0{unit}"
+            lines.append(f"| {first} | {size} | {' | '.join(cells)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
 
 
 def shares(rows: list[Row]) -> str:

@@ -1,7 +1,7 @@
 """Writes what comes from the code.
 
-These are the pages on hooks, contracts and the grammar, a table in from-te-ops, plan.svg and
-architecture.svg.
+These are the pages on hooks, contracts and the grammar, the plugin index, a table in from-te-ops,
+and the pictures plan.svg, architecture.svg, kernels.svg and memory.svg.
 
     python docs/generate.py
 
@@ -349,7 +349,9 @@ def generated():
     """The text of every generated file, by name."""
     pages = {"hooks.md": hooks(), "contracts.md": contracts(), "from-te-ops.md": from_te_ops()}
     pictures = {"plan.svg": picture(), "architecture.svg": load("house").draw()}
-    return pages | {"grammar.md": grammar()} | pictures
+    gallery, index = load("gallery"), DO_NOT_EDIT + load("plugin_index").page()
+    pictures |= {"kernels.svg": gallery.kernels(), "memory.svg": gallery.memory()}
+    return pages | {"grammar.md": grammar(), "plugin-index.md": index} | pictures
 
 
 if __name__ == "__main__":

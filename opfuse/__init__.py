@@ -11,7 +11,7 @@ from .core.context_managers import autocast, checkpoint_contexts, options
 from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
 from .core.environment import Environment
-from .core.errors import PluginWarning, TuningWarning
+from .core.errors import LockError, PluginWarning, TuningWarning
 from .core.fused_op import FusedOperation
 from .core.fusible import FusibleOperation
 from .core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
@@ -29,6 +29,7 @@ from .core.sequential import Sequential
 
 if TYPE_CHECKING:
     from .core.assign_names import assign_names
+    from .core.lock import freeze
     from .report.explain import explain
     from .report.ranks import check_ranks
     from .tuning import tune
@@ -43,6 +44,7 @@ __all__ = [
     "FusibleOperation",
     "Fusion",
     "FusionPlan",
+    "LockError",
     "OneOf",
     "OneOrMore",
     "OperationContext",
@@ -60,6 +62,7 @@ __all__ = [
     "check_ranks",
     "checkpoint_contexts",
     "explain",
+    "freeze",
     "has_same_math",
     "hookimpl",
     "ops",
@@ -78,6 +81,7 @@ _AT_FIRST_USE = {  # those of other packages are not in __all__: they need not b
     "convert": "opfuse_convert",
     "converted": "opfuse_convert",
     "explain": "opfuse.report.explain",
+    "freeze": "opfuse.core.lock",
     "plan_memory": "opfuse_convert",
     "quantized_model_init": "opfuse_quantized",
     "revert": "opfuse_convert",

@@ -707,7 +707,11 @@ def a_row(way="converted", **changed):
 def test_the_tables_of_models():
     rows = [a_row(), a_row("memory", saved_mb=2.0, as_chains=9, own_forward=[models_page.APART])]
     table = models_page.speeds(rows)
-    assert "| Llama, bf16 | 100\u00a0ms, 10\u00a0MB | 1.25, 0.50 | 1.25, 0.20 |  |" in table
+    assert "| Llama, bf16 | 100\u00a0ms | 1.25 | 1.25 |  |" in table
+    assert "| Llama, bf16 | 10\u00a0MB | 0.50 | 0.20 |  |" in table
+    assert "| Llama | 1.50x | 1.25x | 0.50x | 1.10x | 0.60x |" in models_page.summary(
+        [a_row(), a_row(dtype="fp32", speed=1.5), a_row("compile", speed=1.1, saved_mb=6.0)]
+    )
     assert "| Llama, bf16 | 7 of 9 | 9 of 9 | it is slower |" in models_page.shares(rows)
     page = "a\n<!-- models: speed -->\nold\n<!-- end of speed -->\nb"
     assert models_page.replaced(page, "speed", "new") == page.replace("old", "new")
@@ -718,7 +722,8 @@ def test_the_tables_of_models():
 def test_the_pages_have_the_committed_numbers_of_models():
     path = ROOT / "benchmarks" / "results" / "cpu-models.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    found = {"index.md": models_page.speeds(rows), "bring-your-model.md": models_page.shares(rows)}
+    found = {"index.md": models_page.summary(rows), "models.md": models_page.speeds(rows)}
+    found["bring-your-model.md"] = models_page.shares(rows)
     for page, table in found.items():
         assert table in (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert {(row["model"], row["dtype"], row["way"]) for row in rows} == {
@@ -727,3 +732,33 @@ def test_the_pages_have_the_committed_numbers_of_models():
         for dtype in models.DTYPES
         for way in models.WAYS
     }
+
+
+# The cost of the batch-invariant mode
+
+
+def test_what_the_page_says_of_the_bits_in_every_batch_was_measured():
+    text = (ROOT / "benchmarks" / "results" / "cpu-invariant.json").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "same-numbers.md").read_text(encoding="utf-8")
+    record = json.loads(text)
+    assert record["threads"] == 1 and "family" in record["cpu"] and len(record["rows"]) == 12
+    for row in record["rows"]:
+        count, alone = row["rows"], row["of_64_rows_alone_differ"]
+        times = f"{row['plain_ms']:.1f} | {row['invariant_ms']:.1f} | {row['ratio']:.2f}"
+        assert f"| {row['dtype']} | {count} | {times} | {alone} of {min(count, 64)} |" in page
+
+
+def test_its_command_measures_both_sides(tmp_path, monkeypatch, capsys, no_plugins):
+    from benchmarks import invariant
+
+    out, threads = tmp_path / "out.json", torch.get_num_threads()
+    given = ["--hidden", "8", "--rows", "2,65", "--dtypes", "float32", "--turns", "1"]
+    monkeypatch.setattr(sys, "argv", ["invariant.py", *given, "--out", str(out)])
+    try:
+        invariant.main()
+    finally:
+        torch.set_num_threads(threads)
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [row["rows"] for row in rows] == [2, 65]
+    assert all(row["plain_ms"] >= 0 and row["invariant_ms"] > 0 for row in rows)
+    assert f"rows {rows[1]['rows']}" in capsys.readouterr().out

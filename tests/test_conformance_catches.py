@@ -183,7 +183,9 @@ def test_sound_random_fusions_raise_no_alarm(seed, register):
 
 
 @pytest.mark.parametrize(
-    ("seed", "check"), [(10, "follows_values"), (66, "output")], ids=["its input", "by feature"]
+    ("seed", "check"),
+    [(10, "follows_values"), (66, "output"), (48, "output")],
+    ids=["its input", "by feature", "an op that takes and gives an extra tensor"],
 )
 def test_no_false_alarm_of_what_was_one(seed, check):
     found = sound.report(seed, [check])

@@ -176,7 +176,11 @@ def generate():
 
 
 @pytest.mark.parametrize(
-    "name", ["hooks.md", "contracts.md", "from-te-ops.md", "plan.svg", "architecture.svg"]
+    "name",
+    [
+        *("hooks.md", "contracts.md", "from-te-ops.md"),
+        *("plan.svg", "architecture.svg", "kernels.svg", "memory.svg"),
+    ],
 )
 def test_what_is_generated_is_current(name):
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate().generated()[name], (

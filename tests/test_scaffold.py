@@ -65,6 +65,7 @@ def test_new_writes_these_files(name, short, module, tmp_path, monkeypatch):
             for file in ("__init__.py", "cases.py", "fused.py", "kernels.py", "py.typed")
         ),
         *("tests/test_conformance.py", "tests/test_kernels.py"),
+        ".github/workflows/check.yml",
     }
     text = {path: (folder / path).read_text(encoding="utf-8") for path in files(folder)}
     assert not [path for path in text if path != "LICENSE" and "NAME" in text[path]]
@@ -209,6 +210,13 @@ def test_the_tests_of_a_new_plugin_pass(installed):
     assert " passed" in out and " failed" not in out
 
 
+def test_it_passes_the_check_for_the_index(installed):
+    name = "opfuse-plugin-out-of-the-box"
+    out = python(installed, "-m", "opfuse", "check-plugin", name, "--quick", "--tests", "tests")
+    assert "forward bias+activation: Bias + any Activation" in out and "checks: 3 passed" in out
+    assert out.endswith("Nothing failed.\n")
+
+
 @needs_triton
 def test_its_kernel_passes_them_interpreted(installed):
     out = python(installed, *TESTS, TRITON_INTERPRET="1")
@@ -288,9 +296,10 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
     )
     has_cases = "opfuse_triton.cases" in ours["project"]["entry-points"]
     missing = () if has_cases else ("/cases.py",)  # its kernels are another package's
+    here = ("check.yml",)  # this repository has workflows of its own
     if not any("_fusions" in path.read_text() for path in folder.glob("src/*/__init__.py")):
         missing = "/cases.py", "/fused.py", "/kernels.py", "tests/test_kernels.py"
-    written_files = {path for path in files(written) if not path.endswith(missing)}
+    written_files = {path for path in files(written) if not path.endswith((*missing, *here))}
     cases = "".join(path.read_text() for path in folder.glob("src/*/cases.py"))
     for path in written_files - files(folder):
         # kernels that fill more than a file have a folder; those that others use are the toolkit's

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
 
 HERE = pathlib.Path(__file__).parent
@@ -31,7 +32,8 @@ def test_its_lines_are_a_dozen():
 def test_it_is_fused_everywhere_and_passes_the_kit(tmp_path):
     """Into a product's epilogue, into its gradient with the bias's, and into an MLP."""
     path = os.pathsep.join([str(HERE / "strangers"), *filter(None, sys.path)])
-    options = ["-q", "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml")]
+    few = "" if FusionSuite.thorough else "not test_fusion or output or gradients or compile"
+    options = ["-q", "-k", few, "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(HERE / "strangers" / "softsign_fused.py")],
         cwd=tmp_path,
@@ -40,4 +42,5 @@ def test_it_is_fused_everywhere_and_passes_the_kit(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b1\d\d passed", done.stdout), done.stdout
+    (passed,) = re.findall(r"\b(\d+) passed", done.stdout)
+    assert int(passed) > (100 if FusionSuite.thorough else 12), done.stdout

@@ -14,6 +14,7 @@ import click
 import torch
 
 from .. import __version__
+from ..core.lock import freeze
 from ..core.plugins import manager
 from ..core.records import PluginFilter, is_strict
 from ..core.settings import current
@@ -21,6 +22,7 @@ from ..report.explain import explain
 from ..report.lines import table, wrap
 from ..tuning import tune
 from . import scaffold
+from .check_plugin import check_plugin
 from .doctor import as_text, examine
 from .models import UserError, load_model, quiet_stdout, told
 
@@ -225,6 +227,20 @@ def doctor(as_json: bool) -> None:
         sys.exit(1)
 
 
+@main.command(name="freeze", short_help="Print what decides numbers here, to lock it.")
+def freeze_command() -> None:
+    """Print what decides numbers here, as JSON: `opfuse freeze > numbers.json`.
+
+    It lists versions, the selection of plugins, hashes of the tuning tables, devices, threads, the
+    precision of products, and whether algorithms are deterministic. opfuse.options(locked=PATH)
+    then refuses to run under anything else. In a program, opfuse.freeze() gives the same with the
+    options and the recipe in force.
+    """
+    with quiet_stdout():
+        text = freeze()
+    click.echo(text)
+
+
 # New plugins
 
 
@@ -245,3 +261,6 @@ def new(name: str, into: str) -> None:
         click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
+
+
+main.add_command(check_plugin)

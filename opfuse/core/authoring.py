@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .fusible import ParamSource
-from .introspection import op_class
+from .introspection import hook_dicts, op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
 from .ranks import Group, Pending, gather_into, scatter_into, start_collective
@@ -69,9 +69,14 @@ def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | No
     Returns:
         The plan; None: the call would run in parts, because of hooks or of what is not fusible.
     """
-    groups = chain._module_groups
-    plan = getattr(groups[0], "plan", None) if len(groups) == 1 else None
-    return None if plan is None else plan(input, *extra_inputs)
+    fuser, *others = chain._module_groups
+    units = getattr(fuser, "_units", ())
+    if others or not units or any(any(hook_dicts(unit)) for unit in units):
+        return None
+    owners = () if fuser._owner is None else (fuser._owner,)
+    tensors = fuser._tensors(input, extra_inputs)
+    training = [unit.training for unit in (*units, *owners)]
+    return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from .engine.fuser import OperationFuser
 from .engine.program import Program
+from .lock import SETTINGS, Lock
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.observer import CALIBRATING
@@ -23,6 +24,8 @@ _CORE_OPTIONS: dict[str, type] = {
     "debug": bool,
     "prefer": str,
     "chains_under_compile": bool,
+    "locked": Lock,
+    "invariant": str,
 }
 
 
@@ -32,11 +35,21 @@ class options(Setting):
     The core knows ``fusion_limit=n`` (keep the first ``n`` fusions of each plan, to bisect a wrong
     number), ``double_backward=True`` (run unfused, differentiable any number of times),
     ``debug=True`` (slow: raise where a step writes into its input, a parameter, an extra or a saved
-    tensor that is not its own), ``prefer``, and ``chains_under_compile=True`` (``torch.compile``
-    traces the chains of converted modules; by default it traces their own ``forward``, which it
-    compiles faster and often better). A plugin's option is named after the plugin:
-    ``options(**{"linear.recompute": True})``. Values must be hashable: they are part of the plan's
-    key.
+    tensor that is not its own), ``prefer``, ``locked``, ``invariant``, and
+    ``chains_under_compile=True`` (``torch.compile`` traces the chains of converted modules; by
+    default it traces their own ``forward``, which it compiles faster and often better). A plugin's
+    option is named after the plugin: ``options(**{"linear.recompute": True})``. Values must be
+    hashable: they are part of the plan's key.
+
+    ``locked=PATH`` names a file that ``opfuse freeze`` or :func:`opfuse.freeze` wrote. Chains then
+    run only if all that it lists is the same here. It is compared when the block begins, except for
+    options and recipe, and in whole for every new plan. Every call compares the device, threads
+    and the precision of products, which takes about 25 us; a compiled graph does not.
+
+    ``invariant="batch"``: a row of a chain's output has the same bits whatever other rows are in
+    the batch. Chains run in blocks of 64 rows, the last one padded, without gradients and not under
+    ``torch.compile``. An op or a recipe that does not promise it is refused by an error, and a
+    fusion is not used. It covers chains, not what a model computes between them.
 
     ``prefer="speed"`` is the default. Under ``prefer="memory"`` and ``torch.autocast``, a linear
     saves the weight itself for the backward, and not its autocast copy, and casts it again there.
@@ -54,11 +67,15 @@ class options(Setting):
 
     Raises:
         ValueError: An unknown option, a negative limit, or another value of ``prefer``. An option
-            that its plugin does not know is refused by the next plan.
+            that its plugin does not know is refused by the next plan. ``locked`` is another file.
         TypeError: A value of the wrong type, or one that is not hashable.
+        OSError: The file ``locked`` cannot be read.
+        LockError: When the block begins, or in a call: what is locked is not what is here.
     """
 
     def __init__(self, **values: Any) -> None:
+        if "locked" in values:
+            values["locked"] = Lock.read(values["locked"])
         for name, value in values.items():
             if "." not in name and name not in _CORE_OPTIONS:
                 raise ValueError(
@@ -80,11 +97,22 @@ class options(Setting):
             )
         if values.get("prefer", "speed") not in ("speed", "memory"):
             raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
+        if values.get("invariant", "batch") != "batch":
+            raise ValueError(f"option invariant must be 'batch', got {values['invariant']!r}")
         super().__init__(options=values)
 
     def _changes_after(self, before: Settings) -> dict[str, Any]:
         merged = {**dict(before.options), **self._changes["options"]}
         return {"options": tuple(sorted(merged.items()))}
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if (lock := self._changes["options"].get("locked")) is not None:
+            try:
+                lock.check(but=SETTINGS)
+            except BaseException:
+                self.__exit__()
+                raise
 
 
 class autocast(Setting):

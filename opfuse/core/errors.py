@@ -1,10 +1,17 @@
-"""The warning classes of opfuse.
+"""The warning classes of opfuse, and its error.
 
-Errors are the built-in ``ValueError``, ``TypeError`` and ``RuntimeError``: a caller should not need
-to import opfuse to catch a wrong shape.
+Other errors are the built-in ``ValueError``, ``TypeError`` and ``RuntimeError``: a caller should
+not need to import opfuse to catch a wrong shape.
 """
 
 from __future__ import annotations
+
+
+class LockError(RuntimeError):
+    """What decides numbers here differs from what ``opfuse.options(locked=...)`` names.
+
+    The text names the first difference.
+    """
 
 
 class PluginWarning(UserWarning):

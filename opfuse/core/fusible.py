@@ -392,6 +392,7 @@ _DECLARED: dict[str, Any] = {
     "casts_input": False,
     "splits_backward": False,
     "takes_params": None,
+    "batch_invariant": (),
 }
 
 """The declarations of a class about its passes, with their defaults.

@@ -95,6 +95,8 @@ class Fusion:
         casts: The fused op itself performs the casts that a recipe wants between its ops. The
             pattern then lists the ops alone. Without it, a pattern matches only if it names the
             casts, and a joint fusion, whose pattern lists the ops alone, is not used across casts.
+        batch_invariant: The fused forward computes each row of a block in the same steps, from that
+            row alone, so that ``options(invariant="batch")`` may use it.
 
     Raises:
         ValueError: The pattern is empty, or can match nothing.
@@ -113,6 +115,7 @@ class Fusion:
     only_recomputes: bool = False
     needs_recipe: bool = False
     casts: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, (str, bytes)) or not isinstance(self.pattern, Sequence):

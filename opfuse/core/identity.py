@@ -16,6 +16,7 @@ class PassThrough(BasicOperation):
     saved_names = ()
     feature_ratio = 1
     keeps_rows = True
+    batch_invariant = ("rows", "exact")
     grad_input = "same"
     differentiable = True
 

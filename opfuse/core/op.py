@@ -34,7 +34,7 @@ class BasicOperation(FusibleOperation):
 
     A class that overrides one of these passes inherits no declaration about them. It must declare
     again what holds for it: ``saved_names``, ``context_names``, ``grad_input``,
-    ``differentiable``, ``keeps_rows``, ``casts_input`` and ``takes_params``.
+    ``differentiable``, ``keeps_rows``, ``casts_input``, ``takes_params`` and ``batch_invariant``.
 
     Class attributes that describe an op to fusions and to the fuser:
         num_extra_inputs, num_extra_outputs: Number of tensors in addition to the main one.
@@ -53,6 +53,13 @@ class BasicOperation(FusibleOperation):
             ``feature_ratio``.
         feature_ratio: Last dimension of the input over that of the output; None: unknown.
         keeps_rows: Whether the output has the leading dimensions of the input, all but the last.
+        batch_invariant: What the forward promises to ``options(invariant="batch")``. ``"rows"``:
+            each row of each output, of the leading dimensions of the input, follows from that row
+            of the inputs alone, in the same steps for each row. The op then gets blocks of rows.
+            ``"exact"``: each operation is exact, or rounded once as IEEE 754 says, for every value
+            alike, so that no shape changes a bit. Empty: nothing.
+        groups_input: The place of the extra input that holds the sizes of groups of rows, or None.
+            A block then has rows of one group.
         differentiable: Whether autograd may differentiate through ``op_forward`` itself (it is made
             of differentiable torch operations), which second derivatives and functorch need.
         params_in_compute_dtype: Whether parameters and extra inputs must have the input's dtype,
@@ -93,6 +100,8 @@ class BasicOperation(FusibleOperation):
     out_features: int | None = None
     feature_ratio: int | None = None
     keeps_rows: bool = False
+    batch_invariant: tuple[str, ...] = ()
+    groups_input: ClassVar[int | None] = None
     differentiable: bool = False
     params_in_compute_dtype: bool = False
     autocast_dtype: ClassVar[torch.dtype | None] = None

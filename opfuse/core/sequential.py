@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .engine.chain import flatten
 from .engine.fuser import OperationFuser
+from .engine.invariant import refuse_apart
 from .fusible import FusibleOperation, dynamo_traces
 from .introspection import hook_kinds, kwarg_names
 from .op import BasicOperation
@@ -224,6 +225,8 @@ def _run(
 ) -> Any:
     """Run a group: a fuser, which takes keyword arguments of its ops, or another module."""
     if not isinstance(group, OperationFuser):
+        if not isinstance(group, Sequential):
+            refuse_apart([group])
         return group(x, *extra_inputs)
     chain = group._chain
     here = [kwargs.get(chain.ops[i], {}) for i in chain.own] if kwargs else None

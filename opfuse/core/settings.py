@@ -39,6 +39,8 @@ class Settings(NamedTuple):
         recipe: The quantization recipe, or None.
         skip: Name patterns of ops that the recipe does not quantize.
         observer: The observer of each tensor that the recipe quantizes, or None.
+        within: What runs now under the option ``invariant``: a ``"block"`` of rows, or the
+            ``"whole"`` of them; empty at the door of a chain.
     """
 
     options: Options = ()
@@ -46,6 +48,7 @@ class Settings(NamedTuple):
     recipe: Any = None
     skip: tuple[str, ...] = ()
     observer: Any = None
+    within: str = ""
 
 
 class ThreadSettings(threading.local):

@@ -162,6 +162,13 @@ def kernels_path(device_name: str) -> Path | None:
     return folder and folder / f"{file_name(device_name)}.kernels.json"
 
 
+def kernels_digest(device_name: str) -> str:
+    """A hash of the configurations of kernels on a device; ``""``: there are none."""
+    path = kernels_path(device_name)
+    there = path is not None and path.is_file()
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if there else ""  # type: ignore[union-attr]
+
+
 def file_name(device_name: str) -> str:
     """What files are called that are about devices of this name."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")

@@ -1,4 +1,4 @@
-"""The emulated products of a linear under a recipe: dequantized values, in fp32."""
+"""The emulated products of a linear under a recipe, of dequantized values in fp32; and operands."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
+
+_TILE = 32
+"""The features that AMX multiplies at once in half precision."""
+
+
+def tiled(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Input and weights, with features that fill the tiles of a CPU; for a block of rows.
+
+    In bf16, oneDNN takes values of the next row for those that a tile lacks, times zero. If one of
+    these is infinite, the product of a finite row is NaN (PyTorch 2.13, Xeon with AMX).
+    """
+    short = -x.shape[-1] % _TILE
+    if not short or not x.is_cpu or x.element_size() != 2:
+        return x, *weights
+    return tuple([F.pad(tensor, (0, short)) for tensor in (x, *weights)])
 
 
 def quantized_operands(

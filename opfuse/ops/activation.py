@@ -123,6 +123,11 @@ class Activation(RowwiseOperation):
             self.saves_output = False
 
     @property
+    def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """That of formulas of the library, which compute each value alone."""
+        return ("rows",) if self._in_parts else ()
+
+    @property
     def cache_quantized_input(self) -> bool:
         """True if the input is kept in FP8."""
         return self._caches

@@ -26,7 +26,7 @@ from ._common import (
     shows,
 )
 from ._main_grad import accumulate_main_grad, is_overridden, main_grads
-from ._products import quantized_backward, quantized_operands
+from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
 from ._tensor_parallel import SplitLayer, TensorParallel, check_tracker, forked
 
@@ -36,6 +36,7 @@ class LinearOperation(RowwiseOperation):
 
     params_in_compute_dtype = True
     casts_input = True
+    batch_invariant = ("rows",)
     _shapes: Sequence[tuple[int, ...]] = ()  # of the parameters when the op was made
 
     def _check_shapes(self, params: Sequence[Tensor]) -> None:
@@ -264,6 +265,8 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         if ctx.requires_grad:
             kept_x = x if ctx.param_requires_grad[0] else None
             ctx.to_save = kept_x, kept if ctx.input_requires_grad else None
+        if current.values.within:
+            x, w = tiled(x, w)
         return x, w
 
     @staticmethod

@@ -88,6 +88,11 @@ class CrossEntropy(ExtraTensorOperation):
 
     extra_repr = shows(*LossNumbers._fields, "output_dtype")
 
+    @property
+    def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """``"rows"``, if it gives the loss of each row."""
+        return ("rows",) if self.reduction == "none" else ()
+
     def numbers_of(self) -> LossNumbers:
         """The current numbers."""
         return LossNumbers(*[getattr(self, name) for name in LossNumbers._fields])

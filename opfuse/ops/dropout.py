@@ -40,6 +40,11 @@ class Dropout(RowwiseOperation):
 
     extra_repr = shows("p")
 
+    @property
+    def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """That of the identity, which it is in evaluation mode."""
+        return () if self.training and self.p else ("rows", "exact")
+
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The output; saves ``(mask,)``, leaves ``ctx.p``.

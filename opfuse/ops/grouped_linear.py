@@ -100,6 +100,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     kwarg_names: ClassVar[tuple[str, ...] | None] = (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)
     context_names = ("grad_input_buffer",)
     extras_of_any_dtype = True
+    groups_input = 0
     reads_sizes = True  # under a recipe, which torch.compile cannot trace
     is_stacked = False  # whether the weights are one parameter, of another module
 

@@ -46,6 +46,7 @@ class Bias(SplitLayer, RowwiseOperation):
     saved_names = ()
     takes_params = ("bias",)
     grad_input = "same"
+    batch_invariant = ("rows", "exact")
 
     def __init__(
         self,

@@ -64,6 +64,11 @@ class _Norm(RowwiseOperation):
             self._layouts = {"weight": summed, "bias": summed}
         self.reset_parameters()
 
+    @property
+    def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """``"rows"``, if the rows that it normalizes are those of the last dimension."""
+        return ("rows",) if len(self._dims) == 1 else ()
+
     def extra_repr(self) -> str:
         """The shape and the constants."""
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
@@ -434,6 +439,7 @@ class L2Normalization(RowwiseOperation):
     """
 
     saved_names = ("input", "rstd")
+    batch_invariant = ("rows",)
     real_numbers = ("eps",)
     feature_ratio = 1
     autocast_dtype = torch.float32

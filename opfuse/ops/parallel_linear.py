@@ -15,9 +15,10 @@ from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.state import quantizer_names
+from ..core.settings import current
 from ._blocks import writes_out
 from ._common import OpGrads, rows_of
-from ._products import quantized_backward, quantized_operands
+from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
 from ._tensor_parallel import TensorParallel
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
@@ -234,6 +235,8 @@ class ParallelLinear(LinearOperation):
         if ctx.requires_grad:
             kept_x = x if any(ctx.param_requires_grad[:count]) else None
             ctx.to_save = kept_x, *(kept if ctx.input_requires_grad else (None,) * count)
+        if current.values.within:
+            x, weights = (padded := tiled(x, *weights))[0], padded[1:]
         return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
 
     @staticmethod

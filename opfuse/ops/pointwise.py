@@ -24,6 +24,7 @@ class ConstantScale(RowwiseOperation):
 
     saved_names = ()
     context_names = ("scale",)
+    batch_invariant = ("rows", "exact")
     real_numbers = ("scale",)
     feature_ratio = 1
 
@@ -58,6 +59,7 @@ class Reshape(BasicOperation):
 
     saved_names = ()
     context_names = ("input_shape",)
+    batch_invariant = ("exact",)
     grad_input = "same"
     differentiable = True
 

@@ -24,6 +24,7 @@ class _JoinOrFork(ExtraTensorOperation):
         self.in_place = in_place
         # it is the forward that writes into those
         self.differentiable = not (in_place and self.num_extra_inputs)
+        self.batch_invariant = ("rows", "exact") if self.differentiable else ()
 
     extra_repr = shows("in_place")
 
@@ -129,6 +130,7 @@ class SwapExtraInput(ExtraTensorOperation):
     num_extra_outputs = 1
     saved_names = ()
     context_names = ("like",)
+    batch_invariant = ("exact",)
     differentiable = True
 
     def fuser_forward(

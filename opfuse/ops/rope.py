@@ -148,6 +148,7 @@ class ApplyRoPE(_Rotary):
 
     num_extra_inputs = 2
     saved_names = ("cos", "sin")
+    batch_invariant = ("exact",)
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any

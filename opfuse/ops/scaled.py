@@ -62,6 +62,11 @@ class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self.feature_ratio = activation.feature_ratio
 
+    @property
+    def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """That of the activation."""
+        return self.activation.batch_invariant
+
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Refuse an activation whose call now does more than its formulas."""
         if why := why_apart(self.activation):

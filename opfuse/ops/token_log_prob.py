@@ -67,6 +67,7 @@ class TokenLogProb(ExtraTensorOperation):
     extra_input_dtypes = ("integer",)
     saved_names = ("input", "targets")
     context_names = ("numbers",)
+    batch_invariant = ("rows",)
     grad_input = "fresh"
     differentiable = True
     autocast_dtype = torch.float32

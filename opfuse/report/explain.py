@@ -207,6 +207,8 @@ def _why_unfused() -> str:
         return "functorch transforms run the ops one by one"
     if dict(current.options).get("double_backward"):
         return "the option double_backward runs the ops one by one"
+    if current.values.within == "whole":
+        return 'the option invariant="batch" runs these ops one by one'
     selection = current.selection
     if manager.sources(selection):
         return ""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from ..core.engine.agreement import causes
 from ..core.engine.program import Program
+from ..core.lock import causes
 from ..core.plugins import manager
 from ..core.ranks import RankError, first_difference
 

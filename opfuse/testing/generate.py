@@ -295,7 +295,7 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
     for ops in chains(elements, width, {**makers, **_products(width)}):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
         forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
-        if not reads or (forks and forks[0] > reads[0]):
+        if not reads or (forks and forks[0] >= reads[0]):
             continue
         found = placed(case, ops, width)
         forked = () if forks else (Op(built_in.MakeExtraOutput),)

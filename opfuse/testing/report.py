@@ -124,13 +124,9 @@ def snippet(check: str, case: Case) -> str:
     """Code that runs a check on a case."""
     named = [where(op.cls) for op in case.chain_ops]
     named += [where(type(case.recipe))] if case.recipe else []
-    modules = {
-        name.rpartition(".")[0] for name in named if not name.startswith(("ops.", "testing."))
-    }
+    foreign = [name for name in named if not name.startswith(("ops.", "testing."))]
+    modules = {name.rpartition(".")[0] for name in foreign}
     lines = ["import torch", *(f"import {module}" for module in sorted(modules))]
     lines += ["from opfuse import ops, testing", "", f"case = {case!r}"]
-    lines += [
-        "chain, leaves, *_ = case.build()  # to look at by hand",
-        f"testing.run({check!r}, case)",
-    ]
-    return "\n".join(lines)
+    lines += ["chain, leaves, *_ = case.build()  # to look at by hand"]
+    return "\n".join([*lines, f"testing.run({check!r}, case)"])

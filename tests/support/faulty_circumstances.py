@@ -333,6 +333,25 @@ class ReusesInInference(ReusesWithoutGrad):
     inference = True
 
 
+@faulty(
+    "batch_invariance",
+    "other bits at another place",
+    "forward",
+    GELU,
+    when=eager,
+    batch_invariant=True,
+)
+class LastRowOtherwise(OneByOne):
+    """The last row in other steps, which are right up to rounding, as a loop over vectors has a remainder."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        if basic_op_ctxs[0].requires_grad or y.ndim < 2:
+            return y, extras
+        last = F.gelu(input_[-1:].double(), approximate="tanh").to(y.dtype)
+        return torch.cat((y[:-1], last)), extras
+
+
 @faulty("follows_values", "were changed, .*wrong by", "forward", CrossEntropy, when=eager)
 class TargetsByAddress(Loss):
     """Targets are read once for each address and shape, as where a mask of them is kept."""

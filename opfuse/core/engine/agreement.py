@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
 
-from .. import tuning_table as tables
-from ..plugins import manager
+from ..lock import causes
 from ..ranks import RankError
-from ..settings import current
 from .chain import Chain
 from .step import Step
 
@@ -24,23 +21,6 @@ if TYPE_CHECKING:
 
 # a checkpoint raises it in a forward whose backward needs no more, on each process at its own time
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
-
-
-def causes() -> dict[str, Any]:
-    """What plans depend on in a process, as JSON-able data; causes come before effects."""
-    active = manager.active(current.selection)
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        devices.append(torch.device("cuda", torch.cuda.current_device()))
-    return {
-        "torch": torch.__version__,
-        "the plugins": {record.distribution: record.version for record in active},
-        "the selection of plugins": current.selection,
-        "the options": {name: repr(value) for name, value in current.options},
-        "the tuning tables": {
-            device.type: tables.table_for(device).digest or "none" for device in devices
-        },
-    }
 
 
 class Agreed(NamedTuple):

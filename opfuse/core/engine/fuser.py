@@ -31,8 +31,8 @@ from .checks import (
     refuse_arguments,
 )
 from .execute import Kwargs, Pipeline, apply_eager, run_backward, run_differentiable, run_forward
+from .invariant import Blocks, asked, refuse_apart
 from .partition import Cut, cut, run_cut
-from .plan import FusionPlan
 from .planner import Key, make_program, rows_of
 from .program import Program
 
@@ -75,7 +75,7 @@ class OperationFuser:
         self._units = [unit for unit in units if unit is not owner]
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | Cut | None] = (None, None)  # no key is None
+        self._last: tuple[Any, Program | Cut | Blocks | None] = (None, None)  # no key is None
         self._agreed = Agreed()
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
@@ -171,14 +171,6 @@ class OperationFuser:
         """Run the chain; see :meth:`run`."""
         return self.run(*args, **kwargs)
 
-    def plan(self, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | None:
-        """The plan of a call, which is not run; None: hooks would cut the chain."""
-        if any(any(hook_dicts(unit)) for unit in self._units):
-            return None
-        units = self._units if self._owner is None else [*self._units, self._owner]
-        given = self._tensors(input, extra_inputs), extra_inputs, [u.training for u in units], None
-        return getattr(self._find(input, *given), "plan", None)
-
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
@@ -223,7 +215,7 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor],
         training: Sequence[bool],
         kwargs: Kwargs | None,
-    ) -> Program | Cut:
+    ) -> Program | Cut | Blocks:
         """Return the program for a call: the last one, an earlier one, or a new one."""
         autocast = None
         # creating and comparing a device takes longer than this check
@@ -249,7 +241,7 @@ class OperationFuser:
 
     def _run_special(
         self,
-        program: Program | Cut,
+        program: Program | Cut | Blocks,
         input: Tensor,
         tensors: list[Tensor],
         extra_inputs: Sequence[Tensor],
@@ -258,6 +250,9 @@ class OperationFuser:
         """Run a program that needs more than its steps."""
         if isinstance(program, Cut):
             return run_cut(program, self._chain, input, extra_inputs, kwargs)
+        if isinstance(program, Blocks):
+            return program.run(self, input, extra_inputs, kwargs)
+        program.check_lock()
         if self._chain.groups and not program.compiling:
             if self._agreed[:2] != (program, input.shape):
                 self._agreed = agree(program, input, self._agreed)
@@ -330,19 +325,21 @@ class OperationFuser:
 
     def _program(
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
-    ) -> Program | Cut:
+    ) -> Program | Cut | Blocks:
         key = Key(*given)  # a lookup needs only a plain tuple, which is faster
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
             facts, programs = self._programs.get(key, ((), {}))
-            program: Program | Cut | None = programs.get(rows_of(facts, input))
+            program: Program | Cut | Blocks | None = programs.get(rows_of(facts, input))
             if program is None and any(why_apart(unit) for unit in self._units):
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
                 self._programs[key] = (), {(): program}
+            elif program is None and asked(key.settings.options) and not key.settings.within:
+                program = Blocks(self._chain, key)
+                self._programs[key] = (), {(): program}
             elif program is None:
-                make = _never_traced(make_program)
-                made: Program = make(self._chain, self._owner, key, input, params)
+                made = _never_traced(make_program)(self._chain, self._owner, key, input, params)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}
@@ -481,6 +478,7 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
         *hooked: Whether each op has hooks; it guards the traced code too.
     """
     apart = [op for op in fuser._units if why_apart(op)]
+    refuse_apart(apart)
     name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
     if not hasattr(fuser, name):
         made = cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True))

@@ -95,6 +95,8 @@ def make_program(
         tensors: The parameters, for their shapes; None: they are read.
     """
     settings = key.settings
+    if (lock := dict(settings.options).get("locked")) is not None:
+        lock.check()
     given = key.dtype, key.device, key.autocast, key.extras or ()
     check_tensors(chain, owner, *given, input is None or is_dtensor(input))
     check_kwargs(chain, key.kwargs)
@@ -102,7 +104,7 @@ def make_program(
     check_names(settings.skip)
     env = _environment(key, input)._replace(recipe=None if off else settings.recipe)
     needs = _needs(chain, key.grads)
-    unfused = env.options.get("double_backward")
+    unfused = env.options.get("double_backward") or settings.within == "whole"
     if env.requires_grad and not unfused:
         check_attributes(chain)
     sources = () if unfused else manager.sources(settings.selection)
@@ -144,7 +146,7 @@ def edges_of(
 
 def _environment(key: Key, input: Tensor | None) -> Environment:
     """The environment of a plan, from its key."""
-    device = key.device
+    device, in_block = key.device, key.settings.within == "block"
     return Environment(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -153,14 +155,14 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
         requires_grad=key.grads is not None and any(key.grads),
         **dict(zip(_SHAPE_FACTS, rows_of(_SHAPE_FACTS, input), strict=True)),
         device_name=device_name(device.type, device.index if device.type == "cuda" else None),
-        **_processor(device),
+        **processor(device),
         deterministic=key.deterministic,
-        options=dict(key.settings.options),
+        options={k: v for k, v in key.settings.options if k != "invariant" or in_block},
         compiling=key.compiling,
     )
 
 
-def _processor(device: torch.device) -> dict[str, Any]:
+def processor(device: torch.device) -> dict[str, Any]:
     """The fields of :class:`Environment` about the processor."""
     if device.type != "cuda":
         return {"multiprocessors": torch.get_num_threads() if device.type == "cpu" else 1}

@@ -15,8 +15,10 @@ from ..fusion import Fusion
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization.parameter import dequantized
+from ..tuning_table import setting
 from .agreement import Reported
 from .chain import Chain
+from .invariant import InParts
 from .measured import Facts
 from .plan import FusionPlan
 from .pool import ContextPool, pooled_context
@@ -125,8 +127,7 @@ class Program:
         self.chain, self.env = chain, env = facts.chain, facts.env
         self.recorded, first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
-        for step in (*self.forward, *self.backward) if chain.groups else ():
-            step.run = Reported(step.run, step, chain)
+        self._wrap_steps()
         self.recipe, self.compiling = env.recipe, env.compiling
         self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
         self.requires_grad = env.requires_grad
@@ -151,8 +152,26 @@ class Program:
         self.called_before = self._called_before(contexts)
         used = [q for values in contexts for q in values["quantizers"].values()]
         self.advances = any(quantizer.pending_names for quantizer in used)
+        self._lock = env.options.get("locked"), setting(env.device)
         more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
-        self.is_plain = not any(more)
+        self.is_plain = not any(more) and not self._lock[0]
+
+    def _wrap_steps(self) -> None:
+        """Let steps report errors to other processes, or run on parts of a block of rows."""
+        chain, env = self.chain, self.env
+        for step in (*self.forward, *self.backward) if chain.groups else ():
+            step.run = Reported(step.run, step, chain)
+        in_parts = "invariant" in env.options and env.device.type == "cpu"
+        for step in self.forward if in_parts else ():
+            if step.op in chain.ops:
+                shapes = [shape for shape, _ in self.facts.params[step.start]]
+                step.run = InParts(step.run) if all(len(s) < 2 for s in shapes) else step.run
+
+    def check_lock(self) -> None:
+        """Refuse a call if something that is locked changed since the plan was made."""
+        lock, planned = self._lock
+        if lock is not None and not self.compiling and planned != setting(self.env.device):
+            lock.check()
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
         """A copy for one call that reports what it leaves for the backward to ``watcher``."""

@@ -259,6 +259,8 @@ class _Finder:
         if (source, step.begin, step.end) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
+        if self.env.options.get("invariant") and not getattr(fusion, "batch_invariant", False):
+            return 'it does not promise the bits of a row that invariant="batch" asks for'
         if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
             if between := self.edges.between(source.passes, start, stop):
                 return f"{between}, and this fusion does not cast there"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -41,8 +41,11 @@ class Recipe:
         backward_override: None: the backward is quantized too. ``"high_precision"``: it uses the
             original input and weight. ``"dequantized"``: it uses the dequantized copies of the
             forward.
+        batch_invariant: Whether the forward casts each row of an input by that row alone, as
+            ``options(invariant="batch")`` needs it.
     """
 
+    batch_invariant: ClassVar[bool] = False
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

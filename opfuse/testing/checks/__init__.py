@@ -12,7 +12,7 @@ gradients aliasing requires_grad grad_input autocast \
 repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads host_reads
-without_grad gradcheck main_grad recipe deepcopy checkpoint
+without_grad batch_invariance gradcheck main_grad recipe deepcopy checkpoint
 opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
@@ -22,7 +22,7 @@ ROOTS = ("runs", "output", "gradients")
 DEPENDENT = frozenset(
     """output recompute gradients requires_grad autocast repeatable interleaved growing
 follows_values keeps_numbers nan_and_inf magnitude together versions neighbours subclasses threads
-without_grad gradcheck main_grad recipe deepcopy checkpoint compile""".split()
+without_grad batch_invariance gradcheck main_grad recipe deepcopy checkpoint compile""".split()
 )
 """Checks that fail for the same cause when an earlier one of ``ROOTS`` fails."""
 

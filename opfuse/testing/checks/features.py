@@ -6,6 +6,7 @@ They cover modes without gradients, autocast, compile, checkpoint, copies and er
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...core.context_managers import checkpoint_contexts
+from ...core.context_managers import checkpoint_contexts, options
 from ...ops import BasicLinear, GroupedLinear
 from ..cases import Built, Case
 from ..generate import Chains
@@ -85,8 +86,26 @@ def _autocasts(chains: Chains) -> Iterator[Case]:
 @check(_autocasts)
 def autocast(case: Case) -> None:
     """Under autocast: the dtypes of the separate ops, and their values."""
-    expected = references(case)
-    compare_results(case, fused(case), *expected)
+    compare_results(case, fused(case), *references(case))
+
+
+@check(plain, passes=("forward", "joint"))
+def batch_invariance(case: Case) -> None:
+    """Where it promises the bits of a row, it is used, and the engine finds no other bits."""
+
+    def step() -> RunResult:
+        with torch.no_grad(), options(invariant="batch"):
+            return forward(case)
+
+    if not getattr(case.subject.fusion, "batch_invariant", False):
+        raise Declined("it does not promise batch_invariant")
+    try:
+        with only():
+            step()
+    except RuntimeError as error:
+        raise Declined(f"the separate ops raise {error}") from error
+    got, expected = both(case, step)
+    compare_outputs(case, got, expected, separate(case, torch.float64))
 
 
 @check(plain)
@@ -107,9 +126,8 @@ def gradcheck(case: Case) -> None:
         try:
             torch.autograd.gradcheck(call, leaves, nondet_tol=0.0, fast_mode=True)
         except GradcheckError as error:
-            raise Failure(
-                f"{str(error).strip().splitlines()[0]}: compare its backward with its forward"
-            ) from error
+            what = str(error).strip().splitlines()[0]
+            raise Failure(f"{what}: compare its backward with its forward") from error
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -260,29 +278,21 @@ def _compiled(chains: Chains) -> Iterator[Case]:
 def compile(case: Case) -> None:
     """``torch.compile(fullgraph=True)`` gives the same, for one row count and for any."""
     decline_state(case)
-    expected = references(case)
     fused(case, grads=False)
     torch._dynamo.reset()
 
-    def compiled(chain: Any) -> Any:
-        dynamic = case.rows != (1,)
-        return torch.compile(chain, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-
+    how: dict[str, Any] = dict(fullgraph=True, dynamic=case.rows != (1,), backend="aot_eager")
     with only(case.subject):
-        compare_results(case, backward(case, forward(case, chain=compiled)), *expected)
+        got = backward(case, forward(case, chain=lambda chain: torch.compile(chain, **how)))
+    compare_results(case, got, *references(case))
 
 
 @check(first)
 def checkpoint(case: Case) -> None:
     """``torch.utils.checkpoint`` gives the same gradients."""
-    expected = references(case)
-
-    def checkpointed(chain: Any) -> Any:
-        return lambda *inputs: torch_checkpoint(
-            chain, *inputs, use_reentrant=False, context_fn=checkpoint_contexts
-        )
-
-    compare_results(case, fused(case, chain=checkpointed), *expected)
+    how: dict[str, Any] = dict(use_reentrant=False, context_fn=checkpoint_contexts)
+    got = fused(case, chain=lambda chain: functools.partial(torch_checkpoint, chain, **how))
+    compare_results(case, got, *references(case))
 
 
 @check(plain)
@@ -307,13 +317,9 @@ def deepcopy(case: Case) -> None:
 
 def _accumulating(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
-        ops = tuple(
-            op.with_(accumulate_into_main_grad=True)
-            if op.cls in (BasicLinear, GroupedLinear) and not op.via
-            else op
-            for op in case.ops
-        )
-        if ops != case.ops:
+        own = [op for op in case.ops if op.cls in (BasicLinear, GroupedLinear) and not op.via]
+        ops = tuple(o.with_(accumulate_into_main_grad=True) if o in own else o for o in case.ops)
+        if own:
             yield case.with_(ops=ops)
             yield case.with_(ops=ops, rows=(2, 5), frozen=("input",))
 

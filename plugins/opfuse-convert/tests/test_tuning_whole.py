@@ -20,6 +20,8 @@ from opfuse.tuning import parts, whole
 from opfuse.tuning.comparing import differ, in_fp64
 from opfuse.tuning.timing import Timing
 
+pytestmark = pytest.mark.alone  # its fixture hides the plugins
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):

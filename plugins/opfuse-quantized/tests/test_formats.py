@@ -15,6 +15,8 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from opfuse.core.quantization.formats import QuantizedTensor, ScaledTensor, Usage
 
+pytestmark = pytest.mark.alone  # a format knows no chain
+
 ROWWISE, COLUMNWISE, BOTH = Usage(), Usage(False, True), Usage(True, True)
 E4M3, E5M2, E2M1X2 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}

@@ -144,7 +144,8 @@ def _fusions(
     fused: Any, benefit: Any, scaled: Any, benefit_of_scaled: float, passes: str = ""
 ) -> list[Fusion]:
     def fusion(pattern: tuple[Any, ...], name: str, of: Any, benefit: Any) -> Fusion:
-        return Fusion(pattern, of, conditions.runs(f"{name}{passes}"), benefit, name=name)
+        when, alone = conditions.runs(f"{name}{passes}"), not passes  # each value by itself
+        return Fusion(pattern, of, when, benefit, name=name, batch_invariant=alone)
 
     return [
         fusion((Bias, _ACT), "bias+activation", fused, benefit),

@@ -267,6 +267,11 @@ class Float8BlockScaling(_FP8Recipe):
                 "128 x 128, got w_block_scaling_dim=2 and another; no GEMM multiplies two of them"
             )
 
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        """Whether the blocks of inputs are of one row."""
+        return self.x_block_scaling_dim == 1
+
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:
         """See :meth:`_FP8Recipe.new_quantizer`."""
         dtype = self.fp8_format.dtype(role)
@@ -293,6 +298,7 @@ class MXFP8BlockScaling(_FP8Recipe):
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
     scales = "mx"
+    batch_invariant = True
     _choices: ClassVar = {"margin": (0,)}
 
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:

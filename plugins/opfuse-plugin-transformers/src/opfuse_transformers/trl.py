@@ -262,8 +262,9 @@ class _Call:
         plan = plan_of(self._chain, hidden, targets)
         if plan is not None and len(plan.forward) == 1:
             return ""
-        refused = [] if plan is None else plan.refused
-        whole = [each.reason for each in refused if len(each.basic_ops) == len(self._chain)]
+        if plan is None:
+            return "its chain would run in parts, and hold all logits"
+        whole = [each.reason for each in plan.refused if len(each.basic_ops) == len(self._chain)]
         return f"its chain would hold all logits: {whole[0] if whole else 'no plugin fuses it'}"
 
     def separate(self, module: Any, x: Tensor, targets: Tensor) -> Any:

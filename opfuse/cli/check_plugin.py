@@ -1,0 +1,295 @@
+"""``opfuse check-plugin``: what the plugin index says of a distribution, and what it requires."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from ..report.lines import counted
+from .declared import describe
+from .models import UserError, quiet_stdout
+
+OUTCOMES = "failed", "passed", "limit", "skipped"
+"""What may come of a check in one of several suites or tiers, what counts first before the rest."""
+
+UNSET = "OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT"
+
+
+@click.command(name="check-plugin", short_help="Check a plugin for the plugin index.")
+@click.argument("dist")
+@click.option(
+    "--tests",
+    type=click.Path(exists=True),
+    help="The plugin's own tests: its suites run, with their makers and limits.",
+)
+@click.option(
+    "--results",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="A report of `python -m opfuse_triton gpu`: what ran on hardware.",
+)
+@click.option("--quick", is_flag=True, help="Run the checks runs, output and gradients alone.")
+@click.option("--json", "as_json", is_flag=True, help="The report, JSON on stdout, nothing else.")
+def check_plugin(
+    dist: str, tests: str | None, results: tuple[pathlib.Path, ...], quick: bool, as_json: bool
+) -> None:
+    """Check an installed distribution: metadata, entry points, loading, conformance.
+
+    DIST is its name, such as opfuse-plugin-norm. The conformance suite runs on each of its fusions,
+    in a process of its own, which takes minutes. With TRITON_INTERPRET=1 kernels are interpreted.
+    Without a GPU, what a fusion's condition says on cuda is what it says of an H100. The exit
+    status is 1 if something failed, and the list is at the end. Nothing is downloaded.
+    """
+    missing = [name for name in ("pytest", "packaging") if importlib.util.find_spec(name) is None]
+    if missing:
+        needs = 'python -m pip install "opfuse[testing]"'
+        raise UserError(f"check-plugin needs {' and '.join(missing)}: {needs}")
+    try:
+        found = metadata.distribution(dist)
+    except (metadata.PackageNotFoundError, ValueError):
+        raise UserError(f"no distribution {dist!r} is installed here: pip install it") from None
+    records = [_record(path) for path in results]
+    with quiet_stdout():
+        report = describe(found)
+        names = [plugin["name"] for plugin in report["plugins"]]
+        add_conformance(report, run_suite(names, tests, quick) if names else {}, tests, quick)
+    for record in records:
+        add_hardware(report, record)
+    click.echo(json.dumps(report, indent=1) if as_json else "\n".join(as_text(report)))
+    if report["failures"]:
+        sys.exit(1)
+
+
+# What is checked
+
+
+def run_suite(plugins: list[str], tests: str | None, quick: bool) -> dict[str, Any]:
+    """Run the conformance suite in another process; see :mod:`opfuse.cli.conformance`.
+
+    If kernels are interpreted there, conditions are asked in a third one, where they are not.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in UNSET}
+    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    asked = {"plugins": plugins, "tests": tests, "quick": quick}
+    found = _process(asked, environ)
+    if environ.pop("TRITON_INTERPRET", ""):
+        others = _process({**asked, "collect_only": True}, environ)
+        for of, other in zip(found.get("fusions", []), others.get("fusions", []), strict=False):
+            of["used"] = other["used"]
+    return found
+
+
+def _process(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+    """What :mod:`opfuse.cli.conformance` writes, or how its process ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder) / "out.json"
+        given = json.dumps({**asked, "out": str(out)})
+        command = [sys.executable, "-m", f"{__package__}.conformance"]
+        done = subprocess.run(command, input=given, text=True, env=environ, stdout=sys.__stderr__)
+        if not out.is_file():
+            what = f"the process of the conformance suite ended with status {done.returncode}"
+            return {"errors": [f"{what}: its output is above"]}
+        return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def add_conformance(
+    report: dict[str, Any], found: dict[str, Any], tests: str | None, quick: bool
+) -> None:
+    """Add what came of the suite: to each fusion its own, to the report the rest."""
+    results = found.get("results", [])
+    fusions = [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
+    of_fusions = {(of["pass"], of["name"]): of for of in found.get("fusions", [])}
+    for fusion in fusions:
+        who = fusion["pass"], fusion["name"]
+        fusion["used"] = of_fusions.get(who, {}).get("used", {})
+        fusion["checks"] = _sorted_out([each for each in results if each["fusion"] == [*who]])
+    rest = _sorted_out([each for each in results if each["fusion"] is None])
+    del rest["names"]
+    report["conformance"] = {
+        "suite": "the plugin's tests" if tests else "as it comes",
+        "changes": found.get("suites", {}),
+        "checks": "runs, output, gradients" if quick else "all",
+        "tiers": found.get("tiers", {}),
+        "rest": rest,
+    }
+    report["failures"] += found.get("errors", [])
+    report["failures"] += [f"rest: {name}: {why}" for name, why in rest["failed"].items()]
+    for fusion in fusions:
+        expected = of_fusions.get((fusion["pass"], fusion["name"]), {}).get("expected", [])
+        report["failures"] += _failures_of(fusion, expected)
+    passed = sum(fusion["checks"]["passed"] for fusion in fusions)
+    if fusions and not passed and "results" in found:
+        whys = [why for of in fusions for why in of["checks"]["skipped"].values()]
+        why = whys[0] if whys else "the tests have no FusionSuite of this plugin"
+        hint = "with TRITON_INTERPRET=1 Triton kernels run on a CPU"
+        report["failures"].append(f"no check of a fusion ran here: {why}; {hint}")
+    if found.get("device") and passed:
+        versions = {name: report["checked_with"].get(name) for name in ("torch", "triton")}
+        by = f"the conformance suite, {counted(passed, 'check')} passed"
+        report["hardware"].append({"device": found["device"], **versions, "by": by, "wrong": []})
+
+
+def _failures_of(fusion: dict[str, Any], expected: list[str]) -> Iterator[str]:
+    """What failed of a fusion, and which checks the tests leave out."""
+    name, checks = f"{fusion['pass']} {fusion['name']}", fusion["checks"]
+    for check, why in checks["failed"].items():
+        yield f"{name}: {check}: {why}"
+    known = {*checks.pop("names"), *checks["skipped"], *checks["limits"], *checks["failed"]}
+    if absent := [check for check in expected if check not in known]:
+        yield f"{name}: the tests leave out {', '.join(absent)}; a limit would give a reason"
+
+
+def _sorted_out(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results by what came of each check: of several, failed counts first, then passed."""
+    whys: dict[str, dict[str, str]] = {}
+    for each in results:
+        whys.setdefault(each["check"], {}).setdefault(each["outcome"], each["why"])
+    worst = {check: next(name for name in OUTCOMES if name in of) for check, of in whys.items()}
+    by = {
+        outcome: {check: whys[check][outcome] for check, at in worst.items() if at == outcome}
+        for outcome in OUTCOMES
+    }
+    return {
+        "passed": len(by["passed"]),
+        "names": [*by["passed"]],
+        "failed": by["failed"],
+        "limits": {check: of["limit"] for check, of in whys.items() if "limit" in of},
+        "skipped": by["skipped"],
+    }
+
+
+def _record(path: pathlib.Path) -> dict[str, Any]:
+    """A report of ``python -m opfuse_triton gpu``, of every plugin, as far as it is needed here.
+
+    Raises:
+        UserError: It is no such report.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: found["host"][name] for name in ("device", "torch", "triton")}
+        rows = [
+            {
+                "plugin": row["plugin"],
+                "case": row["part"].partition(":")[0],
+                "timed": isinstance(row.get("seconds"), float),
+                "wrong": [f"{row['part']}: {why}" for why in row["wrong"]],
+            }
+            for row in found["rows"]
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"expected a report of python -m opfuse_triton gpu, got {type(error).__name__}"
+        raise UserError(f"{path}: {what}: {error}") from None
+    return {**known, "rows": rows}
+
+
+def add_hardware(report: dict[str, Any], record: dict[str, Any]) -> None:
+    """Add what a record says of the plugins, unless the device was Triton's interpreter."""
+    names = {plugin["name"] for plugin in report["plugins"]}
+    rows = [row for row in record["rows"] if row["plugin"] in names]
+    device = record["device"]
+    if not rows or device == "interpreter":
+        return
+    cases, timed = len({row["case"] for row in rows}), sum(row["timed"] for row in rows)
+    wrong = [why for row in rows for why in row["wrong"]]
+    versions = {name: record[name] for name in ("torch", "triton")}
+    by = f"{counted(cases, 'kernel case')} compared, {timed} timed"
+    report["hardware"].append({"device": device, **versions, "by": by, "wrong": wrong})
+    report["failures"] += [f"on {device}: {why}" for why in wrong]
+
+
+# As text
+
+
+def as_text(report: dict[str, Any]) -> list[str]:
+    """A report as lines of at most 80 columns."""
+    requires, conformance = report["requires"], report["conformance"]
+    ranges = [f"{name} {text or 'not named'}" for name, text in requires.items()]
+    lines = _wrapped(f"{report['distribution']} {report['version']}: {report['summary']}")
+    lines += _wrapped(f"licence {report['licence'] or 'not named'}, {', '.join(ranges)}", "  ")
+    versions = [f"{name} {version}" for name, version in report["checked_with"].items()]
+    lines += _wrapped(f"checked with {', '.join(versions)}", "  ")
+    lines += _wrapped(f"run on hardware: {'; '.join(_hardware(report)) or 'no record'}", "  ")
+    lines += _wrapped(f"suite: {conformance['suite']}; checks: {conformance['checks']}", "  ")
+    for suite, names in conformance["changes"].items():
+        changed = f", which changes {', '.join(names)}" if names else ""
+        lines += _wrapped(f"{suite}{changed}", "    ")
+    for tier, reason in conformance["tiers"].items():
+        lines += _wrapped(f"tier {tier}: {f'not run: {reason}' if reason else 'run'}", "  ")
+    for plugin in report["plugins"]:
+        hooks = ", ".join(plugin["hooks"]) or "none"
+        lines += ["", *_wrapped(f"plugin {plugin['name']} ({report['contract']}): {hooks}")]
+        for fusion in plugin["fusions"]:
+            lines += _fusion(fusion)
+    lines += ["", *_of_checks("the rest", conformance["rest"])]
+    failures = report["failures"]
+    lines += ["", f"{len(failures)} failed:" if failures else "Nothing failed."]
+    for failure in failures:
+        first, *rest = failure.splitlines()
+        lines += [*_wrapped(f"- {first}", "", "  "), *(f"  {line}" for line in rest)]
+    return lines
+
+
+def _wrapped(text: str, indent: str = "", rest: str | None = None) -> list[str]:
+    rest = f"{indent}  " if rest is None else rest
+    return textwrap.wrap(text, 80, initial_indent=indent, subsequent_indent=rest)
+
+
+def _hardware(report: dict[str, Any]) -> Iterator[str]:
+    for one in report["hardware"]:
+        wrong = f"{len(one['wrong'])} wrong" if one["wrong"] else "none wrong"
+        yield f"{one['device']} ({one['by']}, {wrong})"
+
+
+def _fusion(fusion: dict[str, Any]) -> Iterator[str]:
+    """A fusion as lines."""
+    yield from _wrapped(f"{fusion['pass']} {fusion['name']}: {fusion['pattern']}", "  ", "      ")
+    if fusion["default"] != "on":
+        yield from _wrapped(fusion["default"], "    ")
+    for device in fusion["used"]:
+        yield from _wrapped(f"on {device}: {used(fusion, device)}", "    ")
+    yield from _of_checks("checks", fusion["checks"])
+
+
+def used(fusion: dict[str, Any], device: str) -> str:
+    """Whether a fusion's condition takes what its pattern matches on a device, and why not."""
+    of = fusion["used"].get(device, {})
+    if not of.get("asked"):
+        return "not asked: no chain can be made for it in one process"
+    why = f": {of['refusals'][0]}" if of["refusals"] else ""
+    if of["used"] == of["asked"]:
+        return "yes"
+    return f"{'in part' if of['used'] else 'no'}{why}"
+
+
+def counts(*of: dict[str, Any]) -> str:
+    """How many checks passed, failed, are limits, or were skipped."""
+    passed = sum(checks["passed"] for checks in of)
+    failed, limits, skipped = (
+        sum(len(checks[name]) for checks in of) for name in ("failed", "limits", "skipped")
+    )
+    told = [f"{passed} passed"] * bool(passed) + [f"{failed} failed"] * bool(failed)
+    told += [counted(limits, "limit")] * bool(limits) + [f"{skipped} skipped"] * bool(skipped)
+    return ", ".join(told) or "none ran"
+
+
+def _of_checks(what: str, checks: dict[str, Any]) -> Iterator[str]:
+    yield from _wrapped(f"{what}: {counts(checks)}", "    ")
+    for name, why in checks["limits"].items():
+        yield from _wrapped(f"limit: {name}: {why}", "      ", "        ")
+    reasons = Counter(checks["skipped"].values())
+    for why, times in reasons.items():
+        names = [name for name, reason in checks["skipped"].items() if reason == why]
+        which = ", ".join(names[:3]) + ("" if times <= 3 else f" and {times - 3} more")
+        yield from _wrapped(f"skipped: {which}: {why}", "      ", "        ")

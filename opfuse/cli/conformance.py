@@ -1,0 +1,277 @@
+"""The conformance suite on one distribution, run by pytest in a process of its own.
+
+``opfuse check-plugin`` starts it. What to do is JSON on stdin, what came of it goes into a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pathlib
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ..core.engine.planner import processor
+from ..core.fusion import Fusion
+from ..testing import CHECKS, DistributedSuite, FusionSuite, QuantizerSuite
+from ..testing.cases import Case, Subject, has_collectives, offered
+from ..testing.generate import chains, structures
+from ..testing.machine import is_interpreting, tiers
+from ..testing.placing import environment, matched, placed
+from ..testing.processes import PLUGIN_CHECKS
+from ..testing.recipes import recipes_for
+from ..testing.running import Failure, only
+
+QUICK = "runs", "output", "gradients"
+"""The checks that the others rest on."""
+
+KITS = FusionSuite, DistributedSuite, QuantizerSuite
+
+H100: dict[str, Any] = {
+    "device": torch.device("cuda", 0),
+    "capability": (9, 0),
+    "architecture": "sm_90",
+    "device_name": "NVIDIA H100 80GB HBM3",
+    "multiprocessors": 132,
+}
+"""What a condition is told of a GPU where there is none: it sees no tensor, only this."""
+
+SUITE = """
+from opfuse.testing import FusionSuite
+
+
+class TestConformance(FusionSuite):
+    plugin = {name!r}
+"""
+
+
+class Collector:
+    """Keeps the kit's suites of some plugins, and notes what becomes of each of their tests."""
+
+    def __init__(self, plugins: list[str], quick: bool) -> None:
+        self.plugins, self.quick = plugins, quick
+        self.suites: dict[type, None] = {}
+        self.results: list[dict[str, Any]] = []
+        self.errors: list[str] = []
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note a module that cannot be imported."""
+        if report.failed:
+            self.errors.append(f"{report.nodeid} cannot be collected: {_last_line(report)}")
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Leave the other tests out."""
+        mine = [item for item in items if self._is_mine(item)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in {*mine}])
+        items[:] = mine
+        self.suites = dict.fromkeys(item.cls for item in mine)
+
+    def _is_mine(self, item: Any) -> bool:
+        cls, given = getattr(item, "cls", None), _given(item)
+        if cls is None or not issubclass(cls, KITS) or "skipped_tier" in given:
+            return False
+        if getattr(cls, "plugin", None) not in (None, *self.plugins):
+            return False
+        is_quick = "plugin_check" not in given and given.get("fusion_check", QUICK[0]) in QUICK
+        return is_quick or not self.quick
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
+        """Note a result."""
+        report: Any = yield
+        if report.when == "call" or not report.passed:
+            given = _given(item)
+            subject, check = given.get("subject"), given.get("fusion_check") or item.name
+            outcome, why = _outcome(report)
+            self.results.append(
+                {
+                    "fusion": subject and [subject.passes, subject.name],
+                    "check": check if subject else f"{item.cls.__name__}: {check}",
+                    "outcome": outcome,
+                    "why": why,
+                }
+            )
+        return report
+
+
+def _given(item: Any) -> Mapping[str, Any]:
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _last_line(report: Any) -> str:
+    return str(report.longreprtext).strip().splitlines()[-1]
+
+
+def _outcome(report: Any) -> tuple[str, str]:
+    """What a test's report says: passed, failed, limit or skipped, and why."""
+    if hasattr(report, "wasxfail"):
+        return "limit", f"expected to fail: {report.wasxfail}"
+    if report.passed:
+        return "passed", ""
+    if report.failed:
+        return "failed", str(report.longreprtext).strip()
+    why = str(report.longrepr[2]).removeprefix("Skipped: ")
+    limit = "declared limit: "
+    return ("limit", why.removeprefix(limit)) if why.startswith(limit) else ("skipped", why)
+
+
+def own(suite: type) -> list[str]:
+    """What a suite of a plugin's tests changes of the kit's suite that it derives from."""
+    kit: Any = next(cls for cls in suite.__mro__ if cls in KITS)
+    above = suite.__mro__[: suite.__mro__.index(kit)]
+    names = dict.fromkeys(name for cls in above for name in vars(cls))
+    known = "plugin", "_failed", "_made", "_plans"
+    return [name for name in names if not name.startswith("__") and name not in known]
+
+
+# Where a fusion is used
+
+
+@functools.cache
+def gpu() -> dict[str, Any]:
+    """The fields of an environment about this machine's GPU, or about one that is not here."""
+    if not torch.cuda.is_available():
+        return H100
+    device = torch.device("cuda", torch.cuda.current_device())
+    capability = torch.cuda.get_device_capability(device)
+    known = {"device": device, "capability": capability, **processor(device)}
+    return {**known, "device_name": torch.cuda.get_device_name(device)}
+
+
+def answers(subject: Subject, suites: list[type[FusionSuite]]) -> dict[str, dict[str, Any]]:
+    """What the condition of a fusion says, by device, with the options that a user has.
+
+    It is asked about the chains that the pattern matches: in bf16 and fp32, with many rows and few,
+    and with a backward; that of a forward also without one.
+    """
+    refused: dict[str, Counter[str]] = {"cpu": Counter(), "cuda": Counter()}
+    makers = {cls: make for suite in suites for cls, make in suite.makers.items()}
+    for case, width in _cases(subject, makers):
+        ops = matched(case)
+        for name, whys in refused.items():
+            for grad in (True, False) if subject.passes == "forward" else (True,):
+                whys[_refusal(case, ops, name, width, grad)] += 1
+    found = {}
+    for name, whys in refused.items():
+        asked, used = whys.total(), whys.pop("", 0)
+        of: dict[str, Any] = {"asked": asked, "used": used}
+        found[name] = {**of, "refusals": [why for why, _ in whys.most_common(3)]}
+    return found
+
+
+def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
+    """A case for each chain of a pattern, dtype and size, and its width."""
+    fusion = subject.fusion
+    if not isinstance(fusion, Fusion) or has_collectives(fusion):
+        return
+    subject = subject._replace(makers=tuple(makers.items()))
+    recipes = recipes_for(subject.plugin) if fusion.needs_recipe or fusion.names_casts else [None]
+    sizes = itertools.product((torch.bfloat16, torch.float32), (((4096,), 1024), ((3,), 32)))
+    for (dtype, (rows, width)), recipe in itertools.product([*sizes], recipes):
+        for elements in structures(fusion.pattern):
+            for ops in chains(elements, width, makers)[: 1 if recipe else None]:
+                base = Case(subject, (), rows=rows, dtype=dtype, recipe=recipe)
+                case = placed(base, ops, width)
+                try:
+                    matched(case)
+                except Exception:  # the recipe casts nothing there, or no op can be made so
+                    continue
+                yield case, width
+
+
+def _refusal(case: Case, ops: Any, device: str, width: int, grad: bool) -> str:
+    """Why the condition refuses a case on a device; "" if it does not."""
+    fusion: Any = case.subject.fusion
+    rows = case.rows[0] if fusion.needs_rows else None
+    given = {"dtype": case.dtype, "recipe": case.recipe, "features": width, "rows": rows}
+    env = environment("cpu", **given)._replace(requires_grad=grad)
+    if device == "cuda":
+        env = env._replace(**gpu())
+    try:
+        answer = True if fusion.when is None else fusion.when(ops, env)
+        if answer is not True:
+            return str(answer or "its condition gives no reason")
+        return "" if fusion.benefit_of(ops, env) >= 0 else "it declares a negative benefit"
+    except Exception as error:
+        return f"its condition raised {type(error).__name__}: {error}"
+
+
+# The process
+
+
+def _loads(plugin: str) -> Iterator[str]:
+    """What is wrong with how a plugin loads, in fresh processes."""
+    for name in ("entry_point", "imports"):
+        try:
+            PLUGIN_CHECKS[name](plugin, ())
+        except Failure as failure:
+            yield str(failure)
+
+
+def _expected(subject: Subject, quick: bool) -> Iterator[str]:
+    """The checks that a suite has of a fusion; of one of collectives it may have none."""
+    for name, check in ({} if has_collectives(subject.fusion) else CHECKS).items():
+        slow = check.slow and is_interpreting()
+        if subject.passes in check.passes and not slow and (name in QUICK or not quick):
+            yield name
+
+
+def examine(
+    plugins: list[str], tests: str | None, quick: bool, collect_only: bool = False
+) -> dict[str, Any]:
+    """Run the suite on every fusion of some plugins of one distribution.
+
+    Args:
+        plugins: Names of their entry points.
+        tests: The file or folder with the suites; None: the kit's, as it is.
+        quick: Run only the checks of ``QUICK``.
+        collect_only: Run none of the tests; conditions are asked all the same.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        where = [tests]
+        if tests is None:
+            (pathlib.Path(folder) / "pytest.ini").write_text("[pytest]\n")
+            for number, name in enumerate(filter(offered, plugins)):
+                file = pathlib.Path(folder) / f"test_plugin_{number}.py"
+                file.write_text(SUITE.format(name=name), encoding="utf-8")
+            where = ["--rootdir", folder, "-c", str(pathlib.Path(folder) / "pytest.ini"), folder]
+        collector = Collector(plugins, quick)
+        options = ["-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+        options += ["-qq", "--collect-only"] * collect_only
+        code = int(pytest.main([*options, *map(str, where)], plugins=[collector]))
+    if code not in (0, 1, 5) and not collector.errors:
+        collector.errors.append(f"pytest ended with exit status {code}")
+    suites = [suite for suite in collector.suites if issubclass(suite, FusionSuite)]
+    fusions = [subject for name in plugins for subject in offered(name)]
+    loads = [f"{name}: {text}" for name in plugins for text in _loads(name)]
+    with only():
+        used = [answers(subject, suites) for subject in fusions]
+    return {
+        "suites": {suite.__name__: own(suite) for suite in collector.suites},
+        "tiers": {tier.name: tier.reason for tier in tiers()},
+        "device": gpu()["device_name"] if torch.cuda.is_available() else None,
+        "errors": [*loads, *collector.errors],
+        "results": collector.results,
+        "fusions": [
+            {"pass": s.passes, "name": s.name, "used": of, "expected": [*_expected(s, quick)]}
+            for s, of in zip(fusions, used, strict=True)
+        ],
+    }
+
+
+def main() -> None:
+    """What the process does."""
+    asked = json.loads(sys.stdin.read())
+    out = pathlib.Path(asked.pop("out"))
+    out.write_text(json.dumps(examine(**asked)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""The option ``invariant="batch"``: a row has the same bits whatever else is in the batch.
+
+A library chooses how it sums by the shape of a product, and a vectorized loop computes its last
+few values in another way. So a chain gets its rows in blocks of one shape, the last one padded with
+zeros. Then only two things can change the bits of a row: the other rows of its block, and its place
+there. That neither does is the promise of each op (``BasicOperation.batch_invariant``) and of each
+fusion (``Fusion.batch_invariant``), and the first call of a shape tries it.
+
+On a CPU, ops without a matrix run on parts of a block: one thread takes a part, and its vectors
+leave no remainder.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fusible import FusibleOperation, declared
+from ..introspection import op_class, why_apart
+from ..precision import matmul_precision
+from ..settings import Options, current
+from .chain import Chain
+
+BLOCK = 64
+"""The number of rows in a block."""
+
+_SERIAL = 1 << 14
+"""The most values for which torch's loops on a CPU take one thread.
+
+That of GELU takes more threads for more, others for twice as many.
+"""
+_VECTORS = 128
+"""A multiple of the values that torch's loops on a CPU take at once, also of half of them."""
+_ALIGNED = 64
+
+Run = Callable[..., Any]
+
+
+def asked(options: Options) -> bool:
+    """Return whether the options ask for the mode."""
+    return ("invariant", "batch") in options
+
+
+def refuse_apart(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules that run by a call of their own, if the mode is asked for."""
+    for module in modules if asked(current.values.options) else ():
+        op = isinstance(module, FusibleOperation)
+        if why := why_apart(module) if op else "is no op":
+            who = op_class(module).__name__
+            raise RuntimeError(f'{who} {why}, and promises nothing to invariant="batch"')
+
+
+class Blocks:
+    """Replaces the program of a chain in this mode: cuts the rows of a call into blocks.
+
+    Args:
+        chain: The chain.
+        key: The :class:`opfuse.core.engine.planner.Key` of the call.
+
+    Raises:
+        RuntimeError: The chain promises nothing, or the call asks for more than a forward.
+    """
+
+    row_facts: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
+    is_plain = False
+    recipe = None
+
+    def __init__(self, chain: Chain, key: Any) -> None:
+        self._chain, recipe = chain, key.settings.recipe
+        promised = [tuple(declared(op, "batch_invariant")) for op in chain.ops]
+        alike = all("exact" in promise for promise in promised)
+        self._within = "whole" if alike and recipe is None else "block"
+        if key.grads is not None and any(key.grads):
+            self._refuse("it is for the forward alone: call it under torch.no_grad()")
+        if key.compiling or ("double_backward", True) in key.settings.options:
+            self._refuse("torch.compile, functorch and double_backward compute in their own way")
+        if recipe is not None and not recipe.batch_invariant:
+            what = "that it casts a row by that row alone (Recipe.batch_invariant)"
+            self._refuse(f"{type(recipe).__name__} does not promise {what}")
+        for i, promise in enumerate(promised if self._within == "block" else ()):
+            if "rows" not in promise:
+                what = "the bits of a row, as it is (BasicOperation.batch_invariant)"
+                self._refuse(f"{chain.name(i)} does not promise {what}")
+        slots = [(i, k) for i, op in enumerate(chain.ops) if (k := op.groups_input) is not None]
+        if any(slot not in chain.arguments for slot in slots):
+            self._refuse("the sizes of groups come out of a channel, and not from the caller")
+        self._sizes = [chain.arguments[slot] for slot in slots]
+        self._tried: set[Any] = set()
+
+    def _refuse(self, why: str) -> None:
+        raise RuntimeError(f'{self._chain.title}, with invariant="batch": {why}')
+
+    def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
+        """Run a call.
+
+        Args:
+            fuser: The fuser of the chain.
+            input: The input.
+            extra_inputs: The extra inputs.
+            kwargs: Keyword arguments per basic op, which are refused.
+        """
+        if kwargs and any(kwargs):
+            self._refuse("keyword arguments may be about all rows")
+        for tensor in (input, *extra_inputs):
+            if type(tensor) not in (Tensor, nn.Parameter):
+                self._refuse(f"expected plain tensors, got {type(tensor).__name__}")
+        before, run = current.values, functools.partial(type(fuser).run, fuser)
+        current.values = before._replace(within=self._within)
+        try:
+            if self._within == "whole":
+                return run(input, *extra_inputs)
+            return self._by_rows(run, input, extra_inputs)
+        finally:
+            current.values = before
+
+    def _by_rows(self, run: Run, input: Tensor, extra_inputs: Sequence[Tensor]) -> Any:
+        lead = input.shape[:-1]
+        by_rows = {-1: input} | dict(enumerate(extra_inputs))
+        sizes = [by_rows.pop(i) for i in dict.fromkeys(self._sizes)]
+        for tensor in by_rows.values():
+            if tensor.shape[: len(lead)] != lead:
+                what = f"extra inputs with the leading dimensions {tuple(lead)} of the input"
+                self._refuse(f"expected {what}, got shape {tuple(tensor.shape)}")
+        count = lead.numel()
+        tensors = [t.reshape(count, *t.shape[len(lead) :]) for t in by_rows.values()]
+
+        def of_block(rows: Sequence[Tensor], group: int) -> tuple[Tensor, ...]:
+            x, *extras = rows
+            for i in sorted({*self._sizes}):
+                extras.insert(i, torch.zeros_like(extra_inputs[i]))
+                extras[i][group] = BLOCK
+            result = run(x, *extras)
+            found = result if isinstance(result, tuple) else (result,)
+            if any(type(y) is not Tensor or y.shape[:1] != (BLOCK,) for y in found):
+                self._refuse("it gives what has not a row for each row, or is quantized")
+            return found
+
+        shapes = [(tensor.dtype, tensor.shape[1:]) for tensor in tensors]
+        how = torch.get_num_threads(), matmul_precision(input.device.type)
+        if (key := (*how, *shapes)) not in self._tried:
+            self._try(of_block, tensors)
+            self._tried.add(key)
+        found = [
+            [y[: stop - start] for y in of_block([_block(t, start, stop) for t in tensors], group)]
+            for start, stop, group in self._spans(count, lead, sizes)
+        ]
+        whole = [torch.cat(parts) for parts in zip(*found, strict=True)]
+        outputs = [y.reshape(*lead, *y.shape[1:]) for y in whole]
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _spans(
+        self, count: int, lead: torch.Size, sizes: Sequence[Tensor]
+    ) -> Iterator[tuple[int, int, int]]:
+        """The begin, the end and the group of each block; there is at least one."""
+        counts = [count]
+        if sizes:
+            given = [each.tolist() for each in sizes]
+            counts = [size * lead[1:].numel() for size in given[0]]
+            if given != given[:1] * len(given) or sum(counts) != count or min(counts) < 0:
+                self._refuse(f"expected the same sizes of groups for {lead[0]} rows, got {given}")
+        start = 0
+        for group, size in enumerate(counts):
+            for begin in range(start, start + size, BLOCK):
+                yield begin, min(begin + BLOCK, start + size), group
+            start += size
+        if not count:
+            yield 0, 0, 0
+
+    def _try(self, of_block: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+        """Compare the bits of one row at every place, and beside others.
+
+        Raises:
+            RuntimeError: They differ.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(like: Tensor, rows: int) -> Tensor:
+            shape = rows, *like.shape[1:]
+            if not like.is_floating_point():
+                return like.new_zeros(shape)
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+
+        one, others = [[drawn(t, rows) for t in tensors] for rows in (1, BLOCK - 1)]
+        recorder, current.recorder = current.recorder, None
+        try:
+            alike = of_block([torch.cat([row] * BLOCK) for row in one], 0)
+            for tensor in filter(Tensor.is_floating_point, others):
+                tensor[::2] = torch.inf
+            mixed = of_block([torch.cat(pair) for pair in zip(one, others, strict=True)], 0)
+        finally:
+            current.recorder = recorder
+        for y, other in zip(alike, mixed, strict=True):
+            flat = [t.reshape(BLOCK, t[0].numel()).contiguous() for t in (y, other)]
+            bits, beside = [t.view(torch.uint8) for t in flat]
+            if (bits != bits[0]).any() or (beside[0] != bits[0]).any():
+                self._refuse(
+                    f"{y.dtype} rows of {tuple(tensors[0].shape[1:])} values have other bits at "
+                    f"another place, or beside other rows, by the libraries in use here"
+                )
+
+
+def _block(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """A dense, aligned block of rows, padded with zeros."""
+    rows = tensor[start:stop]
+    if stop - start == BLOCK and rows.is_contiguous() and not rows.data_ptr() % _ALIGNED:
+        return rows
+    block = tensor.new_zeros(BLOCK, *tensor.shape[1:])
+    block[: stop - start] = rows
+    return block
+
+
+class InParts:
+    """Wraps the forward of an op, which runs on a few rows at a time.
+
+    Args:
+        run: The method.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.__self__, self.__name__ = run.__self__, run.__name__  # type: ignore[attr-defined]
+        self._run = run
+
+    def __call__(self, ctxs: Any, x: Any, **given: Any) -> Any:
+        """Run it."""
+        rows = _fitting(x) if type(x) is Tensor else BLOCK
+        if rows == BLOCK:
+            return self._run(ctxs, x, **given)
+        parts = torch.split(x, rows)
+        if not given:
+            return torch.cat([self._run(ctxs, part) for part in parts])
+        (extras,) = given.pop("basic_op_extra_inputs")
+        each = zip(*[torch.split(extra, rows) for extra in extras], strict=True)
+        made = [
+            self._run(ctxs, part, basic_op_extra_inputs=[list(of)], **given)
+            for part, of in zip(parts, each if extras else [()] * len(parts), strict=True)
+        ]
+        outputs = zip(*[outputs for _, (outputs,) in made], strict=True)
+        return torch.cat([y for y, _ in made]), [tuple(map(torch.cat, outputs))]
+
+
+def _fitting(x: Tensor) -> int:
+    """How many rows of a block one thread takes without a remainder; 1: each row alone."""
+    width = x.shape[1:].numel()
+    rows = BLOCK
+    while rows > 1 and (rows * width > _SERIAL or (rows < BLOCK and rows * width % _VECTORS)):
+        rows //= 2
+    return rows
