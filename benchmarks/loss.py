@@ -15,8 +15,8 @@ With ``--of log-probs`` it is ``TokenLogProb``, with a factor for each token, un
 ``prefer="memory"``, and eager is ``log_softmax`` in fp32 and ``gather``; with ``frozen-log-probs``
 the linear needs no gradient. ``--beside`` adds sides: the eager function under ``torch.compile``,
 the function of Liger Kernel's losses that gives log-probabilities by chunks, in PyTorch's
-operations, and opfuse with the entropy too. What is compiled runs once before its memory is
-measured.
+operations, that of trl, and opfuse with the entropy too. What is compiled runs once before its
+memory is measured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
-    parser.add_argument("--beside", default="", help="of log-probs: compiled,liger,entropy")
+    parser.add_argument("--beside", default="", help="of log-probs: compiled,liger,trl,entropy")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -113,6 +113,12 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
             )
             (log_p * factors).sum().backward()
 
+        def by_trl() -> None:
+            from trl.kernels import ChunkedLogProbFunction  # type: ignore[import-not-found]
+
+            given = x, head.weight, None, targets, 1.0, 32768, None, 1.0, ("log_probs",)
+            (ChunkedLogProbFunction.apply(*given)[0] * factors).sum().backward()
+
         def fused() -> None:
             with opfuse.options(prefer="memory"):
                 log_p = chain(x, targets)
@@ -126,6 +132,7 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
         beside = {
             "compiled": lambda: compiled(x, head.weight).backward(),
             "liger": liger,
+            "trl": by_trl,
             "entropy": entropy,
         }
         chosen = {name: beside[name] for name in options.beside.split(",") if name}

@@ -13,6 +13,7 @@ import torch
 import opfuse
 from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops
 from opfuse.core import plugins
+from opfuse.core.authoring import plan_of
 from opfuse.core.engine.chain import Chain
 from opfuse.core.engine.cover import best_cover
 from opfuse.core.engine.edges import Edges, Needs
@@ -768,3 +769,30 @@ def test_a_plan_is_a_value(fused, register):
 def test_the_text_of_an_empty_plan():
     plan = FusionPlan(forward=(PlanStep("A", ("A",), 0),), backward=())
     assert str(plan).splitlines() == ["forward", "  A, not fused", "backward: none"]
+
+
+def test_the_plan_of_a_call_is_known_without_the_call():
+    calls = []
+
+    class Pair(opfuse.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+            calls.append(input_)
+            return input_ * 4, [(), ()]
+
+    chain, x = opfuse.Sequential(A(), A()), torch.ones(3)
+    made = opfuse.register_forward_fusion(Fusion((A, A), Pair, name="pair"))
+    try:
+        plan = plan_of(chain, x)
+        assert [step.fusion for step in plan.forward] == ["pair"] and not calls
+        chain(x)
+        assert len(calls) == 1 and plan_of(chain, x) is plan
+        with torch.no_grad():
+            assert not plan_of(chain, x.requires_grad_()).backward
+        assert plan_of(chain, x).backward
+        with pytest.raises(ValueError, match="extra input"):
+            plan_of(chain, x, x)
+        assert plan_of(opfuse.Sequential(A(), torch.nn.ReLU(), A()), x) is None
+        chain[0].register_forward_hook(lambda *unused: None)
+        assert plan_of(chain, x) is None
+    finally:
+        made.unregister()

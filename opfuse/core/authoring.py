@@ -13,6 +13,7 @@ Attributes:
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
     Pending: A collective that runs, which :meth:`Pending.wait` waits for.
     op_class: The class of an op as its author wrote it.
+    plan_of: The plan of a call of a chain, which is not run.
     saved_bytes: Number of bytes that a forward keeps for its backward.
     scatter_into: The reduce-scatter of ``torch.distributed``.
     start_collective: Starts a collective and goes on. Waiting for it raises an error, and does not
@@ -23,17 +24,20 @@ Attributes:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .fusible import ParamSource
-from .introspection import op_class
+from .introspection import hook_dicts, op_class
 from .op_context import ModuleCache
 from .precision import add_product, adds_itself, matmul_precision, wide
 from .ranks import Group, Pending, gather_into, scatter_into, start_collective
 from .settings import is_captured
+
+if TYPE_CHECKING:
+    from .engine.plan import FusionPlan
 
 __all__ = [
     "Group",
@@ -46,11 +50,33 @@ __all__ = [
     "is_captured",
     "matmul_precision",
     "op_class",
+    "plan_of",
     "saved_bytes",
     "scatter_into",
     "start_collective",
     "wide",
 ]
+
+
+def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | None:
+    """Return the plan of a call of a chain, under the present settings, and do not run it.
+
+    Args:
+        chain: An :class:`opfuse.Sequential` of fusible ops.
+        input: Its input.
+        *extra_inputs: Its extra inputs.
+
+    Returns:
+        The plan; None: the call would run in parts, because of hooks or of what is not fusible.
+    """
+    fuser, *others = chain._module_groups
+    units = getattr(fuser, "_units", ())
+    if others or not units or any(any(hook_dicts(unit)) for unit in units):
+        return None
+    owners = () if fuser._owner is None else (fuser._owner,)
+    tensors = fuser._tensors(input, extra_inputs)
+    training = [unit.training for unit in (*units, *owners)]
+    return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

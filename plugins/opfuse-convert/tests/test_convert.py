@@ -585,7 +585,7 @@ def test_only_and_skip_select_modules_by_name():
         opfuse.convert(make(), skip=[3])
     with pytest.raises(TypeError, match="dotted names, got 3"):
         opfuse.convert(make(), only=3)
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got list"):
+    with pytest.raises(TypeError, match="an object that has some as attributes, got list"):
         opfuse.convert([Gated()])
 
 

@@ -110,4 +110,12 @@ def models():
     """The helpers of this file."""
     from types import SimpleNamespace
 
-    return SimpleNamespace(make=make, inputs=inputs, step=step, worst=worst, pair=pair)
+    return SimpleNamespace(
+        make=make,
+        inputs=inputs,
+        step=step,
+        worst=worst,
+        pair=pair,
+        families=FAMILIES,
+        decoder=DECODER,
+    )

@@ -10,6 +10,8 @@ import importlib
 from typing import Any
 
 _WHERE = {
+    "Held": "holder",
+    "NOTHING": "building",
     "ORDINARY": "building",
     "Conversion": "converter",
     "ConversionReport": "report",
@@ -20,9 +22,11 @@ _WHERE = {
     "convert": "converting",
     "converted": "converting",
     "count_convertible": "converting",
+    "functions_of": "layers",
     "gated": "leaves",
     "leaf_of": "leaves",
     "plan_memory": "memory.planning",
+    "reaches": "layers",
     "revert": "converting",
 }
 """The module of each name, imported at first use."""

@@ -25,6 +25,7 @@ from .regions import Found, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
 NOTHING = "there is nothing to fuse in it"
+"""The reason that a printed report leaves out."""
 
 ORDINARY = "what its forward computes"
 """The name of converters that read a forward as any other."""

@@ -30,6 +30,7 @@ from .choosing import (
 from .converter import Conversion, Converter
 from .guard import Guard, calm
 from .in_graphs import Watch
+from .layers import is_there
 from .making import built, checked
 from .parallel import localized
 from .site import Site, watched_elsewhere
@@ -46,6 +47,7 @@ class ConvertedForward(ReplacedForward):
 
     _title = ""
     _placed: Any = ()  # where the parameters are split among processes
+    _own: Any = None  # the forward that the module itself has
     _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
@@ -63,6 +65,10 @@ class ConvertedForward(ReplacedForward):
         """Whether the module has changed since, so that its own forward runs."""
         if self._guard is None:
             return False
+        module, function = self._guard.module, self.function
+        hidden = vars(module).get("forward") != self._own if function is None else False
+        if hidden or not (function is None or is_there(module, function)):
+            return True
         with localized(self._guard.module, self.is_inside):
             return bool(self._guard.why_not())
 
@@ -70,6 +76,11 @@ class ConvertedForward(ReplacedForward):
     def is_inside(self) -> bool:
         """Whether a style has put another forward around the module's own, see ``Conversion``."""
         return self._conversion is not None and bool(self._conversion.shapes)
+
+    @property
+    def function(self) -> Any:
+        """The function that it is for, if that is not the class's forward; see ``Conversion``."""
+        return None if self._conversion is None else self._conversion.function
 
     def again(self) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
@@ -83,6 +94,7 @@ class ConvertedForward(ReplacedForward):
         self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
         self._title = title_of(self._converter.name, module)
         self._placed = self._guard.placements()
+        self._own = vars(module).get("forward")
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward through the chain, or NotImplemented."""
@@ -110,9 +122,11 @@ class ConvertedForward(ReplacedForward):
         self._say("")
         run = functools.partial(self._run, module)
         result = forward(module, run, *args, **kwargs)
+        why = getattr(forward, "why", "")
         if result is NotImplemented:
-            why = getattr(forward, "why", "")
-            self._say(why or "it was called in a way that the chain does not take")
+            why = why or "it was called in a way that the chain does not take"
+        if why:
+            self._say(why)
         return result
 
     def at_site(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:

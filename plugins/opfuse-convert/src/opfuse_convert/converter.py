@@ -23,7 +23,8 @@ class Conversion:
             module's own forward runs. ``""`` is the module itself.
         call: ``call(module, chain, *args, **kwargs)`` is the module's forward through the chain:
             it takes and returns what that does, or returns ``NotImplemented``, before it changes
-            anything, to let the original run. There ``chain(x, *extras)`` runs the chain.
+            anything, to let the original run. There ``chain(x, *extras)`` runs the chain. If it has
+            an attribute ``why``, that says after a call why the chain did not run; ``""``: it did.
         separate: ``separate(module, x, *extras)`` computes in the module's own operations what the
             chain computes. With it, ``chain(x, *extras)`` runs these instead where the dtypes are
             not those of the parameters, and where ``opfuse tune`` found them to be faster.
@@ -38,6 +39,8 @@ class Conversion:
             part of its own process. Each is an ``opfuse.ops.parallel.Split``.
         shapes: Shapes of the module's own parameters in a call, by name, if a style has replaced
             its forward by one that calls its own with local parameters. The chain replaces that.
+        function: The function that the chain is for, if that is not the forward of the class, but
+            among those of the module's own (:func:`opfuse_convert.functions_of`).
 
     Raises:
         TypeError: ``chain`` is not a :class:`opfuse.Sequential`, or ``call`` is not a function.
@@ -52,6 +55,7 @@ class Conversion:
     places: Sequence[Place] = ()
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    function: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.chain, nn.Sequential):

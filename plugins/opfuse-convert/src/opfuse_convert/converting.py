@@ -20,7 +20,8 @@ from opfuse.core.settings import current
 from .building import ORDINARY, by_reading
 from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
-from .layers import layer_in, layered, without_layer
+from .holder import Held, as_module
+from .layers import layer_in, layered, put_before, take_away, without_layer
 from .making import alike, built, checked
 from .parallel import with_own
 from .probing import remembering
@@ -29,7 +30,7 @@ from .sharded import gathered
 
 
 def convert(
-    model: nn.Module,
+    model: nn.Module | Any,
     *inputs: Any,
     only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] = (),
@@ -51,7 +52,8 @@ def convert(
     magnitudes. Plugins add converters for code that cannot be read (hook ``opfuse_converters``).
 
     Args:
-        model: The model, or any part of one.
+        model: The model, or any part of one; or an object such as a trainer, for all modules that
+            it has as attributes: their names begin with those of the attributes.
         *inputs: Its inputs; a dict as the last one contains inputs by name. (If the model itself
             takes a dict last, add an empty one.) With inputs, the report says what is fused, and
             how many bytes the forward keeps for the backward, before and after.
@@ -64,11 +66,12 @@ def convert(
         The report: ``print`` it, or call ``to_dict()``.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module and has none, or has some and there are inputs.
         ValueError: A pattern matches no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"opfuse.convert expected a torch.nn.Module, got {type(model).__name__}")
+    model = as_module(model, "opfuse.convert")
+    if inputs and isinstance(model, Held):
+        raise TypeError(f"opfuse.convert({type(model).__name__}) takes no inputs: convert a module")
     before = measured(model, inputs) if inputs else None
     found = Candidates(model, only, skip, verify)
     for module, replaced in found.made.items():
@@ -78,6 +81,8 @@ def convert(
         vars(module)[KEPT_AS] = replaced
         if replaced.is_inside:
             with_own(module, type(module))
+        if replaced.function is not None:
+            put_before(module, replaced.function)
     for module, replaced in found.made.items():
         replaced.seal(module)
     assign_names(model)
@@ -214,27 +219,28 @@ def _matcher(names: Sequence[str], patterns: Any, what: str) -> Callable[[str], 
     return matches
 
 
-def converted(model: nn.Module) -> dict[str, str]:
+def converted(model: nn.Module | Any) -> dict[str, str]:
     """The converted modules of a model by dotted name.
 
     Args:
-        model: The model.
+        model: The model, or what else :func:`convert` takes.
 
     Returns:
         For each, a sentence that says why its own forward ran at its latest call; ``""`` if its
         chain ran, or it was not called. Empty: nothing is converted.
     """
+    model = as_module(model, "opfuse_convert.converted")
     return {name: replaced.fallback for name, _, replaced in replaced_forwards(model)}
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: nn.Module | Any) -> Any:
     """Remove the chains from the modules of a model, in place.
 
     Only the layer that :func:`convert` put on their classes goes; one that torch put around it
     since, such as FSDP's, stays, and so does what :func:`opfuse.plan_memory` attached.
 
     Args:
-        model: The model.
+        model: The model, or what else :func:`convert` takes.
 
     Returns:
         The model.
@@ -243,7 +249,8 @@ def revert(model: nn.Module) -> nn.Module:
         RuntimeError: A class derived from that of a converted module cannot be derived again.
             Nothing is reverted then.
     """
-    found = [module for module in model.modules() if layer_in(type(module)) is not None]
+    of = as_module(model, "opfuse_convert.revert")
+    found = [module for module in of.modules() if layer_in(type(module)) is not None]
     classes = [
         type(module) if MEMORY in vars(module) else without_layer(type(module)) for module in found
     ]
@@ -251,6 +258,8 @@ def revert(model: nn.Module) -> nn.Module:
         replaced: Any = vars(module).pop(KEPT_AS, None)
         if replaced is not None and replaced.is_inside and "forward" in vars(module):
             with_own(module, cls)
+        if replaced is not None and replaced.function is not None:
+            take_away(module, replaced.function)
         module.__class__ = cls
     return model
 

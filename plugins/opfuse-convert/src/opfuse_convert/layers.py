@@ -9,7 +9,8 @@ import contextlib
 import copy
 import copyreg
 import functools
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,25 +58,93 @@ def written_forward(cls: type) -> Any:
     return forward
 
 
-@functools.lru_cache(maxsize=1024)
-def layered(cls: Any) -> Any:
-    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`."""
+def _before_that_of(owner: Any) -> Any:
+    """A forward that looks for :data:`KEPT_AS` and :data:`MEMORY` before ``owner.forward`` runs."""
 
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
         chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
         if not chosen:
-            return cls.forward(self, *args, **kwargs)
+            return owner.forward(self, *args, **kwargs)
         result = state.call(self, args, kwargs)
-        return cls.forward(self, *args, **kwargs) if result is NotImplemented else result
+        return owner.forward(self, *args, **kwargs) if result is NotImplemented else result
 
-    @functools.wraps(cls.forward)
+    @functools.wraps(owner.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         memory: Any = vars(self).get(MEMORY)
         if memory is None:
             return converted(self, *args, **kwargs)
         return memory.call(self, converted, args, kwargs)
 
+    return forward
+
+
+# The forward that a module itself has, in place of that of its class
+
+
+def functions_of(module: nn.Module) -> list[Any]:
+    """The function that a module itself has as ``forward``, and those that it wraps in turn."""
+    found: list[Any] = []
+    function = vars(module).get("forward")
+    while function is not None:
+        found.append(getattr(function, "__func__", function))
+        function = getattr(found[-1], "__wrapped__", None)
+    return found
+
+
+def reaches(module: nn.Module, function: Any) -> bool:
+    """Whether a conversion can run before one of these functions.
+
+    It can if that is the method, or a variable of one that wraps it, as of accelerate's.
+    """
+    return _called(module, function) is not None
+
+
+def put_before(module: nn.Module, function: Any) -> None:
+    """Let one of the functions of a module's own forward look for a conversion first."""
+    if (called := _called(module, function)) is not None and not _is_put(called[0]):
+        called[1](_before_that_of(types.SimpleNamespace(forward=function)))
+
+
+def take_away(module: nn.Module, function: Any) -> None:
+    """Undo :func:`put_before`, whatever was put around it since."""
+    if (called := _called(module, function)) is not None:
+        called[1](function)
+
+
+def is_there(module: nn.Module, function: Any) -> bool:
+    """Whether :func:`put_before` is in force."""
+    return (called := _called(module, function)) is not None and _is_put(called[0])
+
+
+def _called(module: nn.Module, function: Any) -> tuple[Any, Callable[[Any], None]] | None:
+    """What is called for a function: that or what was put before it, and how to change that."""
+    method: Any = vars(module).get("forward")
+    if getattr(method, "__self__", None) is module and _is_of(method.__func__, function):
+        own = vars(module)
+        return method.__func__, lambda new: own.update(forward=types.MethodType(new, module))
+    for around in functions_of(module):
+        for cell in getattr(around, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                if _is_of(held := cell.cell_contents, function):
+                    return held, functools.partial(setattr, cell, "cell_contents")
+    return None
+
+
+def _is_of(held: Any, function: Any) -> bool:
+    return held is function or (_is_put(held) and held.__wrapped__ is function)
+
+
+def _is_put(held: Any) -> bool:
+    """Whether a function is one of :func:`put_before`; what wraps it does not have its code."""
+    code = getattr(held, "__code__", None)
+    return code is not None and any(code is each for each in _before_that_of.__code__.co_consts)
+
+
+@functools.lru_cache(maxsize=1024)
+def layered(cls: Any) -> Any:
+    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`."""
+    forward = _before_that_of(cls)
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
     body |= {"forward": forward, _OWN: forward, CONVERTED: cls}

@@ -12,20 +12,29 @@ from opfuse import hookimpl
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """When ``convert`` is called: whether attention's projections are joined without a recipe."""
-    return {"transformers.projections": ("auto", "joined")}
+    """When ``convert`` is called.
+
+    Whether attention's projections are joined without a recipe, and whether the log-probabilities
+    of a trainer run through a chain where trl has a kernel.
+    """
+    return {
+        "transformers.projections": ("auto", "joined"),
+        "transformers.log_probs": ("auto", "chain"),
+    }
 
 
 @hookimpl
 def opfuse_converters() -> list[Any]:
-    """Projections of attention, experts, LoRA, the loss of a causal language model, and chunks."""
+    """For attention, experts, LoRA, losses and log-probabilities, and forwards with chunks."""
     from opfuse_convert import ORDINARY, Converter
 
-    from . import attention, chunks, experts, head, lora
+    from . import attention, chunks, experts, head, lora, trl
 
     return [
         Converter(attention.is_attention, attention.build, "projections of attention"),
         Converter(experts.is_experts, experts.build, "experts"),
+        Converter(trl.is_fused, trl.build, "log-probabilities for trl"),
+        Converter(trl.is_trainer, trl.about, "trainer"),
         Converter(head.is_causal, head.build, "loss; logits when they are read"),
         Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
         Converter(chunks.is_of_transformers, chunks.build, ORDINARY, -95),
