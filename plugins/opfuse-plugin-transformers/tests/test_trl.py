@@ -41,19 +41,21 @@ CHAIN = "BasicLinear", "TokenLogProb"
 class ByChunks(opfuse.FusedOperation):
     """What opfuse-plugin-linear does, where that is not installed: 16 rows at once, twice."""
 
-    def _parts(self, params, x, tokens):
-        numbers = self.basic_ops[-1].numbers_of()
-        for rows, of_rows in zip(x.split(16), tokens.split(16), strict=True):
-            given = [each.detach().requires_grad_() for each in (rows, *params)]
-            with torch.enable_grad():
-                yield given, row_log_probs(F.linear(*given), of_rows, numbers)
+    def _parts(self, ctx, params, x, tokens):
+        numbers, rows = self.basic_ops[-1].numbers_of(), x.reshape(-1, x.shape[-1])
+        for part, of_part in zip(rows.split(16), tokens.flatten().split(16), strict=True):
+            given = [each.detach().requires_grad_() for each in (part, *params)]
+            logits = F.linear(*[each.to(ctx.dtype or x.dtype) for each in given])
+            yield given, row_log_probs(logits, of_part, numbers)
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
         *linear, last = basic_op_ctxs
         ((tokens,),) = basic_op_extra_inputs[-1:]
         params = [param for ctx in linear for param in ctx.params]
-        found = [[y.detach() for y in ys] for _, ys in self._parts(params, input_, tokens)]
-        y, *extras = [torch.cat(each) for each in zip(*found, strict=True)]
+        with torch.no_grad():
+            found = [ys for _, ys in self._parts(linear[0], params, input_, tokens)]
+        found = [torch.cat(each) for each in zip(*found, strict=True)]
+        y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in found]
         if last.requires_grad:
             last.to_save = (input_, tokens)
             for ctx in linear:
@@ -64,14 +66,17 @@ class ByChunks(opfuse.FusedOperation):
         *linear, last = basic_op_ctxs
         params, (x, tokens) = [ctx.saved_tensors[0] for ctx in linear], last.saved_tensors
         dys, found, start = (grad_output, *basic_op_grad_extra_outputs[-1]), [], 0
-        for given, ys in self._parts(params, x, tokens):
-            stop = start + len(given[0])
-            pairs = [(y, dy[start:stop]) for y, dy in zip(ys, dys, strict=True) if dy is not None]
-            found.append(torch.autograd.grad(*zip(*pairs, strict=True), given))
-            start = stop
+        with torch.enable_grad():
+            for given, ys in self._parts(linear[0], params, x, tokens):
+                rows = slice(start, start := start + len(given[0]))
+                pairs = [
+                    (y, dy.flatten()[rows]) for y, dy in zip(ys, dys, strict=True) if dy is not None
+                ]
+                outputs, grads = zip(*pairs, strict=True)
+                found.append(torch.autograd.grad(outputs, given, grads))
         dx, *of_params = zip(*found, strict=True)
         return (
-            torch.cat(dx),
+            torch.cat(dx).view(x.shape),
             [*[(sum(each),) for each in of_params], ()],
             [*[()] * len(linear), (None,)],
         )
