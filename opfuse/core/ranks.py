@@ -97,6 +97,8 @@ class Talk:
     Attributes:
         looks: Whether a process that waits for a collective can look into the store meanwhile.
         started: How many collectives this process started, that the host waits for.
+        failures: How many there were, of this process or of another one. What is compared before
+            one is not read after it.
 
     Args:
         group: The group.
@@ -112,7 +114,7 @@ class Talk:
         self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", default)
         # its waits may end before the collective
         self.looks = "gloo" in str(dist.get_backend_config(group))
-        self.started = self._compared = self._failed = 0
+        self.started = self.failures = self._compared = 0
         self._broken = ""
 
     @property
@@ -147,7 +149,7 @@ class Talk:
             RankError: Another one failed or did not come.
         """
         self.refuse_broken()
-        mine, self._compared = f"compare/{self._compared}", self._compared + 1
+        mine, self._compared = self._comparison(), self._compared + 1
         texts = {self._rank: json.dumps(facts)}
         self._store.set(f"{mine}/{self._rank}", texts[self._rank])
         for _ in self._looks():
@@ -161,8 +163,12 @@ class Talk:
             why = f"{self.me} waited for {silent} to run {facts['the chain']}"
             raise self.failed(why, self.started + 1)
         if self._compared > 2:  # all have read what came two before
-            self._store.delete_key(f"compare/{self._compared - 3}/{self._rank}")
+            self._store.delete_key(f"{self._comparison(-3)}/{self._rank}")
         return [json.loads(texts[rank]) for rank in range(len(texts))]
+
+    def _comparison(self, further: int = 0) -> str:
+        """The key of the next comparison, or of one further on."""
+        return f"compare/{self.failures}/{self._compared + further}"
 
     def wait(self, work: Any, what: str, number: int) -> None:
         """Wait for a collective between tensors of the host.
@@ -195,13 +201,13 @@ class Talk:
 
     def _ahead(self) -> list[int]:
         """The processes that wait to compare what this process does not."""
-        key = f"compare/{self._compared}"
+        key = self._comparison()
         return [rank for rank in self._others if self._store.check([f"{key}/{rank}"])]
 
     def _what_is_ahead(self) -> str:
         """What one of those processes runs instead, for messages."""
         rank = self._ahead()[0]
-        facts = json.loads(self._store.get(f"compare/{self._compared}/{rank}"))
+        facts = json.loads(self._store.get(f"{self._comparison()}/{rank}"))
         with_what = ", ".join(f"{k} {v}" for k, v in facts["what it is called with"].items())
         return f"{self.names([rank])} runs something else: {facts['the chain']}, with {with_what}"
 
@@ -221,7 +227,8 @@ class Talk:
             for told in failures:
                 if number is None or told["reached"] < number:
                     raise self.failed(f"{self.me} stopped: {told['why']}", number)
-            keys = [f"failed/{self._failed}/{rank}" for rank in self._others]
+            places = f"failed/{self.failures}", "broken"
+            keys = [f"{place}/{rank}" for place in places for rank in self._others]
             failures = [json.loads(self._store.get(k)) for k in keys if self._store.check([k])]
             time.sleep(pause)
             pause = min(2 * pause, _LOOK)
@@ -237,10 +244,10 @@ class Talk:
         Returns:
             The error to raise, which says whom the store shows missing.
         """
-        mine, self._failed = f"failed/{self._failed}", self._failed + 1
+        mine, self.failures, self._compared = f"failed/{self.failures}", self.failures + 1, 0
         pending = unfinished is not None
         reached = self.started if unfinished is None else unfinished - 1
-        told = {"why": why, "pending": pending, "reached": reached}
+        told = {"why": why, "pending": pending, "reached": reached, "started": self.started}
         try:
             self._store.set(f"{mine}/{self._rank}", json.dumps(told))
             silent, until = list(self._others), time.monotonic() + _ANSWER
@@ -248,12 +255,15 @@ class Talk:
                 time.sleep(_LOOK)
                 for rank in [rank for rank in silent if self._store.check([f"{mine}/{rank}"])]:
                     silent.remove(rank)
-                    pending |= json.loads(self._store.get(f"{mine}/{rank}"))["pending"]
+                    other = json.loads(self._store.get(f"{mine}/{rank}"))
+                    # a collective that one started, and another did not, never ends
+                    pending |= other["pending"] or other["started"] != self.started
+            if silent or pending:
+                self._broken = why
+                self._store.set(f"broken/{self._rank}", json.dumps({**told, "reached": -1}))
         except RuntimeError:  # so is the process that holds the store
             self._broken = why
             return RankError(f"{why}; the store is gone, and so is the process that held it")
-        if silent or pending:
-            self._broken = why
         return RankError(f"{why}; {self.names(silent)} did not answer" if silent else why)
 
     def refuse_broken(self) -> None:

@@ -155,6 +155,14 @@ def test_an_error_that_all_raise_behind_a_collective():
     assert found == [("ArithmeticError", "no luck")] * 2
 
 
+@pytest.mark.parametrize("how", ["in an op", "in its arguments"])
+def test_one_that_fails_while_the_other_compares(how):
+    (first, after), (second, other) = gloo.together(ranks.one_fails_while_the_other_compares, how)
+    assert first[0] == ("ArithmeticError" if how == "in an op" else "ValueError")
+    assert second[0] == "RankError" and "rank 1 stopped: chain [RaisesOnce, Linear" in second[1]
+    assert after == other == [6, 5, 2, 7]  # nothing that was compared before is read
+
+
 def test_one_that_plans_again():
     assert gloo.together(ranks.one_plans_again) == [[2.0, 2.0]] * 2
 
@@ -225,7 +233,7 @@ def test_arguments_that_need_no_group(build):
 def test_the_end_of_a_recomputation_is_no_failure(error, told):
     said = []
     talk = SimpleNamespace(
-        me="rank 0", is_broken=False, failed=lambda why, unfinished: said.append(why)
+        me="rank 0", is_broken=False, failures=0, failed=lambda why, unfinished: said.append(why)
     )
     chain = SimpleNamespace(title="chain", groups=[SimpleNamespace(talk=talk)])
     with pytest.raises(error), reported(chain):

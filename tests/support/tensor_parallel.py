@@ -615,6 +615,29 @@ def another_call(rank):
     return raised(lambda: op(torch.ones(3) if rank else torch.ones(2)))
 
 
+class RaisesOnce(ops.Identity):
+    """Raises on the first process, where it is asked to."""
+
+    asked = False
+
+    def op_forward(self, ctx, input_, *unread):
+        if self.asked and not dist.get_rank():
+            raise ArithmeticError("no luck")
+        return input_
+
+
+def one_fails_while_the_other_compares(rank, how):
+    """One fails before it compares a call, or in a call that it knows; then all call the same."""
+    op = RaisesOnce()
+    chain = opfuse.Sequential(op, ops.Linear(3, 3, bias=False), ops.AllReduce())
+    chain(torch.ones(2, 3))
+    op.asked = how == "in an op"
+    wrong = torch.ones(2, 3) if op.asked else torch.ones(5, 7)
+    found = raised(lambda: chain(torch.ones(5, 3) if rank else wrong))
+    op.asked = False
+    return found, [chain(torch.ones(rows, 3)).shape[0] for rows in (6, 5, 2, 7)]
+
+
 def one_plans_again(rank):
     """A process may plan what it runs again, and the others need not."""
     op = ops.AllReduce()

@@ -115,9 +115,12 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
     except _END_OF_RECOMPUTATION:
         raise
     except Exception as error:
-        for talk in [talk for group in chain.groups if (talk := group.talk) is not None]:
+        told = vars(error).setdefault("_told", {})  # in a block inside of this one
+        talks = [talk for group in chain.groups if (talk := group.talk) is not None]
+        for talk in [talk for talk in talks if told.get(id(talk)) != talk.failures]:
             why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
             failure = talk.failed(f"{why}{type(error).__name__}: {error}", unfinished=None)
+            told[id(talk)] = talk.failures
             if talk.is_broken:
                 raise failure from error
         raise
