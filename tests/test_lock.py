@@ -219,6 +219,29 @@ def test_options_are_compared_when_a_plan_is_made(path):
             ops.GELU()(torch.ones(2))
 
 
+def test_autocast_is_compared_when_a_plan_is_made(path, tmp_path):
+    chain, x = opfuse.Sequential(ops.Linear(8, 8)), torch.randn(4, 8)
+    with opfuse.options(locked=path):
+        chain(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(opfuse.LockError, match="torch.autocast: cpu: none against"):
+                chain(x)
+        chain(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        path.write_text(opfuse.freeze())
+        with opfuse.options(locked=path):
+            chain(x)
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot")
+def test_denormal_numbers(path):
+    torch.set_flush_denormal(True)
+    try:
+        refused(path, "other switches: denormal numbers on the cpu: True against False")
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_the_recipe(tmp_path, register):
     import dataclasses
 

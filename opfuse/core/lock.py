@@ -63,6 +63,8 @@ def machine() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "other switches": {
             "mkldnn": torch.backends.mkldnn.enabled,
+            # torch tells by a computation alone
+            "denormal numbers on the cpu": bool((torch.tensor(1e-40) * 1.0).item()),
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "sums of half precision in products on CUDA": repr(sums),
@@ -79,6 +81,11 @@ def deciding() -> dict[str, Any]:
         **causes(),
         "the recipe": recipe and f"{type(recipe).__name__} {recipe.to_json()}",
         "ops that it skips": list(current.skip),
+        "torch.autocast": {
+            device.type: str(torch.get_autocast_dtype(device.type))
+            for device in _devices()
+            if torch.is_autocast_enabled(device.type)
+        },
         "the kernels' configurations": {
             device.type: tables.kernels_digest(tables.setting(device)["device"]) or "none"
             for device in _devices()
@@ -148,5 +155,5 @@ class Lock(NamedTuple):
             )
 
 
-SETTINGS = "the options", "the recipe", "ops that it skips"
+SETTINGS = "the options", "the recipe", "ops that it skips", "torch.autocast"
 """What may still change inside of a block; it is compared when a plan is made."""
