@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fakes import make_plugin
+from fp32 import restored
 
 import opfuse
 from opfuse import ops
@@ -97,21 +98,17 @@ def test_threads_and_precision_that_change_in_the_block(path):
             with pytest.raises(opfuse.LockError, match="the cpu: threads"):
                 op(x)
         op(x)
-        torch.set_float32_matmul_precision("medium")
-        try:
+        with restored():
+            torch.set_float32_matmul_precision("medium")
             with pytest.raises(opfuse.LockError, match="matmul_precision: ieee against bf16 here"):
                 op(x)
-        finally:
-            torch.set_float32_matmul_precision("highest")
         op(x)
 
 
 def test_the_precision_of_products(path):
-    torch.set_float32_matmul_precision("medium")
-    try:
+    with restored():
+        torch.set_float32_matmul_precision("medium")
         refused(path, "the cpu: matmul_precision: ieee against bf16 here")
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 def test_deterministic_algorithms(path):
