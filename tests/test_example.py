@@ -103,16 +103,16 @@ def test_grpo_with_chains_gives_the_rewards_and_the_curve_of_eager_pytorch(dtype
 @needs_extras
 def test_report_and_exact_resume(tmp_path):
     whole, half, resumed = (tmp_path / f"{name}.pt" for name in ("whole", "half", "resumed"))
-    result = example(*TINY, "--steps", 12, "--save", whole, "--out", tmp_path)
+    result = example(*TINY, "--steps", 16, "--save", whole, "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
-    assert "12/12" in result.stderr and "Warning" not in result.stderr
+    assert "16/16" in result.stderr and "Warning" not in result.stderr
     said = re.findall(r"^\[ *\d+ s\] (\w+)", result.stdout, re.MULTILINE)
     assert said == ["Loading", "Reading", "Training", "Computing"]
     assert "calls of fusible ops: forward " in result.stdout
     assert re.search(r"A sample of the fused run\n\nThe .{50}", result.stdout, re.DOTALL)
     fused, unfused = numbers(result.stdout, "validation loss, nats per byte")
-    assert 1 < fused < 5.3 and fused == pytest.approx(unfused, rel=0.01)
+    assert 1 < fused < 5 and fused == pytest.approx(unfused, rel=0.01)
     assert all(number > 0 for number in numbers(result.stdout, "training, tokens per second"))
     assert len(numbers(result.stdout, "the first step, seconds")) == 2
     assert all(number > 100_000 for number in numbers(result.stdout, "saved activations, bytes"))
@@ -120,12 +120,12 @@ def test_report_and_exact_resume(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "fusible ops" in (tmp_path / "plan.txt").read_text(encoding="utf-8")
 
-    first = example(*TINY, "--steps", 6, "--save", half, "--out", tmp_path)
+    first = example(*TINY, "--steps", 8, "--save", half, "--out", tmp_path)
     assert first.returncode == 0, first.stdout + first.stderr
-    second = example("--steps", 6, "--resume", half, "--save", resumed, "--out", tmp_path)
+    second = example("--steps", 8, "--resume", half, "--save", resumed, "--out", tmp_path)
     assert second.returncode == 0, second.stdout + second.stderr
     expected, got = (torch.load(path, weights_only=True) for path in (whole, resumed))
-    assert len(expected["runs"]["fused"]["losses"]) == 12
+    assert len(expected["runs"]["fused"]["losses"]) == 16
     assert not same(expected, torch.load(half, weights_only=True))
     assert same(expected, got)
 

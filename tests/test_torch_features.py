@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 
 import fusing
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
+from opfuse.testing import FusionSuite
 
 pytestmark = pytest.mark.alone  # its fusions are those of a variant, and no plugin is on
 
@@ -98,7 +100,12 @@ def test_an_eager_step_matches_torch():
 # torch.compile and torch.export
 
 
-@pytest.mark.parametrize(("warm", "dynamic"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("warm", "dynamic"),
+    [*itertools.product((False, True), repeat=2)]
+    if FusionSuite.thorough
+    else [(False, True), (True, False)],
+)
 def test_a_compiled_step_matches_torch(warm, dynamic):
     def compiled(model):
         if warm:

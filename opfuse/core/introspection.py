@@ -134,9 +134,9 @@ def _names_on(cls: type) -> Iterator[str]:
 
 def _methods_of(cls: type, names: Iterable[str]) -> Iterator[str]:
     """Those of the names that are methods of a class, its own or one of opfuse's classes."""
-    for name in names:
-        own = hasattr(cls, name) and not hasattr(nn.Module, name)
-        if own and not name.startswith("__"):
+    known = set[str]().union(*map(vars, cls.__mro__))
+    for name in [name for name in names if name in known]:
+        if not name.startswith("__") and not hasattr(nn.Module, name):
             value = _on_class(cls, name)
             if callable(value) or hasattr(value, "__get__"):
                 yield name

@@ -63,8 +63,8 @@ def machine() -> dict[str, Any]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "other switches": {
             "mkldnn": torch.backends.mkldnn.enabled,
-            # torch tells by a computation alone
-            "denormal numbers on the cpu": bool((torch.tensor(1e-40) * 1.0).item()),
+            # PyTorch sets it for the thread, and does not say; it is 0 where they are flushed
+            "denormal numbers on the cpu": sys.float_info.min / 2 != 0.0,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "sums of half precision in products on CUDA": repr(sums),

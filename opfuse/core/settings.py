@@ -69,6 +69,8 @@ class ThreadSettings(threading.local):
         together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
+        told: The errors that the other processes of a group were told of in the outermost block
+            that tells them, each with its :class:`opfuse.core.ranks.Talk`; None: there is none.
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
@@ -82,6 +84,7 @@ class ThreadSettings(threading.local):
     together: Any = None
     building: str = ""
     environment: Any = None
+    told: list[tuple[Any, BaseException]] | None = None
 
     @property
     def options(self) -> Options:

@@ -155,6 +155,11 @@ def test_an_error_that_all_raise_behind_a_collective():
     assert found == [("ArithmeticError", "no luck")] * 2
 
 
+def test_an_error_that_is_raised_again_is_told_again():
+    found = gloo.together(ranks.the_same_error_twice)
+    assert found == [[("ArithmeticError", "no luck")] * 2] * 2
+
+
 @pytest.mark.parametrize("how", ["in an op", "in its arguments"])
 def test_one_that_fails_while_the_other_compares(how):
     (first, after), (second, other) = gloo.together(ranks.one_fails_while_the_other_compares, how)

@@ -626,6 +626,23 @@ class RaisesOnce(ops.Identity):
         return input_
 
 
+class RaisesTheSame(ops.Identity):
+    """Raises one and the same error in each call."""
+
+    error = ArithmeticError("no luck")
+
+    def op_forward(self, ctx, input_, *unread):
+        raise self.error
+
+
+def the_same_error_twice(rank):
+    """Each time the other process learns of it, and both go on."""
+    chain = opfuse.Sequential(RaisesTheSame(), ops.AllReduce())
+    found = [raised(lambda: chain(torch.ones(2))) for _ in range(2)]
+    assert ops.AllReduce()(torch.ones(2)).tolist() == [2, 2]
+    return found
+
+
 def one_fails_while_the_other_compares(rank, how):
     """One fails before it compares a call, or in a call that it knows; then all call the same."""
     op = RaisesOnce()

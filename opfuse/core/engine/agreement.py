@@ -12,6 +12,7 @@ from torch.utils import checkpoint
 
 from ..lock import causes
 from ..ranks import RankError
+from ..settings import current
 from .chain import Chain
 from .step import Step
 
@@ -104,6 +105,8 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
         chain: The chain.
         where: The op, for messages.
     """
+    outermost = current.told is None
+    told = current.told = [] if current.told is None else current.told
     try:
         yield
     except RankError as error:
@@ -115,15 +118,17 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
     except _END_OF_RECOMPUTATION:
         raise
     except Exception as error:
-        told = vars(error).setdefault("_told", {})  # in a block inside of this one
         talks = [talk for group in chain.groups if (talk := group.talk) is not None]
-        for talk in [talk for talk in talks if told.get(id(talk)) != talk.failures]:
+        for talk in [talk for talk in talks if (talk, error) not in told]:
             why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
             failure = talk.failed(f"{why}{type(error).__name__}: {error}", unfinished=None)
-            told[id(talk)] = talk.failures
+            told.append((talk, error))
             if talk.is_broken:
                 raise failure from error
         raise
+    finally:
+        if outermost:
+            current.told = None
 
 
 class Reported:

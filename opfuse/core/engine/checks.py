@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..introspection import kwarg_names, own_call
 from ..layout import is_dtensor
-from ..op import BasicOperation
 from ..settings import checkpoint_frames, current
 from .chain import Chain, Slot
 from .program import Program
@@ -166,8 +165,7 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 def check_attributes(chain: Chain) -> None:
     """Refuse tensor attributes of an op or its class that need gradients but are not parameters."""
     for i, op in enumerate(chain.ops):
-        classes = [cls for cls in type(op).__mro__ if cls not in BasicOperation.__mro__]
-        for name in _tensors_of((op, *classes)):
+        for name in _tensors_of((op, *type(op).__mro__)):
             value = getattr(op, name)  # not what it hides
             known = name in (op.param_names or ()) or not isinstance(value, Tensor)
             if not known and value.requires_grad and value.is_leaf:

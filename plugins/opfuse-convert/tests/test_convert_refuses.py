@@ -15,8 +15,6 @@ from torch.nn.utils import prune
 
 import opfuse
 
-pytestmark = pytest.mark.alone  # what is refused is read off the code of the model
-
 SCALE = 1.0
 LOG = []
 

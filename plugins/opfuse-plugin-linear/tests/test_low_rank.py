@@ -9,7 +9,7 @@ from opfuse_linear import chunks
 import opfuse
 from opfuse import ops
 from opfuse.core.authoring import saved_bytes
-from opfuse.testing import interpreter
+from opfuse.testing import FusionSuite, interpreter
 from opfuse.testing.machine import is_interpreting
 from opfuse.tuning.tolerance import difference
 
@@ -60,7 +60,8 @@ TRAINED = ("lora_a", "lora_b"), ("weight", "lora_a", "lora_b", "bias"), ("lora_b
 @pytest.mark.parametrize("options", [{}, MANY], ids=["alone", "all outputs"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_it_is_what_the_separate_ops_give_in_fp64(dropout, bias, options, trained, dtype, rows):
-    if is_interpreting() and (bool(options) == bias or rows == (3, 7)):
+    fewer = is_interpreting() and not FusionSuite.thorough
+    if fewer and (bool(options) == bias or rows == (3, 7)):
         pytest.skip("the interpreter takes a second for each: a third of them do")
     chain = model(bias, dtype, trained, dropout, **options)
     x = torch.randn(*rows, 24, dtype=torch.float64).to(dtype).requires_grad_()
