@@ -152,9 +152,10 @@ class Program:
         self.called_before = self._called_before(contexts)
         used = [q for values in contexts for q in values["quantizers"].values()]
         self.advances = any(quantizer.pending_names for quantizer in used)
-        self._lock = env.options.get("locked"), setting(env.device)
+        lock = env.options.get("locked")
+        self._lock = None if lock is None else (lock, setting(env.device))
         more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
-        self.is_plain = not any(more) and not self._lock[0]
+        self.is_plain = not any(more) and self._lock is None
 
     def _wrap_steps(self) -> None:
         """Let steps report errors to other processes, or run on parts of a block of rows."""
@@ -169,9 +170,10 @@ class Program:
 
     def check_lock(self) -> None:
         """Refuse a call if something that is locked changed since the plan was made."""
-        lock, planned = self._lock
-        if lock is not None and not self.compiling and planned != setting(self.env.device):
-            lock.check()
+        if self._lock is not None and not self.compiling:
+            lock, planned = self._lock
+            if planned != setting(self.env.device):
+                lock.check()
 
     def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
         """A copy for one call that reports what it leaves for the backward to ``watcher``."""
