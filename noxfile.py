@@ -130,7 +130,7 @@ def base(session: nox.Session) -> str:
     if not stamp.is_file() or stamp.read_text() != wanted:
         making = [sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(home)]
         session.run(*making, external=True)
-        pip = [str(python), "-m", "pip", "install", "-c", str(versions)]
+        pip = [str(python), "-m", "pip", "install", "--no-compile", "-c", str(versions)]
         session.run(*pip, *requirements, external=True)
         stamp.write_text(wanted)
     return str(python)
@@ -500,6 +500,7 @@ def index(session: nox.Session) -> None:
     for name in session.posargs or sorted(PLUGINS):
         # kernels without a twin that runs on a CPU
         env = {"TRITON_INTERPRET": "1"} if name in ("liger", "moe") else {}
+        env["OPFUSE_COSTLY"] = "1"  # every check, see conftest.py
         dist = f"opfuse-plugin-{name}"
         given = ["--tests", str(ROOT / "plugins" / dist / "tests"), "--results", str(measured)]
         command = ["python", "-m", "opfuse", "check-plugin", dist, *given, "--json"]
@@ -515,4 +516,5 @@ def gpu(session: nox.Session) -> None:
     for name in PACKAGES:
         session.log(name)
         install(session, ROOT, *folders(name))
+        session.env["OPFUSE_COSTLY"] = "1"
         pytest(session, ROOT / "plugins" / name / "tests", options=["-k", "gpu"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
 )

@@ -6,6 +6,8 @@ import importlib.util
 import subprocess
 import sys
 
+import pytest
+
 import opfuse
 
 
@@ -71,11 +73,13 @@ def test_the_public_names_are_these():
     assert set(names.split()) == set(opfuse.__all__)
 
 
+@pytest.mark.alone
 def test_the_fusion_limit_is_read_from_the_environment():
     code = "from opfuse.core.settings import current; print(dict(current.options))"
     assert python("import opfuse;" + code, OPFUSE_FUSION_LIMIT="2") == "{'fusion_limit': 2}"
 
 
+@pytest.mark.alone
 def test_a_malformed_fusion_limit_is_told_by_the_first_plan():
     code = (
         "import torch, opfuse\n"

@@ -1,9 +1,11 @@
 """What a host reads agrees with what is here: workflows, versions of torch and Python, the placeholder."""
 
+import importlib.util
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import yaml
@@ -120,3 +122,17 @@ def test_the_changelog_begins_with_the_version():
         assert re.fullmatch(rf"{re.escape(version)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", heading), (
             folder
         )
+
+
+def test_which_cases_of_a_costly_test_run():
+    spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
+    root = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(root)
+    cases = [types.SimpleNamespace(nodeid=f"test_a.py::test_b[{n}-{n % 4}]") for n in range(400)]
+    assert [cases.index(case) for case in root._some(cases[:12], 4)] == [1, 4, 7, 10]
+    assert root._some(cases[:2], 4) == cases[:2] and root._some(cases, 0) == []
+    fourth = root._some(cases, 0.25)
+    assert 60 < len(fourth) < 140 and root._some(cases[:20], 0.25) == cases[:20]
+    assert root._some(cases[:200], 0.25) == [case for case in cases[:200] if case in fourth]
+    always = root._some(cases, 0.25, always=["3"])
+    assert all(case in always for case in cases if case.nodeid.endswith("-3]"))

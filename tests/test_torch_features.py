@@ -100,6 +100,7 @@ def test_an_eager_step_matches_torch():
 # torch.compile and torch.export
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize(
     ("warm", "dynamic"),
     [*itertools.product((False, True), repeat=2)]
@@ -264,6 +265,7 @@ def test_state_dict_loads_both_ways_as_weights_only():
 # Parameters
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("index", [0, 2])
 def test_weight_norm_on_linear(compiled, index):
@@ -275,6 +277,7 @@ def test_weight_norm_on_linear(compiled, index):
     both(run)
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weight_norm_on_layer_norm(compiled):
     def run(model):

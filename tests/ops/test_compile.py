@@ -47,6 +47,7 @@ EITHER = [(name, number % 2 == 0) for number, name in enumerate(CHAINS)]
 """What autocast changes is the engine's, so it is on for every other chain, and both ways where there are linears."""
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize(("name", "autocast"), [*EITHER, ("mlp", False), ("swiglu", True)])
 def test_compiled_chains_match_eager(compiler, name, autocast):
     chain = opfuse.Sequential(*CHAINS[name]())
@@ -66,6 +67,7 @@ def test_compiled_chains_match_eager(compiler, name, autocast):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("op", SCALED)
 def test_compiled_scaled_activations_match_eager(compiler, op):
     chain = opfuse.Sequential(ops.Identity(), op())

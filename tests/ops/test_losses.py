@@ -355,6 +355,7 @@ def test_a_sequence_of_several_pairs():
     torch.testing.assert_close(torch.autograd.grad(mine, x), torch.autograd.grad(expected, x))
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("name", ["DPO sigmoid", "DPO aot", "KTO", "ORPO", "GRPO dapo token"])
 def test_compiled_it_matches_eager(name):
     op = CASES[name]()

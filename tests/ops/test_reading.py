@@ -600,6 +600,7 @@ def test_they_take_a_name_as_constructors_do(way):
         NAMED[way](name=3)
 
 
+@pytest.mark.costly(4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(  # every pair of two of them
     ("backend", "autocast", "frozen"),

@@ -122,6 +122,7 @@ def test_the_backward_keeps_no_input_and_rotates_as_its_forward_did(call):
     torch.testing.assert_close(torch.autograd.grad(y.square().mul(0.5).sum(), x)[0], x.detach())
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("given", ["positions", "cos and sin"])
 def test_compiled_and_under_autocast(given, autocast):

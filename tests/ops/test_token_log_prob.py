@@ -177,6 +177,7 @@ def test_autocast_takes_the_logits_as_they_come(dtype):
     assert torch.autograd.grad(got.sum(), x)[0].dtype is dtype
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiled_it_matches_eager(name):
     options = OPTIONS[name]

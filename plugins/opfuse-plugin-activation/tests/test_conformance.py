@@ -7,6 +7,7 @@ from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
 
 
+@pytest.mark.costly(0.3, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     plugin = "activation"
 

@@ -136,6 +136,7 @@ def test_swizzled_scales_are_the_reference():
         assert_same(got, MX().reference(op.backward_value(y * 0.5, numbers), BOTH))
 
 
+@pytest.mark.costly(3)
 @computes
 @pytest.mark.parametrize("kind", FP4)
 def test_swizzled_scales_of_nvfp4_are_the_reference(kind):

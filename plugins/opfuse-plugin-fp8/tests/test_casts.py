@@ -142,6 +142,7 @@ def test_current_scaling_gives_the_exact_codes_and_scale(role, power_of_2, dtype
             compare(made, name, (codes, None), (codes.T, None))
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("f32_scales", [False, True])
 @pytest.mark.parametrize("role", ["input", "weight"])  # gradients have an input's blocks
@@ -164,6 +165,7 @@ def test_block_scaling_gives_the_exact_codes_and_scales(role, f32_scales, dtype)
                 compare(quantized(recipe, role, x, usage), exact.E4M3, *copies)
 
 
+@pytest.mark.costly(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("square", [False, True])

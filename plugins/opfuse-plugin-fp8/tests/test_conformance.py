@@ -46,6 +46,7 @@ INEXACT = dict.fromkeys(
 )
 
 
+@pytest.mark.costly(0.25, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     """Products under every recipe, casts under one."""
 

@@ -63,6 +63,7 @@ def compare(made, sizes, x, each):
             same(cut.dequantize(usage), one.dequantize())
 
 
+@pytest.mark.costly(24)
 @computes
 @every
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -95,6 +96,7 @@ def test_other_dtypes(dtype, monkeypatch):
             x.view(-1, 16), own)  # fmt: skip
 
 
+@pytest.mark.costly(6)
 @computes
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

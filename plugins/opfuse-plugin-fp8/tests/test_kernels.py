@@ -806,6 +806,7 @@ def test_it_compiles_for_every_target(name, monkeypatch, tmp_path):
         assert rows and not [sentence for row in rows for sentence in row.refusals]
 
 
+@pytest.mark.costly(20)
 @pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_every_byte_is_moved_as_often_as_it_has_to_be(case):

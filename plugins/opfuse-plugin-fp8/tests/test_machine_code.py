@@ -54,6 +54,7 @@ def stack_pointer_reads(text):
     )
 
 
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("rows, features", [(64, 96), (1, 64), (160, 256)])
 @pytest.mark.parametrize(
     "name, dtype, offset",

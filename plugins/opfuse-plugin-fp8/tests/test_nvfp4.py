@@ -71,6 +71,7 @@ def compare(made, copies):
         assert getattr(made, f"{way}_tensor_scale_inv").item() == decode
 
 
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("role", ROLES)
 def test_codes_and_scales_are_exact_for_each_option(role, dtype):
@@ -87,6 +88,7 @@ def test_codes_and_scales_are_exact_for_each_option(role, dtype):
             compare(made, copies)
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["MAE", "MSE"])
 def test_four_over_six_is_exact(mode, dtype):

@@ -248,6 +248,7 @@ def test_recipes_share_plans_and_keep_their_state_apart():
     assert len(first) == 6
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_compile_gives_the_same_bits_or_refuses_advancing_state(name):
     """The same bits, forward and backward; state that advances is refused."""

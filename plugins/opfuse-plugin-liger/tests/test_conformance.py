@@ -3,9 +3,12 @@
 Without a GPU, Liger's kernels run in Triton's interpreter: TRITON_INTERPRET=1 python -m pytest.
 """
 
+import pytest
+
 from opfuse.testing import FusionSuite
 
 
+@pytest.mark.costly(0.2, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     plugin = "liger"
     most_rows = 16  # Liger starts a program for each row

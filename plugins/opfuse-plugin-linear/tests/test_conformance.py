@@ -33,6 +33,7 @@ def as_large_as_the_matrices(rows, target, facts):
     return [Config({**tile, "GROUP": 8, **by_tiles})]
 
 
+@pytest.mark.costly(0.25, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     plugin = "linear"
     most_rows = 8  # the loss has a program for each row; other tests have products of more
@@ -73,6 +74,7 @@ class TestConformance(FusionSuite):
 ELSEWHERE = ("output", "gradients", "aliasing", "grad_input", "unmodified_gradients", "nan_and_inf")
 
 
+@pytest.mark.costly(2)
 @pytest.mark.skipif(is_interpreting(), reason="it launches no kernel")
 @pytest.mark.parametrize(
     ("passes", "name"),

@@ -363,6 +363,7 @@ def compile_for(arch, act=None, *, config=None, keep=True, sizes=(8192, 1024, 40
     return found, read_resources(found)
 
 
+@pytest.mark.costly(5)
 @compiled
 @pytest.mark.parametrize("act", [None, GELU, SWIGLU], ids=["add", "GELU", "SwiGLU"])
 @pytest.mark.parametrize("arch", TARGETS)

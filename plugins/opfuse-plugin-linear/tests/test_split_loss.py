@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -35,6 +36,7 @@ def test_a_split_loss(numbers, dtype, sequence):
     gloo.together(tensor_parallel.loss, numbers, dtype, sequence, not sequence, True)
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize(
     "numbers",
     [

@@ -204,6 +204,7 @@ def test_with_the_linear_by_chunks(monkeypatch, frozen, dtype, options):
         assert not difference(got, expected, rounded=separate, dtype=dtype, gemm=True)
 
 
+@pytest.mark.costly(1)
 @compiles
 @pytest.mark.parametrize("arch", TARGETS)
 def test_the_kernels_compile_for_the_architecture(arch):

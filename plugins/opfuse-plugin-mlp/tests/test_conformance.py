@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from opfuse import ops
 from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
@@ -9,6 +11,7 @@ from opfuse.testing.machine import is_interpreting
 OPTIONAL = ops.RMSNorm, ops.LayerNorm, ops.Bias
 
 
+@pytest.mark.costly(0.3, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     plugin = "mlp"
 

@@ -22,6 +22,7 @@ def _drawn(x, p, train):
     return (x.to(wide) * factors).to(x.dtype), factors > 0
 
 
+@pytest.mark.costly(0.3, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     plugin = "norm"
 

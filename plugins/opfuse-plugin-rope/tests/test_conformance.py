@@ -8,6 +8,7 @@ import opfuse
 from opfuse.testing import FusionSuite, machine
 
 
+@pytest.mark.costly(0.3, always=("output", "gradients"))
 class TestConformance(FusionSuite):
     plugin = "rope"
     most_rows = 8

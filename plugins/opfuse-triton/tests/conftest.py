@@ -1,14 +1,7 @@
-"""Fixtures, and what no plugin changes."""
+"""Fixtures of the tests of this toolkit."""
 
 import os
 
 from fixtures import fused, no_plugins, register  # noqa: F401
 
 os.environ["OPFUSE_TUNING"] = ""  # what was measured on this machine decides nothing in tests
-
-
-def pytest_collection_modifyitems(items):
-    """What hides the installed plugins gives the same with them: it is left out where all of them are there."""
-    for item in items:
-        if not {"no_plugins", "register"}.isdisjoint(item.fixturenames):
-            item.add_marker("alone")

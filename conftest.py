@@ -1,0 +1,47 @@
+"""Which tests run: what no plugin changes, and what is left out unless every case is asked for."""
+
+import itertools
+import os
+import zlib
+
+ASKED = os.environ.get("OPFUSE_COSTLY") or os.environ.get("OPFUSE_THOROUGH") or ""
+EVERY = ASKED not in ("", "0")
+HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
+"""Fixtures with which no installed plugin is on: none is, or only what the test registers."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Mark what hides the installed plugins; leave out most cases of tests that are costly.
+
+    What hides them gives the same with them: it is left out where all of them are there.
+    """
+    left_out, named = set(), any("::" in str(arg) for arg in config.args)
+    for _, group in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(group)
+        for item in cases:
+            if not HIDING.isdisjoint(getattr(item, "fixturenames", ())):
+                item.add_marker("alone")
+        mark = cases[0].get_closest_marker("costly")
+        if mark is not None and not (named or EVERY):
+            left_out.update(set(cases) - set(_some(cases, *mark.args, **mark.kwargs)))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _some(cases, count, always=()):
+    """Some of the cases of a test.
+
+    Args:
+        cases: All of them.
+        count: So many, evenly apart. As a float, a share of more than 20, by the hashes of their
+            names, so that they stay the same when others come and go.
+        always: Cases whose names end so run, too.
+    """
+    if isinstance(count, float):
+        most = count * 2**32 if len(cases) > 20 else 2**32
+        kept = [case for case in cases if zlib.crc32(case.nodeid.encode()) < most]
+    else:
+        kept = [cases[int((n + 0.5) * len(cases) / count)] for n in range(min(count, len(cases)))]
+    ends = tuple(f"-{name}]" for name in always)
+    return kept + [case for case in cases if ends and case.nodeid.endswith(ends)]
