@@ -42,6 +42,7 @@ def _some(cases, count, always=()):
         most = count * 2**32 if len(cases) > 20 else 2**32
         kept = [case for case in cases if zlib.crc32(case.nodeid.encode()) < most]
     else:
-        kept = [cases[int((n + 0.5) * len(cases) / count)] for n in range(min(count, len(cases)))]
+        count = min(count, len(cases))
+        kept = [cases[int((number + 0.5) * len(cases) / count)] for number in range(count)]
     ends = tuple(f"-{name}]" for name in always)
     return kept + [case for case in cases if ends and case.nodeid.endswith(ends)]
