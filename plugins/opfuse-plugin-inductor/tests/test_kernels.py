@@ -612,16 +612,25 @@ def test_other_fusions_take_precedence():
 # What it says
 
 
-def test_a_compilation_is_announced_and_reported(monkeypatch):
+@pytest.fixture
+def said():
+    """What the plugin logs."""
+    log, heard, handler = logging.getLogger("opfuse.inductor"), [], logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield heard
+    log.setLevel(before)
+    log.removeHandler(handler)
+
+
+def test_a_compilation_is_announced_and_reported(monkeypatch, said):
     chain, x = (
         opfuse.Sequential(ops.RMSNorm(28), ops.SwiGLU()),
         torch.randn(3, 28, requires_grad=True),
     )
     monkeypatch.setattr(kernels, "PATIENCE", 0.0)
-    log, said, handler = logging.getLogger("opfuse.inductor"), [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    monkeypatch.setattr(log, "handlers", [handler])
-    monkeypatch.setattr(log, "level", logging.INFO)
     with opfuse.options(**TRACED):
         assert "nothing was compiled" in opfuse.explain(chain, x[:1]).details
         chain(x).sum().backward()
