@@ -251,6 +251,7 @@ def test_a_wrong_number_of_functions_is_an_error():
         functions_of(Three())
 
 
+@compiled
 def test_without_triton_the_package_says_so():
     code = "import sys; sys.modules['triton'] = None; import opfuse; print(1); import opfuse_triton; print(opfuse_triton.why_no_kernel.__name__); opfuse_triton.Kernel"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -258,6 +259,7 @@ def test_without_triton_the_package_says_so():
     assert "opfuse_triton.Kernel needs Triton, which is not installed: on Linux" in done.stderr
 
 
+@compiled
 def test_without_triton_the_command_says_so():
     code = (
         "import runpy, sys; sys.modules['triton'] = None; sys.argv = ['opfuse_triton', 'check']; "

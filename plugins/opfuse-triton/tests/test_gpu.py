@@ -32,6 +32,7 @@ from opfuse.tuning.clock import GPUClock  # noqa: E402
 HERE = pathlib.Path(__file__)
 SUPPORT = HERE.parents[3] / "tests" / "support"
 interpreted = pytest.mark.skipif(not is_interpreting(), reason="needs TRITON_INTERPRET=1")
+once = pytest.mark.skipif(is_interpreting(), reason="the processes that it starts always interpret")
 
 
 def command(*arguments, cwd):
@@ -43,6 +44,7 @@ def command(*arguments, cwd):
     )
 
 
+@once
 def test_a_sound_case_passes_and_is_timed(tmp_path, monkeypatch):
     done = command("gpu_toys:SOUND", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -124,6 +126,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(
     assert not (tmp_path / "gpu.json").exists()
 
 
+@once
 def test_each_fault_is_told_and_the_command_fails(tmp_path):
     done = command("gpu_toys:WRONG", cwd=tmp_path)
     said = " ".join(done.stdout.split())
@@ -140,6 +143,7 @@ def test_each_fault_is_told_and_the_command_fails(tmp_path):
         assert text in said, (text, said)
 
 
+@once
 def test_a_process_that_dies_or_hangs_costs_its_part_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
@@ -430,6 +434,7 @@ def test_draw_gives_the_inputs_that_it_names():
     assert torch.equal(x, torch.ones(2, 3)) and x.storage_offset() == 1
 
 
+@once
 def test_in_a_process_that_interprets():
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     given = [
