@@ -17,13 +17,16 @@ from torch.utils.flop_counter import flop_registry
 import opfuse
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
+from opfuse.core.replaced_forward import MEMORY
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement, Shape
+from opfuse.report.explain import forked_rng
+from opfuse.tuning.comparing import differ
 from opfuse.tuning.job import one_line
 from opfuse.tuning.timing import TURNS, compare
 from opfuse.tuning.writing import add
 
-from .actions import Action, ModuleMemory, put_on, take_off
+from .actions import Action, attach, take_off
 from .choosing import Option
 from .units import Place, Unit, tensors_in
 
@@ -43,22 +46,12 @@ RATES = {"cpu": 100e9, "cuda": 200e12}
 @contextlib.contextmanager
 def acting(actions: Actions) -> Iterator[None]:
     """A block in which places act so."""
-    modules = attach(actions)
+    modules = attach((p.module, p.is_chain, action) for p, action in actions)
     try:
         yield
     finally:
         for module in modules:
             take_off(module)
-
-
-def attach(actions: Actions) -> list[nn.Module]:
-    """Let places act so; returns their modules."""
-    by: dict[nn.Module, dict[str, Action]] = {}
-    for place, action in actions:
-        by.setdefault(place.module, {})["chain" if place.is_chain else "own"] = action
-    for module, those in by.items():
-        put_on(module, ModuleMemory(**those))
-    return list(by)
 
 
 def step(run: Callable[[], Any], wanted: Sequence[Tensor]) -> None:
@@ -89,16 +82,19 @@ class Costs:
         model: The model.
         device: Where it computes.
         measure: Measure times that are not in the table; if not, they are estimated.
+        compiled: The budgets with which ``torch.compile`` may compile a unit.
 
     Attributes:
         notes: Sentences about units for which nothing can be done.
         estimated: Whether a time was estimated.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, measure: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, measure: bool, compiled: Sequence[float] = ()
+    ) -> None:
         self._params = list(model.parameters())
         self._trained = [p for p in self._params if p.requires_grad]
-        self._device, self._measure = device, measure
+        self._device, self._measure, self._budgets = device, measure, compiled
         self._known: dict[str, list[Option]] = {}
         self._rows: list[dict[str, Any]] = []
         self.notes: dict[str, int] = {}
@@ -138,7 +134,8 @@ class Costs:
                 actions = tuple((number, _AGAIN) for number in those)
                 kept = self._bytes(unit, actions) if count > 1 else bare - saved[those[0]]
                 found.append(Option(kept, sum(map(added.get, those)), *_named(unit, actions)))  # type: ignore[arg-type]
-        return found + self._as_a_whole(unit, bare)
+        is_container = any(not part.is_chain for part in unit.parts)
+        return found + self._as_a_whole(unit, bare) + (self.compiled(unit) if is_container else [])
 
     def _as_a_whole(self, unit: Unit, bare: int) -> list[Option]:
         """The ways in which all of a unit does the same, if they keep less than it does."""
@@ -152,13 +149,51 @@ class Costs:
                 found.append(Option(kept, self._seconds(unit, whole), *_named(unit, whole)))
         return found
 
+    def compiled(self, unit: Unit) -> list[Option]:
+        """The ways to compile all of a unit, if that gives what the unit gives as it is."""
+        found = []
+        for budget in self._budgets:
+            whole = ((WHOLE, Action("compile", budget=budget)),)
+            if why := self._difference(unit, whole):
+                self._note(f"{unit.place.name} is not compiled with budget {budget:g}: {why}")
+                break  # and no other budget, since each takes long
+            kept, seconds = self._bytes(unit, whole), self._seconds(unit, whole)
+            found.append(Option(kept, seconds, *_named(unit, whole)))
+        return found
+
+    def _difference(self, unit: Unit, actions: Those) -> str:
+        """How results and gradients of a unit are others with some actions, or ``""``."""
+
+        def as_it_is() -> tuple[Tensor, ...]:
+            with forked_rng("opfuse.plan_memory"):
+                return tuple(tensors_in(unit.place.run(unit.args, unit.kwargs)))
+
+        def so() -> tuple[Tensor, ...]:
+            with acting(placed(unit, actions)):
+                results = as_it_is()
+                if why := vars(unit.place.module)[MEMORY].fallback:
+                    raise RuntimeError(why)
+                return results
+
+        kind = self._device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        try:
+            return differ(as_it_is, so, (), self._wanted(unit), dtype=dtype)
+        except Exception as error:
+            return one_line(error)
+
+    def _wanted(self, unit: Unit) -> list[Tensor]:
+        """What gets gradients in a step of a unit."""
+        given = tensors_in((unit.args, unit.kwargs))
+        return [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
+
     def _bytes(self, unit: Unit, actions: Those) -> int:
         with acting(placed(unit, actions)):
             run = lambda: unit.place.run(unit.args, unit.kwargs)  # noqa: E731
             return saved_bytes(run, [*self._params, *unit.shared])
 
     def _seconds(self, unit: Unit, actions: Those) -> float:
-        """Seconds that a step of a unit takes longer, at least 0."""
+        """Seconds that a step of a unit takes longer; at least 0, unless it is compiled."""
 
         def run() -> Any:
             return unit.place.run(unit.args, unit.kwargs)
@@ -166,9 +201,9 @@ class Costs:
         given = tensors_in((unit.args, unit.kwargs))
         what = [[number, str(action)] for number, action in actions]
         subject = {"fusion": f"memory of {unit.place.name}", "of": unit.kind, "action": what}
-        wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
-        _, longer = self.compared(subject, given, run, wanted, placed(unit, actions))
-        return max(longer, 0.0)
+        how = placed(unit, actions)
+        _, longer = self.compared(subject, given, run, self._wanted(unit), how)
+        return longer if any(a.what == "compile" for _, a in actions) else max(longer, 0.0)
 
     def compared(
         self, subject: dict[str, Any], given: Sequence[Tensor], run: Any, wanted: Any, how: Actions
