@@ -61,7 +61,7 @@ class Action:
                 return recomputed(forward, args, kwargs, {})
             return forward(*args, **kwargs)
         if self.what == "compile":
-            _without([], (args, kwargs))
+            take_tensors([], (args, kwargs))
             if why := _hooked(module):
                 raise AsItIsError(why)
             return _run_compiled(type(module), self.budget, forward, args, kwargs)
@@ -135,11 +135,11 @@ def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping
         AsItIsError: An argument is an object that a second run would change again, such as a cache.
     """
     tensors: list[Tensor] = []
-    form = _without(tensors, (args, kwargs))
+    form = take_tensors(tensors, (args, kwargs))
     first = [] if is_dynamo_compiling() else [(args, kwargs)]
 
     def again(*tensors: Tensor) -> Any:
-        args, kwargs = first.pop() if first else _with(iter(tensors), form)
+        args, kwargs = first.pop() if first else put_tensors(iter(tensors), form)
         return forward(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False, **how)
@@ -152,30 +152,30 @@ class _Tensor:
 _A_TENSOR = _Tensor()
 
 
-def _without(tensors: list[Tensor], value: Any) -> Any:
+def take_tensors(tensors: list[Tensor], value: Any) -> Any:
     """Arguments without their tensors, which go into a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _A_TENSOR
     cls = type(value)
     if cls is tuple or cls is list:
-        return cls([_without(tensors, each) for each in value])
+        return cls([take_tensors(tensors, each) for each in value])
     if cls is dict:
-        return {key: _without(tensors, each) for key, each in value.items()}
+        return {key: take_tensors(tensors, each) for key, each in value.items()}
     if value is None or isinstance(value, _FIXED):
         return value
     raise AsItIsError(f"it is called with a {cls.__name__}, which a second run would change again")
 
 
-def _with(tensors: Iterator[Tensor], form: Any) -> Any:
+def put_tensors(tensors: Iterator[Tensor], form: Any) -> Any:
     """Arguments with their tensors again."""
     if form is _A_TENSOR:
         return next(tensors)
     cls = type(form)
     if cls is tuple or cls is list:
-        return cls([_with(tensors, each) for each in form])
+        return cls([put_tensors(tensors, each) for each in form])
     if cls is dict:
-        return {key: _with(tensors, each) for key, each in form.items()}
+        return {key: put_tensors(tensors, each) for key, each in form.items()}
     return form
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,16 +18,14 @@ from torch.utils.flop_counter import flop_registry
 import opfuse
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
-from opfuse.core.replaced_forward import MEMORY
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement, Shape
-from opfuse.report.explain import forked_rng
-from opfuse.tuning.comparing import differ
 from opfuse.tuning.job import one_line
 from opfuse.tuning.timing import TURNS, compare
 from opfuse.tuning.writing import add
 
 from .actions import Action, attach, take_off
+from .checking import why_not
 from .choosing import Option
 from .units import Place, Unit, tensors_in
 
@@ -154,33 +153,12 @@ class Costs:
         found = []
         for budget in self._budgets:
             whole = ((WHOLE, Action("compile", budget=budget)),)
-            if why := self._difference(unit, whole):
+            if why := why_not(unit, functools.partial(acting, placed(unit, whole))):
                 self._note(f"{unit.place.name} is not compiled with budget {budget:g}: {why}")
                 break  # and no other budget, since each takes long
             kept, seconds = self._bytes(unit, whole), self._seconds(unit, whole)
             found.append(Option(kept, seconds, *_named(unit, whole)))
         return found
-
-    def _difference(self, unit: Unit, actions: Those) -> str:
-        """How results and gradients of a unit are others with some actions, or ``""``."""
-
-        def as_it_is() -> tuple[Tensor, ...]:
-            with forked_rng("opfuse.plan_memory"):
-                return tuple(tensors_in(unit.place.run(unit.args, unit.kwargs)))
-
-        def so() -> tuple[Tensor, ...]:
-            with acting(placed(unit, actions)):
-                results = as_it_is()
-                if why := vars(unit.place.module)[MEMORY].fallback:
-                    raise RuntimeError(why)
-                return results
-
-        kind = self._device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        try:
-            return differ(as_it_is, so, (), self._wanted(unit), dtype=dtype)
-        except Exception as error:
-            return one_line(error)
 
     def _wanted(self, unit: Unit) -> list[Tensor]:
         """What gets gradients in a step of a unit."""
