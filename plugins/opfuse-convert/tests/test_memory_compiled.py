@@ -1,5 +1,6 @@
 """opfuse.plan_memory with torch.compile as a way: the same numbers and gradients, compiled once, within the budget."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -9,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from opfuse_convert import MemoryPlan
-from opfuse_convert.memory import actions, compiling, costs
+from opfuse_convert.memory import actions, checking, compiling, costs
 from opfuse_convert.memory.plan import Choice
+from opfuse_convert.memory.units import Place, Unit
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.compilers import nop
@@ -19,6 +21,7 @@ from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
@@ -328,6 +331,29 @@ def test_parameters_that_are_sharded(mesh, first):
         torch.testing.assert_close(param.grad.full_tensor(), 2 * grad, rtol=1e-10, atol=1e-12)
 
 
+def test_tensor_parallelism_puts_hooks_into_a_layer(mesh):
+    model, twin = attached(2)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = an_input()
+    model.eval(), twin.eval()  # a DTensor drops out other numbers
+    mine, theirs = (gradients(m, x) for m in (model, twin))
+    mine = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in mine]
+    assert_same(mine, theirs)
+    assert vars(model.layers[0])[MEMORY].fallback.startswith("its up has a forward")
+
+
+def test_fsdp_puts_hooks_into_a_model(mesh):
+    model, x = Model(2), an_input()
+    twin = copy.deepcopy(model)
+    actions.attach([(model, False, actions.Action("compile", budget=0.5))])
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=mesh)
+    torch.manual_seed(5)
+    assert_same([model(x).detach()], gradients(twin, x)[:1])
+    assert "layers.0 has a forward" in vars(model)[MEMORY].fallback
+
+
 # What cannot be compiled
 
 
@@ -389,3 +415,41 @@ def test_a_cache_among_the_arguments(graphs):
 def test_budgets_that_are_none(how):
     with pytest.raises(ValueError, match="expected as compiled shares from 0 to 1, and measure"):
         opfuse.plan_memory(Model(1), an_input(), **how)
+
+
+# What is compared
+
+
+class Shifted(nn.Module):
+    """A softmax, whose gradient of a shift is noise, in some ways."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.shift = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.ones(1))
+        self.way = ""
+        self.bfloat16()
+
+    def forward(self, x):
+        h = x @ self.weight
+        h = (h.float() if self.way == "wide" else h) + self.shift
+        return h.softmax(-1).to(x.dtype) + (0.01 * self.shift if self.way == "wrong" else 0)
+
+
+@pytest.mark.parametrize("way", ["wide", "wrong"])
+def test_noise_is_told_from_a_gradient_that_is_wrong(monkeypatch, way):
+    module = Shifted()
+    x = torch.randn(256, 64).bfloat16().requires_grad_()
+    unit = Unit(Place("", module), (x,), {})
+
+    @contextlib.contextmanager
+    def acting():
+        with costs.acting(((unit.place, actions.Action(prefer="speed")),)):
+            module.way = way
+            yield
+            module.way = ""
+
+    why = checking.why_not(unit, acting)
+    assert "its gradient is wrong" in why if way == "wrong" else not why
+    monkeypatch.setattr(checking, "_DRAWS", 0)
+    assert "its gradient is wrong" in checking.why_not(unit, acting)

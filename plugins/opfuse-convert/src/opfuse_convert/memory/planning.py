@@ -51,12 +51,12 @@ def plan_memory(
     place of one that is there. :meth:`MemoryPlan.detach` removes it.
 
     Parameters, buffers and random numbers stay as they are. Gradients are those without the plan:
-    what is computed again draws the same random numbers. Only ``prefer="memory"`` may round
-    otherwise, by other fusions. Without grad mode nothing is done. A layer
-    whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an object
-    that a second run would change, such as a cache of keys and values, runs as it is. So does one
-    whose forward changes attributes or buffers, draws from other random numbers than PyTorch's
-    default ones, or gives other numbers when it runs again.
+    what is computed again, or compiled, draws the same random numbers. Only ``prefer="memory"`` and
+    what is compiled may round otherwise, by other fusions. Without grad mode nothing is done. A
+    layer whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an
+    object that a second run would change, such as a cache of keys and values, runs as it is. So
+    does one whose forward changes attributes or buffers, draws from other random numbers than
+    PyTorch's default ones, or gives other numbers when it runs again.
 
     Args:
         model: The model; converted or not.
@@ -65,8 +65,9 @@ def plan_memory(
             (``"200MB"``, ``"1.5GiB"``). None: nothing is attached; print the plan to see the curve.
         measure: Measure times that are not in the table. If not, the operations of what is computed
             again are counted, and the times are estimates.
-        compiled: Budgets of ``torch.compile`` (``activation_memory_budget``) to measure for the
-            curve. Each compiles a copy of the model.
+        compiled: Budgets of ``torch.compile`` (``activation_memory_budget``, from 0 to 1) with
+            which a layer, or the model, may be compiled: each is compared with what runs without,
+            and measured, which takes a compilation. Layers that are alike share one.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -75,7 +76,8 @@ def plan_memory(
     Raises:
         TypeError: ``model`` is not a module, or it is a compiled one.
         ValueError: The budget is no share and no number of bytes, or is below the lowest possible
-            number, which the message has; nothing is kept; or gradient checkpointing is on.
+            number, which the message has; nothing is kept; gradient checkpointing is on; or
+            ``compiled`` has something else than shares, or comes without ``measure``.
         RuntimeError: Called in traced code, or on a model that is sharded.
     """
     _check(model)
