@@ -22,7 +22,7 @@ FAILURES = TorchDynamoException, FailOnRecompileLimitHit
 """What a forward raises that cannot be compiled, before anything of it has run."""
 
 _LEAST = 1e-9
-"""The budget 0: at 0 itself the partitioner computes random numbers again, and so draws others."""
+"""The budget 0 where there are random numbers: at 0 itself, nothing can be kept."""
 
 
 class _KeepRandom(CustomGraphPass):
@@ -35,6 +35,8 @@ class _KeepRandom(CustomGraphPass):
         for node in graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                least = max(partitioner.activation_memory_budget, _LEAST)
+                partitioner.activation_memory_budget = least  # until the end of the compilation
 
     def uuid(self) -> str:
         """What it is, for the cache of compiled graphs."""
@@ -56,7 +58,7 @@ def compiled(of: type, budget: float) -> Callable[..., Any]:
 
     def within(graph: Any, inputs: Any) -> Any:
         keep = {"fallback_random": True, "joint_custom_post_pass": _KeepRandom()}
-        share = partitioner.patch(activation_memory_budget=max(budget, _LEAST))
+        share = partitioner.patch(activation_memory_budget=budget)
         with share, inductor.patch(keep):
             return compile_fx(graph, inputs)
 
