@@ -416,6 +416,22 @@ def test_budgets_that_are_none(how):
         opfuse.plan_memory(Model(1), an_input(), **how)
 
 
+@pytest.mark.parametrize(
+    ("op", "given", "draws"),
+    [
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (), False),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (0.0,), False),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, (0.1,), True),
+        (torch.ops.aten.native_dropout.default, (), True),
+        (torch.ops.aten.mm.default, (), False),
+    ],
+)
+def test_what_draws_random_numbers(op, given, draws):
+    graph = torch.fx.Graph()
+    node = graph.call_function(op, (*[graph.placeholder(name) for name in "qkv"], *given))
+    assert compiling._draws(node) is draws
+
+
 # What is compared
 
 

@@ -25,6 +25,16 @@ _LEAST = 1e-9
 """The budget 0 where there are random numbers: at 0 itself, nothing can be kept."""
 
 
+def _draws(node: fx.Node) -> bool:
+    """Whether a node of a graph draws random numbers; attention does only if it drops out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {each.name: each.default_value for each in arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p") != 0
+
+
 class _KeepRandom(CustomGraphPass):
     """Lets the partitioner keep what draws random numbers, whatever the budget.
 
@@ -33,7 +43,7 @@ class _KeepRandom(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if _draws(node):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
                 least = max(partitioner.activation_memory_budget, _LEAST)
                 partitioner.activation_memory_budget = least  # until the end of the compilation
