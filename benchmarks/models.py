@@ -4,6 +4,7 @@ python -m benchmarks --suite models --out models.json
 python -m benchmarks --suite models --models llama,gpt2 --dtypes bf16 --ways converted,memory
 python -m benchmarks --suite models --ways compile,converted-compile --cold --out cold.json
 python -m benchmarks --suite models --ways budget-0.5,compile-0.5
+python -m benchmarks --suite models --together --ways budget-0.5-compiled,budget-least-compiled
 
 The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
 ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
@@ -14,7 +15,10 @@ from parameters. With one thread the time is CPU time of the process. Both model
 copies of one, since weights that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is
 the first call with its backward, on the clock; it is of interest with ``--cold``, where no process
 finds anything compiled. ``budget-0.5`` is the converted model with the plan of
-``opfuse.plan_memory(budget=0.5)``; models with a cache are told not to use it.
+``opfuse.plan_memory(budget=0.5)``; models with a cache are told not to use it. In
+``budget-0.5-compiled`` the plan may also compile layers or the model, with one of ``SHARES``;
+``budget-least`` is the lowest budget that is possible. ``--together`` measures all ways of a model
+and dtype in one process, so that plans share what they compiled and measured.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
 MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
 DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
-BUDGETS = ("budget-0.8", "budget-0.5", "budget-0.3")
-"""Ways that are measured if they are asked for."""
+SHARES = (1.0, 0.5, 0.0)
+"""The budgets with which a plan of ``budget-0.5-compiled`` may compile."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="empty caches for every process")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
-    parser.add_argument("--part", choices=("tune", *WAYS, *BUDGETS), help=argparse.SUPPRESS)
+    parser.add_argument("--together", action="store_true", help="all ways in one process")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part is not None:
         print(json.dumps(run(options)))
@@ -73,7 +78,8 @@ def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[s
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {"OPFUSE_TUNING": folder}
-        for part in ("tune", *options.ways.split(",")):
+        ways = [options.ways] if options.together else options.ways.split(",")
+        for part in ("tune", *ways):
             command = [sys.executable, __file__, "--part", part, "--threads", str(options.threads)]
             command += ["--models", model, "--dtypes", dtype]
             if options.cold:
@@ -82,16 +88,15 @@ def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[s
             if done.returncode:
                 print(f"{model} {dtype} {part}: failed", file=sys.stderr)
                 continue
-            row = json.loads(done.stdout.splitlines()[-1])
-            if part != "tune":
-                rows.append({"model": model, "dtype": dtype, "way": part} | row)
-                told = "{speed:.3f}x +-{noise:.3f}, {saved_mb:.1f} MB of {eager_mb:.1f}"
-                print(f"{model:8} {dtype:8} {part:18} " + told.format(**row), flush=True)
+            for row in json.loads(done.stdout.splitlines()[-1]):
+                rows.append({"model": model, "dtype": dtype} | row)
+                told = "{way:22} {speed:.3f}x +-{noise:.3f}, {saved_mb:.1f} MB of {eager_mb:.1f}"
+                print(f"{model:8} {dtype:8} " + told.format(**row), flush=True)
     return rows
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """What one process does: tune, or time one way against eager."""
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What one process does: tune, or time ways against eager."""
     import torch
 
     import opfuse
@@ -103,16 +108,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model = model.to(torch.bfloat16)
         inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     cast = torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast")
-    part = options.part
-    with contextlib.ExitStack() as stack:
-        if part == "memory":
-            stack.enter_context(opfuse.options(prefer="memory"))
-        if part == "tune":
-            opfuse.convert(model)
-            with cast:
-                report = opfuse.tune(lambda: model(**inputs).loss)
-            return {"tuned": len(report.results)}
-        return timed(model, inputs, cast, part)
+    if options.part == "tune":
+        opfuse.convert(model)
+        with cast:
+            opfuse.tune(lambda: model(**inputs).loss)
+        return []
+    rows = []
+    for way in options.part.split(","):
+        with opfuse.options(prefer="memory") if way == "memory" else contextlib.nullcontext():
+            rows.append({"way": way} | timed(model, inputs, cast, way))
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
 
 
 def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, Any]:
@@ -120,24 +126,24 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
     import copy
 
     import torch
-    from torch._functorch import config
+    from torch._functorch import config  # a plan patches it while it compiles
 
     import opfuse
     from opfuse.core.authoring import saved_bytes
     from opfuse.tuning.timing import compare
 
     model, other = copy.deepcopy(model), copy.deepcopy(model)
-    if "compile" not in way or way.startswith("converted"):
+    if not way.startswith("compile"):
         opfuse.convert(other)
-    if way in BUDGETS:
+    if way.startswith("budget"):
         for each in (model, other):
             each.config.use_cache = False
         with cast:
-            print(opfuse.plan_memory(other, budget=float(way.rpartition("-")[2]), **inputs))
+            print(planned(other, inputs, way), file=sys.stderr, flush=True)
     called: Callable[..., Any] = other
-    if "compile" in way:
-        if way[-1].isdigit():
-            config.activation_memory_budget = float(way.rpartition("-")[2])
+    config.activation_memory_budget = float(way.rpartition("-")[2]) if way[-1].isdigit() else 1.0
+    if way.startswith(("compile", "converted-compile")):
+        torch._dynamo.reset()
         called = torch.compile(other)
 
     def forward(which: Any) -> Any:
@@ -171,6 +177,21 @@ def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, 
         "as_chains": sum(not why for why in whys.values()),
         "own_forward": sorted(set(filter(None, whys.values()))),
     }
+
+
+def planned(model: Any, inputs: dict[str, Any], way: str) -> Any:
+    """The plan of a way such as ``budget-0.5-compiled``, attached."""
+    import opfuse
+
+    _, budget, *compiled = way.split("-")
+    how = inputs | {"compiled": SHARES if compiled else ()}
+    if budget != "least":
+        return opfuse.plan_memory(model, budget=float(budget), **how)
+    try:
+        return opfuse.plan_memory(model, budget="1", **how)
+    except ValueError as error:  # it says what is possible
+        least = str(error).partition("bytes is ")[2].split()[0]
+        return opfuse.plan_memory(model, budget=least, **how)
 
 
 def built(name: str) -> tuple[Any, dict[str, Any]]:

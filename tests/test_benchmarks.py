@@ -692,7 +692,8 @@ def test_one_way_of_a_model_against_eager(monkeypatch, one_thread, tmp_path, way
         monkeypatch.setattr(models, name, size)
     monkeypatch.setattr(timing, "compare", lambda *ways, **_: timing.Timing(1.5, 0.0, 3.0, 2.0))
     given = types.SimpleNamespace(models="gpt2", dtypes="bf16", threads=1, part=way)
-    row = models.run(given)
+    (row,) = models.run(given)
+    assert row["way"] == way
     assert (row["speed"], row["ms"], row["eager_ms"]) == (1.5, 2e3, 3e3)
     assert 0 < row["saved_mb"] < row["eager_mb"] and row["first_s"] > 0
     assert row["as_chains"] == row["modules"] > 0 == len(row["own_forward"])

@@ -188,8 +188,8 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.testing": 4100,  # 700 for ranks that are simulated, and the suite that runs on them
     "opfuse.cli": 850,  # 550 for check-plugin
     "opfuse_triton": 3600,
-    "opfuse_convert": 4120,
-    "opfuse_convert.memory": 850,
+    "opfuse_convert": 4200,
+    "opfuse_convert.memory": 980,  # 130 for what is compiled, and how it is compared
     "opfuse_quantized": 950,
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from opfuse.core.context_managers import checkpoint_contexts, options
+from opfuse.core.introspection import hook_kinds
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY
+from opfuse.tuning.job import one_line
 
 from ..layers import is_traced, layer_in, layered, without_layer
 
@@ -31,29 +35,61 @@ class Action:
 
     Attributes:
         what: ``"recompute"``: its backward runs the forward again; ``"offload"``: what is kept is
-            moved to the memory of the host until the backward; ``""``: neither.
+            moved to the memory of the host until the backward; ``"compile"``: ``torch.compile``
+            compiles it as one graph; ``""``: none of these.
         prefer: The option ``prefer`` of the call; ``""``: that of the caller.
+        budget: The ``activation_memory_budget`` that it is compiled with.
     """
 
     what: str = ""
     prefer: str = ""
+    budget: float = 1.0
 
     def __str__(self) -> str:
-        prefer = f'prefer="{self.prefer}"' if self.prefer else ""
-        return " with ".join(filter(None, (self.what, prefer))) or "as it is"
+        how = f'prefer="{self.prefer}"' if self.prefer else ""
+        how = f"budget {self.budget:g}" if self.what == "compile" else how
+        return " with ".join(filter(None, (self.what, how))) or "as it is"
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a forward of a module so, or raise :class:`OnceError` before it runs."""
+        """Call a forward of a module so.
+
+        Raises:
+            AsItIsError: It has not run, and can run only as it is.
+        """
         if is_dynamo_compiling():  # there the partitioner decides, except for a checkpoint
             if self.what == "recompute":
                 return recomputed(forward, args, kwargs, {})
             return forward(*args, **kwargs)
+        if self.what == "compile":
+            take_tensors([], (args, kwargs))
+            if why := _hooked(module):
+                raise AsItIsError(why)
+            return _run_compiled(type(module), self.budget, forward, args, kwargs)
         with options(prefer=self.prefer) if self.prefer else contextlib.nullcontext():
             if self.what == "recompute":
                 same, how = _unchanged_forward(module, forward), {"context_fn": checkpoint_contexts}
                 return recomputed(same, args, kwargs, how)
             with offloading() if self.what == "offload" else contextlib.nullcontext():
                 return forward(*args, **kwargs)
+
+
+def _hooked(module: nn.Module) -> str:
+    """Which hook is called inside a module, as a sentence; a graph does not ask for new ones."""
+    if _has_any_global_hook():  # type: ignore[no-untyped-call]
+        return "there is a hook for all modules"
+    for path, part in module.named_modules():
+        if part is not module and (kinds := hook_kinds(part)):
+            return f"its {path} has a {kinds} hook"
+    return ""
+
+
+def _run_compiled(of: type, budget: float, forward: Any, args: Any, kwargs: Any) -> Any:
+    from .compiling import FAILURES, compiled
+
+    try:
+        return compiled(of, budget)(forward, args, kwargs)
+    except FAILURES as error:
+        raise CompileError(f"it cannot be compiled: {one_line(error)}") from error
 
 
 def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,8 +116,12 @@ def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callab
     return same
 
 
-class OnceError(TypeError):
-    """A forward that can run only once for these arguments; the message says why."""
+class AsItIsError(RuntimeError):
+    """A forward that can only run as it is, in this call; the message says why."""
+
+
+class CompileError(AsItIsError):
+    """A forward that cannot be compiled, now or later."""
 
 
 def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping[str, Any]) -> Any:
@@ -92,14 +132,14 @@ def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping
     may add to them, and copies in the second.
 
     Raises:
-        OnceError: An argument is an object that a second run would change again, such as a cache.
+        AsItIsError: An argument is an object that a second run would change again, such as a cache.
     """
     tensors: list[Tensor] = []
-    form = _without(tensors, (args, kwargs))
+    form = take_tensors(tensors, (args, kwargs))
     first = [] if is_dynamo_compiling() else [(args, kwargs)]
 
     def again(*tensors: Tensor) -> Any:
-        args, kwargs = first.pop() if first else _with(iter(tensors), form)
+        args, kwargs = first.pop() if first else put_tensors(iter(tensors), form)
         return forward(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False, **how)
@@ -112,30 +152,30 @@ class _Tensor:
 _A_TENSOR = _Tensor()
 
 
-def _without(tensors: list[Tensor], value: Any) -> Any:
+def take_tensors(tensors: list[Tensor], value: Any) -> Any:
     """Arguments without their tensors, which go into a list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return _A_TENSOR
     cls = type(value)
     if cls is tuple or cls is list:
-        return cls([_without(tensors, each) for each in value])
+        return cls([take_tensors(tensors, each) for each in value])
     if cls is dict:
-        return {key: _without(tensors, each) for key, each in value.items()}
+        return {key: take_tensors(tensors, each) for key, each in value.items()}
     if value is None or isinstance(value, _FIXED):
         return value
-    raise OnceError(f"it is called with a {cls.__name__}, which a second run would change again")
+    raise AsItIsError(f"it is called with a {cls.__name__}, which a second run would change again")
 
 
-def _with(tensors: Iterator[Tensor], form: Any) -> Any:
+def put_tensors(tensors: Iterator[Tensor], form: Any) -> Any:
     """Arguments with their tensors again."""
     if form is _A_TENSOR:
         return next(tensors)
     cls = type(form)
     if cls is tuple or cls is list:
-        return cls([_with(tensors, each) for each in form])
+        return cls([put_tensors(tensors, each) for each in form])
     if cls is dict:
-        return {key: _with(tensors, each) for key, each in form.items()}
+        return {key: put_tensors(tensors, each) for key, each in form.items()}
     return form
 
 
@@ -190,6 +230,7 @@ class ModuleMemory:
     """
 
     fallback, note = "", ""
+    _compiles = True
 
     def __init__(self, own: Action | None = None, chain: Action | None = None) -> None:
         self.own, self.chain = own, chain
@@ -208,11 +249,8 @@ class ModuleMemory:
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward: ``forward(module, *args, **kwargs)``."""
         by_user = module.training and getattr(module, "gradient_checkpointing", False)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return forward(module, *args, **kwargs)
-
-        return self._run(None if by_user is True else self.own, module, run, args, kwargs)
+        own = None if by_user is True else self.own
+        return self._run(own, module, functools.partial(forward, module), args, kwargs)
 
     def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
         """The chain of the module's forward."""
@@ -221,11 +259,13 @@ class ModuleMemory:
     def _run(self, action: Action | None, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         if action is None or not torch.is_grad_enabled() or is_traced():
             return forward(*args, **kwargs)
+        if action.what == "compile" and not self._compiles:  # trying takes seconds
+            return forward(*args, **kwargs)
         try:
             result = action.run(module, forward, args, kwargs)
-        except OnceError as error:
+        except AsItIsError as error:
             if not is_dynamo_compiling():
-                self.fallback = str(error)
+                self.fallback, self._compiles = str(error), not isinstance(error, CompileError)
             return forward(*args, **kwargs)
         if not is_dynamo_compiling():
             self.fallback = ""
@@ -238,6 +278,16 @@ def put_on(module: nn.Module, memory: Any) -> None:
     if layer_in(cls) is None:
         module.__class__ = layered(cls)
     vars(module)[MEMORY] = memory
+
+
+def attach(actions: Iterable[tuple[nn.Module, bool, Action]]) -> list[nn.Module]:
+    """Let modules, or their chains, act so; returns the modules."""
+    by: dict[nn.Module, dict[str, Action]] = {}
+    for module, is_chain, action in actions:
+        by.setdefault(module, {})["chain" if is_chain else "own"] = action
+    for module, those in by.items():
+        put_on(module, ModuleMemory(**those))
+    return list(by)
 
 
 def take_off(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,8 @@ from opfuse.tuning.job import one_line
 from opfuse.tuning.timing import TURNS, compare
 from opfuse.tuning.writing import add
 
-from .actions import Action, ModuleMemory, put_on, take_off
+from .actions import Action, attach, take_off
+from .checking import why_not
 from .choosing import Option
 from .units import Place, Unit, tensors_in
 
@@ -43,22 +45,12 @@ RATES = {"cpu": 100e9, "cuda": 200e12}
 @contextlib.contextmanager
 def acting(actions: Actions) -> Iterator[None]:
     """A block in which places act so."""
-    modules = attach(actions)
+    modules = attach((p.module, p.is_chain, action) for p, action in actions)
     try:
         yield
     finally:
         for module in modules:
             take_off(module)
-
-
-def attach(actions: Actions) -> list[nn.Module]:
-    """Let places act so; returns their modules."""
-    by: dict[nn.Module, dict[str, Action]] = {}
-    for place, action in actions:
-        by.setdefault(place.module, {})["chain" if place.is_chain else "own"] = action
-    for module, those in by.items():
-        put_on(module, ModuleMemory(**those))
-    return list(by)
 
 
 def step(run: Callable[[], Any], wanted: Sequence[Tensor]) -> None:
@@ -89,16 +81,19 @@ class Costs:
         model: The model.
         device: Where it computes.
         measure: Measure times that are not in the table; if not, they are estimated.
+        compiled: The budgets with which ``torch.compile`` may compile a unit.
 
     Attributes:
         notes: Sentences about units for which nothing can be done.
         estimated: Whether a time was estimated.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, measure: bool) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, measure: bool, compiled: Sequence[float] = ()
+    ) -> None:
         self._params = list(model.parameters())
         self._trained = [p for p in self._params if p.requires_grad]
-        self._device, self._measure = device, measure
+        self._device, self._measure, self._budgets = device, measure, compiled
         self._known: dict[str, list[Option]] = {}
         self._rows: list[dict[str, Any]] = []
         self.notes: dict[str, int] = {}
@@ -138,7 +133,8 @@ class Costs:
                 actions = tuple((number, _AGAIN) for number in those)
                 kept = self._bytes(unit, actions) if count > 1 else bare - saved[those[0]]
                 found.append(Option(kept, sum(map(added.get, those)), *_named(unit, actions)))  # type: ignore[arg-type]
-        return found + self._as_a_whole(unit, bare)
+        is_container = any(not part.is_chain for part in unit.parts)
+        return found + self._as_a_whole(unit, bare) + (self.compiled(unit) if is_container else [])
 
     def _as_a_whole(self, unit: Unit, bare: int) -> list[Option]:
         """The ways in which all of a unit does the same, if they keep less than it does."""
@@ -152,13 +148,30 @@ class Costs:
                 found.append(Option(kept, self._seconds(unit, whole), *_named(unit, whole)))
         return found
 
+    def compiled(self, unit: Unit) -> list[Option]:
+        """The ways to compile all of a unit, if that gives what the unit gives as it is."""
+        found = []
+        for budget in self._budgets:
+            whole = ((WHOLE, Action("compile", budget=budget)),)
+            if why := why_not(unit, functools.partial(acting, placed(unit, whole))):
+                self._note(f"{unit.place.name} is not compiled with budget {budget:g}: {why}")
+                break  # and no other budget, since each takes long
+            kept, seconds = self._bytes(unit, whole), self._seconds(unit, whole)
+            found.append(Option(kept, seconds, *_named(unit, whole)))
+        return found
+
+    def _wanted(self, unit: Unit) -> list[Tensor]:
+        """What gets gradients in a step of a unit."""
+        given = tensors_in((unit.args, unit.kwargs))
+        return [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
+
     def _bytes(self, unit: Unit, actions: Those) -> int:
         with acting(placed(unit, actions)):
             run = lambda: unit.place.run(unit.args, unit.kwargs)  # noqa: E731
             return saved_bytes(run, [*self._params, *unit.shared])
 
     def _seconds(self, unit: Unit, actions: Those) -> float:
-        """Seconds that a step of a unit takes longer, at least 0."""
+        """Seconds that a step of a unit takes longer; at least 0, unless it is compiled."""
 
         def run() -> Any:
             return unit.place.run(unit.args, unit.kwargs)
@@ -166,9 +179,9 @@ class Costs:
         given = tensors_in((unit.args, unit.kwargs))
         what = [[number, str(action)] for number, action in actions]
         subject = {"fusion": f"memory of {unit.place.name}", "of": unit.kind, "action": what}
-        wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
-        _, longer = self.compared(subject, given, run, wanted, placed(unit, actions))
-        return max(longer, 0.0)
+        how = placed(unit, actions)
+        _, longer = self.compared(subject, given, run, self._wanted(unit), how)
+        return longer if any(a.what == "compile" for _, a in actions) else max(longer, 0.0)
 
     def compared(
         self, subject: dict[str, Any], given: Sequence[Tensor], run: Any, wanted: Any, how: Actions

@@ -14,7 +14,7 @@ from opfuse.core.replaced_forward import MEMORY, replaced_forward
 from opfuse.report.lines import as_bytes, counted, table, wrap
 from opfuse.report.picture import write
 
-from .actions import Action, ModuleMemory, put_on, take_off
+from .actions import Action, ModuleMemory, attach, put_on, take_off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,8 @@ class MemoryPlan:
             said.append(f"the budget is {as_bytes(self.budget)}")
         said.append(f"without the plan it keeps {as_bytes(self.before)}")
         how = "estimated" if self.estimated else "by the times of its parts"
-        cost = f"a step takes {_ms(self.added)} longer, {how}"
+        more = "less" if self.added < 0 else "longer"
+        cost = f"a step takes {_ms(abs(self.added))} {more}, {how}"
         if self.measured is not None:
             share = f"{self.measured / max(self.seconds, 1e-9):+.1%}"
             cost += f", and {_ms(self.measured)} as measured ({share} of {_ms(self.seconds)})"
@@ -121,7 +122,7 @@ class MemoryPlan:
             groups.items(), key=lambda row: row[0][0] == "the rest"
         ):
             kept = as_bytes(sum(choice.nbytes for choice in those))
-            added = f"+{_ms(sum(c.seconds for c in those))}" if those[0].actions else ""
+            added = _ms(sum(c.seconds for c in those), "+") if those[0].actions else ""
             rows.append((f"  {name} x {len(those)}", option, kept, added))
         return table(rows, 2)
 
@@ -145,7 +146,7 @@ class MemoryPlan:
         """The same as JSON-able data, from which :meth:`from_dict` makes the plan again."""
         data = dataclasses.asdict(self)
         for row, choice in zip(data["choices"], self.choices, strict=True):
-            row["actions"] = [[path, chain, a.what, a.prefer] for path, chain, a in choice.actions]
+            row["actions"] = [[p, chain, *dataclasses.astuple(a)] for p, chain, a in choice.actions]
         return data
 
     @classmethod
@@ -159,7 +160,7 @@ class MemoryPlan:
             Choice(
                 **{
                     **row,
-                    "actions": tuple((p, bool(c), Action(w, f)) for p, c, w, f in row["actions"]),
+                    "actions": tuple((p, bool(c), Action(*how)) for p, c, *how in row["actions"]),
                 }
             )
             for row in data["choices"]
@@ -197,14 +198,9 @@ class MemoryPlan:
                 raise ValueError(f"the plan is for a model with a module {path!r}") from None
             if is_chain and replaced_forward(module) is None:
                 raise ValueError(f"the plan is for a model whose {path or 'root'} is converted")
-            found.append((module, "chain" if is_chain else "own", action))
+            found.append((module, is_chain, action))
         self.detach(model)
-        by: dict[nn.Module, dict[str, Action]] = {}
-        for module, kind, action in found:
-            by.setdefault(module, {})[kind] = action
-        for module, actions in by.items():
-            put_on(module, ModuleMemory(**actions))
-        if model not in by:
+        if model not in attach(found):
             put_on(model, ModuleMemory())
         vars(model)[MEMORY].note = self.summary
 
@@ -220,8 +216,8 @@ class MemoryPlan:
                 take_off(module)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+def _ms(seconds: float, sign: str = "") -> str:
+    return f"{seconds * 1e3:{sign}.{2 if abs(seconds) < 0.1 else 0}f} ms"
 
 
 def _some(points: Sequence[Any], most: int) -> list[Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,16 +16,16 @@ from opfuse.core.layout import is_dtensor
 from opfuse.core.replaced_forward import MEMORY, replaced_forwards
 from opfuse.report.explain import forked_rng
 from opfuse.report.lines import as_bytes, wrap
-from opfuse.tuning.timing import compare
 from opfuse.tuning.unchanged import unchanged
 from opfuse.tuning.whole import switched_off
 
 from .actions import put_on
 from .choosing import Option, Point, front, options_of, pareto
-from .costs import Actions, Costs, acting, placed, step
+from .costs import Actions, Costs, acting, placed
 from .plan import Choice, MemoryPlan
-from .units import Unit, tensors_in, units_of
+from .units import Place, Unit, tensors_in, units_of
 
+_Choices = list[tuple[Unit, Option]]
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -52,12 +51,12 @@ def plan_memory(
     place of one that is there. :meth:`MemoryPlan.detach` removes it.
 
     Parameters, buffers and random numbers stay as they are. Gradients are those without the plan:
-    what is computed again draws the same random numbers. Only ``prefer="memory"`` may round
-    otherwise, by other fusions. Without grad mode nothing is done. A layer
-    whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an object
-    that a second run would change, such as a cache of keys and values, runs as it is. So does one
-    whose forward changes attributes or buffers, draws from other random numbers than PyTorch's
-    default ones, or gives other numbers when it runs again.
+    what is computed again, or compiled, draws the same random numbers. Only ``prefer="memory"`` and
+    what is compiled may round otherwise, by other fusions. Without grad mode nothing is done. A
+    layer whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an
+    object that a second run would change, such as a cache of keys and values, runs as it is. So
+    does one whose forward changes attributes or buffers, draws from other random numbers than
+    PyTorch's default ones, or gives other numbers when it runs again.
 
     Args:
         model: The model; converted or not.
@@ -66,8 +65,9 @@ def plan_memory(
             (``"200MB"``, ``"1.5GiB"``). None: nothing is attached; print the plan to see the curve.
         measure: Measure times that are not in the table. If not, the operations of what is computed
             again are counted, and the times are estimates.
-        compiled: Budgets of ``torch.compile`` (``activation_memory_budget``) to measure for the
-            curve. Each compiles a copy of the model.
+        compiled: Budgets of ``torch.compile`` (``activation_memory_budget``, from 0 to 1) with
+            which a layer, or the model, may be compiled: each is compared with what runs without,
+            and measured, which takes a compilation. Layers that are alike share one.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -76,20 +76,23 @@ def plan_memory(
     Raises:
         TypeError: ``model`` is not a module, or it is a compiled one.
         ValueError: The budget is no share and no number of bytes, or is below the lowest possible
-            number, which the message has; nothing is kept; or gradient checkpointing is on.
+            number, which the message has; nothing is kept; gradient checkpointing is on; or
+            ``compiled`` has something else than shares, or comes without ``measure``.
         RuntimeError: Called in traced code, or on a model that is sharded.
     """
     _check(model)
     limit = _parsed(budget)
+    if compiled and (not measure or not all(0 <= share <= 1 for share in compiled)):
+        raise ValueError(
+            f"opfuse.plan_memory expected as compiled shares from 0 to 1, and measure=True, since "
+            f"the time of what is compiled cannot be estimated: got {compiled!r}, {measure!r}"
+        )
     before = {m: vars(m)[MEMORY] for m in model.modules() if MEMORY in vars(m)}
-
-    def run() -> Any:
-        return model(*inputs, **kwargs)
 
     with forked_rng("opfuse.plan_memory"), unchanged(model), torch.enable_grad():
         MemoryPlan.detach(model)
         try:
-            plan = _Planning(model, run, measure).plan(limit, (inputs, kwargs), compiled)
+            plan = _Planning(model, (inputs, kwargs), measure, compiled).plan(limit)
         except BaseException:
             _put_back(before)
             raise
@@ -149,42 +152,52 @@ class _Planning:
 
     Args:
         model: The model.
-        run: Its forward.
+        given: Its arguments, and those by name.
         measure: As for :func:`plan_memory`.
+        compiled: Likewise.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[], Any], measure: bool) -> None:
-        self._model, self._run = model, run
+    def __init__(
+        self, model: nn.Module, given: Any, measure: bool, compiled: Sequence[float]
+    ) -> None:
+        self._model, self._given = model, given
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._costs = Costs(model, device, measure)
-        self._device = device
+        self._costs = Costs(model, device, measure, compiled)
 
-    def plan(
-        self, limit: Callable[[int], int] | None, given: Any, compiled: Sequence[float]
-    ) -> MemoryPlan:
+    def plan(self, limit: Callable[[int], int] | None) -> MemoryPlan:
         """The plan; nothing is attached yet."""
         unfused, before = self._unfused(), self._kept()
         if not before:
             raise ValueError("opfuse.plan_memory: the model keeps nothing for a backward")
         units = units_of(self._model, self._run)
         found = [self._costs.options(unit) for unit in units]
-        self._rest = before - sum(options[0].nbytes for options in found)
+        rest = before - sum(options[0].nbytes for options in found)
         self._units, self._options = units, [pareto(options) for options in found]
         self._points = front(self._options)
+        args, kwargs = self._given
+        self._whole = Unit(Place("", self._model), args, kwargs, kind=self._kinds())
+        self._compiled = self._costs.compiled(self._whole)
         budget = None if limit is None else limit(unfused)
-        point, kept = self._within(budget) if budget is not None else (Point(before, 0), before)
-        choices = self._choices(point) if budget is not None else []
-        seconds, longer = self._of_model(given, choices or self._choices(self._points[0]))
-        curve = tuple((self._rest + p.nbytes, seconds + p.ticks / 1e6) for p in self._points)
-        compiling = [(share, *self._compiled(share, given, seconds)) for share in compiled]
+        choices: _Choices = []
+        kept, longer = before, None
+        if budget is None:
+            seconds, _ = self._of_model(self._choices(self._points[0]))
+        else:
+            choices, kept, seconds, longer = self._within(budget)
+        parts = [Option(rest + p.nbytes, p.ticks / 1e6) for p in self._points]
+        curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *self._compiled])]
+        compiled = [(o.actions[0][1].budget, o.nbytes, seconds + o.seconds) for o in self._compiled]
         self._costs.write()
         return MemoryPlan(
-            *(budget, unfused, before, kept, seconds, point.ticks / 1e6),
-            longer if budget is not None else None,
+            *(budget, unfused, before, kept, seconds, sum(o.seconds for _, o in choices), longer),
             tuple(map(_said, choices)),
-            *(curve, tuple(compiling), tuple(sorted(self._costs.notes.items()))),
+            *(tuple(curve), tuple(compiled), tuple(sorted(self._costs.notes.items()))),
             self._costs.estimated,
         )
+
+    def _run(self) -> Any:
+        args, kwargs = self._given
+        return self._model(*args, **kwargs)
 
     def _kept(self) -> int:
         return saved_bytes(self._run, self._model.parameters())
@@ -194,76 +207,65 @@ class _Planning:
         with switched_off(replaced), options(fusion_limit=0):
             return self._kept()
 
-    def _within(self, budget: int) -> tuple[Point, int]:
-        """The fastest choice that is measured to keep no more than a budget, and what it keeps.
+    def _within(self, budget: int) -> tuple[_Choices, int, float, float]:
+        """The fastest choice that is measured to keep no more than a budget.
 
         The sum of the units is a little off, since what two of them keep together counts twice. So
-        the fastest choice is searched for by halves, and each is measured.
+        the fastest choice is searched for by halves, and each is measured. The model compiled as a
+        whole is taken if it is faster, or the only one.
+
+        Returns:
+            The choice, its bytes, the seconds of a step without it, and how many more it takes.
         """
         low, high = 0, len(self._points) - 1
-        found: tuple[Point, int] | None = None
+        found: tuple[_Choices, int] | None = None
         while low <= high:
             middle = high if found is None and high == len(self._points) - 1 else (low + high) // 2
-            kept = self._kept_with(self._points[middle])
+            choices = self._choices(self._points[middle])
+            with acting(_actions(choices)):
+                kept = self._kept()
             if kept <= budget:
-                found, low = (self._points[middle], kept), middle + 1
+                found, low = (choices, kept), middle + 1
             else:
                 high = middle - 1
-        if found is not None:
-            return found
+        fits = [option for option in self._compiled if option.nbytes <= budget]
+        if found is None and not fits:
+            self._refuse(budget, min([kept, *[option.nbytes for option in self._compiled]]))
+        seconds, longer = self._of_model(found[0] if found else [(self._whole, fits[0])])
+        best = min(fits, key=lambda o: (o.seconds, o.nbytes), default=None)
+        if best is not None and (found is None or best.seconds < longer):
+            return [(self._whole, best)], best.nbytes, seconds, best.seconds
+        return *found, seconds, longer  # type: ignore[misc]
+
+    def _refuse(self, budget: int, lowest: int) -> NoReturn:
         notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
         raise ValueError(
-            f"opfuse.plan_memory: the lowest possible number of bytes is {kept} "
-            f"({as_bytes(kept)}), the budget is {budget} ({as_bytes(budget)}){notes}"
+            f"opfuse.plan_memory: the lowest possible number of bytes is {lowest} "
+            f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
         )
 
-    def _kept_with(self, point: Point) -> int:
-        with acting(_actions(self._choices(point))):
-            return self._kept()
-
-    def _choices(self, point: Point) -> list[tuple[Unit, Option]]:
+    def _choices(self, point: Point) -> _Choices:
         """What each unit does."""
         numbers = options_of(point, self._options, [unit.kind for unit in self._units])
         rows = zip(self._units, self._options, numbers, strict=True)
         return [(unit, options[number]) for unit, options, number in rows]
 
-    def _of_model(self, given: Any, choices: Any) -> tuple[float, float]:
+    def _kinds(self) -> str:
+        """A hash of the kinds of all units."""
+        return hashlib.sha256("".join(u.kind for u in self._units).encode()).hexdigest()[:16]
+
+    def _of_model(self, choices: _Choices) -> tuple[float, float]:
         """Seconds of a step of the model, and how many more it takes with a choice."""
         actions = _actions(choices)
         what = [[place.path, place.is_chain, str(action)] for place, action in actions]
-        kinds = hashlib.sha256("".join(unit.kind for unit in self._units).encode()).hexdigest()[:16]
         name = type(self._model).__name__
-        subject = {"fusion": f"memory of the whole {name}", "of": kinds, "action": what}
-        tensors = tensors_in(given)
+        subject = {"fusion": f"memory of the whole {name}", "of": self._kinds(), "action": what}
+        tensors = tensors_in(self._given)
         wanted = [t for t in (*tensors, *self._model.parameters()) if t.requires_grad]
         return self._costs.compared(subject, tensors, self._run, wanted, actions)
 
-    def _compiled(self, share: float, given: Any, seconds: float) -> tuple[int, float]:
-        """Bytes and seconds of a copy that ``torch.compile`` compiles with a budget.
 
-        The seconds are those of the model as it is, divided by the speed that is measured in turns.
-        """
-        from torch._functorch import config
-
-        args, kwargs = given
-        twin = copy.deepcopy(self._model)
-        torch._dynamo.reset()
-        with config.patch(activation_memory_budget=float(share)):
-            graph = torch.compile(twin)
-            wanted = [p for p in twin.parameters() if p.requires_grad]
-            own = [p for p in self._model.parameters() if p.requires_grad]
-            step(lambda: graph(*args, **kwargs), wanted)
-            kept = saved_bytes(lambda: graph(*args, **kwargs), twin.parameters())
-            timing = compare(
-                lambda: step(self._run, own),
-                lambda: step(lambda: graph(*args, **kwargs), wanted),
-                self._device,
-            )
-        torch._dynamo.reset()
-        return kept, seconds / timing.speed
-
-
-def _actions(choices: Sequence[tuple[Unit, Option]]) -> Actions:
+def _actions(choices: _Choices) -> Actions:
     """The actions of a choice with their places."""
     return tuple(pair for unit, option in choices for pair in placed(unit, option.actions))
 

@@ -20,7 +20,7 @@ from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
 from opfuse.report.explain import forked_rng
 
-from .actions import OnceError, put_on, recomputed, take_off
+from .actions import AsItIsError, put_on, recomputed, take_off
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OWN = (FusibleOperation, Sequential)
@@ -247,7 +247,7 @@ def why_once(module: nn.Module, args: Any, kwargs: Any) -> str:
     try:
         with torch.no_grad():
             recomputed(lambda *args, **kwargs: None, args, kwargs, {})
-    except OnceError as error:
+    except AsItIsError as error:
         return str(error)
     return ""
 

@@ -1,0 +1,92 @@
+"""Whether a unit that acts in some way gives the results and gradients that it gives as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opfuse.core.replaced_forward import MEMORY, replaced_forwards
+from opfuse.report.explain import forked_rng
+from opfuse.tuning.comparing import Exact, differ, in_fp64
+from opfuse.tuning.job import one_line
+from opfuse.tuning.tolerance import difference
+from opfuse.tuning.whole import switched_off
+
+from .actions import put_tensors, take_tensors
+from .units import Unit, tensors_in
+
+_DRAWS = 3
+"""Gradients of the results that are tried: noise is within twice other noise for most of them."""
+
+
+def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[None]]) -> str:
+    """How results or gradients of a unit are others in a block, as a sentence, or ``""``.
+
+    They are compared with those of the module's own operations, to the rounding of their dtype. A
+    gradient that is 0 apart from rounding is noise; so where they differ, the same in fp64 decides.
+
+    Args:
+        unit: The unit: a module, not a chain.
+        acting: The block, in which the unit acts so.
+    """
+    module, given = unit.place.module, list[Tensor]()
+    form = take_tensors(given, (unit.args, unit.kwargs))
+
+    def run(module: nn.Module, *given: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = put_tensors(iter(given), form)
+        with forked_rng("opfuse.plan_memory"):
+            return tuple(tensors_in(module(*args, **kwargs)))
+
+    def own(module: nn.Module, *given: Tensor) -> tuple[Tensor, ...]:
+        with switched_off([each for _, _, each in replaced_forwards(module)]):
+            return run(module, *given)
+
+    def so(*given: Tensor) -> tuple[Tensor, ...]:
+        with acting():
+            results = run(module, *given)
+            if why := vars(module)[MEMORY].fallback:
+                raise RuntimeError(why)
+            return results
+
+    kind = given[0].device.type if given else "cpu"
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else None
+    wanted = [t for t in dict.fromkeys((*given, *module.parameters())) if t.requires_grad]
+    ways: Any = (lambda *given: own(module, *given)), so, given, wanted
+    try:
+        why = differ(*ways, dtype=dtype)
+    except Exception as error:
+        return one_line(error)
+    for _ in range(_DRAWS if why else 0):
+        with contextlib.suppress(Exception):  # if it cannot run in fp64, there is no truth
+            why = differ(*ways, dtype=dtype, exact=_exact(module, own, given, wanted, dtype))
+        if not why:
+            break
+    return why
+
+
+def _exact(
+    module: nn.Module,
+    own: Callable[..., tuple[Tensor, ...]],
+    given: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    dtype: torch.dtype | None,
+) -> Exact:
+    """Gives results and gradients in fp64, or raises if these are others, and not more exact.
+
+    They are, if random numbers of another dtype are others.
+    """
+
+    def exact(dys: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        truths = in_fp64(module, own, given, wanted)(dys)
+        for y, truth in zip(own(module, *given), truths, strict=False):
+            how: Any = {"dtype": dtype or y.dtype, "gemm": True, "roundings": 3}
+            if truth is not None and (problem := difference(y, truth.double(), **how)):
+                raise RuntimeError(f"in fp64 a result {problem}")
+        return truths
+
+    return exact
