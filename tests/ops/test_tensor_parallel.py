@@ -133,6 +133,11 @@ def test_uneven_rows_are_refused_alike():
             "differ in the chain: 'chain [AllReduce]' against 'chain [AllReduce, GELU]'",
         ),
         (ranks.frozen_on_one, "differ in what it is called with: gradients"),
+        (ranks.extra_input_on_one, "differ in what it is called with: gradients"),
+        (
+            ranks.other_width,
+            "differ in features of its collectives: op 1 (ReduceScatter): 4 against 6",
+        ),
     ],
 )
 def test_processes_that_run_different_things(run, difference):

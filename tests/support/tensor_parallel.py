@@ -531,6 +531,21 @@ def frozen_on_one(rank):
     return raised(lambda: op(torch.ones(2, 4)))
 
 
+def extra_input_on_one(rank):
+    """Only on one process an extra input needs a gradient, and with it the input of a collective."""
+    chain = opfuse.Sequential(
+        ops.AddExtraInput(), ops.BasicLinear(4, 4, tensor_parallel_mode="column")
+    )
+    extra = torch.ones(2, 4, requires_grad=not rank)
+    return raised(lambda: chain(torch.ones(2, 4), extra))
+
+
+def other_width(rank):
+    """More features on one process: over gloo the other one ended, or the sum was wrong."""
+    chain = opfuse.Sequential(ops.BasicLinear(4, 4 + 2 * rank), ops.ReduceScatter())
+    return raised(lambda: chain(torch.ones(2, 4)))
+
+
 def same_error(rank):
     """An error that all raise is their own, and the group goes on."""
     op = ops.BasicLinear(4, 4, tensor_parallel_mode="column")

@@ -73,6 +73,9 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
             "keywords": str(made_from.kwargs),
             "shape": str(tuple(input.shape[-1:] if uneven else input.shape)),
         },
+        "features of its collectives": {
+            chain.name(i): chain.widths[i] for i, sends in enumerate(collective) if sends
+        },
         "its steps": [
             str(step)
             for step in steps
@@ -88,9 +91,9 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
 def _wanted(program: Program) -> Iterator[str]:
     """What needs a gradient, by name."""
     chain, needs = program.chain, program.facts.needs
-    if program.requires_grad and needs.inputs[0]:
-        yield "the input"
     for i, flags in enumerate(needs.params if program.requires_grad else ()):
+        if needs.inputs[i]:  # by an extra input, it may be the first that needs one
+            yield f"the input of {chain.name(i)}" if i else "the input"
         names = zip(chain.ops[i].param_names or (), flags, strict=True)
         yield from (f"{name} of {chain.name(i)}" for name, needed in names if needed)
 

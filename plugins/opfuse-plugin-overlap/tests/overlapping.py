@@ -239,6 +239,15 @@ def into_sums(chain, first, second, sequence):
         chain[place] = op
 
 
+def extra_input_on_one(rank):
+    """Where only one process needs the gradient that is added up, none starts, and none waits."""
+    column = ops.BasicLinear(6, 4, tensor_parallel_mode="column")
+    chain = opfuse.Sequential(ops.AddExtraInput(), column)
+    x, extra = torch.randn(4, 6), torch.randn(4, 6, requires_grad=not rank)
+    with overlapped(), pytest.raises(RuntimeError, match="differ in .* gradients of: the input of"):
+        chain(x, extra)
+
+
 def kept_bytes(rank):
     """What is gathered is not kept: the part of this process is."""
     op = ops.BasicLinear(64, 8, tensor_parallel_mode="column", sequence_parallel=True)

@@ -56,7 +56,9 @@ def test_an_mlp_by_symm_mem(what):
     gloo.together(ranks.an_mlp, True, what, "symm_mem")
 
 
-@pytest.mark.parametrize("check", [ranks.kept_bytes, ranks.is_declined, ranks.what_reports_say])
+@pytest.mark.parametrize(
+    "check", [ranks.kept_bytes, ranks.is_declined, ranks.what_reports_say, ranks.extra_input_on_one]
+)
 def test_a_single_thing(check):
     gloo.together(check)
 
