@@ -136,8 +136,9 @@ def test_uneven_rows_are_refused_alike():
         (ranks.extra_input_on_one, "differ in what it is called with: gradients"),
         (
             ranks.other_width,
-            "differ in features of its collectives: op 1 (ReduceScatter): 4 against 6",
+            "collectives take: op 1 (ReduceScatter): 4 features, dim 0 against 6 features, dim 0",
         ),
+        (ranks.other_dim, "op 0 (AllGather): any features, dim 0 against any features, dim 1"),
     ],
 )
 def test_processes_that_run_different_things(run, difference):

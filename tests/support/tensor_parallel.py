@@ -546,6 +546,11 @@ def other_width(rank):
     return raised(lambda: chain(torch.ones(2, 4)))
 
 
+def other_dim(rank):
+    """As many numbers on both processes, which each would put elsewhere."""
+    return raised(lambda: opfuse.Sequential(ops.AllGather(dim=rank))(torch.ones(2, 4)))
+
+
 def same_error(rank):
     """An error that all raise is their own, and the group goes on."""
     op = ops.BasicLinear(4, 4, tensor_parallel_mode="column")

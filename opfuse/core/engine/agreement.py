@@ -73,8 +73,12 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
             "keywords": str(made_from.kwargs),
             "shape": str(tuple(input.shape[-1:] if uneven else input.shape)),
         },
-        "features of its collectives": {
-            chain.name(i): chain.widths[i] for i, sends in enumerate(collective) if sends
+        "what its collectives take": {
+            chain.name(
+                i
+            ): f"{chain.widths[i] or 'any'} features, dim {getattr(chain.ops[i], 'dim', 0)}"
+            for i, sends in enumerate(collective)
+            if sends
         },
         "its steps": [
             str(step)
