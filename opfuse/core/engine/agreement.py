@@ -74,11 +74,9 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
             "shape": str(tuple(input.shape[-1:] if uneven else input.shape)),
         },
         "what its collectives take": {
-            chain.name(
-                i
-            ): f"{chain.widths[i] or 'any'} features, dim {getattr(chain.ops[i], 'dim', 0)}"
-            for i, sends in enumerate(collective)
-            if sends
+            chain.name(i): f"{width or 'any'} features, dim {getattr(op, 'dim', 0)}"
+            for i, (op, width) in enumerate(zip(chain.ops, chain.widths, strict=False))
+            if collective[i]
         },
         "its steps": [
             str(step)
