@@ -15,7 +15,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as partitioner
 from torch._inductor import config as inductor
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
 FAILURES = TorchDynamoException, FailOnRecompileLimitHit
@@ -48,9 +48,9 @@ class _KeepRandom(CustomGraphPass):
                 least = max(partitioner.activation_memory_budget, _LEAST)
                 partitioner.activation_memory_budget = least  # until the end of the compilation
 
-    def uuid(self) -> str:
-        """What it is, for the cache of compiled graphs."""
-        return "opfuse_convert.memory: random numbers are kept"
+    def uuid(self) -> Any:
+        """A hash of this file: what another version of it compiled is not loaded from a cache."""
+        return get_hash_for_files((__file__,))
 
 
 @functools.lru_cache(maxsize=256)
