@@ -211,6 +211,7 @@ def test_the_tests_of_a_new_plugin_pass(installed):
     assert " passed" in out and " failed" not in out
 
 
+@pytest.mark.costly(0)
 def test_it_passes_the_check_for_the_index(installed):
     name = "opfuse-plugin-out-of-the-box"
     out = python(installed, "-m", "opfuse", "check-plugin", name, "--quick", "--tests", "tests")
