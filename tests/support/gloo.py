@@ -65,6 +65,7 @@ class Team:
     """
 
     def __init__(self, size=RANKS, seconds=30):
+        self._patience = 180  # seconds: the first answer comes after slow imports
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in range(size)]
@@ -84,11 +85,13 @@ class Team:
         """What ``worker(rank, *args)`` returned in each process, or its traceback; None: it ended."""
         for pipe in self.pipes:
             pipe.send((worker, args))
-        return [self._answer(rank) for rank in range(len(self.pipes))]
+        answers = [self._answer(rank) for rank in range(len(self.pipes))]
+        self._patience = 60
+        return answers
 
     def _answer(self, rank):
-        if not self.pipes[rank].poll(60):
-            raise TimeoutError(f"rank {rank} has not answered for a minute")
+        if not self.pipes[rank].poll(self._patience):
+            raise TimeoutError(f"rank {rank} has not answered for {self._patience} seconds")
         try:
             return self.pipes[rank].recv()
         except EOFError:
