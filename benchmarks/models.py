@@ -28,6 +28,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,8 @@ WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
 MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
 DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
+OTHERS = "compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
+KNOWN = r"compile-(0|1|[01]\.\d+)|budget-(least|1|0\.\d+)(-compiled)?"
 SHARES = (1.0, 0.5, 0.0)
 """The budgets with which a plan of ``budget-0.5-compiled`` may compile."""
 
@@ -58,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--together", action="store_true", help="all ways in one process")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    for way in options.ways.split(","):
+        if way not in WAYS and not re.fullmatch(KNOWN, way):
+            parser.error(f"no way {way!r}: expected {', '.join(WAYS)}, or one such as {OTHERS}")
     if options.part is not None:
         print(json.dumps(run(options)))
         return

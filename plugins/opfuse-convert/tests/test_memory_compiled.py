@@ -410,7 +410,13 @@ def test_a_cache_among_the_arguments(graphs):
     assert not graphs
 
 
-@pytest.mark.parametrize("how", [{"compiled": [1.5]}, {"compiled": [0.5], "measure": False}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"compiled": wrong} for wrong in (0.5, [1.5], ["0.5"], [True], [float("nan")])),
+        {"compiled": [0.5], "measure": False},
+    ],
+)
 def test_budgets_that_are_none(how):
     with pytest.raises(ValueError, match="expected as compiled shares from 0 to 1, and measure"):
         opfuse.plan_memory(Model(1), an_input(), **how)

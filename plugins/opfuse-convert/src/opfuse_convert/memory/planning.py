@@ -82,7 +82,9 @@ def plan_memory(
     """
     _check(model)
     limit = _parsed(budget)
-    if compiled and (not measure or not all(0 <= share <= 1 for share in compiled)):
+    shares = compiled if isinstance(compiled, (list, tuple)) else [None]
+    numbers = [isinstance(s, (int, float)) and not isinstance(s, bool) for s in shares]
+    if not all(numbers) or not all(0 <= s <= 1 for s in shares) or (shares and not measure):
         raise ValueError(
             f"opfuse.plan_memory expected as compiled shares from 0 to 1, and measure=True, since "
             f"the time of what is compiled cannot be estimated: got {compiled!r}, {measure!r}"
