@@ -82,9 +82,7 @@ def plan_memory(
     """
     _check(model)
     limit = _parsed(budget)
-    shares = compiled if isinstance(compiled, (list, tuple)) else [None]
-    numbers = [isinstance(s, (int, float)) and not isinstance(s, bool) for s in shares]
-    if not all(numbers) or not all(0 <= s <= 1 for s in shares) or (shares and not measure):
+    if not _are_shares(compiled) or (compiled and not measure):
         raise ValueError(
             f"opfuse.plan_memory expected as compiled shares from 0 to 1, and measure=True, since "
             f"the time of what is compiled cannot be estimated: got {compiled!r}, {measure!r}"
@@ -103,6 +101,12 @@ def plan_memory(
     else:
         _put_back(before)
     return plan
+
+
+def _are_shares(compiled: object) -> bool:
+    if not isinstance(compiled, (list, tuple)):
+        return False
+    return all(type(n) in (int, float) and 0.0 <= float(n) <= 1.0 for n in compiled)
 
 
 def _put_back(before: dict[nn.Module, Any]) -> None:
