@@ -82,7 +82,10 @@ def plan_memory(
     """
     _check(model)
     limit = _parsed(budget)
-    if not _are_shares(compiled) or (compiled and not measure):
+    shares = isinstance(compiled, (list, tuple)) and all(
+        type(n) in (int, float) and 0.0 <= float(n) <= 1.0 for n in compiled
+    )
+    if not shares or (compiled and not measure):
         raise ValueError(
             f"opfuse.plan_memory expected as compiled shares from 0 to 1, and measure=True, since "
             f"the time of what is compiled cannot be estimated: got {compiled!r}, {measure!r}"
@@ -101,12 +104,6 @@ def plan_memory(
     else:
         _put_back(before)
     return plan
-
-
-def _are_shares(compiled: object) -> bool:
-    if not isinstance(compiled, (list, tuple)):
-        return False
-    return all(type(n) in (int, float) and 0.0 <= float(n) <= 1.0 for n in compiled)
 
 
 def _put_back(before: dict[nn.Module, Any]) -> None:
@@ -180,8 +177,7 @@ class _Planning:
         rest = before - sum(options[0].nbytes for options in found)
         self._units, self._options = units, [pareto(options) for options in found]
         self._points = front(self._options)
-        args, kwargs = self._given
-        self._whole = Unit(Place("", self._model), args, kwargs, kind=self._kinds())
+        self._whole = Unit(Place("", self._model), *self._given, kind=self._kinds())
         self._compiled = self._costs.compiled(self._whole)
         budget = None if limit is None else limit(unfused)
         choices: _Choices = []
@@ -264,8 +260,8 @@ class _Planning:
         """Seconds of a step of the model, and how many more it takes with a choice."""
         actions = _actions(choices)
         what = [[place.path, place.is_chain, str(action)] for place, action in actions]
-        name = type(self._model).__name__
-        subject = {"fusion": f"memory of the whole {name}", "of": self._kinds(), "action": what}
+        whole = f"memory of the whole {type(self._model).__name__}"
+        subject = {"fusion": whole, "of": self._kinds(), "action": what}
         tensors = tensors_in(self._given)
         wanted = [t for t in (*tensors, *self._model.parameters()) if t.requires_grad]
         return self._costs.compared(subject, tensors, self._run, wanted, actions)
