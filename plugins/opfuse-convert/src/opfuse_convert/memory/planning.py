@@ -177,7 +177,8 @@ class _Planning:
         rest = before - sum(options[0].nbytes for options in found)
         self._units, self._options = units, [pareto(options) for options in found]
         self._points = front(self._options)
-        self._whole = Unit(Place("", self._model), *self._given, kind=self._kinds())
+        args, kwargs = self._given
+        self._whole = Unit(Place("", self._model), args, kwargs, kind=self._kinds())
         self._compiled = self._costs.compiled(self._whole)
         budget = None if limit is None else limit(unfused)
         choices: _Choices = []
@@ -198,8 +199,7 @@ class _Planning:
         )
 
     def _run(self) -> Any:
-        args, kwargs = self._given
-        return self._model(*args, **kwargs)
+        return self._model(*self._given[0], **self._given[1])
 
     def _kept(self) -> int:
         return saved_bytes(self._run, self._model.parameters())
