@@ -23,13 +23,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("alone")
         mark = cases[0].get_closest_marker("costly")
         if mark is not None and not (named or EVERY):
+            if "each" in mark.kwargs:
+                cases[0].cls.most_cases = mark.kwargs["each"]
             left_out.update(set(cases) - set(_some(cases, *mark.args, **mark.kwargs)))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
-def _some(cases, count, always=()):
+def _some(cases, count, always=(), each=None):
     """Some of the cases of a test.
 
     Args:
@@ -37,6 +39,7 @@ def _some(cases, count, always=()):
         count: So many, evenly apart. As a float, a share of more than 20, by the hashes of their
             names, so that they stay the same when others come and go.
         always: Cases whose names end so run, too.
+        each: So many chains are tested by each of a fusion's checks; None: all.
     """
     if isinstance(count, float):
         most = count * 2**32 if len(cases) > 20 else 2**32

@@ -46,6 +46,7 @@ def first_failure(subject, **given):
     return None
 
 
+@pytest.mark.costly(12)
 @pytest.mark.parametrize("name", faulty_circumstances.FAULTS)
 def test_wrong_in_some_circumstances(name, no_plugins):
     fault = faulty_circumstances.FAULTS[name]
@@ -54,6 +55,7 @@ def test_wrong_in_some_circumstances(name, no_plugins):
     assert re.search(fault.says, str(outcome)) and outcome.failure, str(outcome)
 
 
+@pytest.mark.costly(40)
 @pytest.mark.parametrize("name", faulty.FAULTS)
 def test_each_wrong_fusion_fails_its_check(name, register):
     fault = faulty.FAULTS[name]
@@ -77,6 +79,7 @@ def test_a_sound_recomputation_passes(register):
     assert first_failure(subject) is None
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(("number", "name"), list(enumerate(faulty_casts.SOUND)))
 def test_sound_fusions_with_casts(number, name, register):
     """Those of casts under all recipes; every check under one recipe for the first, or for all."""
@@ -225,6 +228,7 @@ def install(folder, name, group, module):
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}\n")
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("name", faulty_distributions.DISTRIBUTIONS)
 def test_each_wrong_distribution_fails_its_check(name, tmp_path, monkeypatch):
     check, says, group, module = faulty_distributions.DISTRIBUTIONS[name]

@@ -28,6 +28,7 @@ CAUGHT = json.loads((pathlib.Path(__file__).parent / "faults_caught.json").read_
 LAYERS = {layer.name: layer for layer in testing.LAYERS}
 
 
+@pytest.mark.costly(0.3)
 class TestRight(testing.DistributedSuite):
     """Right fusions raise no alarm."""
 

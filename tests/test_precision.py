@@ -74,6 +74,7 @@ def test_a_plan_is_made_and_its_entries_are_of_the_precision(way, monkeypatch, r
     assert tuple(read) == way
 
 
+@pytest.mark.costly(6)
 def test_a_chain_is_planned_under_compile(way):
     """Where Dynamo traces a chain, it is planned as well."""
     chain, x = opfuse.Sequential(ops.RMSNorm(8), ops.Linear(8, 8)), torch.randn(4, 8)

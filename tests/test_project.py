@@ -128,11 +128,21 @@ def test_which_cases_of_a_costly_test_run():
     spec = importlib.util.spec_from_file_location("root_conftest", ROOT / "conftest.py")
     root = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(root)
-    cases = [types.SimpleNamespace(nodeid=f"test_a.py::test_b[{n}-{n % 4}]") for n in range(400)]
+    item = type("Item", (types.SimpleNamespace,), {"__hash__": object.__hash__})
+    cases = [item(nodeid=f"test_a.py::test_b[{n}-{n % 4}]") for n in range(400)]
     assert [cases.index(case) for case in root._some(cases[:12], 4)] == [1, 4, 7, 10]
     assert root._some(cases[:2], 4) == cases[:2] and root._some(cases, 0) == []
     fourth = root._some(cases, 0.25)
     assert 60 < len(fourth) < 140 and root._some(cases[:20], 0.25) == cases[:20]
     assert root._some(cases[:200], 0.25) == [case for case in cases[:200] if case in fourth]
+    suite = type("TestSuite", (), {"most_cases": None})
+    marks = pytest.mark.costly(0.25, each=7).mark
+    for case in cases:
+        case.cls, case.get_closest_marker = suite, lambda name: marks
+    ran, hook = list(cases), types.SimpleNamespace(pytest_deselected=lambda items: None)
+    root.EVERY = False  # of this copy of the module
+    config = types.SimpleNamespace(args=["tests"], hook=hook)
+    root.pytest_collection_modifyitems(config, ran)
+    assert ran == fourth and suite.most_cases == 7
     always = root._some(cases, 0.25, always=["3"])
     assert all(case in always for case in cases if case.nodeid.endswith("-3]"))

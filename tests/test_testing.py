@@ -1,5 +1,6 @@
 """The parts of ``opfuse.testing``: tolerances, cases and their code, chains out of patterns, and shrinking."""
 
+import dataclasses
 import itertools
 import math
 import os
@@ -502,3 +503,21 @@ def test_rows_are_limited_in_the_interpreter_alone(monkeypatch, interpreting, mo
     outcome = testing.run_all(testing.CHECKS["output"], chains)
     assert (chains.most_rows, outcome.ran) == (most, len(rows))
     assert (max(rows) <= 3) is interpreting and rows
+
+
+def test_a_sample_of_cases_is_the_same_each_time(monkeypatch):
+    ran = []
+    monkeypatch.setattr(report, "run", lambda check, case: ran.append(case))
+    every = testing.FusionSuite.chains(subject(ops.GELU), "cpu")
+    for most in (None, 5, 5, 10_000):
+        testing.run_all(testing.CHECKS["output"], dataclasses.replace(every, most_cases=most))
+    all_of_them = ran[: (len(ran) - 10) // 2]
+    some = ran[len(all_of_them) :][:5]
+    assert len(all_of_them) > 20 and len(set(some)) == 5 and set(some) < set(all_of_them)
+    assert ran == [*all_of_them, *some, *some, *all_of_them]
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_a_sample_of_cases_is_left_aside_where_all_are_asked_for(thorough):
+    limited = type("Limited", (testing.FusionSuite,), {"most_cases": 3, "thorough": thorough})
+    assert limited.chains(subject(ops.Bias), "cpu").most_cases == (None if thorough else 3)

@@ -100,7 +100,7 @@ def test_an_eager_step_matches_torch():
 # torch.compile and torch.export
 
 
-@pytest.mark.costly(4)
+@pytest.mark.costly(2)
 @pytest.mark.parametrize(
     ("warm", "dynamic"),
     [*itertools.product((False, True), repeat=2)]
@@ -198,6 +198,7 @@ def test_compile_sees_hooks_of_ops_without_parameters():
         torch.testing.assert_close(compiled(data()), 2 * before)
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_exported_chain_matches_torch(strict, dynamic):
@@ -265,7 +266,7 @@ def test_state_dict_loads_both_ways_as_weights_only():
 # Parameters
 
 
-@pytest.mark.costly(4)
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("index", [0, 2])
 def test_weight_norm_on_linear(compiled, index):

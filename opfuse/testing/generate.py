@@ -123,6 +123,7 @@ class Chains:
         declined: The reasons why the fusion is not used for other structures, by structure.
         thorough: The checks try everything they know, however long it takes.
         most_rows: Cases with more rows are left out; None: none is.
+        most_cases: So many cases of a check run, or all.
     """
 
     subject: Subject
@@ -135,6 +136,7 @@ class Chains:
     declined: dict[str, str]
     thorough: bool = False
     most_rows: int | None = None
+    most_cases: int | None = None
 
 
 def make_chains(

@@ -72,8 +72,7 @@ def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, An
     environ = {name: value for name, value in os.environ.items() if name not in unset}
     environ |= {"PYTHONPATH": path, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
     chains = json.dumps([repr(case.with_(subject=None)) for case in cases])
-    given = plugin, chains, registered_module(plugin) or ""
-    command = [sys.executable, "-c", _REPORT, *given]
+    command = [sys.executable, "-c", _REPORT, plugin, chains, registered_module(plugin) or ""]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise Failure(f"a process with plugin {plugin!r} failed:\n{done.stderr.strip()[-2000:]}")
@@ -100,10 +99,8 @@ def imports(plugin: str, cases: Sequence[Case] = ()) -> None:
     """Finding and listing the plugin imports no triton and makes no CUDA context."""
     seen = report(plugin, 1, tuple(cases))
     if seen["triton"]:
-        raise Failure(
-            "importing it, or calling its hooks, imports triton: "
-            "import it where a kernel is launched"
-        )
+        how = "import it where a kernel is launched"
+        raise Failure(f"importing it, or calling its hooks, imports triton: {how}")
     if seen["cuda"]:
         raise Failure("importing it, or calling its hooks, makes a CUDA context")
 

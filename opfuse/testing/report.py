@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -39,10 +40,8 @@ class Outcome:
             return f"{self.check}: {self.ran} cases passed"
         subject = self.case.subject
         who = f"{subject.passes} fusion {subject.name!r} of plugin {subject.plugin!r}"
-        return (
-            f"{who} fails the check {self.check!r}: {self.failure}\n\n"
-            f"{snippet(self.check, self.case)}"
-        )
+        code = snippet(self.check, self.case)
+        return f"{who} fails the check {self.check!r}: {self.failure}\n\n{code}"
 
 
 def run(check: str, case: Case) -> None:
@@ -66,9 +65,7 @@ def run(check: str, case: Case) -> None:
 def run_all(check: Check, chains: Chains) -> Outcome:
     """Run a check on its cases up to the first failure, and look for a smaller failing case."""
     ran, declined = 0, dict.fromkeys(chains.declined.values())
-    for case in dict.fromkeys(check.cases(chains)):
-        if chains.most_rows is not None and math.prod(case.rows) > chains.most_rows:
-            continue
+    for case in _some(dict.fromkeys(check.cases(chains)), chains):
         try:
             run(check.name, case)
         except Declined as reason:
@@ -79,6 +76,13 @@ def run_all(check: Check, chains: Chains) -> Outcome:
         else:
             ran += 1
     return Outcome(check.name, ran, tuple(declined))
+
+
+def _some(cases: Iterable[Case], chains: Chains) -> list[Case]:
+    """The cases that are within the limits; of too many, the same ones each time."""
+    few = [case for case in cases if math.prod(case.rows) <= (chains.most_rows or math.inf)]
+    most = chains.most_cases or len(few)
+    return few if len(few) <= most else random.Random(0).sample(few, most)
 
 
 def _shrink(

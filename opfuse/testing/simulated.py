@@ -113,9 +113,8 @@ class Ranks:
                     dist.destroy_process_group()
 
         with _worlds_apart():
-            threads = [
-                threading.Thread(target=serve, args=(rank,), daemon=True) for rank in self.ranks
-            ]
+            ranks = [(rank,) for rank in self.ranks]
+            threads = [threading.Thread(target=serve, args=rank, daemon=True) for rank in ranks]
             for thread in threads:
                 thread.start()
             until = time.monotonic() + 3 * SECONDS

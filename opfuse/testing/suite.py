@@ -51,6 +51,8 @@ class FusionSuite:
             their defaults, and of the kit.
         most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
             program for each row, where more take minutes; None: any.
+        most_cases: So many cases of each check run, the same ones each time, unless ``thorough``;
+            None: all.
         thorough: Test more widths, rows, layouts and combinations of frozen leaves, which takes
             about twice as long; default: True if the environment has ``OPFUSE_THOROUGH=1``.
     """
@@ -62,6 +64,7 @@ class FusionSuite:
     examples: ClassVar[Mapping[str, Sequence[Sequence[Op]]]] = {}
     recipes: ClassVar[Sequence[Recipe] | None] = None
     most_rows: ClassVar[int | None] = None
+    most_cases: ClassVar[int | None] = None
     thorough: ClassVar[bool] = os.environ.get("OPFUSE_THOROUGH", "") not in ("", "0")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -187,8 +190,10 @@ class FusionSuite:
             own = subject._replace(inexact=subject.name in cls.inexact)
             examples = cls.examples.get(subject.name, ())
             made = make_chains(own, device, cls.makers, examples, cls.thorough, cls.recipes)
-            most_rows = cls.most_rows if is_interpreting() else None
-            cls._made[subject, device] = dataclasses.replace(made, most_rows=most_rows)
+            rows = cls.most_rows if is_interpreting() else None
+            cases = None if cls.thorough else cls.most_cases
+            made = dataclasses.replace(made, most_rows=rows, most_cases=cases)
+            cls._made[subject, device] = made
         return cls._made[subject, device]
 
     def _judge(self, names: tuple[str, ...], problem: str | None, *, passed: bool) -> None:

@@ -102,6 +102,7 @@ def test_a_forward_keeps_no_more_than_before(other, way):
     assert got <= expected + 2 * sum(statistics)
 
 
+@pytest.mark.costly(3)
 @each_family
 def test_modules_parameters_and_names_stay(family):
     reference, model = twins(family.make())
@@ -145,6 +146,7 @@ def test_other_models_do_not_change(family):
     assert opfuse.converted(other) == {}
 
 
+@pytest.mark.costly(3)
 @each_family
 def test_revert_restores_classes_attributes_and_results(family):
     reference, model = twins(family.make())
@@ -174,6 +176,7 @@ def test_converting_twice_changes_nothing(family):
 # Outputs
 
 
+@pytest.mark.costly(4)
 @each_pretrained
 @pytest.mark.parametrize("return_dict", [True, False], ids=["dict", "tuple"])
 def test_hidden_states_and_attentions(family, return_dict):
@@ -191,6 +194,7 @@ def test_hidden_states_and_attentions(family, return_dict):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.costly(4)
 @each_generating
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 def test_generate_gives_the_same_tokens_for_each_cache(family, cache):
@@ -233,6 +237,7 @@ def test_autocast_is_as_near_fp32_as_the_original(family):
 # Files
 
 
+@pytest.mark.costly(3)
 @each_pretrained
 def test_save_pretrained_writes_the_original_checkpoint(family, tmp_path):
     reference, model = converted_pair(family)
@@ -325,6 +330,7 @@ def test_pickles_load_without_opfuse(tmp_path):
         assert abs(float(found[name]) - loss) < 1e-5
 
 
+@pytest.mark.costly(3)
 @each_family
 def test_a_pickle_is_unconverted(family):
     reference, model = converted_pair(family)
@@ -339,6 +345,7 @@ def test_a_pickle_is_unconverted(family):
     check(step(loaded, family), step(reference, family), family)
 
 
+@pytest.mark.costly(3)
 @each_family
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_a_deepcopy_stays_converted_and_independent(family, warm):
@@ -370,6 +377,7 @@ def test_forward_hooks_on_every_module(family):
     assert seen["model"] == seen["reference"]
 
 
+@pytest.mark.costly(4)
 @few_families
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_a_hook_on_one_module(family, kind):
@@ -418,6 +426,7 @@ def test_a_global_hook_sees_the_replaced_layer(family):
     assert id(layer) in called
 
 
+@pytest.mark.costly(3)
 @few_families
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_replacing_a_child_changes_what_runs(family, when):
@@ -461,6 +470,7 @@ def test_replacing_a_parameter_changes_what_runs(family):
     assert not fallbacks(model)
 
 
+@pytest.mark.costly(3)
 @few_families
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_forward_replaced_on_an_instance(family, when):
@@ -513,6 +523,7 @@ def _norms(model):
     return [m for m in model.modules() if type(m).__name__.endswith("Norm")]
 
 
+@pytest.mark.costly(4)
 @few_families
 @pytest.mark.parametrize("which", ["leaf", "layer"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -549,6 +560,7 @@ def test_a_forward_replaced_on_a_class(family, which, when, monkeypatch):
         assert not fallbacks(model)
 
 
+@pytest.mark.costly(4)
 @few_families
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -605,6 +617,7 @@ def test_freezing_parameters_later_gives_the_right_gradients(family):
     assert not fallbacks(model)
 
 
+@pytest.mark.costly(3)
 @few_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
 def test_a_converted_model_may_change_its_dtype(family, dtype):

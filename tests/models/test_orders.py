@@ -101,6 +101,7 @@ def orders():
     yield "lora", "convert", "checkpointing"
 
 
+@pytest.mark.costly(8)
 @few_families
 @pytest.mark.parametrize("names", list(orders()), ids=lambda names: ", ".join(names))
 def test_each_order_of_converting_and_wrapping_gives_the_same_step(family, names):
@@ -111,6 +112,7 @@ def test_each_order_of_converting_and_wrapping_gives_the_same_step(family, names
     check(step(model, family), expected, family)
 
 
+@pytest.mark.costly(3)
 @few_families
 @pytest.mark.parametrize("names", [("convert", "lora"), ("lora", "convert")], ids=", ".join)
 def test_lora_trains_and_merges(family, names):
@@ -151,6 +153,7 @@ def kept(model, family):
     return saved_bytes(lambda: model(**family.inputs()), model.parameters())
 
 
+@pytest.mark.costly(4)
 @few_families
 @in_either_order
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
@@ -193,6 +196,7 @@ def in_a_graph(family):
     return {"experts_implementation": "batched_mm"} if family.name == "mixtral" else {}
 
 
+@pytest.mark.costly(2)
 @few_families
 @pytest.mark.parametrize("order", ["before", "after a step", *["after"] * families.ALL])
 def test_a_whole_model_compiles_before_and_after_converting(family, order):
@@ -221,6 +225,7 @@ def test_a_converted_model_compiles_with_inductor(name):
     check(step(compiled, family), step(reference, family), family)
 
 
+@pytest.mark.costly(2)
 @each_family
 def test_export_records_the_original_forward(family):
     reference, model = (m.eval() for m in twins(family.make(**in_a_graph(family))))
@@ -241,6 +246,7 @@ def test_export_records_the_original_forward(family):
 # Quantization
 
 
+@pytest.mark.costly(4)
 @each_family
 @in_either_order
 def test_torchao_quantizes_a_converted_model(family, order):
@@ -319,6 +325,7 @@ def test_a_dispatched_model_may_be_converted_before_or_after(family, order):
 # Trainer
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     "family",
     [f for f in families.FEW if f.pretrained],

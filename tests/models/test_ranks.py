@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp first", "plan"])
 def test_data_parallel(how):
     import model_ranks

@@ -18,6 +18,7 @@ if torch.distributed.is_available():
     import tp_models as ranks
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(
     ("family", "config", "joined"),
     [
@@ -32,16 +33,19 @@ def test_a_model_under_its_plan(family, config, joined, tmp_path):
     assert first == second
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_a_memory_plan(family, tmp_path):
     gloo.together(ranks.planned, family, tmp_path)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_sharded_over_it(family, tmp_path):
     gloo.together(ranks.sharded, family, tmp_path, size=4)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("family", ["Qwen3", "Mixtral"])
 def test_split_after_conversion(family, tmp_path):
     gloo.together(ranks.split_after, family, tmp_path)
@@ -53,6 +57,7 @@ def test_styles_that_change(tmp_path):
         assert forward == "the forward of up_proj was replaced by function"
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(

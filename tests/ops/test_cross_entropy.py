@@ -161,6 +161,7 @@ def test_autocast_gives_fp32_from_the_logits_as_they_come(dtype):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize(  # autocast changes nothing in the loss, whatever its options
     ("name", "autocast"),
     [*((name, number % 2 == 0) for number, name in enumerate(OPTIONS)), ("all", True)],

@@ -380,6 +380,7 @@ def test_the_custom_operators_are_as_torch_wants_them():
     torch.library.opcheck(space.grouped_row_sums.default, (sizes, dy, [False, True]))
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_a_compiled_chain_takes_any_split(way, dtype, autocast, monkeypatch):

@@ -19,6 +19,7 @@ if dist.is_available():
     import parallel_ranks as ranks
 
 
+@pytest.mark.costly(6)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("bias", "gate"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("called", [False, True])

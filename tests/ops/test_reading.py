@@ -295,6 +295,7 @@ def test_a_chain_inside_the_module_that_it_reads():
 # The rest of torch
 
 
+@pytest.mark.costly(4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", READERS)
 def test_a_compiled_chain_reads_the_current_parameters(name):

@@ -215,6 +215,7 @@ def test_one_that_calls_with_another_shape():
     assert "rank 1 stopped" in second[1] and first[0] == second[0] == "RankError"
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("cls", [ops.AllReduce, ops.AllGather, ops.ReduceScatter])
 def test_one_that_dies(cls):
     first, second = answers(ranks.one_dies, cls)

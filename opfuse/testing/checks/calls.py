@@ -268,9 +268,8 @@ def versions(case: Case) -> None:
 
 
 def _drawing(chains: Chains) -> Iterator[Case]:
-    yield from (
-        case for case in chains.all if chains.thorough or case in chains.plain or case.draws
-    )
+    every = chains.thorough
+    yield from (case for case in chains.all if every or case in chains.plain or case.draws)
     yield from evaluating(chains)
 
 

@@ -15,6 +15,8 @@ from torch.nn.utils import prune
 
 import opfuse
 
+pytestmark = pytest.mark.alone
+
 SCALE = 1.0
 LOG = []
 

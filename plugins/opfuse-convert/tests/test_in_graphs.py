@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 import opfuse
 
+pytestmark = pytest.mark.alone
+
 WIDTH = 16
 
 
@@ -104,6 +106,7 @@ def put_back(monkeypatch):
     monkeypatch.setattr(Scaled, "k", 1.0)
 
 
+@pytest.mark.costly(12)
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_graph_sees_what_the_guard_sees(chains, put_back, how, first):

@@ -150,6 +150,7 @@ def test_the_compiled_gradient_and_cast_match_the_twin(form, dtype):
     assert not function.failed
 
 
+@pytest.mark.costly(1)
 @compiles
 @pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
 def test_the_compiled_norm_and_cast_match_the_separate_ops(kind):

@@ -54,6 +54,7 @@ DTYPES += [(torch.float64, 0.0), (torch.float64, 0.3)]
 TRAINED = ("lora_a", "lora_b"), ("weight", "lora_a", "lora_b", "bias"), ("lora_b",), ("weight",), ()
 
 
+@pytest.mark.costly(80)
 @pytest.mark.parametrize("rows", [(3, 7), (130,), (0,)], ids=str)
 @pytest.mark.parametrize(("dtype", "dropout"), DTYPES, ids=str)
 @pytest.mark.parametrize("trained", TRAINED, ids=str)

@@ -169,6 +169,7 @@ def test_it_keeps_few_numbers_a_row_overwrites_nothing_and_runs_twice():
     assert torch.equal(logits, before)
 
 
+@pytest.mark.costly(4)
 @runs
 @pytest.mark.parametrize("options", [{}, {**ALL, "softcap": 3.0, "temperature": 0.8}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

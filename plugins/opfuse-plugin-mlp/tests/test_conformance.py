@@ -11,7 +11,7 @@ from opfuse.testing.machine import is_interpreting
 OPTIONAL = ops.RMSNorm, ops.LayerNorm, ops.Bias
 
 
-@pytest.mark.costly(0.3, always=("output", "gradients"))
+@pytest.mark.costly(0.3, always=("output", "gradients"), each=40)
 class TestConformance(FusionSuite):
     plugin = "mlp"
 

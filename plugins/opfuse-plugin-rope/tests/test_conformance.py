@@ -8,7 +8,7 @@ import opfuse
 from opfuse.testing import FusionSuite, machine
 
 
-@pytest.mark.costly(0.3, always=("output", "gradients"))
+@pytest.mark.costly(0.3, always=("output", "gradients"), each=40)
 class TestConformance(FusionSuite):
     plugin = "rope"
     most_rows = 8

@@ -113,6 +113,7 @@ def check(chain, given, extras):
             assert_close(got.to(given[0].dtype), expected, gemm=got.ndim == 1)
 
 
+@pytest.mark.costly(20)
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -123,6 +124,7 @@ def test_queries_and_keys(kind, dtype, tables):
         check(chain, given, extras)
 
 
+@pytest.mark.costly(20)
 @pytest.mark.parametrize("first", ["rms", "centered", "l2", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("kind", KINDS[:4], ids=str)

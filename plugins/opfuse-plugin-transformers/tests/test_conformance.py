@@ -43,6 +43,7 @@ CONVERTED = {
 MODES = {"fp32": 1e-5, "bf16": 0.05, "autocast": 0.05}
 
 
+@pytest.mark.costly(16)
 @pytest.mark.parametrize("family", CONVERTED)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_training_step_matches_the_original_model(models, family, mode):

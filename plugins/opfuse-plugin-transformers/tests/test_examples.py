@@ -14,6 +14,7 @@ SCRIPT = pathlib.Path(__file__).parents[3] / "examples" / "finetune_llama.py"
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("options", [(), ("--lora",), ("--bf16",)], ids=" ".join)
 def test_finetune_llama_lowers_the_loss(options):
     pytest.importorskip("accelerate")

@@ -20,6 +20,7 @@ def of(model):
     return opfuse.converted(model)[""]
 
 
+@pytest.mark.costly(16)
 @pytest.mark.parametrize(
     "how",
     [

@@ -52,6 +52,7 @@ def test_a_layer_takes_what_it_only_passes_on(models, family):
     assert not reasons(twin)
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("first", ["convert", "enable"])
 @pytest.mark.parametrize("family", LAYERS)

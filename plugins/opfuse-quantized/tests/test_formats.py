@@ -418,6 +418,7 @@ def test_names_and_repr_list_the_component_tensors():
 # Compilation, and no look at data
 
 
+@pytest.mark.costly(4)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["e4m3", "1x128", "128x128", "mx", "nvfp4"])
