@@ -1,11 +1,13 @@
 """Which tests run: what no plugin changes, and what is left out unless every case is asked for."""
 
+import gc
 import itertools
 import os
 import zlib
 
 ASKED = os.environ.get("OPFUSE_COSTLY") or os.environ.get("OPFUSE_THOROUGH") or ""
 EVERY = ASKED not in ("", "0")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
 """Fixtures with which no installed plugin is on: none is, or only what the test registers."""
 
@@ -24,11 +26,23 @@ def pytest_collection_modifyitems(config, items):
         mark = cases[0].get_closest_marker("costly")
         if mark is not None and not (named or EVERY):
             if "each" in mark.kwargs:
-                cases[0].cls.most_cases = mark.kwargs["each"]
+                cases[0].cls.most_cases = mark.kwargs["each"] // (3 if INTERPRETED else 1)
             left_out.update(set(cases) - set(_some(cases, *mark.args, **mark.kwargs)))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish(session):
+    """Let the garbage collector pass over what is imported: it took a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+
+
+def pytest_sessionfinish(session):
+    """Let the garbage collector find everything again, before libraries look for leaks."""
+    gc.unfreeze()
 
 
 def _some(cases, count, always=(), each=None):
@@ -39,7 +53,8 @@ def _some(cases, count, always=(), each=None):
         count: So many, evenly apart. As a float, a share of more than 20, by the hashes of their
             names, so that they stay the same when others come and go.
         always: Cases whose names end so run, too.
-        each: So many chains are tested by each of a fusion's checks; None: all.
+        each: So many chains are tested by each of a fusion's checks, and a third of them where
+            kernels are interpreted; None: all.
     """
     if isinstance(count, float):
         most = count * 2**32 if len(cases) > 20 else 2**32

@@ -136,6 +136,7 @@ def check_op(maker, width, dtype, count):
         check(op, [x], lambda: twin(x.double()))
 
 
+@pytest.mark.costly(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_row_keeps_its_bits(name, dtype, no_plugins):

@@ -177,7 +177,7 @@ def test_its_own_suites_with_their_limits_and_nothing_else_of_its_tests(install)
     ],
     ids=["no suite", "no module", "it ends", "left out"],
 )
-@pytest.mark.costly(2)
+@pytest.mark.costly(1)
 def test_tests_that_do_not_test(install, suite, said):
     folder = install()
     (folder / "test_conformance.py").write_text(suite)

@@ -141,6 +141,7 @@ def test_a_sound_fusion_beside_a_wrong_one(register):
 CAUGHT = json.loads((pathlib.Path(__file__).parent / "faults_caught.json").read_text())
 
 
+@pytest.mark.costly(8)
 @pytest.mark.parametrize("fault", faulty_axes.FAULTS, ids=lambda fault: fault.name)
 def test_wrong_along_an_axis(no_plugins, fault):
     subject = testing.Subject("faulty", fault.kind, fault.fusion)

@@ -81,6 +81,7 @@ def test_two_processes_train_as_one():
     assert done.stdout.count("on two processes") == 4 and "The losses agree" in done.stdout
 
 
+@pytest.mark.costly(1)
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="the model is one of transformers"
 )

@@ -140,7 +140,7 @@ def test_which_cases_of_a_costly_test_run():
     for case in cases:
         case.cls, case.get_closest_marker = suite, lambda name: marks
     ran, hook = list(cases), types.SimpleNamespace(pytest_deselected=lambda items: None)
-    root.EVERY = False  # of this copy of the module
+    root.EVERY = root.INTERPRETED = False  # of this copy of the module
     config = types.SimpleNamespace(args=["tests"], hook=hook)
     root.pytest_collection_modifyitems(config, ran)
     assert ran == fourth and suite.most_cases == 7

@@ -318,6 +318,7 @@ def test_torch_compile_is_refused():
         torch.compile(op, fullgraph=True, backend="eager")(x)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_compiled_autograd_accumulates_into_main_grad(near, hooked):
     op, x = with_main_grad(linear(6, 5)), torch.randn(3, 6)

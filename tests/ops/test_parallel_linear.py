@@ -289,6 +289,7 @@ def test_reading_leaves_the_modules_alone():
 # The rest of torch
 
 
+@pytest.mark.costly(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", [*LINEARS, "reading"])
 def test_a_compiled_op_gives_the_same_gradients(make, name):

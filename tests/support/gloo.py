@@ -17,6 +17,18 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 RANKS = 2
+HOW = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+if HOW == "forkserver":  # where torch is imported once; opfuse, which reads the environment, is not
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    )
+
+
+def _as_here(rank, environ, worker, *args):
+    """Calls a worker in a process whose environment is the one of who starts it."""
+    os.environ.clear()
+    os.environ.update(environ)
+    return worker(rank, *args)
 
 
 def spawn(worker, folder, *args):
@@ -29,7 +41,8 @@ def spawn(worker, folder, *args):
         own = folder / attempt
         own.mkdir()
         try:
-            return multiprocessing.spawn(worker, (own, *args), nprocs=RANKS)
+            given = {**os.environ}, worker, own, *args
+            return multiprocessing.start_processes(_as_here, given, RANKS, start_method=HOW)
         except multiprocessing.ProcessExitedException as died:
             if died.signal_name is None or attempt == "second":
                 raise
@@ -67,12 +80,12 @@ class Team:
     def __init__(self, size=RANKS, seconds=30):
         self._patience = 180  # seconds: the first answer comes after slow imports
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context, given = multiprocessing.get_context(HOW), ({**os.environ}, _serve, size, seconds)
         pairs = [context.Pipe() for _ in range(size)]
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, size, seconds, self._folder.name, theirs), daemon=True
+                target=_as_here, args=(rank, *given, self._folder.name, theirs), daemon=True
             )
             for rank, (_, theirs) in enumerate(pairs)
         ]

@@ -72,6 +72,7 @@ def test_values_and_gradients(name, dtype):
     compare(name, torch.randn(3, 5, 7).to(dtype) * 3, targets)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), [("plain", torch.bfloat16), ("capped", torch.float32)], ids=str
 )

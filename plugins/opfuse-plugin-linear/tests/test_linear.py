@@ -532,6 +532,7 @@ def test_forward_mode_tangents_match_the_unfused_chain(name, rows, dtype, monkey
 # Around the chain
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("name", ["owned", "scale+add"])
 def test_compile_with_inductor(name):
     chain, inputs = CASES[name].chain(), CASES[name].inputs((4, IN))

@@ -243,6 +243,7 @@ HEAVY = [
 ]
 
 
+@pytest.mark.costly(2)
 @needs_compiler
 @pytest.mark.parametrize("arch", TARGETS, ids=str)
 def test_they_compile_without_spills(arch, monkeypatch, tmp_path):
@@ -277,6 +278,7 @@ def test_wide_rows_are_read_twice(name, most):
     assert 1.1 < count_bytes(case, shape)["full"] / case.floor_bytes(shape) < most
 
 
+@pytest.mark.costly(1)
 @needs_interpreter
 @pytest.mark.parametrize(
     "name", ["RMSNorm backward", "RMSNorm backward + add", "LayerNorm backward"]

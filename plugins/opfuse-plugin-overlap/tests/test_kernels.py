@@ -132,6 +132,7 @@ def test_what_runs_beside_what():
 # Of these the group is out of step behind them, so that each has processes of its own
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize(
     ("mode", "way", "backward"),
     [

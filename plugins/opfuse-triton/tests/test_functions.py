@@ -139,6 +139,7 @@ def test_numbers_are_those_of_the_call(exact):
     assert support.forward(op, x).tolist() == [[-2.0, 2.0]]
 
 
+@pytest.mark.costly(30)
 @compiled
 @every
 @pytest.mark.parametrize("arch", TARGETS)
