@@ -29,10 +29,11 @@ from opfuse.core.authoring import saved_bytes
 from opfuse.core.replaced_forward import MEMORY
 from opfuse.tuning.timing import Timing
 
-pytestmark = pytest.mark.alone
-
-# Dynamo looks at it, and hides its warning, but not where warnings are errors
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.alone,
+    # Dynamo looks at it, and hides its warning, but not where warnings are errors
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 WIDTH, LAYERS = 16, 12
 PARTS_FASTER, WHOLE_FASTER = 0.8, 0.5

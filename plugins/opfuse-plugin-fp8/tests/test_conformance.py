@@ -46,7 +46,7 @@ INEXACT = dict.fromkeys(
 )
 
 
-@pytest.mark.costly(0.25, always=("output", "gradients"), each=24)
+@pytest.mark.costly(0.15, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     """Products under every recipe, casts under one."""
 
