@@ -44,7 +44,7 @@ DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
 OTHERS = "compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
 KNOWN = r"compile-(0|1|[01]\.\d+)|budget-(least|1|0\.\d+)(-compiled)?"
-SHARES = (1.0, 0.5, 0.0)
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.0)
 """The budgets with which a plan of ``budget-0.5-compiled`` may compile."""
 
 

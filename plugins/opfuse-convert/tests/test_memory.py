@@ -17,6 +17,7 @@ from opfuse_convert import MemoryPlan
 from opfuse_convert.memory import costs, planning
 from opfuse_convert.memory.actions import offloading
 from opfuse_convert.memory.choosing import Option, front, options_of, pareto
+from opfuse_convert.memory.planning import TIE
 from opfuse_convert.memory.units import units_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -571,6 +572,21 @@ def test_the_choice_is_the_least_time():
             least = min([round(s * 1e6) for b, s in every if b <= most], default=None)
             fitting = [p for p in points if p.nbytes <= most]
             assert (fitting[-1].ticks if fitting else None) == least
+
+
+@pytest.mark.parametrize("extra", [1e-4, 0.1])
+def test_of_choices_as_fast_it_is_the_one_that_keeps_less(monkeypatch, extra):
+    """A step takes a second, and each action makes it so much longer."""
+
+    def compare(one, other, device, **how):
+        return Timing(1 / (1 + extra), 0.0, 1.0, 1 + extra)
+
+    monkeypatch.setattr(costs, "compare", compare)
+    model, given = LLAMA.make(), inputs_of(LLAMA)
+    least = lowest(model, **given)
+    assert least < 0.7 * opfuse.plan_memory(model, **given).unfused
+    plan = opfuse.plan_memory(model, budget=0.95, **given)
+    assert (plan.kept == least) == (extra < TIE) and plan.kept <= plan.budget
 
 
 def test_earlier_layers_keep_less():

@@ -160,50 +160,38 @@ class Costs:
             found.append(Option(kept, seconds, *_named(unit, whole)))
         return found
 
-    def _wanted(self, unit: Unit) -> list[Tensor]:
-        """What gets gradients in a step of a unit."""
-        given = tensors_in((unit.args, unit.kwargs))
-        return [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
-
     def _bytes(self, unit: Unit, actions: Those) -> int:
         with acting(placed(unit, actions)):
-            run = lambda: unit.place.run(unit.args, unit.kwargs)  # noqa: E731
-            return saved_bytes(run, [*self._params, *unit.shared])
+            return saved_bytes(unit.run, [*self._params, *unit.shared])
 
     def _seconds(self, unit: Unit, actions: Those) -> float:
         """Seconds that a step of a unit takes longer; at least 0, unless it is compiled."""
-
-        def run() -> Any:
-            return unit.place.run(unit.args, unit.kwargs)
-
-        given = tensors_in((unit.args, unit.kwargs))
         what = [[number, str(action)] for number, action in actions]
-        subject = {"fusion": f"memory of {unit.place.name}", "of": unit.kind, "action": what}
-        how = placed(unit, actions)
-        _, longer = self.compared(subject, given, run, self._wanted(unit), how)
+        _, longer = self.compared(unit.place.name, unit, what, placed(unit, actions))
         return longer if any(a.what == "compile" for _, a in actions) else max(longer, 0.0)
 
-    def compared(
-        self, subject: dict[str, Any], given: Sequence[Tensor], run: Any, wanted: Any, how: Actions
-    ) -> tuple[float, float]:
-        """Seconds of a step as it is, and how many more it takes with some actions.
+    def compared(self, name: str, unit: Unit, what: Any, how: Actions) -> tuple[float, float]:
+        """Seconds of a step of a unit as it is, and how many more it takes with some actions.
 
         Both come from the table if they are there, and go into it if they are measured.
         """
+        given = tensors_in((unit.args, unit.kwargs))
+        wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
         shape = next((tables.shape_of(t) for t in given if t.ndim), Shape(0, 0, True))
-        subject = {"plugin": None, "pass": "step", **subject, **_circumstances(self._device)}
-        plain, entries = {**subject, "action": []}, tables.table_for(self._device).entries
+        plain: dict[str, Any] = {"plugin": None, "pass": "step", "fusion": f"memory of {name}"}
+        plain |= {"of": unit.kind, "action": [], **_circumstances(self._device)}
+        subject, entries = {**plain, "action": what}, tables.table_for(self._device).entries
         known = [entries.get(tables.subject_key(each), {}).get(shape) for each in (plain, subject)]
         if known[0] is not None and known[1] is not None:
             return known[0].seconds, -known[1].seconds
 
         def other() -> None:
             with acting(how):
-                step(run, wanted)
+                step(unit.run, wanted)
 
         if not self._measure:
-            return self._estimated(lambda: step(run, wanted), other)
-        timing = compare(lambda: step(run, wanted), other, self._device, most=TURNS)
+            return self._estimated(lambda: step(unit.run, wanted), other)
+        timing = compare(lambda: step(unit.run, wanted), other, self._device, most=TURNS)
         took = Measurement(1.0, timing.noise, timing.first, rows=shape.rows)
         less = timing.first - timing.second
         longer = Measurement(timing.speed, timing.noise, less, rows=shape.rows)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -23,9 +24,12 @@ from .actions import put_on
 from .choosing import Option, Point, front, options_of, pareto
 from .costs import Actions, Costs, acting, placed
 from .plan import Choice, MemoryPlan
-from .units import Place, Unit, tensors_in, units_of
+from .units import Place, Unit, units_of
 
 _Choices = list[tuple[Unit, Option]]
+TIE = 0.01
+"""The share of a step by which choices may differ and still count as equally fast."""
+
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -96,19 +100,12 @@ def plan_memory(
         MemoryPlan.detach(model)
         try:
             plan = _Planning(model, (inputs, kwargs), measure, compiled).plan(limit)
-        except BaseException:
-            _put_back(before)
-            raise
+        finally:
+            for module, memory in before.items():
+                put_on(module, memory)
     if budget is not None:
         plan.attach(model)
-    else:
-        _put_back(before)
     return plan
-
-
-def _put_back(before: dict[nn.Module, Any]) -> None:
-    for module, memory in before.items():
-        put_on(module, memory)
 
 
 def _check(model: Any) -> None:
@@ -150,6 +147,15 @@ def _parsed(budget: Any) -> Callable[[int], int] | None:
     )
 
 
+class _Way(NamedTuple):
+    """A choice, its bytes, the seconds of a step without it, and how many more it takes."""
+
+    choices: _Choices
+    kept: int
+    seconds: float
+    longer: float
+
+
 class _Planning:
     """One plan in the making.
 
@@ -163,7 +169,8 @@ class _Planning:
     def __init__(
         self, model: nn.Module, given: Any, measure: bool, compiled: Sequence[float]
     ) -> None:
-        self._model, self._given = model, given
+        self._model = model
+        self._whole = Unit(Place("", model), *given)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._costs = Costs(model, device, measure, compiled)
 
@@ -172,72 +179,68 @@ class _Planning:
         unfused, before = self._unfused(), self._kept()
         if not before:
             raise ValueError("opfuse.plan_memory: the model keeps nothing for a backward")
-        units = units_of(self._model, self._run)
+        units = units_of(self._model, self._whole.run)
         found = [self._costs.options(unit) for unit in units]
         rest = before - sum(options[0].nbytes for options in found)
         self._units, self._options = units, [pareto(options) for options in found]
         self._points = front(self._options)
-        args, kwargs = self._given
-        self._whole = Unit(Place("", self._model), args, kwargs, kind=self._kinds())
+        kinds = "".join(unit.kind for unit in units)
+        self._whole.kind = hashlib.sha256(kinds.encode()).hexdigest()[:16]
         self._compiled = self._costs.compiled(self._whole)
         budget = None if limit is None else limit(unfused)
-        choices: _Choices = []
-        kept, longer = before, None
         if budget is None:
-            seconds, _ = self._of_model(self._choices(self._points[0]))
+            way = self._way(self._choices(self._points[0]), 0)._replace(choices=[], kept=before)
         else:
-            choices, kept, seconds, longer = self._within(budget)
+            way = self._within(budget)
+        choices, kept, seconds, _ = way
         parts = [Option(rest + p.nbytes, p.ticks / 1e6) for p in self._points]
         curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *self._compiled])]
         compiled = [(o.actions[0][1].budget, o.nbytes, seconds + o.seconds) for o in self._compiled]
         self._costs.write()
         return MemoryPlan(
-            *(budget, unfused, before, kept, seconds, sum(o.seconds for _, o in choices), longer),
+            *(budget, unfused, before, kept, seconds, sum(o.seconds for _, o in choices)),
+            None if budget is None else way.longer,
             tuple(map(_said, choices)),
             *(tuple(curve), tuple(compiled), tuple(sorted(self._costs.notes.items()))),
             self._costs.estimated,
         )
 
-    def _run(self) -> Any:
-        return self._model(*self._given[0], **self._given[1])
-
     def _kept(self) -> int:
-        return saved_bytes(self._run, self._model.parameters())
+        return saved_bytes(self._whole.run, self._model.parameters())
+
+    def _kept_at(self, point: Point) -> int:
+        with acting(_actions(self._choices(point))):
+            return self._kept()
 
     def _unfused(self) -> int:
         replaced = [each for _, _, each in replaced_forwards(self._model)]
         with switched_off(replaced), options(fusion_limit=0):
             return self._kept()
 
-    def _within(self, budget: int) -> tuple[_Choices, int, float, float]:
-        """The fastest choice that is measured to keep no more than a budget.
+    def _within(self, budget: int) -> _Way:
+        """The fastest way measured to keep no more than a budget; of ways as fast, the least.
 
         The sum of the units is a little off, since what two of them keep together counts twice. So
-        the fastest choice is searched for by halves, and each is measured. The model compiled as a
-        whole is taken if it is faster, or the only one.
-
-        Returns:
-            The choice, its bytes, the seconds of a step without it, and how many more it takes.
+        the fastest choice that fits is searched for by halves, and each is counted.
         """
-        low, high = 0, len(self._points) - 1
-        found: tuple[_Choices, int] | None = None
-        while low <= high:
-            middle = high if found is None and high == len(self._points) - 1 else (low + high) // 2
-            choices = self._choices(self._points[middle])
-            with acting(_actions(choices)):
-                kept = self._kept()
-            if kept <= budget:
-                found, low = (choices, kept), middle + 1
-            else:
-                high = middle - 1
         fits = [option for option in self._compiled if option.nbytes <= budget]
-        if found is None and not fits:
-            self._refuse(budget, min([kept, *[option.nbytes for option in self._compiled]]))
-        seconds, longer = self._of_model(found[0] if found else [(self._whole, fits[0])])
-        best = min(fits, key=lambda o: (o.seconds, o.nbytes), default=None)
-        if best is not None and (found is None or best.seconds < longer):
-            return [(self._whole, best)], best.nbytes, seconds, best.seconds
-        return *found, seconds, longer  # type: ignore[misc]
+        ways = []
+        if count := bisect.bisect_right(self._points, budget, key=self._kept_at):
+            point = self._points[count - 1]
+            ways.append(self._way(self._choices(point), self._kept_at(point)))
+            late = point.ticks + TIE * ways[0].seconds * 1e6
+            tied = next(p for p in self._points if p.ticks <= late and self._kept_at(p) <= budget)
+            if tied is not point:
+                ways.append(self._way(self._choices(tied), self._kept_at(tied)))
+        elif fits:
+            ways.append(self._way([(self._whole, fits[0])], fits[0].nbytes))
+        else:
+            possible = [self._kept_at(self._points[0]), *[each.nbytes for each in self._compiled]]
+            self._refuse(budget, min(possible))
+        seconds = ways[0].seconds
+        ways += [_Way([(self._whole, o)], o.nbytes, seconds, o.seconds) for o in fits]
+        late = min(way.longer for way in ways) + TIE * seconds
+        return min((w for w in ways if w.longer <= late), key=lambda w: (w.kept, w.longer))
 
     def _refuse(self, budget: int, lowest: int) -> NoReturn:
         notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
@@ -252,19 +255,12 @@ class _Planning:
         rows = zip(self._units, self._options, numbers, strict=True)
         return [(unit, options[number]) for unit, options, number in rows]
 
-    def _kinds(self) -> str:
-        """A hash of the kinds of all units."""
-        return hashlib.sha256("".join(u.kind for u in self._units).encode()).hexdigest()[:16]
-
-    def _of_model(self, choices: _Choices) -> tuple[float, float]:
-        """Seconds of a step of the model, and how many more it takes with a choice."""
+    def _way(self, choices: _Choices, kept: int) -> _Way:
+        """A choice, with seconds that are measured for the whole model."""
         actions = _actions(choices)
         what = [[place.path, place.is_chain, str(action)] for place, action in actions]
-        whole = f"memory of the whole {type(self._model).__name__}"
-        subject = {"fusion": whole, "of": self._kinds(), "action": what}
-        tensors = tensors_in(self._given)
-        wanted = [t for t in (*tensors, *self._model.parameters()) if t.requires_grad]
-        return self._costs.compared(subject, tensors, self._run, wanted, actions)
+        name = f"the whole {type(self._model).__name__}"
+        return _Way(choices, kept, *self._costs.compared(name, self._whole, what, actions))
 
 
 def _actions(choices: _Choices) -> Actions:

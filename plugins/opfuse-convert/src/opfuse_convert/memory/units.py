@@ -77,6 +77,10 @@ class Unit:
     once: str = ""
     shared: list[Tensor] = dataclasses.field(default_factory=list)
 
+    def run(self) -> Any:
+        """Call it with that."""
+        return self.place.run(self.args, self.kwargs)
+
 
 def units_of(model: nn.Module, run: Callable[[], Any]) -> list[Unit]:
     """Run a forward once, and find the units that it calls once, in the order of their calls.
@@ -117,7 +121,7 @@ def _why_other_numbers(unit: Unit) -> str:
     results = []
     for _ in range(2):
         with forked_rng("opfuse.plan_memory"), contextlib.suppress(Exception):  # measuring tells it
-            results.append(tensors_in(unit.place.run(unit.args, unit.kwargs)))
+            results.append(tensors_in(unit.run()))
     same = len(results) == 2 and len(results[0]) == len(results[1])
     if same and not all(map(_is_equal, *results)):
         return "its forward gives other numbers when it runs again"
