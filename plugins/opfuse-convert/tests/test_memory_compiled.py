@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import json
+import logging
 import weakref
 
 import pytest
@@ -357,6 +359,24 @@ def test_fsdp_puts_hooks_into_a_model(mesh):
 
 
 # What cannot be compiled
+
+
+class Warns(Layer):
+    """One that logs, through a method that another package gave to loggers."""
+
+    def forward(self, x):
+        logging.getLogger(__name__).warning_once("a note")
+        return super().forward(x)
+
+
+def test_what_logs_is_one_graph(graphs, monkeypatch):
+    once = functools.lru_cache(None)(lambda logger, message: logger.warning(message))
+    monkeypatch.setattr(logging.Logger, "warning_once", once, raising=False)
+    compiling.compiled.cache_clear()
+    model, twin = attached(2, Warns)
+    assert_same(gradients(model, an_input()), gradients(twin, an_input()))
+    assert [vars(layer)[MEMORY].fallback for layer in model.layers] == ["", ""]
+    assert graphs == [0.5]
 
 
 @pytest.mark.parametrize(

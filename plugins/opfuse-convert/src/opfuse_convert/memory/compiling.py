@@ -6,11 +6,13 @@ Imports the compiler, which takes seconds: imported only where something is comp
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as partitioner
 from torch._inductor import config as inductor
@@ -20,6 +22,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 FAILURES = TorchDynamoException, FailOnRecompileLimitHit
 """What a forward raises that cannot be compiled, before anything of it has run."""
+
+_LOGS = ("debug", "info", "warn", "error", "exception", "critical", "log")
+"""Beginnings of methods of a logger that a graph leaves out, such as transformers' warning_once."""
 
 _LEAST = 1e-9
 """The budget 0 where there are random numbers: at 0 itself, nothing can be kept."""
@@ -77,4 +82,6 @@ def compiled(of: type, budget: float) -> Callable[..., Any]:
 
     # code of its own, since Dynamo counts and keeps what it compiled for each code
     call.__code__ = call.__code__.replace(co_name=f"{of.__name__}_within_{budget}")
-    return torch.compile(call, backend=within, fullgraph=True)
+    logs = {method for name, method in vars(logging.Logger).items() if name.startswith(_LOGS)}
+    function: Callable[..., Any] = torch.compile(call, backend=within, fullgraph=True)
+    return dynamo.patch(ignore_logging_functions=logs)(function)  # type: ignore[no-any-return]

@@ -182,6 +182,8 @@ class _Planning:
         units = units_of(self._model, self._whole.run)
         found = [self._costs.options(unit) for unit in units]
         rest = before - sum(options[0].nbytes for options in found)
+        self._before = before
+        self._bare: _Choices = [(u, its[0]) for u, its in zip(units, found, strict=True)]
         self._units, self._options = units, [pareto(options) for options in found]
         self._points = front(self._options)
         kinds = "".join(unit.kind for unit in units)
@@ -239,6 +241,7 @@ class _Planning:
             self._refuse(budget, min(possible))
         seconds = ways[0].seconds
         ways += [_Way([(self._whole, o)], o.nbytes, seconds, o.seconds) for o in fits]
+        ways += [_Way(self._bare, self._before, seconds, 0.0)] * (self._before <= budget)
         late = min(way.longer for way in ways) + TIE * seconds
         return min((w for w in ways if w.longer <= late), key=lambda w: (w.kept, w.longer))
 
