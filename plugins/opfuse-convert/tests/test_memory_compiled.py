@@ -361,11 +361,14 @@ def test_fsdp_puts_hooks_into_a_model(mesh):
 # What cannot be compiled
 
 
+LOGGER = logging.getLogger(__name__)
+
+
 class Warns(Layer):
     """One that logs, through a method that another package gave to loggers."""
 
     def forward(self, x):
-        logging.getLogger(__name__).warning_once("a note")
+        LOGGER.warning_once("a note")
         return super().forward(x)
 
 
