@@ -44,6 +44,7 @@ WORKFLOW_OF_NEW = ROOT / "opfuse/cli/scaffold/template/.github/workflows/check.y
 DISTRIBUTIONS = str(ROOT / "tests" / "release" / "distributions.py")
 BIN = "Scripts" if os.name == "nt" else "bin"
 ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
+CORE_ALONE = [f"--ignore={ROOT / 'tests' / 'models'}"]  # whole models take minutes: together
 UNSET = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "PYTHONPATH")
 
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -231,7 +232,7 @@ def tests(session: nox.Session) -> None:
     writes. Tests of whole models take minutes, and run in ``together``.
     """
     install(session, ROOT, *TOOLKITS)
-    pytest(session, ROOT / "tests", options=[f"--ignore={ROOT / 'tests' / 'models'}"])
+    pytest(session, ROOT / "tests", options=CORE_ALONE)
 
 
 @timed(venv_params=ALONE)
@@ -266,19 +267,22 @@ def other_torch(session: nox.Session) -> None:
 
     What that torch lacks itself skips a test, for a reason that tests/support/known_limits.py
     states. pip takes the build of torch that it finds: on Linux the large CUDA build, unless you
-    point it at the CPU build.
+    point it at the CPU build. The session goes on where one of them fails.
     """
-    python = install(session, ROOT, *TOOLKITS)
-    session.env["PYTHONPATH"] = str(ROOT / "tests" / "support")
-    limits = ["-p", "known_limits"]
-    pytest(session, ROOT / "tests", options=[*limits, f"--ignore={ROOT / 'tests' / 'models'}"])
-    for name in sorted(PACKAGES):
-        install(session, ROOT, *folders(name))
+    failed = []
+    for name in ("opfuse", *sorted(PACKAGES)):
+        python = install(session, ROOT, *(folders(name) if name in PACKAGES else TOOLKITS))
         session.env["PYTHONPATH"] = str(ROOT / "tests" / "support")
-        pytest(session, ROOT / "plugins" / name / "tests", options=limits)
+        where = ROOT / "plugins" / name / "tests" if name in PACKAGES else ROOT / "tests"
+        try:
+            pytest(session, where, options=["-p", "known_limits", *CORE_ALONE])
+        except nox.command.CommandFailed:
+            failed.append(name)
         if name.startswith("opfuse-plugin-"):  # no plugin is tested beside another
             pip = [base(session), "-m", "pip", "--python", python, "uninstall", "--quiet", "--yes"]
             session.run(*pip, name, external=True)
+    if failed:
+        session.error(f"tests failed: {', '.join(failed)}")
 
 
 for minor in TORCH:

@@ -261,7 +261,9 @@ def _named(grads: Sequence[Tensor | None], numbers: TokenNumbers) -> tuple[Tenso
     """Those of log-probability, entropy, logsumexp, squares and top tokens; None: there is none."""
     dy, *extras = grads
     asked = numbers.entropy, numbers.logsumexp, numbers.log_sum_squares
-    return dy, *[extras.pop(0) if each else None for each in asked], extras[1] if extras else None
+    given = iter(extras)
+    found = [next(given) if each else None for each in asked]
+    return dy, *found, extras[-1] if numbers.top_k else None
 
 
 class RowStatistics(NamedTuple):

@@ -12,10 +12,11 @@ import torch
 LIMITS = (  # the first torch without it, what the failure says, and the reason in words
     ((2, 12), "which torch 2.12 and newer take", "its Dynamo takes no module as a constant"),
     (
-        (2, 12),
+        (2, 13),
         "Dynamo does not know how to trace the builtin",
         "its Dynamo warns where it gives up",
     ),
+    ((2, 13), "how to trace method `pop` of class `tuple`", "its Dynamo takes a list for a tuple"),
     ((2, 12), "Could not run 'aten::_scaled_mm_v2'", "it has no scaled_mm on a CPU"),
     ((2, 13), "Profiler clears events at the end of each cycle", "its profiler warns of itself"),
 )
