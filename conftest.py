@@ -7,6 +7,9 @@ import zlib
 
 ASKED = os.environ.get("OPFUSE_COSTLY") or os.environ.get("OPFUSE_THOROUGH") or ""
 EVERY = ASKED not in ("", "0")
+SHARE = 1.0 if EVERY else float(os.environ.get("OPFUSE_SHARE", 1))
+"""Of the cases of a test that has more than a few, where another session runs all of them."""
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
 """Fixtures with which no installed plugin is on: none is, or only what the test registers."""
@@ -28,6 +31,8 @@ def pytest_collection_modifyitems(config, items):
             if "each" in mark.kwargs:
                 cases[0].cls.most_cases = mark.kwargs["each"] // (3 if INTERPRETED else 1)
             left_out.update(set(cases) - set(_some(cases, *mark.args, **mark.kwargs)))
+        elif SHARE < 1 and not named:
+            left_out.update(set(cases) - set(_some(cases, SHARE, few=4)))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -45,20 +50,21 @@ def pytest_sessionfinish(session):
     gc.unfreeze()
 
 
-def _some(cases, count, always=(), each=None):
+def _some(cases, count, always=(), each=None, few=20):
     """Some of the cases of a test.
 
     Args:
         cases: All of them.
-        count: So many, evenly apart. As a float, a share of more than 20, by the hashes of their
-            names, so that they stay the same when others come and go.
+        count: So many, evenly apart. As a float, a share, by the hashes of their names, so that
+            they stay the same when others come and go.
         always: Cases whose names end so run, too.
         each: So many chains are tested by each of a fusion's checks, and a third of them where
             kernels are interpreted; None: all.
+        few: All of so many cases run, or fewer, if ``count`` is a share.
     """
     if isinstance(count, float):
-        most = count * 2**32 if len(cases) > 20 else 2**32
-        kept = [case for case in cases if zlib.crc32(case.nodeid.encode()) < most]
+        most = count * 2**32 if len(cases) > few else 2**32
+        kept = [case for case in cases if zlib.crc32(case.nodeid.encode()) < most] or cases[:1]
     else:
         count = min(count, len(cases))
         kept = [cases[int((number + 0.5) * len(cases) / count)] for number in range(count)]

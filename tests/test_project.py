@@ -144,5 +144,10 @@ def test_which_cases_of_a_costly_test_run():
     config = types.SimpleNamespace(args=["tests"], hook=hook)
     root.pytest_collection_modifyitems(config, ran)
     assert ran == fourth and suite.most_cases == 7
+    root.SHARE, ran = 0.5, cases[:90]
+    for case in cases:
+        case.get_closest_marker = lambda name: None
+    root.pytest_collection_modifyitems(config, ran)
+    assert 20 < len(ran) < 70 and root._some(cases[:5], 1e-9, few=4) == cases[:1]
     always = root._some(cases, 0.25, always=["3"])
     assert all(case in always for case in cases if case.nodeid.endswith("-3]"))
