@@ -509,6 +509,7 @@ def index(session: nox.Session) -> None:
         # kernels without a twin that runs on a CPU
         env = {"TRITON_INTERPRET": "1"} if name in ("liger", "moe") else {}
         env["OPFUSE_COSTLY"] = "1"  # every check, see conftest.py
+        env["PYTEST_ADDOPTS"] = "-o faulthandler_timeout=1800"  # of tests that compile much
         dist = f"opfuse-plugin-{name}"
         given = ["--tests", str(ROOT / "plugins" / dist / "tests"), "--results", str(measured)]
         command = ["python", "-m", "opfuse", "check-plugin", dist, *given, "--json"]
