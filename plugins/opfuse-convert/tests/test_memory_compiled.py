@@ -361,6 +361,20 @@ def test_fsdp_puts_hooks_into_a_model(mesh):
 # What cannot be compiled
 
 
+def test_a_pass_of_the_user_runs_too(monkeypatch):
+    found = []
+
+    def compile_fx(graph, inputs):
+        found.extend(inductor.joint_custom_post_pass)
+        return graph
+
+    monkeypatch.setattr(compiling, "compile_fx", compile_fx)
+    model, twin = attached(1)
+    with inductor.patch(joint_custom_post_pass=print):
+        assert_same(gradients(model, an_input()), gradients(twin, an_input()))
+    assert found[0] is print and len(found) == 2
+
+
 LOGGER = logging.getLogger(__name__)
 
 

@@ -72,9 +72,11 @@ def compiled(of: type, budget: float) -> Callable[..., Any]:
     """
 
     def within(graph: Any, inputs: Any) -> Any:
-        keep = {"fallback_random": True, "joint_custom_post_pass": _KeepRandom()}
-        share = partitioner.patch(activation_memory_budget=budget)
-        with share, inductor.patch(keep):
+        theirs: Any = inductor.joint_custom_post_pass or []
+        passes = [*(theirs if isinstance(theirs, (list, tuple)) else [theirs]), _KeepRandom()]
+        last = passes if theirs else passes[0]  # torch 2.12 takes no list
+        how = {"fallback_random": True, "joint_custom_post_pass": last}
+        with partitioner.patch(activation_memory_budget=budget), inductor.patch(how):
             return compile_fx(graph, inputs)
 
     def call(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -237,20 +237,17 @@ class _Planning:
         elif fits:
             ways.append(self._way([(self._whole, fits[0])], fits[0].nbytes))
         else:
-            possible = [self._kept_at(self._points[0]), *[each.nbytes for each in self._compiled]]
-            self._refuse(budget, min(possible))
+            lowest = min([self._kept_at(self._points[0]), *[o.nbytes for o in self._compiled]])
+            notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
+            raise ValueError(
+                f"opfuse.plan_memory: the lowest possible number of bytes is {lowest} "
+                f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
+            )
         seconds = ways[0].seconds
         ways += [_Way([(self._whole, o)], o.nbytes, seconds, o.seconds) for o in fits]
         ways += [_Way(self._bare, self._before, seconds, 0.0)] * (self._before <= budget)
         late = min(way.longer for way in ways) + TIE * seconds
         return min((w for w in ways if w.longer <= late), key=lambda w: (w.kept, w.longer))
-
-    def _refuse(self, budget: int, lowest: int) -> NoReturn:
-        notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
-        raise ValueError(
-            f"opfuse.plan_memory: the lowest possible number of bytes is {lowest} "
-            f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
-        )
 
     def _choices(self, point: Point) -> _Choices:
         """What each unit does."""
