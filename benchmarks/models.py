@@ -8,17 +8,17 @@ python -m benchmarks --suite models --together --ways budget-0.5-compiled,budget
 
 The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
 ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
-a table of its own. Then each way is timed in a process of its own, in turns with eager: at least 20
-a side, until half the width of a 95 % interval of the median speed is at most 0.02. A step is a
-forward with the loss, and the backward. Bytes are what the forward keeps for the backward, apart
-from parameters. With one thread the time is CPU time of the process. Both models of a row are
-copies of one, since weights that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is
-the first call with its backward, on the clock; it is of interest with ``--cold``, where no process
-finds anything compiled. ``budget-0.5`` is the converted model with the plan of
-``opfuse.plan_memory(budget=0.5)``; models with a cache are told not to use it. In
-``budget-0.5-compiled`` the plan may also compile layers or the model, with one of ``SHARES``;
-``budget-least`` is the lowest budget that is possible. ``--together`` measures all ways of a model
-and dtype in one process, so that plans share what they compiled and measured.
+a table of its own. Then each way is timed in a process of its own, in rounds with eager: at least
+20, until half the width of a 95 % interval of the median speed is at most 0.02. ``--together``
+times all ways of a model and dtype in the same rounds of one process: so they can be compared with
+each other, and plans share what they compiled and measured. A step is a forward with the loss, and
+the backward. Bytes are what the forward keeps for the backward, apart from parameters. With one
+thread the time is CPU time of the process. The models of a process are copies of one, since weights
+that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is the first call with its
+backward, on the clock; it is of interest with ``--cold``, where no process finds anything compiled.
+``budget-0.5`` is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it
+models with a cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile
+layers or the model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import json
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="empty caches for every process")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
-    parser.add_argument("--together", action="store_true", help="all ways in one process")
+    parser.add_argument("--together", action="store_true", help="all ways in the same rounds")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for way in options.ways.split(","):
@@ -106,6 +107,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     import opfuse
+    from opfuse.tuning.timing import interval
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -119,70 +121,109 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         with cast:
             opfuse.tune(lambda: model(**inputs).loss)
         return []
+    ways = ["eager", *options.part.split(",")]
+    if any(way.startswith("budget") for way in ways):
+        model.config.use_cache = False  # a plan runs no layer again that writes into a cache
+    ready = {way: Ready(way, model, inputs, cast) for way in ways}
+    times = in_rounds([each.step for each in ready.values()])
     rows = []
-    for way in options.part.split(","):
-        with opfuse.options(prefer="memory") if way == "memory" else contextlib.nullcontext():
-            rows.append({"way": way} | timed(model, inputs, cast, way))
-        print(rows[-1], file=sys.stderr, flush=True)
+    for way, took in [*zip(ways, times, strict=True)][1:]:
+        low, middle, high = interval(
+            [one / other for one, other in zip(times[0], took, strict=True)]
+        )
+        rows.append(
+            {"way": way, "speed": middle, "noise": (high - low) / 2}
+            | {"ms": statistics.median(took) * 1e3, "eager_ms": statistics.median(times[0]) * 1e3}
+            | {"eager_mb": ready["eager"].kept, "saved_mb": ready[way].kept}
+            | ready[way].found
+        )
     return rows
 
 
-def timed(model: Any, inputs: dict[str, Any], cast: Any, way: str) -> dict[str, Any]:
-    """One way against eager, in turns."""
-    import copy
-
+def in_rounds(steps: Sequence[Callable[[], Any]]) -> list[list[float]]:
+    """Seconds of steps, in rounds: each once a round, the first of them against all others."""
     import torch
-    from torch._functorch import config  # a plan patches it while it compiles
 
-    import opfuse
-    from opfuse.core.authoring import saved_bytes
-    from opfuse.tuning.timing import compare
+    from opfuse.tuning.clock import Clock
+    from opfuse.tuning.timing import MOST_NOISE, TURNS, interval
 
-    model, other = copy.deepcopy(model), copy.deepcopy(model)
-    if not way.startswith("compile"):
-        opfuse.convert(other)
-    if way.startswith("budget"):
-        for each in (model, other):
-            each.config.use_cache = False
-        with cast:
-            print(planned(other, inputs, way), file=sys.stderr, flush=True)
-    called: Callable[..., Any] = other
-    config.activation_memory_budget = float(way.rpartition("-")[2]) if way[-1].isdigit() else 1.0
-    if way.startswith(("compile", "converted-compile")):
-        torch._dynamo.reset()
-        called = torch.compile(other)
+    clock = Clock.of(torch.device("cpu"))
+    times: list[list[float]] = [[] for _ in steps]
+    with clock.around():
+        samplers, _ = clock.samplers([[step] for step in steps])
+        for turn in range(2 * TURNS):
+            order = [*range(len(steps))]
+            for which in order[turn % len(order) :] + order[: turn % len(order)]:
+                times[which].append(samplers[which]())
+            if turn + 1 >= TURNS:
+                ends = [
+                    interval([one / other for one, other in zip(times[0], took, strict=True)])
+                    for took in times[1:]
+                ]
+                if all(high - low <= 2 * MOST_NOISE for low, _, high in ends):
+                    break
+    return times
 
-    def forward(which: Any) -> Any:
-        with cast:
-            return which(**inputs).loss
 
-    def step(which: Any, of: Any) -> None:
-        of.zero_grad(set_to_none=True)
-        forward(which).backward()
+class Ready:
+    """A way that has run once.
 
-    device, start = torch.device("cpu"), time.perf_counter()
-    step(called, other)
-    first = time.perf_counter() - start
-    found = compare(
-        lambda: step(model, model), lambda: step(called, other), device, clear=False, most=40
-    )
-    kept = [
-        saved_bytes(lambda which=which: forward(which), of.parameters()) / 2**20
-        for which, of in ((model, model), (called, other))
-    ]
-    whys = opfuse.converted(other)
-    return {
-        "speed": found.speed,
-        "noise": found.noise,
-        "ms": found.second * 1e3,
-        "eager_ms": found.first * 1e3,
-        "first_s": first,
-        "eager_mb": kept[0],
-        "saved_mb": kept[1],
-        "modules": len(whys),
-        "as_chains": sum(not why for why in whys.values()),
-        "own_forward": sorted(set(filter(None, whys.values()))),
-    }
+    Attributes:
+        step: Runs a step.
+        kept: MiB that a forward keeps.
+        found: What else a row says of it.
+    """
+
+    def __init__(self, way: str, model: Any, inputs: dict[str, Any], cast: Any) -> None:
+        import copy
+
+        import torch
+        from torch._functorch import config  # a plan patches it while it compiles
+
+        import opfuse
+        from opfuse.core.authoring import saved_bytes
+
+        self._model, self._inputs, self._cast = copy.deepcopy(model), inputs, cast
+        self._memory = way == "memory"
+        if way != "eager" and not way.startswith("compile"):
+            opfuse.convert(self._model)
+        if way.startswith("budget"):
+            with cast:
+                print(planned(self._model, inputs, way), file=sys.stderr, flush=True)
+        self._called: Callable[..., Any] = self._model
+        if way.startswith(("compile", "converted-compile")):
+
+            def call(**inputs: Any) -> Any:
+                return self._model(**inputs)
+
+            # code of its own, so that no way counts for the recompilations of another
+            call.__code__ = call.__code__.replace(co_name=way)
+            self._called = torch.compile(call)
+        budget = float(way.rpartition("-")[2]) if way[-1].isdigit() else 1.0
+        with config.patch(activation_memory_budget=budget):
+            start = time.perf_counter()
+            self.step()
+            first = time.perf_counter() - start
+            self.kept = saved_bytes(self._forward, self._model.parameters()) / 2**20
+        whys = opfuse.converted(self._model)
+        self.found = {
+            "first_s": first,
+            "modules": len(whys),
+            "as_chains": sum(not why for why in whys.values()),
+            "own_forward": sorted(set(filter(None, whys.values()))),
+        }
+
+    def _forward(self) -> Any:
+        import opfuse
+
+        how = opfuse.options(prefer="memory") if self._memory else contextlib.nullcontext()
+        with how, self._cast:
+            return self._called(**self._inputs).loss
+
+    def step(self) -> None:
+        """A forward with the loss, and the backward."""
+        self._model.zero_grad(set_to_none=True)
+        self._forward().backward()
 
 
 def planned(model: Any, inputs: dict[str, Any], way: str) -> Any:
