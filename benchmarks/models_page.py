@@ -2,9 +2,10 @@
 
 python benchmarks/models_page.py benchmarks/results/cpu-models.json
 python benchmarks/models_page.py benchmarks/results/cpu-models.json --docs docs
+python benchmarks/models_page.py benchmarks/results/cpu-budgets.json --docs docs
 
-The first prints the tables. The second writes them into the pages, between their marks, and the
-plots next to the pages.
+The first prints the tables. The others write them into the pages, between their marks, and the
+plots next to the pages. What has budgets is measured with ``--together``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ COLORS = {
     "compile-0.5": "#f3cfa8",
     "converted-compile": "#6b8e4e",
 }
+BUDGETS = {f"budget-{name}-compiled": f"compile-{name}" for name in ("0.8", "0.65", "0.5", "0.35")}
+BUDGETS["budget-least-compiled"] = "compile-0"
+"""Plans, and the budget of ``torch.compile`` that is in the same column."""
 NAMES = {"llama": "Llama", "gpt2": "GPT-2", "vit": "ViT", "bert": "BERT", "mixtral": "Mixtral"}
 APART = "its projections are joined under a recipe alone"
 """Why attention runs its own forward: it is none of the modules that a row counts."""
@@ -54,15 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=pathlib.Path, metavar="FOLDER", help="write into its pages")
     options = parser.parse_args(arguments)
     rows = json.loads(options.result.read_text(encoding="utf-8"))["rows"]
-    tables = {"first": summary(rows), "speed": speeds(rows), "chains": shares(rows)}
+    of_budgets = any(row["way"] in BUDGETS for row in rows)
+    if of_budgets:
+        tables = {"budgets": budgets(rows)}
+    else:
+        tables = {"first": summary(rows), "speed": speeds(rows), "chains": shares(rows)}
     if options.docs is None:
         print("\n\n".join(tables.values()))
         return
     pages = {"first": "index.md", "speed": "models.md", "chains": "bring-your-model.md"}
+    pages["budgets"] = "memory-budget.md"
     for name, table in tables.items():
         page = options.docs / pages[name]
         page.write_text(replaced(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
-    plot(rows, options.docs / "models.svg")
+    if not of_budgets:
+        plot(rows, options.docs / "models.svg")
 
 
 def replaced(page: str, name: str, table: str) -> str:
@@ -127,6 +137,39 @@ def shares(rows: list[Row]) -> str:
         )
         lines.append(f"| {NAMES[model]}, {dtype} | {' | '.join(told)} | {'; '.join(whys)} |")
     return "\n".join(lines)
+
+
+def budgets(rows: list[Row]) -> str:
+    """Speed and bytes of plans and of ``torch.compile``'s budgets, of eager's."""
+    heads = ["model", "", "1", "0.8", "0.65", "0.5", "0.35", "lowest"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for (model, dtype), ways in grouped(rows).items():
+        plans = [f"{_cell(ways[way])}{'*' * beaten(ways, way)}" for way in BUDGETS]
+        others = [_cell(ways[way]) for way in ("compile-1", *BUDGETS.values())]
+        lines.append(f"| {NAMES[model]}, {dtype} | plan |  | {' | '.join(plans)} |")
+        lines.append(f"| | `torch.compile` | {' | '.join(others)} |")
+    return "\n".join(lines)
+
+
+def _cell(row: Row) -> str:
+    return f"{row['speed']:.2f}, {row['saved_mb'] / row['eager_mb']:.2f}"
+
+
+def beaten(ways: dict[str, Row], plan: str) -> int:
+    """Whether a budget of ``torch.compile`` is faster than a plan and keeps less.
+
+    Returns:
+        0: none is; 1: one is, by less than the noise of both; 2: one is, by more.
+    """
+    mine = ways[plan]
+    both = [
+        1 + (row["speed"] - mine["speed"] > row["noise"] + mine["noise"])
+        for way, row in ways.items()
+        if way.startswith("compile")
+        and row["speed"] > mine["speed"]
+        and row["saved_mb"] < mine["saved_mb"]
+    ]
+    return max(both, default=0)
 
 
 def _short(why: str) -> str:
