@@ -38,7 +38,9 @@ def gated(act, size=None):
 
 def clamped(x, limit=7.0, alpha=1.702, offset=1.0, size=None):
     a, b = halves(x, size)
-    a, b = a.clamp(max=limit), b.clamp(-limit, limit) + offset
+    # at a limit the gradient passes, which it does in torch.clamp before torch 2.14
+    a, b = torch.where(a > limit, limit, a), torch.where(b > limit, limit, b)
+    b = torch.where(b < -limit, -limit, b) + offset
     return a * torch.sigmoid(alpha * a) * b
 
 

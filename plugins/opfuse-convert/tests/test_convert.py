@@ -165,6 +165,35 @@ def test_it_is_recognised_and_computes_the_same(name):
     assert not any("opfuse" in name for module in model.modules() for name in vars(module))
 
 
+class AtLeastZero(nn.Module):
+    def forward(self, x):
+        return x.clamp(min=0)
+
+
+class ZeroPasses(nn.Module):
+    def forward(self, x):
+        return torch.where(x >= 0, x, 0.0)
+
+
+class Positive(nn.Module):
+    def forward(self, x):
+        return torch.where(x > 0, x, 0.0)
+
+
+@pytest.mark.parametrize("cls", [AtLeastZero, ZeroPasses, Positive, nn.ReLU])
+def test_gradients_at_zero_are_those_of_the_module(cls):
+    """The same values as ReLU, but the first two pass the gradient there, the first in torch 2.13."""
+    model = nn.Sequential(nn.Linear(WIDTH, 40), cls(), nn.Linear(40, WIDTH))
+    nn.init.zeros_(model[0].bias)
+    twin = copy.deepcopy(model)
+    report = str(opfuse.convert(model))
+    assert ("ReLU" in report) or cls is not nn.ReLU
+    for each in (model, twin):
+        each(torch.zeros(3, WIDTH)).sum().backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", ["bf16", "fp64", "autocast"])
 def test_a_converted_model_computes_the_same_in_other_dtypes(name, how):
