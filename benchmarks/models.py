@@ -29,7 +29,6 @@ import json
 import os
 import pathlib
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     import opfuse
-    from opfuse.tuning.timing import interval
+    from opfuse.tuning import timing
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -125,44 +124,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     if any(way.startswith("budget") for way in ways):
         model.config.use_cache = False  # a plan runs no layer again that writes into a cache
     ready = {way: Ready(way, model, inputs, cast) for way in ways}
-    times = in_rounds([each.step for each in ready.values()])
+    found = timing.in_rounds([each.step for each in ready.values()], torch.device("cpu"))
     rows = []
-    for way, took in [*zip(ways, times, strict=True)][1:]:
-        low, middle, high = interval(
-            [one / other for one, other in zip(times[0], took, strict=True)]
-        )
-        rows.append(
-            {"way": way, "speed": middle, "noise": (high - low) / 2}
-            | {"ms": statistics.median(took) * 1e3, "eager_ms": statistics.median(times[0]) * 1e3}
-            | {"eager_mb": ready["eager"].kept, "saved_mb": ready[way].kept}
-            | ready[way].found
-        )
+    for way, took in [*zip(ways, found, strict=True)][1:]:
+        times = {"ms": took.second * 1e3, "eager_ms": took.first * 1e3}
+        kept = {"eager_mb": ready["eager"].kept, "saved_mb": ready[way].kept}
+        rows.append({"way": way, "speed": took.speed, "noise": took.noise, **times, **kept})
+        rows[-1] |= ready[way].found
     return rows
-
-
-def in_rounds(steps: Sequence[Callable[[], Any]]) -> list[list[float]]:
-    """Seconds of steps, in rounds: each once a round, the first of them against all others."""
-    import torch
-
-    from opfuse.tuning.clock import Clock
-    from opfuse.tuning.timing import MOST_NOISE, TURNS, interval
-
-    clock = Clock.of(torch.device("cpu"))
-    times: list[list[float]] = [[] for _ in steps]
-    with clock.around():
-        samplers, _ = clock.samplers([[step] for step in steps])
-        for turn in range(2 * TURNS):
-            order = [*range(len(steps))]
-            for which in order[turn % len(order) :] + order[: turn % len(order)]:
-                times[which].append(samplers[which]())
-            if turn + 1 >= TURNS:
-                ends = [
-                    interval([one / other for one, other in zip(times[0], took, strict=True)])
-                    for took in times[1:]
-                ]
-                if all(high - low <= 2 * MOST_NOISE for low, _, high in ends):
-                    break
-    return times
 
 
 class Ready:

@@ -685,27 +685,19 @@ def test_the_page_is_current():
 @pytest.mark.parametrize("way", ["converted", "memory"])
 def test_one_way_of_a_model_against_eager(monkeypatch, one_thread, tmp_path, way):
     pytest.importorskip("transformers")
+    from opfuse.tuning import timing
+
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
     for name, size in {"WIDTH": 64, "TOKENS": 16, "VOCABULARY": 128, "LAYERS": 1}.items():
         monkeypatch.setattr(models, name, size)
-    monkeypatch.setattr(models, "in_rounds", lambda steps: [[3.0] * 8, [2.0] * 8])
+    found = [timing.Timing(1.0, 0.0, 3.0, 3.0), timing.Timing(1.5, 0.0, 3.0, 2.0)]
+    monkeypatch.setattr(timing, "in_rounds", lambda ways, device: found)
     given = types.SimpleNamespace(models="gpt2", dtypes="bf16", threads=1, part=way)
     (row,) = models.run(given)
     assert row["way"] == way
     assert (row["speed"], row["ms"], row["eager_ms"]) == (1.5, 2e3, 3e3)
     assert 0 < row["saved_mb"] < row["eager_mb"] and row["first_s"] > 0
     assert row["as_chains"] == row["modules"] > 0 == len(row["own_forward"])
-
-
-def test_rounds_time_each_step_as_often(one_thread):
-    ran = [0, 0, 0]
-
-    def step(which):
-        ran[which] += 1
-
-    times = models.in_rounds([lambda which=which: step(which) for which in range(3)])
-    assert 20 <= len(times[0]) == len(times[1]) == len(times[2]) <= 40
-    assert min(map(min, times)) > 0 and min(ran) > 20
 
 
 def a_row(way="converted", **changed):

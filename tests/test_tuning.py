@@ -996,6 +996,30 @@ def test_the_interval_is_of_the_median():
     assert interval([1.0]) == (1.0, 1.0, 1.0)
 
 
+class Drifting:
+    """A clock on which everything takes longer from round to round; functions give seconds."""
+
+    def __init__(self):
+        self.called = 0
+
+    def around(self):
+        return contextlib.nullcontext()
+
+    def samplers(self, ways):
+        def sample(way):
+            self.called += 1
+            return way() * (1 + (self.called - 1) // len(ways))
+
+        return [functools.partial(sample, way) for (way,) in ways], ""
+
+
+def test_rounds_compare_ways_while_the_clock_drifts(monkeypatch):
+    monkeypatch.setattr(timing.Clock, "of", lambda device: Drifting())
+    found = timing.in_rounds([lambda: 1.0, lambda: 2.0, lambda: 0.5], CPU)
+    assert [(each.speed, each.noise) for each in found] == [(1.0, 0.0), (0.5, 0.0), (2.0, 0.0)]
+    assert found[1].second == 2 * found[1].first == 4 * found[2].second
+
+
 def test_two_ways_are_told_apart():
     found = compare(lambda: spin(0.004), lambda: spin(0.002), CPU)
     assert 1.2 < found.speed < 3 and found.first > found.second

@@ -74,6 +74,37 @@ def compare(
     return Timing(middle, noise, statistics.median(times[0]), statistics.median(times[1]), eager)
 
 
+def in_rounds(ways: Sequence[Call], device: torch.device) -> list[Timing]:
+    """Time several functions, each once a round, until the intervals are narrow.
+
+    What changes with time, such as the clock of a processor, changes all of them: so they can be
+    compared with each other, too.
+
+    Args:
+        ways: The functions.
+        device: Where they compute.
+
+    Returns:
+        The timing of each against the first, which is as fast as itself.
+    """
+    clock, times = Clock.of(device), [list[float]() for _ in ways]
+    with clock.around():
+        samplers, eager = clock.samplers([[way] for way in ways])
+        for turn in range(2 * TURNS):
+            for place in range(len(ways)):
+                which = (turn + place) % len(ways)
+                times[which].append(samplers[which]())
+            if turn + 1 < _FEW_TURNS:
+                continue
+            found = [interval([a / b for a, b in zip(times[0], t, strict=True)]) for t in times]
+            is_enough = turn + 1 >= TURNS or sum(times[0]) > _LONG
+            if is_enough and all(high - low <= 2 * MOST_NOISE for low, _, high in found):
+                break
+    first, *_ = middles = [statistics.median(each) for each in times]
+    rows = zip(found, middles, strict=True)
+    return [Timing(speed, (high - low) / 2, first, own, eager) for (low, speed, high), own in rows]
+
+
 def interval(values: list[float]) -> tuple[float, float, float]:
     """The median of values, and a 95 % interval of it by ranks (Conover 1999, section 3.2).
 

@@ -36,12 +36,13 @@ def quick(monkeypatch):
     """Both ways run, and a step with actions is said to take longer the more it keeps less."""
     calls = []
 
-    def compare(one, other, device, **how):
-        one(), other()
-        calls.append(other)
-        return Timing(0.8, 0.0, 1.0, 1.25)
+    def in_rounds(ways, device):
+        for way in ways:
+            way()
+        calls.extend(ways)
+        return [Timing(1.0, 0.0, 1.0, 1.0)] + [Timing(0.8, 0.0, 1.0, 1.25)] * (len(ways) - 1)
 
-    monkeypatch.setattr(costs, "compare", compare)
+    monkeypatch.setattr(costs, "in_rounds", in_rounds)
     return calls
 
 
@@ -578,10 +579,11 @@ def test_the_choice_is_the_least_time():
 def test_of_choices_as_fast_it_is_the_one_that_keeps_less(monkeypatch, extra):
     """A step takes a second, and each action makes it so much longer."""
 
-    def compare(one, other, device, **how):
-        return Timing(1 / (1 + extra), 0.0, 1.0, 1 + extra)
+    def in_rounds(ways, device):
+        found = Timing(1 / (1 + extra), 0.0, 1.0, 1 + extra)
+        return [Timing(1.0, 0.0, 1.0, 1.0)] + [found] * (len(ways) - 1)
 
-    monkeypatch.setattr(costs, "compare", compare)
+    monkeypatch.setattr(costs, "in_rounds", in_rounds)
     model, given = LLAMA.make(), inputs_of(LLAMA)
     least = lowest(model, **given)
     assert least < 0.7 * opfuse.plan_memory(model, **given).unfused
@@ -606,10 +608,10 @@ def test_the_same_table_gives_the_same_choice(tmp_path, monkeypatch, quick):
         second = opfuse.plan_memory(copy.deepcopy(model), budget=0.5, **given)
         assert second == first and len(quick) == measured
         opfuse.plan_memory(model, budget=0.9, **given)
-        assert len(quick) <= measured + 1  # the step of the whole model
+        assert len(quick) <= measured + 4  # steps of the whole model
         with opfuse.plugins.using(""):
             opfuse.plan_memory(model, budget=0.5, **given)
-        assert len(quick) > measured + 3  # other times
+        assert len(quick) > measured + 6  # other times
     finally:
         monkeypatch.setenv("OPFUSE_TUNING", "")
         tables.reload()

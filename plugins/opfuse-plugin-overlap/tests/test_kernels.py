@@ -73,10 +73,10 @@ def test_it_is_tuned_together(tmp_path):
 
 
 def test_symm_mem_is_for_some_devices_only():
-    env = opfuse.Environment(torch.device("xpu"), None, torch.float32)
+    env = opfuse.Environment(torch.device("mps"), None, torch.float32)
     op = object.__new__(ops.AllGather)
     assert (
-        symm_mem.why_not(op, env) == "torch has the products of symm_mem for CUDA, and this is xpu"
+        symm_mem.why_not(op, env) == "torch has the products of symm_mem for CUDA, and this is mps"
     )
 
 

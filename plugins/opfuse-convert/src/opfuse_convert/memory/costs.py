@@ -21,7 +21,7 @@ from opfuse.core.authoring import saved_bytes
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement, Shape
 from opfuse.tuning.job import one_line
-from opfuse.tuning.timing import TURNS, compare
+from opfuse.tuning.timing import in_rounds
 from opfuse.tuning.writing import add
 
 from .actions import Action, attach, take_off
@@ -118,108 +118,116 @@ class Costs:
 
     def _found(self, unit: Unit) -> list[Option]:
         bare = self._bytes(unit, ())
-        found = [Option(bare, 0.0, "as it is")]
         if unit.once:
             self._note(f"{unit.place.name} is not computed again: {unit.once}")
-            return found
+            return [Option(bare, 0.0, "as it is")]
         saved = {
             number: bare - self._bytes(unit, ((number, _AGAIN),))
             for number in range(len(unit.parts))
         }
         best = sorted((n for n, nbytes in saved.items() if nbytes > 0), key=lambda n: -saved[n])
-        added = {n: self._seconds(unit, ((n, _AGAIN),)) for n in sorted(best[:MOST_PARTS])}
-        for count in range(1, len(added) + 1):
-            for those in itertools.combinations(added, count):
-                actions = tuple((number, _AGAIN) for number in those)
-                kept = self._bytes(unit, actions) if count > 1 else bare - saved[those[0]]
-                found.append(Option(kept, sum(map(added.get, those)), *_named(unit, actions)))  # type: ignore[arg-type]
-        is_container = any(not part.is_chain for part in unit.parts)
-        return found + self._as_a_whole(unit, bare) + (self.compiled(unit) if is_container else [])
+        parts = sorted(best[:MOST_PARTS])
+        ways: list[tuple[int, Those]] = [
+            (bare - saved[number], ((number, _AGAIN),)) for number in parts
+        ]
+        ways += self._as_a_whole(unit, bare)
+        if any(not part.is_chain for part in unit.parts):
+            ways += self.compiled(unit)
+        longer = self.compared(unit, [placed(unit, how) for _, how in ways])[1] if ways else []
+        found: list[tuple[int, float, Those]] = [(bare, 0.0, ())]
+        found += [(kept, more, how) for (kept, how), more in zip(ways, longer, strict=True)]
+        for count in range(2, len(parts) + 1):
+            for those in itertools.combinations(range(len(parts)), count):
+                actions = tuple((parts[index], _AGAIN) for index in those)
+                kept = self._bytes(unit, actions)
+                found.append((kept, sum(longer[index] for index in those), actions))
+        return [Option(kept, seconds, *named(unit, how)) for kept, seconds, how in found]
 
-    def _as_a_whole(self, unit: Unit, bare: int) -> list[Option]:
+    def _as_a_whole(self, unit: Unit, bare: int) -> list[tuple[int, Those]]:
         """The ways in which all of a unit does the same, if they keep less than it does."""
         ways = [Action(prefer="memory"), _AGAIN, Action("recompute", "memory")]
         ways += [Action("offload")] * (self._device.type == "cuda")
-        found: list[Option] = []
+        found: list[tuple[int, Those]] = []
         for way in ways:
             kept = self._bytes(unit, whole := ((WHOLE, way),))
-            less = [each.nbytes for each in found if way.what and way.prefer]
+            less = [nbytes for nbytes, _ in found if way.what and way.prefer]
             if kept < min([bare, *less]):
-                found.append(Option(kept, self._seconds(unit, whole), *_named(unit, whole)))
+                found.append((kept, whole))
         return found
 
-    def compiled(self, unit: Unit) -> list[Option]:
+    def compiled(self, unit: Unit) -> list[tuple[int, Those]]:
         """The ways to compile all of a unit, if that gives what the unit gives as it is."""
-        found = []
+        found: list[tuple[int, Those]] = []
         for budget in self._budgets:
             whole = ((WHOLE, Action("compile", budget=budget)),)
             if why := why_not(unit, functools.partial(acting, placed(unit, whole))):
                 self._note(f"{unit.place.name} is not compiled with budget {budget:g}: {why}")
                 break  # and no other budget, since each takes long
-            kept, seconds = self._bytes(unit, whole), self._seconds(unit, whole)
-            found.append(Option(kept, seconds, *_named(unit, whole)))
+            found.append((self._bytes(unit, whole), whole))
         return found
 
     def _bytes(self, unit: Unit, actions: Those) -> int:
         with acting(placed(unit, actions)):
             return saved_bytes(unit.run, [*self._params, *unit.shared])
 
-    def _seconds(self, unit: Unit, actions: Those) -> float:
-        """Seconds that a step of a unit takes longer; at least 0, unless it is compiled."""
-        what = [[number, str(action)] for number, action in actions]
-        _, longer = self.compared(unit.place.name, unit, what, placed(unit, actions))
-        return longer if any(a.what == "compile" for _, a in actions) else max(longer, 0.0)
+    def compared(self, unit: Unit, ways: Sequence[Actions]) -> tuple[float, list[float]]:
+        """Seconds of a step of a unit as it is, and how many more each of some ways takes.
 
-    def compared(self, name: str, unit: Unit, what: Any, how: Actions) -> tuple[float, float]:
-        """Seconds of a step of a unit as it is, and how many more it takes with some actions.
-
-        Both come from the table if they are there, and go into it if they are measured.
+        At least 0, unless something is compiled. They come from the table if all are there. If not,
+        all are measured, in the same rounds, and go into it.
         """
         given = tensors_in((unit.args, unit.kwargs))
         wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
         shape = next((tables.shape_of(t) for t in given if t.ndim), Shape(0, 0, True))
-        plain: dict[str, Any] = {"plugin": None, "pass": "step", "fusion": f"memory of {name}"}
-        plain |= {"of": unit.kind, "action": [], **_circumstances(self._device)}
-        subject, entries = {**plain, "action": what}, tables.table_for(self._device).entries
-        known = [entries.get(tables.subject_key(each), {}).get(shape) for each in (plain, subject)]
-        if known[0] is not None and known[1] is not None:
-            return known[0].seconds, -known[1].seconds
+        plain: dict[str, Any] = {"plugin": None, "pass": "step", "of": unit.kind}
+        plain |= {"fusion": f"memory of {unit.place.name}", **_circumstances(self._device)}
+        inside = len(unit.place.path)
+        subjects = [
+            {**plain, "action": [[p.path[inside:], p.is_chain, str(a)] for p, a in way]}
+            for way in ((), *ways)
+        ]
+        entries = tables.table_for(self._device).entries
+        known = [entries.get(tables.subject_key(each), {}).get(shape) for each in subjects]
+        found = [each for each in known if each is not None]
 
-        def other() -> None:
-            with acting(how):
+        def run(way: Actions) -> None:
+            with acting(way):
                 step(unit.run, wanted)
 
-        if not self._measure:
-            return self._estimated(lambda: step(unit.run, wanted), other)
-        timing = compare(lambda: step(unit.run, wanted), other, self._device, most=TURNS)
-        took = Measurement(1.0, timing.noise, timing.first, rows=shape.rows)
-        less = timing.first - timing.second
-        longer = Measurement(timing.speed, timing.noise, less, rows=shape.rows)
-        for each, found, there in ((plain, took, known[0]), (subject, longer, None)):
-            if there is None:
-                row = {"setting": tables.setting(self._device), "subject": each}
-                self._rows.append(row | {"shape": [*shape], "found": dataclasses.asdict(found)})
-        return (known[0] or took).seconds, -less
+        runs = [functools.partial(run, way) for way in ((), *ways)]
+        if None in known and not self._measure:
+            return self._estimated(runs)
+        if None in known:
+            found = [
+                Measurement(each.speed, each.noise, each.second, rows=shape.rows)
+                for each in in_rounds(runs, self._device)
+            ]
+            for subject, each in zip(subjects, found, strict=True):
+                row = {"setting": tables.setting(self._device), "subject": subject}
+                self._rows.append(row | {"shape": [*shape], "found": dataclasses.asdict(each)})
+        seconds = found[0].seconds
+        longer = [seconds / each.speed - seconds for each in found[1:]]
+        compiles = [any(action.what == "compile" for _, action in way) for way in ways]
+        return seconds, [s if c else max(s, 0.0) for s, c in zip(longer, compiles, strict=True)]
 
-    def _estimated(self, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float]:
+    def _estimated(self, runs: Sequence[Callable[[], Any]]) -> tuple[float, list[float]]:
         """Seconds of a step, and how many more, by the operations of matrix products.
 
         What is computed again without products counts as nothing, so nothing is kept for it.
         """
         self.estimated = True
         took = []
-        for way in (one, other):
+        for run in runs:
             with _Operations() as counted:  # type: ignore[no-untyped-call]
-                way()
+                run()
             took.append(counted.total / RATES.get(self._device.type, RATES["cuda"]))
-        return took[0], took[1] - took[0]
+        return took[0], [seconds - took[0] for seconds in took[1:]]
 
     def write(self) -> None:
         """Put what was measured into the device's table, if there is one."""
         path = tables.path_for(self._device)
         if path is not None and self._rows:
             add(path, self._rows)
-            self._rows = []
             tables.reload()
 
 
@@ -228,10 +236,10 @@ def placed(unit: Unit, actions: Those) -> Actions:
     return tuple((unit.place if n == WHOLE else unit.parts[n], action) for n, action in actions)
 
 
-def _named(unit: Unit, actions: Those) -> tuple[str, Those]:
+def named(unit: Unit, actions: Those) -> tuple[str, Those]:
     """Actions in words, and the actions."""
-    if actions[0][0] == WHOLE:
-        return str(actions[0][1]), actions
+    if not actions or actions[0][0] == WHOLE:
+        return str(actions[0][1]) if actions else "as it is", actions
     names = []
     for place, _ in placed(unit, actions):
         name = place.path[len(unit.place.path) :].lstrip(".")

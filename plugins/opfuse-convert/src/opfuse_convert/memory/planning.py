@@ -22,7 +22,7 @@ from opfuse.tuning.whole import switched_off
 
 from .actions import put_on
 from .choosing import Option, Point, front, options_of, pareto
-from .costs import Actions, Costs, acting, placed
+from .costs import Actions, Costs, acting, named, placed
 from .plan import Choice, MemoryPlan
 from .units import Place, Unit, units_of
 
@@ -148,12 +148,10 @@ def _parsed(budget: Any) -> Callable[[int], int] | None:
 
 
 class _Way(NamedTuple):
-    """A choice, its bytes, the seconds of a step without it, and how many more it takes."""
+    """A choice, and its bytes."""
 
     choices: _Choices
     kept: int
-    seconds: float
-    longer: float
 
 
 class _Planning:
@@ -182,30 +180,62 @@ class _Planning:
         units = units_of(self._model, self._whole.run)
         found = [self._costs.options(unit) for unit in units]
         rest = before - sum(options[0].nbytes for options in found)
-        self._before = before
-        self._bare: _Choices = [(u, its[0]) for u, its in zip(units, found, strict=True)]
+        bare: _Choices = [(unit, its[0]) for unit, its in zip(units, found, strict=True)]
         self._units, self._options = units, [pareto(options) for options in found]
         self._points = front(self._options)
         kinds = "".join(unit.kind for unit in units)
         self._whole.kind = hashlib.sha256(kinds.encode()).hexdigest()[:16]
-        self._compiled = self._costs.compiled(self._whole)
+        whole = self._costs.compiled(self._whole)
         budget = None if limit is None else limit(unfused)
-        if budget is None:
-            way = self._way(self._choices(self._points[0]), 0)._replace(choices=[], kept=before)
-        else:
-            way = self._within(budget)
-        choices, kept, seconds, _ = way
+        ways = [] if budget is None else self._fitting(budget, [before, *[n for n, _ in whole]])
+        hows = [_actions(way.choices) for way in ways]
+        hows += [placed(self._whole, actions) for _, actions in whole]
+        seconds, longer = self._costs.compared(self._whole, hows)
+        compiled = [
+            Option(nbytes, more, *named(self._whole, actions))
+            for (nbytes, actions), more in zip(whole, longer[len(ways) :], strict=True)
+        ]
+        ways += [_Way([(self._whole, option)], option.nbytes) for option in compiled]
+        timed = [*zip(longer, ways, strict=True), (0.0, _Way(bare, before))]
+        way, measured = _Way([], before), None
+        if budget is not None:
+            fits = [(more, each) for more, each in timed if each.kept <= budget]
+            late = min(more for more, _ in fits) + TIE * seconds
+            measured, way = min((w for w in fits if w[0] <= late), key=lambda w: (w[1].kept, w[0]))
         parts = [Option(rest + p.nbytes, p.ticks / 1e6) for p in self._points]
-        curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *self._compiled])]
-        compiled = [(o.actions[0][1].budget, o.nbytes, seconds + o.seconds) for o in self._compiled]
+        curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *compiled])]
+        budgets = [(o.actions[0][1].budget, o.nbytes, seconds + o.seconds) for o in compiled]
         self._costs.write()
+        added = sum(option.seconds for _, option in way.choices)
         return MemoryPlan(
-            *(budget, unfused, before, kept, seconds, sum(o.seconds for _, o in choices)),
-            None if budget is None else way.longer,
-            tuple(map(_said, choices)),
-            *(tuple(curve), tuple(compiled), tuple(sorted(self._costs.notes.items()))),
+            *(budget, unfused, before, way.kept, seconds, added, measured),
+            tuple(map(_said, way.choices)),
+            *(tuple(curve), tuple(budgets), tuple(sorted(self._costs.notes.items()))),
             self._costs.estimated,
         )
+
+    def _fitting(self, budget: int, others: Sequence[int]) -> list[_Way]:
+        """The fastest choice that keeps no more than a budget, and of those as fast the least.
+
+        By the sums of the units, which are a little off, since what two of them keep together
+        counts twice. So the fastest is searched for by halves, and each is counted.
+
+        Args:
+            budget: The budget.
+            others: The bytes of what else the model can do.
+        """
+        count = bisect.bisect_right(self._points, budget, key=self._kept_at)
+        lowest = min([self._kept_at(self._points[0]), *others])
+        if lowest > budget:
+            notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
+            raise ValueError(
+                f"opfuse.plan_memory: the lowest possible number of bytes is {lowest} "
+                f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
+            )
+        fit = self._points[:count]
+        late = TIE * self._costs.compared(self._whole, [])[0] * 1e6
+        tied = [point for point in fit if point.ticks <= fit[-1].ticks + late]
+        return [_Way(self._choices(p), self._kept_at(p)) for p in tied[:1] + tied[1:][-1:]]
 
     def _kept(self) -> int:
         return saved_bytes(self._whole.run, self._model.parameters())
@@ -219,48 +249,11 @@ class _Planning:
         with switched_off(replaced), options(fusion_limit=0):
             return self._kept()
 
-    def _within(self, budget: int) -> _Way:
-        """The fastest way measured to keep no more than a budget; of ways as fast, the least.
-
-        The sum of the units is a little off, since what two of them keep together counts twice. So
-        the fastest choice that fits is searched for by halves, and each is counted.
-        """
-        fits = [option for option in self._compiled if option.nbytes <= budget]
-        ways = []
-        if count := bisect.bisect_right(self._points, budget, key=self._kept_at):
-            point = self._points[count - 1]
-            ways.append(self._way(self._choices(point), self._kept_at(point)))
-            late = point.ticks + TIE * ways[0].seconds * 1e6
-            tied = next(p for p in self._points if p.ticks <= late and self._kept_at(p) <= budget)
-            if tied is not point:
-                ways.append(self._way(self._choices(tied), self._kept_at(tied)))
-        elif fits:
-            ways.append(self._way([(self._whole, fits[0])], fits[0].nbytes))
-        else:
-            lowest = min([self._kept_at(self._points[0]), *[o.nbytes for o in self._compiled]])
-            notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
-            raise ValueError(
-                f"opfuse.plan_memory: the lowest possible number of bytes is {lowest} "
-                f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
-            )
-        seconds = ways[0].seconds
-        ways += [_Way([(self._whole, o)], o.nbytes, seconds, o.seconds) for o in fits]
-        ways += [_Way(self._bare, self._before, seconds, 0.0)] * (self._before <= budget)
-        late = min(way.longer for way in ways) + TIE * seconds
-        return min((w for w in ways if w.longer <= late), key=lambda w: (w.kept, w.longer))
-
     def _choices(self, point: Point) -> _Choices:
         """What each unit does."""
         numbers = options_of(point, self._options, [unit.kind for unit in self._units])
         rows = zip(self._units, self._options, numbers, strict=True)
         return [(unit, options[number]) for unit, options, number in rows]
-
-    def _way(self, choices: _Choices, kept: int) -> _Way:
-        """A choice, with seconds that are measured for the whole model."""
-        actions = _actions(choices)
-        what = [[place.path, place.is_chain, str(action)] for place, action in actions]
-        name = f"the whole {type(self._model).__name__}"
-        return _Way(choices, kept, *self._costs.compared(name, self._whole, what, actions))
 
 
 def _actions(choices: _Choices) -> Actions:
