@@ -49,10 +49,11 @@ def plan_memory(
     after them, are run by themselves: layers that are alike once. For each, and for the modules
     inside a layer and the chains of converted ones, the ways are: as it is, under
     ``prefer="memory"``, computed again in the backward (``torch.utils.checkpoint``), and on a GPU
-    moved to the host. Their bytes are counted, and their time is measured in turns with the layer
-    as it is, or read from the table of this device, into which it is written. So with the same
-    table the choice is the same. The fastest choice within the budget is attached to the model, in
-    place of one that is there. :meth:`MemoryPlan.detach` removes it.
+    moved to the host. Their bytes are counted, and their times are measured in the same rounds, or
+    read from the table of this device, into which they are written. So with the same table the
+    choice is the same. The fastest choice within the budget, and of those as fast the one that
+    keeps least, is attached to the model, in place of one that is there.
+    :meth:`MemoryPlan.detach` removes it.
 
     Parameters, buffers and random numbers stay as they are. Gradients are those without the plan:
     what is computed again, or compiled, draws the same random numbers. Only ``prefer="memory"`` and
