@@ -54,11 +54,11 @@ def acting(actions: Actions) -> Iterator[None]:
 
 
 def step(run: Callable[[], Any], wanted: Sequence[Tensor]) -> None:
-    """A forward and its backward, to some tensors."""
+    """A forward and its backward to some tensors; from the loss alone, if there is a scalar."""
     outputs = [t for t in tree_leaves(run()) if isinstance(t, Tensor) and t.requires_grad]
+    outputs = [t for t in outputs if not t.ndim] or outputs
     if outputs:
-        ones = [torch.ones_like(t) for t in outputs]
-        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        torch.autograd.grad(outputs, wanted, [*map(torch.ones_like, outputs)], allow_unused=True)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from opfuse.core.layout import is_dtensor
 from opfuse.core.replaced_forward import MEMORY, replaced_forwards
 from opfuse.report.explain import forked_rng
 from opfuse.report.lines import as_bytes, wrap
+from opfuse.tuning.timing import MOST_NOISE
 from opfuse.tuning.unchanged import unchanged
 from opfuse.tuning.whole import switched_off
 
@@ -27,9 +28,6 @@ from .plan import Choice, MemoryPlan
 from .units import Place, Unit, units_of
 
 _Choices = list[tuple[Unit, Option]]
-TIE = 0.01
-"""The share of a step by which choices may differ and still count as equally fast."""
-
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -201,7 +199,7 @@ class _Planning:
         way, measured = _Way([], before), None
         if budget is not None:
             fits = [(more, each) for more, each in timed if each.kept <= budget]
-            late = min(more for more, _ in fits) + TIE * seconds
+            late = min(more for more, _ in fits) + MOST_NOISE * seconds
             measured, way = min((w for w in fits if w[0] <= late), key=lambda w: (w[1].kept, w[0]))
         parts = [Option(rest + p.nbytes, p.ticks / 1e6) for p in self._points]
         curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *compiled])]
@@ -234,7 +232,7 @@ class _Planning:
                 f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
             )
         fit = self._points[:count]
-        late = TIE * self._costs.compared(self._whole, [])[0] * 1e6
+        late = MOST_NOISE * self._costs.compared(self._whole, [])[0] * 1e6
         tied = [point for point in fit if point.ticks <= fit[-1].ticks + late]
         return [_Way(self._choices(p), self._kept_at(p)) for p in tied[:1] + tied[1:][-1:]]
 
