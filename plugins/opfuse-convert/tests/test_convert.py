@@ -165,6 +165,97 @@ def test_it_is_recognised_and_computes_the_same(name):
     assert not any("opfuse" in name for module in model.modules() for name in vars(module))
 
 
+class Product(nn.Module):
+    """Not one that an op computes, though with these parameters it is ``x @ weight + bias``."""
+
+    def __init__(self, fill=0.02):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH, WIDTH), fill))
+        self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+
+class OfClamped(Product):
+    def forward(self, x):
+        return x @ self.weight.clamp(-0.1, 0.1)
+
+
+class OfSizes(Product):
+    def forward(self, x):
+        return x @ torch.abs(self.weight)
+
+
+class OfChangedBias(Product):
+    def forward(self, x):
+        return x @ self.weight + torch.tanh(self.bias)
+
+
+class Subtracted(Product):
+    def forward(self, x):
+        return x @ self.weight - self.bias
+
+
+class AddedFirst(Product):
+    def forward(self, x):
+        return (x + self.bias) @ self.weight
+
+
+class AddedTwice(Product):
+    def forward(self, x):
+        return x @ self.weight + self.bias + self.bias
+
+
+class Doubled(Product):
+    def forward(self, x):
+        y = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight, beta=2.0)
+        return y.view(x.shape)
+
+
+class Halved(Product):
+    def __init__(self):
+        super().__init__(0.0)
+
+    def forward(self, x):
+        return x @ self.weight * 0.5
+
+
+class Squeezed(Product):
+    def forward(self, x):
+        return (x @ self.weight).squeeze(0)
+
+
+class WithoutNaN(Product):
+    def forward(self, x):
+        return torch.where(torch.isnan(x), torch.zeros_like(x), x) @ self.weight
+
+
+@pytest.mark.parametrize("cls", Product.__subclasses__())
+def test_a_product_with_more_to_it_is_no_linear_layer(cls):
+    """What its parameters are now does not tell."""
+    model = nn.Sequential(cls(), nn.Linear(WIDTH, 40), nn.GELU())
+    twin = copy.deepcopy(model)
+    report = opfuse.convert(model)
+    assert f"{cls.__name__}" in str(report) and "no op computes what" in str(report)
+    for each in (model, twin):
+        torch.manual_seed(1)
+        for param in each.parameters():
+            param.data.normal_()
+    assert_same(model, twin, an_input())
+
+
+class BiasFirst(Product):
+    def forward(self, x):
+        return self.bias + x.reshape(-1, x.shape[-1]).matmul(self.weight).view(x.shape)
+
+
+def test_a_product_may_be_written_in_other_ways():
+    layer = BiasFirst()
+    layer.weight.data.normal_()
+    model = nn.Sequential(layer, nn.Linear(WIDTH, 40), nn.GELU())
+    twin = copy.deepcopy(model)
+    assert "-> BasicLinear Bias BasicLinear Bias GELU" in str(opfuse.convert(model))
+    assert_same(model, twin, an_input())
+
+
 class AtLeastZero(nn.Module):
     def forward(self, x):
         return x.clamp(min=0)

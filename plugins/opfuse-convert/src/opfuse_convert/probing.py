@@ -3,7 +3,8 @@
 Classes of torch.nn are known, see :mod:`opfuse_convert.leaves`. The forward of any other must be in
 the grammar. It is called with numbers of all magnitudes, in each floating-point dtype, in training
 and in evaluation mode, and its results are compared with those of each op. So neither the name of
-the class matters, nor the way in which its author wrote the formula.
+the class matters, nor the way in which its author wrote the formula. A linear layer, which may be
+large, is called with its own weight alone; so its forward must be a product and nothing else.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
         weight, bias = params.pop("weight", None), params.pop("bias", None)
         if params or weight is None or weight.is_meta or not weight.is_floating_point():
             return None
-        casts = any(n.target in _CASTS or "dtype" in n.args for n in graph.nodes)
-        # a large one is called in its own dtype alone, and may get another one later
-        if weight.ndim == 2 and not casts and _is_transposed_linear(module, weight, bias):
-            return functools.partial(linear_ops, transposed=True)
+        if weight.ndim == 2:  # which may be large, and is called with its own weight alone
+            known = _is_one_product(graph, bias is not None)
+            is_linear = known and _is_transposed_linear(module, weight, bias)
+            return functools.partial(linear_ops, transposed=True) if is_linear else None
         if weight.ndim != 1 or len(weight) > MOST_PROBED:
             return None
         rows = functools.partial(_rows, len(weight))
@@ -311,6 +312,39 @@ def _made(cls: Any, rule: Mapping[str, Any], module: nn.Module) -> Sequence[Basi
     return [cls.reading(module, **rule)]
 
 
+_TAKES = {
+    **dict.fromkeys([operator.matmul, torch.matmul, torch.mm, "matmul", "mm"], ("", "weight")),
+    **dict.fromkeys([torch.addmm, "addmm"], ("bias", "", "weight")),
+    **dict.fromkeys([operator.add, torch.add, "add"], ("", "bias")),
+    **dict.fromkeys(["contiguous", "reshape", "view", torch.reshape], ("",)),
+}
+"""What a linear layer calls: the parameters that it gives, and ``""`` for other tensors."""
+
+
+def _is_one_product(graph: fx.Graph, has_bias: bool) -> bool:
+    """Whether a graph is a product with the weight, plus the bias: both as they are.
+
+    Besides it may only give its input and its result other shapes. So it computes the same after
+    other parameters are loaded, which the values of these cannot tell.
+    """
+    found: list[str] = []
+    facts: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = set(node.all_input_nodes)
+        what = node.args[1] if node.target is getattr else node.target
+        if (isinstance(what, str) and what in _TELL) or (given and given <= facts):
+            facts.add(node)
+        elif node.op in ("call_function", "call_method"):
+            tensors = [n for n in node.args if isinstance(n, fx.Node) and n not in facts]
+            names = [str(n.target) if n.op == "get_attr" else "" for n in tensors]
+            takes = _TAKES.get(node.target, ())
+            in_order = sorted(names) if takes[1:] == ("bias",) else names
+            if node.kwargs or not takes or (*in_order,) != takes:
+                return False
+            found += sorted(filter(None, names), reverse=True)
+    return found == ["weight", "bias"][: 1 + has_bias]
+
+
 def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a module computes ``x @ weight + bias``, as the ``Conv1D`` of GPT-2 does.
 
@@ -319,8 +353,8 @@ def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> b
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(9, weight.shape[0], generator=generator)
     x = (x * torch.logspace(-4, 4, 9)[:, None]).to(weight.device, weight.dtype)
-    if bias is not None and bias.shape != weight.shape[1:]:
-        return False
+    if (bias is not None and bias.shape != weight.shape[1:]) or not bool(weight.any()):
+        return False  # a weight of zeros tells nothing
     is_square = weight.shape[0] == weight.shape[1]
     y, *other = [
         x @ w + (0 if bias is None else bias) for w in (weight, weight.t())[: 1 + is_square]
@@ -342,4 +376,6 @@ def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> b
 def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:
     """The ops of a linear layer."""
     product = ops.BasicLinear.reading(module, transposed=transposed)
-    return [product] if module.bias is None else [product, ops.Bias.reading(module)]
+    return (
+        [product] if getattr(module, "bias", None) is None else [product, ops.Bias.reading(module)]
+    )
