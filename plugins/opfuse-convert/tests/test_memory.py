@@ -616,6 +616,30 @@ def test_the_same_table_gives_the_same_choice(tmp_path, monkeypatch, quick):
         tables.reload()
 
 
+class Configured(nn.Module):
+    """Layers that differ in what a dict of theirs holds."""
+
+    def __init__(self, times, holder=dict):
+        super().__init__()
+        self.config, self.up = holder(times=times), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h, config = self.up(x), self.config
+        for _ in range(config["times"] if isinstance(config, dict) else config.times):
+            h = torch.tanh(h) * torch.sigmoid(h)
+        return x + h
+
+
+@pytest.mark.parametrize("holder", [dict, types.SimpleNamespace])
+def test_layers_that_differ_in_a_dict_or_an_object_are_not_alike(holder, quick):
+    model = nn.Sequential(*[Configured(times, holder) for times in (1, 0, 6, 6)])
+    units = units_of(model, lambda: model(an_input()))
+    assert len({unit.kind for unit in units}) == 3 and units[2].kind == units[3].kind
+    plan = opfuse.plan_memory(model, an_input(), budget=0.4)
+    assert plan.kept <= plan.budget
+    assert [choice.option != "as it is" for choice in plan.choices][2:] == [True, True]
+
+
 def test_layers_that_are_alike_are_measured_once(quick):
     counts = []
     for layers in (2, 5):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -130,9 +129,9 @@ class MemoryPlan:
         """The curve as lines, with a bar for the time of each point."""
         how = " (times are estimated)" if self.estimated else ""
         lines = [f"kept for the backward against the time of a step{how}:"]
-        # of those whose share is printed alike the fastest, which comes last
-        apart = {round(b / max(self.unfused, 1), 2): (b, s) for b, s in self.curve}
-        points = [("", b, s) for b, s in _some([*apart.values()], 12)][::-1]
+        # of those in each tenth of the bytes the fastest, which comes last
+        apart = {int(10 * b / max(self.unfused, 1)): ("", b, s) for b, s in self.curve}
+        points = [*apart.values()][::-1]
         points += [(f"torch.compile, budget {share:g}", b, s) for share, b, s in self.compiled]
         longest = max([s for *_, s in points], default=1.0)
         rows = []
@@ -218,13 +217,6 @@ class MemoryPlan:
 
 def _ms(seconds: float, sign: str = "") -> str:
     return f"{seconds * 1e3:{sign}.{2 if abs(seconds) < 0.1 else 0}f} ms"
-
-
-def _some(points: Sequence[Any], most: int) -> list[Any]:
-    """The first and last of points, and some between, evenly."""
-    if len(points) <= most:
-        return [*points]
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
 
 
 def _drawn(plan: MemoryPlan) -> str:

@@ -24,6 +24,7 @@ from .actions import AsItIsError, put_on, recomputed, take_off
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OWN = (FusibleOperation, Sequential)
+_NOT_HELD = {*vars(nn.Module()), KEPT_AS, MEMORY}
 _PLACES = ("idx", "index", "layer_id", "number")  # in names of attributes that tell layers apart
 
 
@@ -291,28 +292,32 @@ def _kind(unit: Unit) -> str:
     lines = [str(unit.place.is_chain), _of_value((unit.args, unit.kwargs)), unit.once]
     lines += [_of_value(unit.shared), *[f"{p.name}{p.is_chain}" for p in unit.parts]]
     for name, module in unit.place.module.named_modules():
-        cls = op_class(module)
-        plain = [
-            (key, value)
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, (bool, int, float, str)) and not key.endswith(_PLACES)
-        ]
+        is_own = isinstance(module, _OWN)
+        held = {
+            key: value
+            for key, value in vars(module).items()
+            if not (key in _NOT_HELD or key.endswith(_PLACES) or (is_own and key[0] == "_"))
+        }
         replaced = replaced_forward(module)
-        how = replaced and (replaced.off, replaced.fallback)
-        lines.append(f"{name} {cls.__module__}.{cls.__qualname__} {plain} {how}")
-        lines.append(f"{module.extra_repr()} {hook_kinds(module)}")
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        lines += [f"{name} {_of_value(tensor)}" for name, tensor in own]
+        how = hook_kinds(module), replaced and (replaced.off, replaced.fallback)
+        lines.append(f"{name} {op_class(module)} {_of_value(held)} {module.extra_repr()} {how}")
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        lines += [f"{key} {_of_value(tensor)}" for key, tensor in tensors]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _of_value(value: Any) -> str:
+def _of_value(value: Any, depth: int = 4) -> str:
+    """What a value is, in words: the same for two that are alike; if that is not known, its own."""
     if isinstance(value, Tensor):
-        stride = "" if value.is_contiguous() else f" {tuple(value.stride())}"
         where = value.device.type, value.dtype, value.requires_grad
-        return f"{tuple(value.shape)}{stride} {where}"
+        return f"{tuple(value.shape)} {value.is_contiguous() or value.stride()} {where}"
+    if isinstance(value, (dict, set, frozenset)):
+        value = [*value.items()] if isinstance(value, dict) else sorted(map(str, value))
     if isinstance(value, (tuple, list)):
-        return f"{[_of_value(each) for each in value]}"
-    if isinstance(value, dict):
-        return f"{ {key: _of_value(each) for key, each in value.items()} }"
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+        return f"({', '.join(_of_value(each, depth) for each in value)})"
+    if isinstance(value, nn.Module) or (depth and hasattr(value, "__dict__")):
+        held = {} if isinstance(value, (nn.Module, type)) else vars(value)
+        inside = {k: v for k, v in held.items() if not k.endswith("_hash")}  # of this process
+        of = getattr(value, "__qualname__", "") + repr(getattr(value, "__closure__", None))
+        return f"{type(value).__qualname__} {of} {_of_value(inside, depth - 1)}"
+    return repr(value)
