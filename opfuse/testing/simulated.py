@@ -113,8 +113,7 @@ class Ranks:
                     dist.destroy_process_group()
 
         with _worlds_apart():
-            ranks = [(rank,) for rank in self.ranks]
-            threads = [threading.Thread(target=serve, args=rank, daemon=True) for rank in ranks]
+            threads = [threading.Thread(target=serve, args=(r,), daemon=True) for r in self.ranks]
             for thread in threads:
                 thread.start()
             until = time.monotonic() + 3 * SECONDS
@@ -146,6 +145,8 @@ def _worlds_apart() -> Iterator[None]:
     c10d: Any = torch._C._distributed_c10d
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu"])
+        # torch 2.15 would attach its recorder, which asks C++ for the name of the group
+        getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add(NAME)
     world = dist.distributed_c10d._world
     dist.distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
     c10d._set_thread_isolation_mode(True)
