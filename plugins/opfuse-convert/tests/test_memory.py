@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import json
 import pickle
@@ -638,6 +639,30 @@ def test_layers_that_differ_in_a_dict_or_an_object_are_not_alike(holder, quick):
     plan = opfuse.plan_memory(model, an_input(), budget=0.4)
     assert plan.kept <= plan.budget
     assert [choice.option != "as it is" for choice in plan.choices][2:] == [True, True]
+
+
+class Acting(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.up, self.act = nn.Linear(WIDTH, WIDTH), act
+
+    def forward(self, x):
+        return self.act(self.up(x))
+
+
+@pytest.mark.parametrize(
+    "acts, kinds",
+    [
+        ((nn.functional.silu, nn.functional.silu, nn.functional.relu), 2),
+        ((torch.relu, torch.relu, torch.tanh), 2),
+        ((lambda x: x.relu(), lambda x: x.tanh()), 2),
+        ([functools.partial(torch.pow, exponent=number) for number in (2, 3)], 2),
+    ],
+    ids=["functions", "builtins", "lambdas", "partials"],
+)
+def test_layers_that_differ_in_a_function_are_not_alike(acts, kinds):
+    model = nn.Sequential(*map(Acting, acts))
+    assert len({unit.kind for unit in units_of(model, lambda: model(an_input()))}) == kinds
 
 
 def test_layers_that_are_alike_are_measured_once(quick):

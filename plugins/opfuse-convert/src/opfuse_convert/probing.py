@@ -230,9 +230,8 @@ def _agrees(module: nn.Module, op: Any, x: Tensor) -> bool:
 
 
 def _same_gradients(module: nn.Module, op: Any, x: Tensor) -> bool:
-    tried = (x == 0) | (
-        (x.abs() > 1e-6) & (x.abs() < 100)
-    )  # at 0, too: clamp and ReLU differ there
+    # at 0, too, where those of clamp and ReLU differ
+    tried = (x == 0) | ((x.abs() > 1e-6) & (x.abs() < 100))
     x = torch.where(tried, x, torch.ones_like(x))
     generator = torch.Generator().manual_seed(3)
     for size in (1.0, 1e3):
@@ -376,6 +375,5 @@ def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> b
 def linear_ops(module: Any, transposed: bool = False) -> list[BasicOperation]:
     """The ops of a linear layer."""
     product = ops.BasicLinear.reading(module, transposed=transposed)
-    return (
-        [product] if getattr(module, "bias", None) is None else [product, ops.Bias.reading(module)]
-    )
+    has_bias = getattr(module, "bias", None) is not None
+    return [product, ops.Bias.reading(module)] if has_bias else [product]

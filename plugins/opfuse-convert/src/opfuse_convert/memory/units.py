@@ -315,9 +315,9 @@ def _of_value(value: Any, depth: int = 4) -> str:
         value = [*value.items()] if isinstance(value, dict) else sorted(map(str, value))
     if isinstance(value, (tuple, list)):
         return f"({', '.join(_of_value(each, depth) for each in value)})"
-    if isinstance(value, nn.Module) or (depth and hasattr(value, "__dict__")):
-        held = {} if isinstance(value, (nn.Module, type)) else vars(value)
+    name = getattr(value, "__qualname__", "<" if callable(value) else type(value).__qualname__)
+    if "<" not in name and depth and (callable(value) or hasattr(value, "__dict__")):
+        held = {} if callable(value) else vars(value)
         inside = {k: v for k, v in held.items() if not k.endswith("_hash")}  # of this process
-        of = getattr(value, "__qualname__", "") + repr(getattr(value, "__closure__", None))
-        return f"{type(value).__qualname__} {of} {_of_value(inside, depth - 1)}"
-    return repr(value)
+        return f"{getattr(value, '__module__', '')} {name} {_of_value(inside, depth - 1)}"
+    return repr(value)  # what a module has inside; which one a lambda or a partial is
