@@ -383,7 +383,35 @@ class AbsoluteNorm(RootMean):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.abs()
 
 
-@pytest.mark.parametrize("cls", [Partial, OwnGradient, AbsoluteNorm])
+class LimitedNorm(RootMean):
+    def forward(self, x):
+        wide = x.float().clamp(-1e6, 1e6)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight
+
+
+class LimitedWeight(RootMean):
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * self.weight.clamp(-10, 10)
+
+
+class WithoutNaN(RootMean):
+    def forward(self, x):
+        x = torch.where(torch.isnan(x), torch.zeros_like(x), x)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Switched(RootMean):
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * self.weight * (self.weight < 100)
+
+
+ALMOST = [Partial, OwnGradient, AbsoluteNorm, LimitedNorm, LimitedWeight, WithoutNaN, Switched]
+
+
+@pytest.mark.parametrize("cls", ALMOST)
 def test_what_almost_is_an_op_is_not_taken_for_it(cls):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), cls(), nn.Linear(WIDTH, WIDTH))
     assert not opfuse.convert(model).converted

@@ -3,8 +3,10 @@
 Classes of torch.nn are known, see :mod:`opfuse_convert.leaves`. The forward of any other must be in
 the grammar. It is called with numbers of all magnitudes, in each floating-point dtype, in training
 and in evaluation mode, and its results are compared with those of each op. So neither the name of
-the class matters, nor the way in which its author wrote the formula. A linear layer, which may be
-large, is called with its own weight alone; so its forward must be a product and nothing else.
+the class matters, nor the way in which its author wrote the formula. The numbers cannot tell what
+happens to larger ones, or with other weights. So the forward of a norm must be algebra, without
+limits and comparisons; that of a linear layer, which is called with its own weight alone, must be
+a product and nothing else.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
             known = _is_one_product(graph, bias is not None)
             is_linear = known and _is_transposed_linear(module, weight, bias)
             return functools.partial(linear_ops, transposed=True) if is_linear else None
-        if weight.ndim != 1 or len(weight) > MOST_PROBED:
+        if weight.ndim != 1 or len(weight) > MOST_PROBED or not _is_algebraic(graph):
             return None
         rows = functools.partial(_rows, len(weight))
         return _alike(module, _norms(graph, "bias" if hasattr(module, "bias") else None), rows)
@@ -327,6 +329,38 @@ def _is_one_product(graph: fx.Graph, has_bias: bool) -> bool:
     other parameters are loaded, which the values of these cannot tell.
     """
     found: list[str] = []
+    for node, tensors in _of_tensors(graph):
+        names = [str(n.target) if n.op == "get_attr" else "" for n in tensors]
+        takes = _TAKES.get(node.target, ())
+        in_order = sorted(names) if takes[1:] == ("bias",) else names
+        if node.kwargs or not takes or (*in_order,) != takes:
+            return False
+        found += sorted(filter(None, names), reverse=True)
+    return found == ["weight", "bias"][: 1 + has_bias]
+
+
+_ALGEBRAIC = frozenset(
+    """
+    add div layer_norm mean mul multiply neg pow reciprocal rms_norm rsqrt sqrt square sub subtract
+    sum true_divide truediv var
+    bfloat16 double float half to type_as
+    contiguous expand expand_as flatten new_ones ones_like pos reshape squeeze unsqueeze view
+    """.split()
+)
+
+
+def _is_algebraic(graph: fx.Graph) -> bool:
+    """Whether a graph is sums, products, powers and means alone.
+
+    Two of such that agree on numbers of many sizes agree on all, with all weights. What clamps,
+    replaces or compares may compute something else beyond the numbers that were tried.
+    """
+    called = (node.target for node, _ in _of_tensors(graph))
+    return all((t if isinstance(t, str) else t.__name__) in _ALGEBRAIC for t in called)
+
+
+def _of_tensors(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """The calls that compute a tensor, not a shape or dtype, and the tensors that each takes."""
     facts: set[fx.Node] = set()
     for node in graph.nodes:
         given = set(node.all_input_nodes)
@@ -334,14 +368,7 @@ def _is_one_product(graph: fx.Graph, has_bias: bool) -> bool:
         if (isinstance(what, str) and what in _TELL) or (given and given <= facts):
             facts.add(node)
         elif node.op in ("call_function", "call_method"):
-            tensors = [n for n in node.args if isinstance(n, fx.Node) and n not in facts]
-            names = [str(n.target) if n.op == "get_attr" else "" for n in tensors]
-            takes = _TAKES.get(node.target, ())
-            in_order = sorted(names) if takes[1:] == ("bias",) else names
-            if node.kwargs or not takes or (*in_order,) != takes:
-                return False
-            found += sorted(filter(None, names), reverse=True)
-    return found == ["weight", "bias"][: 1 + has_bias]
+            yield node, [n for n in node.args if isinstance(n, fx.Node) and n not in facts]
 
 
 def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
