@@ -104,7 +104,11 @@ class _Own(nn.Module):
 
 
 def in_fp64(
-    module: nn.Module, own: Callable[..., Any], given: Sequence[Tensor], wanted: Sequence[Tensor]
+    module: nn.Module,
+    own: Callable[..., Any],
+    given: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    dtype: torch.dtype = torch.float64,
 ) -> Exact:
     """Return a function for outputs and gradients of a module's operations in fp64.
 
@@ -114,13 +118,14 @@ def in_fp64(
         given: Its arguments.
         wanted: The arguments and parameters that get gradients. The others, and buffers, are
             widened too: operations take one dtype.
+        dtype: Another dtype than fp64.
     """
     named = (*module.named_parameters(), *module.named_buffers())
     held = {f"of.{name}": tensor for name, tensor in named if tensor.is_floating_point()}
 
     def exact(dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         floating = [t for t in (*given, *held.values()) if t.is_floating_point()]
-        wide = {id(t): t.detach().double() for t in (*floating, *wanted)}
+        wide = {id(t): t.detach().to(dtype, copy=True) for t in (*floating, *wanted)}
         leaves = [wide[id(tensor)].requires_grad_() for tensor in wanted]
         args = tuple([wide.get(id(t), t) for t in given])
         replaced = {name: wide[id(tensor)] for name, tensor in held.items()}

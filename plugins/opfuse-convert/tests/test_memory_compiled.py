@@ -513,7 +513,47 @@ def test_noise_is_told_from_a_gradient_that_is_wrong(monkeypatch, way):
             yield
             module.way = ""
 
+    monkeypatch.setattr(checking, "_choose", lambda *given: False)
     why = checking.why_not(unit, acting)
     assert "its gradient is wrong" in why if way == "wrong" else not why
     monkeypatch.setattr(checking, "_DRAWS", 0)
     assert "its gradient is wrong" in checking.why_not(unit, acting)
+
+
+class Routed(nn.Module):
+    """Two experts, and a router that is off by a little, in some dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.one, self.two = (nn.Linear(32, n, bias=False) for n in (1, 32, 32))
+        self.off, self.where = 0.0, ()
+        self.bfloat16()
+
+    def forward(self, x):
+        score = self.gate(x) + self.off * (x.dtype in self.where)
+        return torch.where(score > 0, self.one(x), self.two(x))
+
+
+@pytest.mark.parametrize(
+    ("off", "where", "same"),
+    [
+        (0.02, {torch.bfloat16}, True),
+        (0.02, {torch.bfloat16, torch.float32}, False),  # it computes something else
+        (0.5, {torch.bfloat16}, False),  # too often
+    ],
+)
+def test_another_rounding_may_choose_otherwise(off, where, same):
+    module = Routed()
+    x = torch.randn(512, 32).bfloat16().requires_grad_()
+    unit = Unit(Place("", module), (x,), {})
+
+    @contextlib.contextmanager
+    def acting():
+        with costs.acting(((unit.place, actions.Action(prefer="speed")),)):
+            module.off, module.where = off, where
+            yield
+            module.off = 0.0
+
+    why = checking.why_not(unit, acting)
+    assert not why if same else "its output is wrong" in why

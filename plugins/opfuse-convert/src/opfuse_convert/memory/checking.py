@@ -21,6 +21,8 @@ from .units import Unit, tensors_in
 
 _DRAWS = 3
 """Gradients of the results that are tried: noise is within twice other noise for most of them."""
+_MOST_FAR = 0.05
+"""The share of results that may differ where a module chooses by values."""
 
 
 def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[None]]) -> str:
@@ -28,6 +30,8 @@ def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[N
 
     They are compared with those of the module's own operations, to the rounding of their dtype. A
     gradient that is 0 apart from rounding is noise; so where they differ, the same in fp64 decides.
+    Where a module chooses by values, as a router of experts does, a few results may differ, if both
+    ways compute the same in fp32: another rounding of nearly equal values chooses differently.
 
     Args:
         unit: The unit: a module, not a chain.
@@ -66,7 +70,26 @@ def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[N
             why = differ(*ways, dtype=dtype, exact=_exact(module, own, given, wanted, dtype))
         if not why:
             break
+    if why and {dtype, *[t.dtype for t in wanted]} & {torch.bfloat16, torch.float16}:
+        with contextlib.suppress(Exception):  # likewise
+            both: Any = own, lambda _, *given: so(*given)
+            wide = [in_fp64(module, way, given, wanted, torch.float32) for way in both]
+            why = "" if _choose([way(module, *given) for way in both], wide) else why
     return why
+
+
+def _choose(results: Sequence[Sequence[Tensor]], wide: Sequence[Exact]) -> bool:
+    """Whether two ways give nearly all results alike, and in fp32 all results and gradients."""
+    for y, z in zip(*results, strict=True):
+        far = (z - y).abs() > 8 * torch.finfo(torch.bfloat16).eps * y.abs().amax()
+        if far.double().mean() > _MOST_FAR:
+            return False
+    dys = [torch.randn_like(y).float() if y.requires_grad else None for y in results[0]]
+    pairs = zip(*[way(dys) for way in wide], strict=True)
+    how: Any = {"dtype": torch.float32, "gemm": True, "roundings": 3}
+    return all(
+        truth is other or not difference(other, truth.double(), **how) for truth, other in pairs
+    )
 
 
 def _exact(
