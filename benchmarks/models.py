@@ -138,6 +138,7 @@ class Ready:
     """A way that has run once.
 
     Attributes:
+        model: Its model.
         step: Runs a step.
         kept: MiB that a forward keeps.
         found: What else a row says of it.
@@ -154,14 +155,14 @@ class Ready:
         import opfuse
         from opfuse.core.authoring import saved_bytes
 
-        self._model, self._inputs, self._cast = copy.deepcopy(model), inputs, cast
+        self.model, self._inputs, self._cast = copy.deepcopy(model), inputs, cast
         self._memory = way == "memory"
         if way != "eager" and not way.startswith("compile"):
-            opfuse.convert(self._model)
+            opfuse.convert(self.model)
         if way.startswith("budget"):
             with cast:
-                print(planned(self._model, inputs, way), file=sys.stderr, flush=True)
-        self._called: Callable[..., Any] = self._model
+                print(planned(self.model, inputs, way), file=sys.stderr, flush=True)
+        self._called: Callable[..., Any] = self.model
         if way.startswith(("compile", "converted-compile")):
             budget = float(way.rpartition("-")[2]) if way[-1].isdigit() else 1.0
 
@@ -170,12 +171,12 @@ class Ready:
                     return compile_fx(graph, given)
 
             dynamo.recompile_limit = 64  # for code that all ways have
-            self._called = torch.compile(self._model, backend=within)
+            self._called = torch.compile(self.model, backend=within)
         start = time.perf_counter()
         self.step()
         first = time.perf_counter() - start
-        self.kept = saved_bytes(self._forward, self._model.parameters()) / 2**20
-        whys = opfuse.converted(self._model)
+        self.kept = saved_bytes(self._forward, self.model.parameters()) / 2**20
+        whys = opfuse.converted(self.model)
         self.found = {
             "first_s": first,
             "modules": len(whys),
@@ -192,7 +193,7 @@ class Ready:
 
     def step(self) -> None:
         """A forward with the loss, and the backward."""
-        self._model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self._forward().backward()
 
 

@@ -30,9 +30,10 @@ from .records import is_strict, normalize
 
 FORMAT = 1
 THRESHOLD = 0.99
-"""A fusion whose speed, less one standard error, is below this counts as slower than the separate
-ops. Refusing an equally fast one costs nothing, while a chain may hold many that each cost a
-little: some equally fast ones measure faster by chance.
+"""A fusion is slower for sure if the whole interval of its speed is below this."""
+REPEATS = 0.02
+"""How far two processes find speeds apart, however often each calls a fusion: its tensors lie
+elsewhere in memory. No interval is narrower.
 """
 
 
@@ -64,11 +65,14 @@ class Measurement:
         speed: Time of the separate ops divided by that of the fused op.
         noise: Half the width of a 95 % interval of the speed.
         seconds: Time that a call saves.
-        saved_bytes: Number of bytes that a forward keeps less for its backward.
+        saved_bytes: Number of bytes that a forward keeps less for its backward; of the chain of a
+            converted module under ``prefer="memory"``.
+        saved_by_speed: The same under ``prefer="speed"``; None: the same number.
         wrong: A sentence about how it differs from the separate ops, or ``""``.
         configuration: The fastest configuration, or None if it has only one.
         compared: Whether values were compared; False: its ops draw random numbers.
         rows: The number of rows of the input; a wrong result applies to that number.
+        took: Seconds of the separate ops; 0: they were not noted.
     """
 
     speed: float
@@ -79,6 +83,8 @@ class Measurement:
     configuration: Mapping[str, Any] | None = None
     compared: bool = True
     rows: int = 0
+    took: float = 0.0
+    saved_by_speed: int | None = None
 
     def refusal(self, *, trades_time: bool, prefer: str) -> str:
         """Return why the fusion must not be used, or ``""``.
@@ -89,14 +95,30 @@ class Measurement:
         """
         if self.wrong:
             return f"measured here, it {self.wrong}"
-        if self.speed - self.noise / 2 >= THRESHOLD:
-            return ""
-        if trades_time and prefer == "memory" and self.saved_bytes > 0:
+        saved, error = self.saved_bytes, max(self.noise, REPEATS)
+        if prefer == "speed" and self.saved_by_speed is not None:
+            saved = self.saved_by_speed
+        if saved < 0:
+            is_used = self.speed - error >= 1
+        elif saved and trades_time and prefer == "memory":
+            is_used = True
+        elif saved:  # a tie in time goes to fewer bytes
+            is_used = self.speed + error >= THRESHOLD
+        else:
+            is_used = self.speed + REPEATS >= 1  # noise is no excuse
+        if is_used:
             return ""
         slower = f"measured here, it has {self.speed:.2f}x the speed of the separate ops"
+        if saved < 0:
+            return f"{slower}, and keeps more for the backward"
         if trades_time and self.saved_bytes > 0:
             return f'{slower}; it saves memory, which prefer="memory" asks for'
         return slower
+
+    @property
+    def error(self) -> float:
+        """How far ``seconds`` may be off in another process."""
+        return self.took * max(self.noise, REPEATS) / max(self.speed, REPEATS)
 
     def __str__(self) -> str:
         return f"measured here: {self.speed:.2f}x the speed of the separate ops"
@@ -287,7 +309,8 @@ def _check(shape: Shape, found: Measurement, plugin: Any) -> None:
     """Refuse entries that tuning cannot have written."""
     counts = {**shape._asdict(), "rows measured": found.rows}
     signed = {"seconds": found.seconds, "saved_bytes": found.saved_bytes}
-    sizes = {"speed": found.speed, "noise": found.noise}
+    signed["saved_by_speed"] = found.saved_by_speed or 0
+    sizes = {"speed": found.speed, "noise": found.noise, "took": found.took}
     strings = isinstance(plugin, list) and [type(name) for name in plugin] == [str, str]
     for name, value, right in (
         *((name, n, isinstance(n, int) and n >= 0) for name, n in counts.items()),

@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.tuning_table import REPEATS, THRESHOLD
 from .clock import Call, Clock
 
 MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""
 
-TURNS, MOST_TURNS, _FEW_TURNS = 20, 80, 8
+TURNS, MOST_TURNS, _FEW_TURNS = 20, 160, 8
 _CLEAR = 0.1  # when the interval is this far from 1, more turns add nothing
 _LONG = 2.0  # seconds of all turns; slow functions vary less, and 20 turns of them take minutes
+_CLOSE = 0.005  # below that noise what two processes find differs for other reasons
+_DECIDES = (THRESHOLD - REPEATS, 1 - REPEATS, 1 + REPEATS)  # where a choice turns
 
 
 class Timing(NamedTuple):
@@ -51,7 +54,8 @@ def compare(
         first: The first function, or one for each set of inputs.
         second: The second function, likewise.
         device: Where they compute.
-        clear: Stop early if one is faster by far, or if a turn is slow and the interval narrow.
+        clear: Stop early if one is faster by far, or if a turn is slow and the interval narrow. Go
+            on where the interval holds a speed around which a choice turns.
         most: The largest number of turns.
     """
     ways = [[way] if callable(way) else way for way in (first, second)]
@@ -66,8 +70,11 @@ def compare(
                 continue
             low, middle, high = interval([a / b for a, b in zip(*times, strict=True)])
             noise = (high - low) / 2
-            is_long = clear and sum(map(sum, times)) > _LONG
-            if (turn + 1 >= TURNS or is_long) and noise <= MOST_NOISE:
+            took = sum(map(sum, times))
+            is_open = clear and any(low < speed < high for speed in _DECIDES)
+            if is_open and noise > _CLOSE and took < 4 * _LONG:
+                continue
+            if (turn + 1 >= TURNS or (clear and took > _LONG)) and noise <= MOST_NOISE:
                 break
             if clear and (low > 1 + _CLEAR or high < 1 - _CLEAR):
                 break

@@ -76,7 +76,7 @@ class Trial:
             return self._wrong(wrong)
         took = timing.speed, timing.noise, timing.first - timing.second
         compared, rows = not self._reference.draws, self._reference.rows
-        return Measurement(*took, saved, "", configuration, compared, rows)
+        return Measurement(*took, saved, "", configuration, compared, rows, timing.first)
 
     def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
         """The candidate's program in its fastest configuration, and that configuration."""

@@ -51,7 +51,7 @@ class Whole(Job):
         """Values and gradients first, then time in turns and saved bytes.
 
         The time is that of ``prefer="speed"``, which decides where that is on. The bytes are those
-        of ``prefer="memory"``, which they decide; its plan may be another one.
+        of both options, whose plans may differ.
         """
         chain, own = self._ways()
         params = self.replaced.parameters(self._module)
@@ -75,12 +75,14 @@ class Whole(Job):
                 ours = saved_bytes(lambda: chain(*self._given), params)
             with options(prefer="speed"):
                 theirs = saved_bytes(lambda: own(*self._given), params)
+                plain = saved_bytes(lambda: chain(*self._given), params)
                 sets = self._sets(params)
                 first, second = (self._calls(way, sets, params) for way in (own, chain))
                 timing = compare(first, second, self.device)
         self.eager = timing.eager
         took = timing.speed, timing.noise, timing.first - timing.second
-        return Measurement(*took, theirs - ours, rows=self.shape.rows)
+        saved: Any = {"saved_bytes": theirs - ours, "saved_by_speed": theirs - plain}
+        return Measurement(*took, **saved, rows=self.shape.rows, took=timing.first)
 
     def _calls(self, way: Any, sets: Iterable[Sequence[Tensor]], params: Any) -> list[Call]:
         """Both passes of a way, for each set of inputs."""

@@ -20,15 +20,33 @@ def worth(step: Step, prefer: str) -> tuple[float, float]:
 def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
     """Return the non-overlapping candidates of one pass with the largest gain.
 
-    Among candidates that overlap, directly or through others, the gain is the time they save if
-    all were measured here (memory first, if that is preferred), and the declared benefit otherwise.
+    Among candidates that overlap, directly or through others, that is the declared benefit. If all
+    of them were measured here, others are taken in place of those where they gain more.
     """
-    chosen = []
+    chosen: list[Step] = []
     for group in overlapping(candidates):
-        measured = all(step.measured is not None for step in group)
-        values = [worth(step, prefer) if measured else (0, step.benefit) for step in group]
-        chosen += _best_of(group, values, length)
+        cover = _best_of(group, [(0, step.benefit) for step in group], length)
+        if all(step.measured is not None for step in group):
+            for order in ("memory", "speed"):
+                other = _best_of(group, [worth(step, order) for step in group], length)
+                cover = other if ahead(other, cover, prefer) else cover
+        chosen += cover
     return chosen
+
+
+def ahead(steps: Sequence[Step], others: Sequence[Step], prefer: str) -> str:
+    """Return in what measured candidates are preferred to others, or ``""``.
+
+    A tie in time, which is a difference within the errors, goes to fewer bytes.
+    """
+    sides = steps, others
+    saved, less = (sum(worth(step, "memory")[0] for step in side) for side in sides)
+    mine, theirs = (sum(worth(step, prefer)[1] for step in side) for side in sides)
+    both = {id(step) for step in steps} & {id(step) for step in others}
+    error = sum(step.measured.error for step in (*steps, *others) if id(step) not in both)
+    if abs(mine - theirs) > error and (prefer != "memory" or saved == less):
+        return "are faster together" if mine > theirs else ""
+    return "save more memory" if saved > less else ""
 
 
 def overlapping(candidates: Sequence[Step]) -> Iterator[list[Step]]:
@@ -88,13 +106,10 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
         return ""
     without = _brought(near, length, prefer)
     beside = _brought([step for step in near if not _overlap(step, joint)], length, prefer)
-    own = worth(joint, prefer)
-    ahead = without[0] - beside[0], without[1] - beside[1]
-    if ahead <= own:
+    if not (what := ahead(without, [*beside, joint], prefer)):
         return ""
     one_pass = all(step.passes != "joint" for step in near)
     who = "the forward and backward fusions" if one_pass else "other fusions"
-    what = "save more memory" if ahead[0] > own[0] else "are faster together"
     return f"{who} of these ops {what}, measured here"
 
 
@@ -108,25 +123,27 @@ def _overlap(one: Step, other: Step) -> bool:
     return one.begin < other.end and other.begin < one.end
 
 
-def _brought(candidates: Sequence[Step], length: int, prefer: str) -> tuple[float, ...]:
-    """The gains of the best covers of measured candidates, joint ones first."""
+def _brought(candidates: Sequence[Step], length: int, prefer: str) -> list[Step]:
+    """The best covers of measured candidates, joint ones first."""
     chosen: list[Step] = []
     for name in PASSES:
         free = [step for step in candidates if step.passes == name]
         joint = [step for step in chosen if step.passes == "joint"]
         free = [step for step in free if not any(_overlap(step, other) for other in joint)]
         chosen += best_cover(free, length, prefer)
-    values = [worth(step, prefer) for step in chosen]
-    return tuple(map(sum, zip((0, 0.0), *values, strict=True)))
+    return chosen
 
 
 def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
-    """Describe the measured gains of winners and loser; None: not all are measured."""
-    if any(step.measured is None for step in (loser, *winners)):
-        return None
+    """Describe the measured gains of winners and loser; None: a tie, or not all are measured."""
     both = winners, [loser]
+    if any(step.measured is None for side in both for step in side):
+        return None
+    what = ahead(winners, [loser], prefer)
+    if not what and not ahead([loser], winners, prefer):
+        return None
     won, lost = [sum(step.measured.saved_bytes for step in steps) for steps in both]
-    if prefer == "memory" and won != lost:
+    if what == "save more memory":
         return f"{won:.0f} bytes", f"{lost:.0f} bytes"
     won, lost = [sum(step.measured.seconds for step in steps) * 1e6 for steps in both]
     return f"{won:.0f} us", f"{lost:.0f} us"
