@@ -42,6 +42,7 @@ from benchmarks import (  # noqa: E402
     models_page,
     providers,
     report,
+    retuned,
     special,
     steps,
 )
@@ -734,6 +735,51 @@ def test_the_pages_have_the_committed_numbers_of_models():
         for dtype in models.DTYPES
         for way in models.WAYS
     }
+
+
+def test_the_page_of_budgets_has_the_committed_numbers():
+    path = ROOT / "benchmarks" / "results" / "cpu-budgets.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    page = (ROOT / "docs" / "memory-budget.md").read_text(encoding="utf-8")
+    assert models_page.budgets(rows) in page
+    found = models_page.grouped(rows)
+    assert {*found} == {(m, d) for m in models.MODELS for d in ("bf16", "autocast")}
+    for dtype in ("bf16", "autocast"):  # the goal is at most 3 of 25
+        plans = [(ways, way) for (_, d), ways in found.items() if d == dtype for way in ways]
+        plans = [pair for pair in plans if pair[1] in models_page.BUDGETS]
+        assert len(plans) == 25
+        beaten = sum(models_page.beaten(*pair) > 0 for pair in plans)
+        assert beaten <= 3 or f"{beaten} of 25 plans in {dtype}" in page
+
+
+def test_a_budget_that_is_better_in_both_has_a_star():
+    budget = {"model": "llama", "dtype": "bf16", "eager_mb": 10.0, "noise": 0.01}
+    ways = {}
+    for place, (plan, other) in enumerate(models_page.BUDGETS.items()):
+        ways[plan] = budget | {"way": plan, "speed": 1.0, "saved_mb": 5.0}
+        ways[other] = budget | {"way": other, "speed": 0.9, "saved_mb": 4.0 + place}
+    ways["compile-1"] = budget | {"way": "compile-1", "speed": 1.2, "saved_mb": 6.0}
+    table = models_page.budgets(list(ways.values()))
+    assert "| 1.00, 0.50 |" in table and "*" not in table
+    ways["compile-0.5"] |= {"speed": 1.01, "saved_mb": 4.9}
+    assert "1.00, 0.50* |" in models_page.budgets(list(ways.values()))
+    ways["compile-0.5"] |= {"speed": 1.03}
+    assert "1.00, 0.50** |" in models_page.budgets(list(ways.values()))
+
+
+def test_tunings_agree_in_a_share_of_what_they_chose():
+    entry = {"times": 0.98, "noise": 0.02, "us": -1.0, "saved": 8, "configuration": None}
+    tunings = [
+        {"entries": {"a": entry | {"speed": use, "memory": True}, "b": entry | {"speed": 1} | both}}
+        | {p: {"speed": 1.0, "noise": 0.01, "kept": 0.5, "runs": [f"x{use}"]} for p in both}
+        for use in (True, False)
+        for both in [{"speed": True, "memory": True}]
+    ]
+    text = retuned.told({"model": "llama", "dtype": "bf16", "tunings": tunings})
+    assert "speed: two tunings agree in 50.0% of 2 entries" in text
+    assert "memory: two tunings agree in 100.0% of 2 entries" in text
+    assert text.count("differs: a, saves 8: 0.980+-0.020 used, 0.980+-0.020 refused") == 1
+    assert "1 of 2: xTrue" in text
 
 
 # The cost of the batch-invariant mode

@@ -185,6 +185,9 @@ def generated():
     ],
 )
 def test_what_is_generated_is_current(name):
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if name == "memory.svg" and pinned[1] not in torch.__version__:
+        pytest.skip("what torch counts as operations differs between its versions")
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generated()[name], (
         "run docs/generate.py"
     )
