@@ -15,7 +15,7 @@ from .clock import Call, Clock
 MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""
 
-TURNS, MOST_TURNS, _FEW_TURNS = 20, 160, 8
+TURNS, MOST_TURNS, _FEW_TURNS = 20, 640, 8
 _CLEAR = 0.1  # when the interval is this far from 1, more turns add nothing
 _LONG = 2.0  # seconds of all turns; slow functions vary less, and 20 turns of them take minutes
 _CLOSE = 0.005  # below that noise what two processes find differs for other reasons
