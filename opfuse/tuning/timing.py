@@ -17,7 +17,7 @@ MOST_NOISE = 0.02
 
 TURNS, MOST_TURNS, _FEW_TURNS = 20, 640, 8
 _CLEAR = 0.1  # when the interval is this far from 1, more turns add nothing
-_LONG = 2.0  # seconds of all turns; slow functions vary less, and 20 turns of them take minutes
+_LONG, _LONGEST = 2.0, 8.0  # seconds of all turns; 20 turns of slow functions take minutes
 _CLOSE = 0.005  # below that noise what two processes find differs for other reasons
 _DECIDES = (THRESHOLD - REPEATS, 1 - REPEATS, 1 + REPEATS)  # where a choice turns
 
@@ -72,7 +72,9 @@ def compare(
             noise = (high - low) / 2
             took = sum(map(sum, times))
             is_open = clear and any(low < speed < high for speed in _DECIDES)
-            if is_open and noise > _CLOSE and took < 4 * _LONG:
+            if clear and took > _LONGEST:
+                break
+            if is_open and noise > _CLOSE:
                 continue
             if (turn + 1 >= TURNS or (clear and took > _LONG)) and noise <= MOST_NOISE:
                 break
