@@ -756,6 +756,37 @@ def test_a_tie_in_time_goes_to_fewer_bytes(register, saved, speed, noise, used):
     assert used or ("keeps more" in reasons(model, x)["Pair"]) == (saved < 0)
 
 
+def test_a_difference_within_the_errors_keeps_what_is_declared(register):
+    names = ("first", "later")
+    register(
+        forward_fusions=[
+            Fusion([GELU, SiLU], named("First"), name="first", benefit=5),
+            Fusion([SiLU, ReLU], named("Later"), name="later", benefit=1),
+        ]
+    )
+    model, x = opfuse.Sequential(GELU(), SiLU(), ReLU()), tensor()
+
+    def tuned(*rows):
+        found = {
+            name: Measurement(1.1, 0.01, seconds, saved_bytes=saved, took=1e-3)
+            for name, (seconds, saved) in zip(names, rows, strict=True)
+        }
+        with Prescribed(**found):
+            opfuse.tune(model, x)
+        return taken(model, x), reasons(model, x)
+
+    chosen, why = tuned((100e-6, 0), (110e-6, 0))
+    assert chosen == ["first"] and "saves 5 tensor reads and writes against 1" in why["later"]
+    chosen, why = tuned((100e-6, 0), (200e-6, 0))
+    assert chosen == ["later"] and "saves 200 us a call against 100 us" in why["first"]
+    chosen, why = tuned((110e-6, 0), (100e-6, 8))
+    assert chosen == ["later"] and "saves 8 bytes a call against 0 bytes" in why["first"]
+    assert tuned((200e-6, 0), (100e-6, 8))[0] == ["first"]
+    assert tuned((100e-6, -8), (95e-6, 0))[0] == ["later"]
+    with opfuse.options(prefer="memory"):
+        assert tuned((200e-6, 0), (100e-6, 8))[0] == ["later"]
+
+
 # Which set is taken
 
 
@@ -986,6 +1017,35 @@ def test_a_corrupt_file_is_named_and_the_run_goes_on(register, folder, text, mon
     tables.reload()
     with pytest.raises(opfuse.TuningWarning, match="is not a tuning table"):
         model(x)
+
+
+@pytest.mark.parametrize("name, value", [("saved_by_speed", ""), ("took", math.nan), ("took", -1)])
+def test_what_no_tuning_writes_is_refused(register, folder, name, value):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    with Prescribed(Pair=1.5):
+        opfuse.tune(model, x)
+    path, data = content(folder)
+    data["entries"][0]["found"][name] = value
+    path.write_text(json.dumps(data))
+    tables.reload()
+    with pytest.warns(opfuse.TuningWarning, match=f"{name} is "):
+        model(x)
+
+
+def test_tables_that_decide_differently_differ(register, folder):
+    register(forward_fusions=[pair()])
+    digests = set()
+    for found in (
+        Measurement(0.9799, 0.0, 0.0),
+        Measurement(0.98, 0.0, 0.0),
+        Measurement(0.98, 0.1, 0.0),
+        Measurement(0.98, 0.0, 0.0, saved_bytes=8),
+    ):
+        with Prescribed(Pair=found):
+            opfuse.tune(chain(), tensor())
+        digests.add(tables.table_for(CPU).digest)
+    assert len(digests) == 4
 
 
 def test_an_empty_opfuse_tuning_writes_no_table(register, monkeypatch):

@@ -27,8 +27,8 @@ class Timing(NamedTuple):
 
     Attributes:
         speed: Time of the first divided by that of the second: the median of the turns.
-        noise: Half the width of a 95 % interval of that median, by ranks, which assumes nothing
-            about the noise.
+        noise: From that median to the end of a 95 % interval of it that is nearer 1, by ranks,
+            which assumes nothing about noise. :func:`in_rounds` gives half the interval's width.
         first, second: Seconds of a call: the medians.
         eager: On a GPU, why the time of the host counts too, or ``""``.
     """
@@ -80,6 +80,7 @@ def compare(
                 break
             if clear and (low > 1 + _CLEAR or high < 1 - _CLEAR):
                 break
+    noise = high - middle if middle < 1 else middle - low
     return Timing(middle, noise, statistics.median(times[0]), statistics.median(times[1]), eager)
 
 

@@ -13,7 +13,7 @@ from ..core.authoring import saved_bytes
 from ..core.engine.program import Program
 from ..core.engine.step import Step
 from ..core.fusible import declared
-from ..core.tuning_table import Measurement
+from ..core.tuning_table import REPEATS, THRESHOLD, Measurement
 from .clock import Call
 from .comparing import problem_of
 from .job import one_line
@@ -149,7 +149,7 @@ class Trial:
         """
         timing = self._compare(self._separate, fused)
         alone = fused.requires_grad and self._step.passes == "forward" and not fused.compiling
-        if not alone or timing.speed < 1:
+        if not alone or timing.speed < THRESHOLD - REPEATS:
             return timing
         both = self._compare(self._separate, fused, both=True, most=TURNS)
         return both if both.speed + both.noise < 1 else timing

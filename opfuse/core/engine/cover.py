@@ -9,14 +9,6 @@ from ..tuning_table import Measurement
 from .step import Step
 
 
-def worth(step: Step, prefer: str) -> tuple[float, float]:
-    """The gains of a measured candidate, most important first."""
-    found: Measurement = step.measured
-    if prefer == "memory" and found.saved_bytes > 0:
-        return found.saved_bytes, found.seconds
-    return 0, max(found.seconds, 0.0)
-
-
 def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
     """Return the non-overlapping candidates of one pass with the largest gain.
 
@@ -27,9 +19,11 @@ def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -
     for group in overlapping(candidates):
         cover = _best_of(group, [(0, step.benefit) for step in group], length)
         if all(step.measured is not None for step in group):
-            for order in ("memory", "speed"):
-                other = _best_of(group, [worth(step, order) for step in group], length)
-                cover = other if ahead(other, cover, prefer) else cover
+            found: list[Measurement] = [step.measured for step in group]
+            bytes_first = [(float(each.saved_bytes), each.seconds) for each in found]
+            for values in (bytes_first, [(0.0, max(each.seconds, 0.0)) for each in found]):
+                other = _best_of(group, values, length)
+                cover = other if other and ahead(other, cover, prefer) else cover
         chosen += cover
     return chosen
 
@@ -40,8 +34,8 @@ def ahead(steps: Sequence[Step], others: Sequence[Step], prefer: str) -> str:
     A tie in time, which is a difference within the errors, goes to fewer bytes.
     """
     sides = steps, others
-    saved, less = (sum(worth(step, "memory")[0] for step in side) for side in sides)
-    mine, theirs = (sum(worth(step, prefer)[1] for step in side) for side in sides)
+    saved, less = (sum(step.measured.saved_bytes for step in side) for side in sides)
+    mine, theirs = (sum(step.measured.seconds for step in side) for side in sides)
     both = {id(step) for step in steps} & {id(step) for step in others}
     error = sum(step.measured.error for step in (*steps, *others) if id(step) not in both)
     if abs(mine - theirs) > error and (prefer != "memory" or saved == less):
@@ -139,8 +133,7 @@ def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str]
     both = winners, [loser]
     if any(step.measured is None for side in both for step in side):
         return None
-    what = ahead(winners, [loser], prefer)
-    if not what and not ahead([loser], winners, prefer):
+    if not (what := ahead(winners, [loser], prefer)):
         return None
     won, lost = [sum(step.measured.saved_bytes for step in steps) for steps in both]
     if what == "save more memory":

@@ -408,7 +408,46 @@ class Switched(RootMean):
         return x * self.weight * (self.weight < 100)
 
 
+class SwitchedByPower(RootMean):
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y * (self.weight * (1 - 1 / (1 + 2 ** (40 - self.weight))))
+
+
+class SoftlyLimited(RootMean):
+    def forward(self, x):
+        x = x.float()
+        x = x * torch.rsqrt(1 + (x / 1e8) ** 2)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class SoftlyLimitedWeight(RootMean):
+    def forward(self, x):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y * (self.weight / (1 + (self.weight / 1e5) * (self.weight / 1e5)))
+
+
+class WithoutGradient(nn.Module):
+    def forward(self, x):
+        return torch.where(x > 1000, x.detach(), F.relu(x))
+
+
+class Gap(nn.Module):
+    def forward(self, x):
+        return torch.where((x > 2e4) * (x < 1e30), torch.zeros_like(x), F.relu(x))
+
+
+class FlatLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x.reshape((-1,) + x.shape[1:][-2:]) @ self.weight  # noqa: RUF005
+
+
 ALMOST = [Partial, OwnGradient, AbsoluteNorm, LimitedNorm, LimitedWeight, WithoutNaN, Switched]
+ALMOST += [SwitchedByPower, SoftlyLimited, SoftlyLimitedWeight, WithoutGradient, Gap, FlatLinear]
 
 
 @pytest.mark.parametrize("cls", ALMOST)

@@ -5,8 +5,8 @@ the grammar. It is called with numbers of all magnitudes, in each floating-point
 and in evaluation mode, and its results are compared with those of each op. So neither the name of
 the class matters, nor the way in which its author wrote the formula. The numbers cannot tell what
 happens to larger ones, or with other weights. So the forward of a norm must be algebra, without
-limits and comparisons; that of a linear layer, which is called with its own weight alone, must be
-a product and nothing else.
+limits and comparisons, that of an activation may not compare, and that of a linear layer, which is
+called with its own weight alone, must be a product and nothing else.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
     params = {key: param for key, param in module._parameters.items() if param is not None}
     with _quiet():
         if not params:
+            if any(_name(node) not in _SMOOTH for node, _ in _of_tensors(graph)):
+                return None
             makers: Any = [lambda of, make=make: [make()] for make in _ACTIVATIONS]
             return _alike(module, makers, _numbers)
         weight, bias = params.pop("weight", None), params.pop("bias", None)
@@ -110,7 +112,7 @@ def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
             known = _is_one_product(graph, bias is not None)
             is_linear = known and _is_transposed_linear(module, weight, bias)
             return functools.partial(linear_ops, transposed=True) if is_linear else None
-        if weight.ndim != 1 or len(weight) > MOST_PROBED or not _is_algebraic(graph):
+        if weight.ndim != 1 or len(weight) > MOST_PROBED or not _is_algebra(graph):
             return None
         rows = functools.partial(_rows, len(weight))
         return _alike(module, _norms(graph, "bias" if hasattr(module, "bias") else None), rows)
@@ -196,8 +198,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _numbers(dtype: torch.dtype) -> Tensor:
-    """Numbers of both signs from 1e-8 to 1e4, zeros, infinities and NaN."""
-    sizes = torch.logspace(-8, 4, 97, dtype=torch.float64)
+    """Numbers of both signs from 1e-8 to 1e30, zeros, infinities and NaN."""
+    sizes = torch.logspace(-8, 30, 97, dtype=torch.float64)
     near = torch.linspace(-12, 12, 193, dtype=torch.float64)
     rest = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=torch.float64)
     return torch.cat([sizes, -sizes, near, rest]).reshape(4, -1).to(dtype)
@@ -339,24 +341,52 @@ def _is_one_product(graph: fx.Graph, has_bias: bool) -> bool:
     return found == ["weight", "bias"][: 1 + has_bias]
 
 
-_ALGEBRAIC = frozenset(
+_SHAPES = frozenset(
     """
-    add div layer_norm mean mul multiply neg pow reciprocal rms_norm rsqrt sqrt square sub subtract
-    sum true_divide truediv var
-    bfloat16 double float half to type_as
-    contiguous expand expand_as flatten new_ones ones_like pos reshape squeeze unsqueeze view
+    bfloat16 contiguous double expand expand_as flatten float getitem half new_ones new_zeros
+    ones_like pos reshape squeeze to transpose type_as unsqueeze view view_as zeros_like
     """.split()
 )
+_ROOTS = frozenset({"layer_norm", "rms_norm", "rsqrt", "sqrt"})
+_ALGEBRA = _SHAPES.union(
+    _ROOTS,
+    "add div mean mul multiply neg pow reciprocal square sub subtract sum".split(),
+    "true_divide truediv var".split(),
+)
+_SMOOTH = _ALGEBRA.union(
+    "abs clamp clamp_max clamp_min erf exp exp2 expm1 gelu hardsigmoid hardswish hardtanh".split(),
+    "log1p max maximum min minimum mish relu relu6 sigmoid silu softplus tanh".split(),
+)
+"""What an activation calls: nothing that compares, and may differ between the numbers tried."""
 
 
-def _is_algebraic(graph: fx.Graph) -> bool:
-    """Whether a graph is sums, products, powers and means alone.
+def _is_algebra(graph: fx.Graph) -> bool:
+    """Whether a graph is sums, products, means and one root, of an input and a weight.
 
-    Two of such that agree on numbers of many sizes agree on all, with all weights. What clamps,
-    replaces or compares may compute something else beyond the numbers that were tried.
+    The weight may be cast, and a number be added to it. What clamps, replaces or compares, or does
+    more with its weight, may compute something else beyond the numbers that were tried.
     """
-    called = (node.target for node, _ in _of_tensors(graph))
-    return all((t if isinstance(t, str) else t.__name__) in _ALGEBRAIC for t in called)
+    weights = {node for node in graph.nodes if node.op == "get_attr"}
+    roots: dict[fx.Node, set[fx.Node]] = {}  # that a value depends on
+    for node, tensors in _of_tensors(graph):
+        name = _name(node)
+        if name not in _ALGEBRA:
+            return False
+        power = node.args[1] if name == "pow" and len(node.args) > 1 else None
+        if name == "pow" and (tensors != [node.args[0]] or isinstance(power, fx.Node)):
+            return False
+        roots[node] = set().union(*[roots.get(each, ()) for each in tensors])
+        if name in _ROOTS or (name == "pow" and power != 2):
+            roots[node].add(node)
+        if tensors and weights.issuperset(tensors):
+            weights.add(node)
+            if name not in _SHAPES and (name != "add" or len(tensors) > 1):
+                return False
+    return all(len(each) <= 1 for each in roots.values())
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else node.target.__name__
 
 
 def _of_tensors(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
@@ -381,7 +411,15 @@ def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> b
     x = (x * torch.logspace(-4, 4, 9)[:, None]).to(weight.device, weight.dtype)
     if (bias is not None and bias.shape != weight.shape[1:]) or not bool(weight.any()):
         return False  # a weight of zeros tells nothing
-    y = x @ weight + (0 if bias is None else bias)
+    for shape in ((9, -1), (3, 3, -1), (1, 3, 3, -1), (1, 3, 1, 3, -1), (-1,)):
+        given = x.reshape(shape) if len(shape) > 1 else x[0]
+        if not _is_product(module, given, given @ weight + (0 if bias is None else bias)):
+            return False
+    return True
+
+
+def _is_product(module: Any, x: Tensor, y: Tensor) -> bool:
+    """Whether a module gives a product, in both of its modes."""
     near = y.abs().amax(-1, keepdim=True).clamp(min=1e-6)
     most, mode = 64 * torch.finfo(y.dtype).eps * near, module.training
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opfuse.core.replaced_forward import MEMORY, replaced_forwards
 from opfuse.report.explain import forked_rng
-from opfuse.tuning.comparing import Exact, differ, in_fp64
+from opfuse.tuning.comparing import Exact, differ, gradients, in_fp64
 from opfuse.tuning.job import one_line
 from opfuse.tuning.tolerance import difference
 from opfuse.tuning.whole import switched_off
@@ -21,8 +21,8 @@ from .units import Unit, tensors_in
 
 _DRAWS = 3
 """Gradients of the results that are tried: noise is within twice other noise for most of them."""
-_MOST_FAR = 0.05
-"""The share of results that may differ where a module chooses by values."""
+_MOST_FAR, _ROUNDING = 0.02, 0.03
+"""Where a module chooses by values, the share of rows of a result that may differ by more."""
 
 
 def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[None]]) -> str:
@@ -74,22 +74,40 @@ def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[N
         with contextlib.suppress(Exception):  # likewise
             both: Any = own, lambda _, *given: so(*given)
             wide = [in_fp64(module, way, given, wanted, torch.float32) for way in both]
-            why = "" if _choose([way(module, *given) for way in both], wide) else why
+            outputs = [way(module, *given) for way in both]
+            why = "" if _choose(outputs, wanted, wide) else why
     return why
 
 
-def _choose(results: Sequence[Sequence[Tensor]], wide: Sequence[Exact]) -> bool:
-    """Whether two ways give nearly all results alike, and in fp32 all results and gradients."""
-    for y, z in zip(*results, strict=True):
-        far = (z - y).abs() > 8 * torch.finfo(torch.bfloat16).eps * y.abs().amax()
-        if far.double().mean() > _MOST_FAR:
-            return False
-    dys = [torch.randn_like(y).float() if y.requires_grad else None for y in results[0]]
-    pairs = zip(*[way(dys) for way in wide], strict=True)
+def _choose(
+    outputs: Sequence[Sequence[Tensor]], wanted: Sequence[Tensor], wide: Sequence[Exact]
+) -> bool:
+    """Whether two ways differ in few rows of the results, and in fp32 in no result or gradient."""
+    dys = [torch.randn_like(y) if y.requires_grad else None for y in outputs[0]]
+    found = [gradients(ys, wanted, dys) for ys in outputs]
+    near = [_far(y, z, _ROUNDING) <= _MOST_FAR for y, z in zip(*outputs, strict=True)]
+    grads = [pair for pair in zip(*found, strict=True) if pair != (None, None)]
+    near += [not _far(dy.flatten(), dz.flatten(), 5 * _ROUNDING) for dy, dz in grads]
+    pairs = zip(
+        *[way([dy if dy is None else dy.float() for dy in dys]) for way in wide], strict=True
+    )
     how: Any = {"dtype": torch.float32, "gemm": True, "roundings": 3}
-    return all(
+    return all(near) and all(
         truth is other or not difference(other, truth.double(), **how) for truth, other in pairs
     )
+
+
+def _far(y: Tensor, z: Tensor, rounding: float) -> float:
+    """The share of the last dimension's rows that differ by more than rounding; 1: beyond all."""
+    if not y.is_floating_point():
+        return float((y != z).double().mean()) if y.numel() else 0.0
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        if not torch.equal(kind(y), kind(z)):
+            return 1.0
+    y, z = (t.detach().double().nan_to_num(0, 0, 0) for t in (y, z))
+    if not y.numel() or z.abs().amax() > 2 * y.abs().amax():
+        return float(y.numel() > 0)
+    return float(((z - y).norm(dim=-1) > rounding * y.norm(dim=-1)).double().mean())
 
 
 def _exact(
