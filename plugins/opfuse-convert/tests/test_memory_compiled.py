@@ -211,6 +211,17 @@ def test_the_whole_model_is_a_way(clock):
     assert any("compile with budget 0.5" in row["action"] for row in rows_of(model, x))
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_what_noise_hides_goes_to_fewer_bytes(clock, monkeypatch, noise):
+    def in_rounds(*given, known=costs.in_rounds):
+        return [timing._replace(noise=noise) for timing in known(*given)]
+
+    monkeypatch.setattr(costs, "in_rounds", in_rounds)
+    clock[0] = PARTS_FASTER + 0.1
+    plan = opfuse.plan_memory(Model(3).eval(), an_input(), budget=0.9, compiled=[0.0])
+    assert ([choice.path for choice in plan.choices] == [""]) == (noise > 0)
+
+
 def rows_of(model, x):
     return opfuse.explain(model, x).to_dict()["memory"]
 

@@ -170,11 +170,11 @@ class Costs:
         with acting(placed(unit, actions)):
             return saved_bytes(unit.run, [*self._params, *unit.shared])
 
-    def compared(self, unit: Unit, ways: Sequence[Actions]) -> tuple[float, list[float]]:
-        """Seconds of a step of a unit as it is, and how many more each of some ways takes.
+    def compared(self, unit: Unit, ways: Sequence[Actions]) -> tuple[float, list[float], float]:
+        """Seconds of a step of a unit as it is, how many more each of some ways takes, and noise.
 
-        At least 0, unless something is compiled. They come from the table if all are there. If not,
-        all are measured, in the same rounds, and go into it.
+        At least 0, unless something is compiled. The noise is a share of a step. They come from the
+        table if all are there. If not, all are measured, in the same rounds, and go into it.
         """
         given = tensors_in((unit.args, unit.kwargs))
         wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
@@ -208,9 +208,10 @@ class Costs:
         seconds = found[0].seconds
         longer = [seconds / each.speed - seconds for each in found[1:]]
         compiles = [any(action.what == "compile" for _, action in way) for way in ways]
-        return seconds, [s if c else max(s, 0.0) for s, c in zip(longer, compiles, strict=True)]
+        longer = [s if c else max(s, 0.0) for s, c in zip(longer, compiles, strict=True)]
+        return seconds, longer, max(each.noise for each in found)
 
-    def _estimated(self, runs: Sequence[Callable[[], Any]]) -> tuple[float, list[float]]:
+    def _estimated(self, runs: Sequence[Callable[[], Any]]) -> tuple[float, list[float], float]:
         """Seconds of a step, and how many more, by the operations of matrix products.
 
         What is computed again without products counts as nothing, so nothing is kept for it.
@@ -221,7 +222,7 @@ class Costs:
             with _Operations() as counted:  # type: ignore[no-untyped-call]
                 run()
             took.append(counted.total / RATES.get(self._device.type, RATES["cuda"]))
-        return took[0], [seconds - took[0] for seconds in took[1:]]
+        return took[0], [seconds - took[0] for seconds in took[1:]], 0.0
 
     def write(self) -> None:
         """Put what was measured into the device's table, if there is one."""

@@ -189,7 +189,7 @@ class _Planning:
         ways = [] if budget is None else self._fitting(budget, [before, *[n for n, _ in whole]])
         hows = [_actions(way.choices) for way in ways]
         hows += [placed(self._whole, actions) for _, actions in whole]
-        seconds, longer = self._costs.compared(self._whole, hows)
+        seconds, longer, noise = self._costs.compared(self._whole, hows)
         compiled = [
             Option(nbytes, more, *named(self._whole, actions))
             for (nbytes, actions), more in zip(whole, longer[len(ways) :], strict=True)
@@ -199,7 +199,7 @@ class _Planning:
         way, measured = _Way([], before), None
         if budget is not None:
             fits = [(more, each) for more, each in timed if each.kept <= budget]
-            late = min(more for more, _ in fits) + MOST_NOISE * seconds
+            late = min(more for more, _ in fits) + max(noise, MOST_NOISE) * seconds
             measured, way = min((w for w in fits if w[0] <= late), key=lambda w: (w[1].kept, w[0]))
         parts = [Option(rest + p.nbytes, p.ticks / 1e6) for p in self._points]
         curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *compiled])]
