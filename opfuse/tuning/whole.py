@@ -90,7 +90,12 @@ class Whole(Job):
         def call(given: Sequence[Tensor]) -> Call:
             wanted = [t for t in (*given, *params) if torch.is_grad_enabled() and t.requires_grad]
             dys = [torch.ones_like(y) for y in as_tuple(way(*given))]
-            return lambda: gradients(as_tuple(way(*given)), wanted, dys)
+
+            def run() -> Any:
+                torch.clear_autocast_cache()  # as at the end of each step's own block
+                return gradients(as_tuple(way(*given)), wanted, dys)
+
+            return run
 
         return [call(given) for given in sets]
 

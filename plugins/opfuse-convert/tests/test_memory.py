@@ -20,6 +20,7 @@ from opfuse_convert.memory.actions import offloading
 from opfuse_convert.memory.choosing import Option, front, options_of, pareto
 from opfuse_convert.memory.units import units_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
@@ -573,6 +574,29 @@ def test_the_choice_is_the_least_time():
             least = min([round(s * 1e6) for b, s in every if b <= most], default=None)
             fitting = [p for p in points if p.nbytes <= most]
             assert (fitting[-1].ticks if fitting else None) == least
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is cast to bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += (kwargs or {}).get("dtype") is torch.bfloat16
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_step_under_autocast_casts_its_weights():
+    """As in a training step, whose autocast block ends. Within one block PyTorch keeps the casts."""
+    linear, x, found = nn.Linear(8, 8, bias=False), torch.randn(4, 8), []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+            for _ in range(1 + len(found)):
+                costs.step(lambda: linear(x).float().sum(), [linear.weight])
+        found.append(casts.count)
+    assert found[0] >= 2 and found == [found[0], 2 * found[0], 3 * found[0]]
 
 
 @pytest.mark.parametrize("extra", [1e-4, 0.1])

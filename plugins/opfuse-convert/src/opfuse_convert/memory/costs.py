@@ -55,6 +55,7 @@ def acting(actions: Actions) -> Iterator[None]:
 
 def step(run: Callable[[], Any], wanted: Sequence[Tensor]) -> None:
     """A forward and its backward to some tensors; from the loss alone, if there is a scalar."""
+    torch.clear_autocast_cache()  # as at the end of each step's own block
     outputs = [t for t in tree_leaves(run()) if isinstance(t, Tensor) and t.requires_grad]
     outputs = [t for t in outputs if not t.ndim] or outputs
     if outputs:
