@@ -108,13 +108,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     import opfuse
     from opfuse.tuning import timing
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    model, inputs = built(options.models)
-    if options.dtypes == "bf16":
-        model = model.to(torch.bfloat16)
-        inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast")
+    model, inputs, cast = prepared(options)
     if options.part == "tune":
         opfuse.convert(model)
         with cast:
@@ -210,6 +204,23 @@ def planned(model: Any, inputs: dict[str, Any], way: str) -> Any:
     except ValueError as error:  # it says what is possible
         least = str(error).partition("bytes is ")[2].split()[0]
         return opfuse.plan_memory(model, budget=least, **how)
+
+
+def prepared(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
+    """The model in its dtype, its inputs, and the autocast block of a step."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    model, inputs = built(options.models)
+    if options.dtypes == "bf16":
+        model = model.to(torch.bfloat16)
+        inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    return (
+        model,
+        inputs,
+        torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast"),
+    )
 
 
 def built(name: str) -> tuple[Any, dict[str, Any]]:

@@ -73,16 +73,10 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import opfuse
-    from benchmarks.models import Ready, built
+    from benchmarks.models import Ready, prepared
     from opfuse.tuning import timing
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    model, inputs = built(options.models)
-    if options.dtypes == "bf16":
-        model = model.to(torch.bfloat16)
-        inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast")
+    model, inputs, cast = prepared(options)
     ways = {way: Ready(way, model, inputs, cast) for way in ("eager", "converted", "memory")}
     with cast:
         report = opfuse.tune(lambda: ways["converted"].model(**inputs).loss)

@@ -427,6 +427,13 @@ class SoftlyLimitedWeight(RootMean):
         return y * (self.weight / (1 + (self.weight / 1e5) * (self.weight / 1e5)))
 
 
+class SoftlyLimitedByName(RootMean):
+    def forward(self, x):
+        x = x.float()
+        x = torch.mul(x, other=torch.rsqrt(1 + (x / 1e8) ** 2))
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
 class WithoutGradient(nn.Module):
     def forward(self, x):
         return torch.where(x > 1000, x.detach(), F.relu(x))
@@ -447,7 +454,8 @@ class FlatLinear(nn.Module):
 
 
 ALMOST = [Partial, OwnGradient, AbsoluteNorm, LimitedNorm, LimitedWeight, WithoutNaN, Switched]
-ALMOST += [SwitchedByPower, SoftlyLimited, SoftlyLimitedWeight, WithoutGradient, Gap, FlatLinear]
+ALMOST += [SwitchedByPower, SoftlyLimited, SoftlyLimitedWeight, SoftlyLimitedByName]
+ALMOST += [WithoutGradient, Gap, FlatLinear]
 
 
 @pytest.mark.parametrize("cls", ALMOST)

@@ -398,7 +398,7 @@ def _of_tensors(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         if (isinstance(what, str) and what in _TELL) or (given and given <= facts):
             facts.add(node)
         elif node.op in ("call_function", "call_method"):
-            yield node, [n for n in node.args if isinstance(n, fx.Node) and n not in facts]
+            yield node, [n for n in node.all_input_nodes if n not in facts]
 
 
 def _is_transposed_linear(module: Any, weight: Tensor, bias: Tensor | None) -> bool:
