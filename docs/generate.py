@@ -30,7 +30,8 @@ HOOKS = """# Hooks
 
 A plugin implements hooks in the module that its entry point of group `{group}` names. \
 Every hook returns declarations.
-opfuse calls hooks while planning, never during a forward or backward pass. \
+opfuse calls hooks while it loads plugins, converts a model or plans, \
+never during a forward or backward pass. \
 It calls each plugin on its own: if one
 raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
 An implementation may take fewer arguments than

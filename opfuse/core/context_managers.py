@@ -43,8 +43,9 @@ class options(Setting):
 
     ``locked=PATH`` names a file that ``opfuse freeze`` or :func:`opfuse.freeze` wrote. Chains then
     run only if all that it lists is the same here. It is compared when the block begins, except for
-    options and recipe, and in whole for every new plan. Every call compares the device, threads
-    and the precision of products, which takes about 25 us; a compiled graph does not.
+    what may change inside: options, recipe, skipped ops and ``torch.autocast``. It is compared in
+    whole for every new plan. Every call compares the device, threads and the precision of products,
+    which takes about 25 us; a compiled graph does not.
 
     ``invariant="batch"``: a row of a chain's output has the same bits whatever other rows are in
     the batch. Chains run in blocks of 64 rows, the last one padded, without gradients and not under

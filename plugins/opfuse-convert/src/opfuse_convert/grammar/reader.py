@@ -1,6 +1,6 @@
 """Reads what a function computes, as long as all it does is in the grammar.
 
-The grammar is small. A graph can replace these, as long as everything that was looked up on the way
+The grammar is small. A chain can replace these, as long as everything that was looked up on the way
 stays as it was:
 
 - local names, even those that are deleted, tuples, and unpacking of tuples;
