@@ -30,7 +30,7 @@ from opfuse import Fusion, ops
 from opfuse.core import tuning_table as tables
 from opfuse.core.tuning_table import Measurement
 from opfuse.ops import GELU, Identity, ReLU, SiLU
-from opfuse.tuning import parts, timing
+from opfuse.tuning import parts, timing, trial
 from opfuse.tuning.timing import compare, interval
 
 CPU = torch.device("cpu")
@@ -1156,6 +1156,23 @@ def test_one_way_against_itself_is_not_refused(register, quick):
     model, x = chain(), tensor(512, 512)
     report = opfuse.tune(model, x)
     assert 0.5 < report.results[0].found.speed < 2, str(report)
+
+
+@pytest.mark.parametrize("in_many, taken", [(0.95, 0.95), (1.01, 1.03)])
+def test_many_turns_decide_whether_a_forward_slows_its_backward(
+    register, monkeypatch, in_many, taken
+):
+    speeds, asked = iter([1.03, 0.95, in_many]), []
+
+    def found(first, second, device, *, most=None):
+        asked.append(most)
+        return timing.Timing(next(speeds), 0.01, 1e-3, 1e-3)
+
+    monkeypatch.setattr(trial, "compare", found)
+    register(forward_fusions=[pair()])
+    report = opfuse.tune(chain(), tensor(4, 8))
+    assert report.results[0].found.speed == taken, str(report)
+    assert asked == [None, timing.TURNS, timing.MOST_TURNS]
 
 
 # Reports

@@ -52,7 +52,7 @@ class Clock:
         self.device, self.together = device, current.together
 
     def slowest(self, seconds: float) -> float:
-        """The time of the slowest of the processes that tune together."""
+        """The time of the slowest of the processes that tune together; or the largest of others."""
         if self.together is None:
             return seconds
         time = torch.tensor(seconds, dtype=torch.float64, device=self.device)
@@ -139,7 +139,7 @@ class GPUClock(Clock):
 
     def sets(self, nbytes: int) -> int:
         """The number of sets of inputs of this size that do not fit into the cache together."""
-        return max(1, min(MOST_SETS, math.ceil(2 * self.cache / max(nbytes, 1))))
+        return max(1, min(MOST_SETS, math.ceil(2 * self.cache / max(self.slowest(nbytes), 1))))
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
