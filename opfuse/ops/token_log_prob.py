@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
+from . import _blocks
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
 from .cross_entropy import _capped, _parts
 
@@ -178,7 +179,7 @@ def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Ten
         values, top = log_p.topk(numbers.top_k, -1)
         found += [top, values]
     if numbers.entropy:  # the last, since it may overwrite
-        found.insert(1, _entropy(log_p.exp(), possible(log_p)))
+        found.insert(1, _entropy(log_p.exp(), log_p)[0])
     return tuple(found)
 
 
@@ -195,9 +196,17 @@ def possible(log_p: Tensor) -> Tensor:
     return log_p.clamp(min=-1000.0) if torch.is_grad_enabled() else log_p.clamp_(min=-1000.0)
 
 
-def _entropy(p: Tensor, log_p: Tensor) -> Tensor:
-    """``-sum(p log p)``, of logarithms as :func:`possible` gives them."""
-    return -(p * log_p if torch.is_grad_enabled() else p.mul_(log_p)).sum(-1)
+def _entropy(p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """``-sum(p log p)``, and the logarithms that give it: without -inf, if there is one.
+
+    On a CPU the sum tells whether there is one; elsewhere that would wait for the device.
+    """
+    if p.is_cpu and _blocks.writes_out(p, log_p):
+        found = -torch.linalg.vecdot(p, log_p)
+        if bool(found.isfinite().all()):
+            return found, log_p
+    log_p = possible(log_p)
+    return -torch.linalg.vecdot(p, log_p), log_p
 
 
 def row_logit_gradients(
@@ -250,8 +259,9 @@ def _gradients_of(
         p = log_p.exp()
     log_squares = None if of_squares is None else (2 * log_p).logsumexp(-1)
     top = None if of_top is None else log_p.topk(numbers.top_k, -1)[1]
-    log_p = None if log_p is None else possible(log_p)
-    entropy = None if of_entropy is None else -torch.linalg.vecdot(p, log_p)
+    entropy = None
+    if of_entropy is not None:
+        entropy, log_p = _entropy(p, log_p)
     found = RowStatistics(entropy, log_squares, top)
     given = found, z, log_p, p, tokens.long(), grads, numbers
     return gradients_from(*given, lambda places: (places, None)).to(logits.dtype)
@@ -298,8 +308,9 @@ def gradients_from(
     Args:
         found: The statistics of the rows.
         z: The capped logits, ``(rows, classes)``.
-        log_p: The logarithms of the probabilities, as :func:`possible` gives them, of the same
-            shape; None: no gradient needs them. Overwritten where autograd does not record.
+        log_p: The logarithms of the probabilities, of the same shape, without -inf if the entropy
+            has a gradient; None: no gradient needs them. Overwritten where autograd does not
+            record.
         p: The probabilities; overwritten likewise.
         tokens: ``(rows,)``, int64.
         grads: As there.

@@ -19,7 +19,6 @@ from .token_log_prob import (
     RowStatistics,
     TokenLogProb,
     TokenNumbers,
-    _entropy,
     cooled,
     gradients_from,
     grads_of_rows,
@@ -138,7 +137,7 @@ class LogProbPart(VocabPart):
         if numbers.log_sum_squares:
             sums.append(e.square().sum(-1))
         if numbers.entropy:  # the last, since it may overwrite
-            sums.insert(2, -_entropy(e, possible(below)))
+            sums.insert(2, torch.linalg.vecdot(e, possible(below)))
         total, picked, *others = self.summed(sums)
         log = total.log()
         lse = largest + log
