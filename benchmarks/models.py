@@ -13,12 +13,13 @@ a table of its own. Then each way is timed in a process of its own, in rounds wi
 times all ways of a model and dtype in the same rounds of one process: so they can be compared with
 each other, and plans share what they compiled and measured. A step is a forward with the loss, and
 the backward. Bytes are what the forward keeps for the backward, apart from parameters. With one
-thread the time is CPU time of the process. The models of a process are copies of one, since weights
-that lie elsewhere in memory can differ by 1 % in speed. ``first_s`` is the first call with its
-backward, on the clock; it is of interest with ``--cold``, where no process finds anything compiled.
-``budget-0.5`` is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it
-models with a cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile
-layers or the model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible.
+thread the time is CPU time of the process. The models of a process share their weights, since the
+same step with weights elsewhere in memory takes another time. ``first_s`` is the first call with
+its backward, on the clock; it is of interest with ``--cold``, where no process finds anything
+compiled. ``budget-0.5`` is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``;
+beside it models with a cache are told not to use it. In ``budget-0.5-compiled`` the plan may also
+compile layers or the model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is
+possible.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class Ready:
         import opfuse
         from opfuse.core.authoring import saved_bytes
 
-        self.model, self._inputs, self._cast = copy.deepcopy(model), inputs, cast
+        same: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self.model, self._inputs, self._cast = copy.deepcopy(model, same), inputs, cast
         self._memory = way == "memory"
         if way != "eager" and not way.startswith("compile"):
             opfuse.convert(self.model)

@@ -32,6 +32,7 @@ from .units import Place, Unit, tensors_in
 Actions = tuple[tuple[Place, Action], ...]
 Those = tuple[tuple[int, Action], ...]
 """The same in a unit: the number of the part, or :data:`WHOLE`."""
+Compared = tuple[float, list[float], list[float]]
 WHOLE = -1
 _AGAIN = Action("recompute")
 
@@ -171,10 +172,10 @@ class Costs:
         with acting(placed(unit, actions)):
             return saved_bytes(unit.run, [*self._params, *unit.shared])
 
-    def compared(self, unit: Unit, ways: Sequence[Actions]) -> tuple[float, list[float], float]:
-        """Seconds of a step of a unit as it is, how many more each of some ways takes, and noise.
+    def compared(self, unit: Unit, ways: Sequence[Actions]) -> Compared:
+        """Seconds of a step of a unit as it is, how many more each of some ways takes, and noises.
 
-        At least 0, unless something is compiled. The noise is a share of a step. They come from the
+        At least 0, unless something is compiled. A noise is a share of a step. They come from the
         table if all are there. If not, all are measured, in the same rounds, and go into it.
         """
         given = tensors_in((unit.args, unit.kwargs))
@@ -210,9 +211,9 @@ class Costs:
         longer = [seconds / each.speed - seconds for each in found[1:]]
         compiles = [any(action.what == "compile" for _, action in way) for way in ways]
         longer = [s if c else max(s, 0.0) for s, c in zip(longer, compiles, strict=True)]
-        return seconds, longer, max(each.noise for each in found)
+        return seconds, longer, [each.noise for each in found[1:]]
 
-    def _estimated(self, runs: Sequence[Callable[[], Any]]) -> tuple[float, list[float], float]:
+    def _estimated(self, runs: Sequence[Callable[[], Any]]) -> Compared:
         """Seconds of a step, and how many more, by the operations of matrix products.
 
         What is computed again without products counts as nothing, so nothing is kept for it.
@@ -223,7 +224,7 @@ class Costs:
             with _Operations() as counted:  # type: ignore[no-untyped-call]
                 run()
             took.append(counted.total / RATES.get(self._device.type, RATES["cuda"]))
-        return took[0], [seconds - took[0] for seconds in took[1:]], 0.0
+        return took[0], [seconds - took[0] for seconds in took[1:]], [0.0] * len(took[1:])
 
     def write(self) -> None:
         """Put what was measured into the device's table, if there is one."""

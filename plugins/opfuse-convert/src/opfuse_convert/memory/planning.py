@@ -147,10 +147,12 @@ def _parsed(budget: Any) -> Callable[[int], int] | None:
 
 
 class _Way(NamedTuple):
-    """A choice, and its bytes."""
+    """A choice, its bytes, the seconds that it adds to a step, and their noise, a share of it."""
 
     choices: _Choices
     kept: int
+    more: float = 0.0
+    noise: float = 0.0
 
 
 class _Planning:
@@ -189,26 +191,28 @@ class _Planning:
         ways = [] if budget is None else self._fitting(budget, [before, *[n for n, _ in whole]])
         hows = [_actions(way.choices) for way in ways]
         hows += [placed(self._whole, actions) for _, actions in whole]
-        seconds, longer, noise = self._costs.compared(self._whole, hows)
+        seconds, longer, noises = self._costs.compared(self._whole, hows)
         compiled = [
             Option(nbytes, more, *named(self._whole, actions))
             for (nbytes, actions), more in zip(whole, longer[len(ways) :], strict=True)
         ]
         ways += [_Way([(self._whole, option)], option.nbytes) for option in compiled]
-        timed = [*zip(longer, ways, strict=True), (0.0, _Way(bare, before))]
-        way, measured = _Way([], before), None
+        timed = [_Way(*way[:2], *each) for way, *each in zip(ways, longer, noises, strict=True)]
+        way = _Way([], before)
         if budget is not None:
-            fits = [(more, each) for more, each in timed if each.kept <= budget]
-            late = min(more for more, _ in fits) + max(noise, MOST_NOISE) * seconds
-            measured, way = min((w for w in fits if w[0] <= late), key=lambda w: (w[1].kept, w[0]))
+            fits = [each for each in (*timed, _Way(bare, before)) if each.kept <= budget]
+            best = min(fits, key=lambda each: each.more)
+            noise = max(best.noise, MOST_NOISE)
+            tied = [w for w in fits if w.more <= best.more + max(w.noise, noise) * seconds]
+            way = min(tied, key=lambda each: (each.kept, each.more))
         parts = [Option(rest + p.nbytes, p.ticks / 1e6) for p in self._points]
         curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *compiled])]
         budgets = [(o.actions[0][1].budget, o.nbytes, seconds + o.seconds) for o in compiled]
         self._costs.write()
-        added = sum(option.seconds for _, option in way.choices)
         return MemoryPlan(
-            *(budget, unfused, before, way.kept, seconds, added, measured),
-            tuple(map(_said, way.choices)),
+            *(budget, unfused, before, way.kept, seconds),
+            sum(option.seconds for _, option in way.choices),
+            *(None if budget is None else way.more, tuple(map(_said, way.choices))),
             *(tuple(curve), tuple(budgets), tuple(sorted(self._costs.notes.items()))),
             self._costs.estimated,
         )
