@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -88,7 +89,8 @@ def in_rounds(ways: Sequence[Call], device: torch.device) -> list[Timing]:
     """Time several functions, each once a round, until the intervals are narrow.
 
     What changes with time, such as the clock of a processor, changes all of them: so they can be
-    compared with each other, too.
+    compared with each other, too. Each round has another order, since what ran before a function
+    changes its time.
 
     Args:
         ways: The functions.
@@ -97,12 +99,11 @@ def in_rounds(ways: Sequence[Call], device: torch.device) -> list[Timing]:
     Returns:
         The timing of each against the first, which is as fast as itself.
     """
-    clock, times = Clock.of(device), [list[float]() for _ in ways]
+    clock, order, times = Clock.of(device), random.Random(0), [list[float]() for _ in ways]
     with clock.around():
         samplers, eager = clock.samplers([[way] for way in ways])
         for turn in range(2 * TURNS):
-            for place in range(len(ways)):
-                which = (turn + place) % len(ways)
+            for which in order.sample(range(len(ways)), len(ways)):
                 times[which].append(samplers[which]())
             if turn + 1 < _FEW_TURNS:
                 continue
