@@ -35,6 +35,10 @@ REPEATS = 0.02
 """How far two processes find speeds apart, however often each calls a fusion: its tensors lie
 elsewhere in memory. No interval is narrower.
 """
+DRIFTS = 0.2
+"""How far apart two measurements of the same saved time are, as a share: they are not taken in
+turns, and a processor is slower at some times than at others.
+"""
 
 
 class Shape(NamedTuple):
@@ -117,8 +121,9 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """How far ``seconds`` may be off in another process."""
-        return self.took * max(self.noise, REPEATS) / max(self.speed, REPEATS)
+        """How far ``seconds`` may be off, compared with those of another fusion."""
+        own = self.took * max(self.noise, REPEATS) / max(self.speed, REPEATS)
+        return own + DRIFTS * abs(self.seconds)
 
     def __str__(self) -> str:
         return f"measured here: {self.speed:.2f}x the speed of the separate ops"
