@@ -18,7 +18,7 @@ MOST_NOISE = 0.02
 
 TURNS, MOST_TURNS, _FEW_TURNS = 20, 640, 8
 _CLEAR = 0.1  # when the interval is this far from 1, more turns add nothing
-_LONG, _LONGEST = 2.0, 8.0  # seconds of all turns; 20 turns of slow functions take minutes
+LEAST, _LONG, _LONGEST = 1.0, 2.0, 8.0  # seconds of all turns; 20 of slow functions take minutes
 _CLOSE = 0.005  # below that noise what two processes find differs for other reasons
 _DECIDES = (THRESHOLD - REPEATS, 1 - REPEATS, 1 + REPEATS)  # where a choice turns
 
@@ -48,6 +48,7 @@ def compare(
     *,
     clear: bool = True,
     most: int = MOST_TURNS,
+    least: float = 0.0,
 ) -> Timing:
     """Time two functions in turns, until the interval is narrow.
 
@@ -58,6 +59,8 @@ def compare(
         clear: Stop early if one is faster by far, or if a turn is slow and the interval narrow. Go
             on where the interval holds a speed around which a choice turns.
         most: The largest number of turns.
+        least: Seconds of all turns, at least, unless one is faster by far: what slows a machine
+            down for a moment may slow one of two functions more.
     """
     ways = [[way] if callable(way) else way for way in (first, second)]
     clock = Clock.of(device)
@@ -72,14 +75,14 @@ def compare(
             low, middle, high = interval([a / b for a, b in zip(*times, strict=True)])
             noise = (high - low) / 2
             took = sum(map(sum, times))
-            is_open = clear and any(low < speed < high for speed in _DECIDES)
             if clear and took > _LONGEST:
                 break
-            if is_open and noise > _CLOSE:
-                continue
-            if (turn + 1 >= TURNS or (clear and took > _LONG)) and noise <= MOST_NOISE:
-                break
             if clear and (low > 1 + _CLEAR or high < 1 - _CLEAR):
+                break
+            if clear and noise > _CLOSE and any(low < speed < high for speed in _DECIDES):
+                continue
+            is_enough = turn + 1 >= TURNS or (clear and took > _LONG)
+            if is_enough and noise <= MOST_NOISE and took >= least:
                 break
     noise = high - middle if middle < 1 else middle - low
     return Timing(middle, noise, statistics.median(times[0]), statistics.median(times[1]), eager)

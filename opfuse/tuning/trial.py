@@ -19,7 +19,7 @@ from .comparing import problem_of
 from .job import one_line
 from .parts import part_program
 from .reference import Given, Reference
-from .timing import MOST_TURNS, TURNS, Timing, compare
+from .timing import LEAST, TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
 
@@ -147,12 +147,12 @@ class Trial:
         A forward can leave something else in the caches, such as a copy of a weight instead of the
         weight, and that can cost the backward more than the forward saved.
         """
-        timing = self._compare(self._separate, fused)
+        timing = self._compare(self._separate, fused, least=LEAST)
         alone = fused.requires_grad and self._step.passes == "forward" and not fused.compiling
         if not alone or timing.speed < THRESHOLD - REPEATS:
             return timing
-        for most in (TURNS, MOST_TURNS):  # where a few say that it is slower, many decide
-            both = self._compare(self._separate, fused, both=True, most=most)
+        for how in ({"most": TURNS}, {"least": LEAST}):  # a few may say that it is not slower
+            both = self._compare(self._separate, fused, both=True, **how)
             if both.speed + max(both.noise, REPEATS) >= 1:
                 return timing
         return both
