@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 def quick(monkeypatch):
     """Fewer turns, since here a fusion is clearly slower or clearly not."""
     monkeypatch.setattr(timing, "TURNS", 5)
-    monkeypatch.setattr(timing, "MOST_TURNS", 9)
+    monkeypatch.setattr(trial, "LEAST", 0.0)
     monkeypatch.setattr(timing, "_FEW_TURNS", 5)
 
 

@@ -37,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 def speed(monkeypatch, value):
     """Both ways run, and this is how many times as fast the chain is said to be."""
 
-    def compare(own, chain, device):
+    def compare(own, chain, device, **how):
         own[0](), chain[0]()
         return Timing(value, 0.0, value, 1.0)
 
@@ -72,7 +72,7 @@ def test_the_time_is_that_of_speed_and_the_bytes_are_those_of_memory(monkeypatch
     def preferred():
         return dict(opfuse.core.settings.current.options)["prefer"]
 
-    def compare(own, chain, device):
+    def compare(own, chain, device, **how):
         seen.append(("time", preferred()))
         return Timing(0.9, 0.0, 1.0, 1.0)
 
