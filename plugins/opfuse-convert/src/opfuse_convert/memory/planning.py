@@ -209,10 +209,11 @@ class _Planning:
         curve = [(o.nbytes, seconds + o.seconds) for o in pareto([*parts, *compiled])]
         budgets = [(o.actions[0][1].budget, o.nbytes, seconds + o.seconds) for o in compiled]
         self._costs.write()
+        added = sum(option.seconds for _, option in way.choices)
+        measured = None if budget is None else way.more
         return MemoryPlan(
-            *(budget, unfused, before, way.kept, seconds),
-            sum(option.seconds for _, option in way.choices),
-            *(None if budget is None else way.more, tuple(map(_said, way.choices))),
+            *(budget, unfused, before, way.kept, seconds, added, measured),
+            tuple(map(_said, way.choices)),
             *(tuple(curve), tuple(budgets), tuple(sorted(self._costs.notes.items()))),
             self._costs.estimated,
         )
@@ -227,7 +228,6 @@ class _Planning:
             budget: The budget.
             others: The bytes of what else the model can do.
         """
-        count = bisect.bisect_right(self._points, budget, key=self._kept_at)
         lowest = min([self._kept_at(self._points[0]), *others])
         if lowest > budget:
             notes = "".join(f"\n{line}" for n in self._costs.notes for line in wrap(n, "  "))
@@ -235,7 +235,7 @@ class _Planning:
                 f"opfuse.plan_memory: the lowest possible number of bytes is {lowest} "
                 f"({as_bytes(lowest)}), the budget is {budget} ({as_bytes(budget)}){notes}"
             )
-        fit = self._points[:count]
+        fit = self._points[: bisect.bisect_right(self._points, budget, key=self._kept_at)]
         late = MOST_NOISE * self._costs.compared(self._whole, [])[0] * 1e6
         tied = [point for point in fit if point.ticks <= fit[-1].ticks + late]
         return [_Way(self._choices(p), self._kept_at(p)) for p in tied[:1] + tied[1:][-1:]]
