@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -123,7 +124,7 @@ class Measurement:
     def error(self) -> float:
         """How far ``seconds`` may be off, compared with those of another fusion."""
         own = self.took * max(self.noise, REPEATS) / max(self.speed, REPEATS)
-        return own + DRIFTS * abs(self.seconds)
+        return math.hypot(own, DRIFTS * self.seconds)
 
     def __str__(self) -> str:
         return f"measured here: {self.speed:.2f}x the speed of the separate ops"

@@ -179,7 +179,7 @@ def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Ten
         values, top = log_p.topk(numbers.top_k, -1)
         found += [top, values]
     if numbers.entropy:  # the last, since it may overwrite
-        found.insert(1, _entropy(log_p.exp(), log_p)[0])
+        found.insert(1, -_weighted(log_p.exp(), log_p).sum(-1))
     return tuple(found)
 
 
@@ -196,17 +196,17 @@ def possible(log_p: Tensor) -> Tensor:
     return log_p.clamp(min=-1000.0) if torch.is_grad_enabled() else log_p.clamp_(min=-1000.0)
 
 
-def _entropy(p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """``-sum(p log p)``, and the logarithms that give it: without -inf, if there is one.
+def _weighted(p: Tensor, x: Tensor) -> Tensor:
+    """``p x``, and 0 where ``p`` is 0; it overwrites ``x`` where autograd does not record.
 
-    On a CPU the sum tells whether there is one; elsewhere that would wait for the device.
+    On a CPU the sums tell whether ``x`` has -inf; elsewhere that would wait for the device.
     """
-    if p.is_cpu and _blocks.writes_out(p, log_p):
-        found = -torch.linalg.vecdot(p, log_p)
-        if bool(found.isfinite().all()):
-            return found, log_p
-    log_p = possible(log_p)
-    return -torch.linalg.vecdot(p, log_p), log_p
+    if torch.is_grad_enabled():
+        return p * possible(x)
+    x = x.mul_(p)
+    if p.is_cpu and _blocks.writes_out(p, x) and bool(x.sum(-1).isfinite().all()):
+        return x
+    return x.masked_fill_(p == 0, 0.0)
 
 
 def row_logit_gradients(
@@ -251,19 +251,21 @@ def _gradients_of(
 ) -> Tensor:
     z = _capped(widen(logits), numbers.softcap)
     _, of_entropy, _, of_squares, of_top = _named(grads, numbers)
-    log_p: Any = None
-    if of_entropy is of_squares is of_top is None:
-        p = cooled(z, numbers).softmax(-1)  # in fewer passes
+    below: Any = None
+    p = cooled(z, numbers)
+    if of_squares is of_top is None:  # in fewer passes than with logarithms
+        if of_entropy is not None and p.shape[-1]:
+            largest = p.detach().amax(-1, keepdim=True)
+            is_own = z is not logits and numbers.softcap is None and not torch.is_grad_enabled()
+            p = below = p.sub_(largest) if is_own else p - largest
+        p = p.softmax(-1)
     else:
-        log_p = cooled(z, numbers).log_softmax(-1)
-        p = log_p.exp()
-    log_squares = None if of_squares is None else (2 * log_p).logsumexp(-1)
-    top = None if of_top is None else log_p.topk(numbers.top_k, -1)[1]
-    entropy = None
-    if of_entropy is not None:
-        entropy, log_p = _entropy(p, log_p)
-    found = RowStatistics(entropy, log_squares, top)
-    given = found, z, log_p, p, tokens.long(), grads, numbers
+        below = p.log_softmax(-1)
+        p = below.exp()
+    log_squares = None if of_squares is None else (2 * below).logsumexp(-1)
+    top = None if of_top is None else below.topk(numbers.top_k, -1)[1]
+    found = RowStatistics(None, log_squares, top)
+    given = found, z, below, p, tokens.long(), grads, numbers
     return gradients_from(*given, lambda places: (places, None)).to(logits.dtype)
 
 
@@ -280,7 +282,7 @@ class RowStatistics(NamedTuple):
     """What the gradient of some rows needs to know of all their classes; None: it does not.
 
     Attributes:
-        entropy: ``(rows,)``.
+        entropy: ``(rows,)``; None: all classes are here, so it follows from them.
         log_squares: ``log(sum(p^2))``, ``(rows,)``.
         top: The most probable tokens, ``(rows, top_k)``.
     """
@@ -296,7 +298,7 @@ Places = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 def gradients_from(
     found: RowStatistics,
     z: Tensor,
-    log_p: Tensor | None,
+    below: Tensor | None,
     p: Tensor,
     tokens: Tensor,
     grads: Sequence[Tensor | None],
@@ -308,9 +310,9 @@ def gradients_from(
     Args:
         found: The statistics of the rows.
         z: The capped logits, ``(rows, classes)``.
-        log_p: The logarithms of the probabilities, of the same shape, without -inf if the entropy
-            has a gradient; None: no gradient needs them. Overwritten where autograd does not
-            record.
+        below: The logits over the temperature less a number of each row, of the same shape. That
+            number is their ``logsumexp`` if there is a gradient of the squares, or a statistic of
+            the entropy. None: no gradient needs them. Overwritten where autograd does not record.
         p: The probabilities; overwritten likewise.
         tokens: ``(rows,)``, int64.
         grads: As there.
@@ -329,18 +331,18 @@ def gradients_from(
     if of_top is not None and found.top is not None:
         factor = factor - of_top.sum(-1)
         chosen.append((found.top, of_top.to(p.dtype)))
-    slopes, of_sum, recorded = factor[:, None], None, torch.is_grad_enabled()
-    if of_squares is not None and found.log_squares is not None and log_p is not None:
-        q = (2 * log_p - found.log_squares[:, None]).exp()
-        of_sum = 2 * (q - p) * of_squares[:, None]
-    if of_entropy is not None and found.entropy is not None and log_p is not None:
+    slopes, added, recorded = factor[:, None], list[Tensor](), torch.is_grad_enabled()
+    if of_squares is not None and found.log_squares is not None and below is not None:
+        q = (2 * below - found.log_squares[:, None]).exp()
+        added.append(2 * (q - p) * of_squares[:, None])
+    if of_entropy is not None and below is not None:
         of_rows = of_entropy.to(p.dtype)[:, None]
-        scaled = log_p * -of_rows if recorded else log_p.mul_(-of_rows)
-        slopes = slopes - of_rows * found.entropy[:, None]
-        slopes = scaled + slopes if recorded else scaled.add_(slopes)
+        terms, more = _entropy_gradient(p, below, of_rows, found.entropy)
+        slopes = slopes + more
+        added.append(terms)
     dz = p * slopes if recorded else p.mul_(slopes)
-    if of_sum is not None:
-        dz = dz + of_sum
+    for each in added:
+        dz = dz + each if recorded else dz.add_(each)
     if chosen and p.shape[-1]:
         of_tokens, shares = [torch.cat(each, 1) for each in zip(*chosen, strict=True)]
         places, there = places_of(of_tokens)
@@ -350,6 +352,16 @@ def gradients_from(
     if numbers.softcap is not None:
         dz = dz * (1 - (z / numbers.softcap).square())
     return cooled(dz, numbers)
+
+
+def _entropy_gradient(
+    p: Tensor, below: Tensor, of_rows: Tensor, entropy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What is added to the gradient of the logits, and to the factor of each row's ``p``."""
+    terms = _weighted(p, below)
+    mean = terms.sum(-1) if entropy is None else -entropy
+    terms = terms * -of_rows if torch.is_grad_enabled() else terms.mul_(-of_rows)
+    return terms, of_rows * mean[:, None]
 
 
 def grads_of_rows(grads: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:

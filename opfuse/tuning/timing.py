@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.tuning_table import REPEATS, THRESHOLD
-from .clock import Call, Clock
+from .clock import TURN, Call, Clock
 
 MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""
@@ -74,7 +74,7 @@ def compare(
                 continue
             low, middle, high = interval([a / b for a, b in zip(*times, strict=True)])
             noise = (high - low) / 2
-            took = sum(map(sum, times))
+            took = sum(max(each, TURN) for each in (*times[0], *times[1]))
             if clear and took > _LONGEST:
                 break
             if clear and (low > 1 + _CLEAR or high < 1 - _CLEAR):

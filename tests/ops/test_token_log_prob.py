@@ -167,6 +167,31 @@ def test_impossible_tokens_have_no_share_of_the_entropy():
     assert dx.isfinite().all() and dx[:, 3:].eq(0).all()
 
 
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("factor", [1.0, -3.0, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("masked", [-torch.inf, "the least finite number"])
+def test_masked_classes_have_no_gradient_of_the_entropy(masked, dtype, factor, squares):
+    """The product of 0 and a large finite number is finite, and with a factor it is not."""
+    x, tokens = draw((6,), 1000, dtype=dtype)
+    x = x.detach()
+    x[..., ::3] = torch.finfo(dtype).min if isinstance(masked, str) else masked
+    x.requires_grad_()
+    _, entropy, *others = outputs(
+        ops.TokenLogProb(entropy=True, log_sum_squares=squares), x, tokens
+    )
+    of_all = factor * entropy.sum() + sum(each.sum() for each in others)
+    (dx,) = torch.autograd.grad(of_all, x)
+    few = torch.arange(1000) % 3 > 0
+    exact = x.detach()[..., few].double().requires_grad_()
+    log_p = exact.log_softmax(-1)
+    of_exact = factor * -(log_p.exp() * log_p).sum() + squares * (2 * log_p).logsumexp(-1).sum()
+    (expected,) = torch.autograd.grad(of_exact, exact)
+    assert dx[..., ~few].eq(0).all()
+    scale = expected.abs().max().item() * torch.finfo(dtype).eps * 64
+    torch.testing.assert_close(dx[..., few].double(), expected, rtol=0, atol=scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_takes_the_logits_as_they_come(dtype):
     x, tokens = draw((4,), dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ..fusion import PASSES
@@ -37,8 +38,8 @@ def ahead(steps: Sequence[Step], others: Sequence[Step], prefer: str) -> str:
     saved, less = (sum(step.measured.saved_bytes for step in side) for side in sides)
     mine, theirs = (sum(step.measured.seconds for step in side) for side in sides)
     both = {id(step) for step in steps} & {id(step) for step in others}
-    error = sum(step.measured.error for step in (*steps, *others) if id(step) not in both)
-    if abs(mine - theirs) > error and (prefer != "memory" or saved == less):
+    errors = [step.measured.error for step in (*steps, *others) if id(step) not in both]
+    if abs(mine - theirs) > math.hypot(*errors) and (prefer != "memory" or saved == less):
         return "are faster together" if mine > theirs else ""
     return "save more memory" if saved > less else ""
 
@@ -168,6 +169,8 @@ def _why_first(first: Step, loser: Step, winners: Sequence[Step], prefer: str) -
     if (measured := _gains(loser, winners, prefer)) is not None:
         return f"which saves {measured[0]} a call against {measured[1]}, measured here"
     gain = sum(winner.benefit for winner in winners)
+    if gain < loser.benefit:
+        return "which is in a set of fusions that is better, measured here"
     if gain != loser.benefit:
         return f"which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
     covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)
