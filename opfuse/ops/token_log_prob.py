@@ -331,7 +331,8 @@ def gradients_from(
     if of_top is not None and found.top is not None:
         factor = factor - of_top.sum(-1)
         chosen.append((found.top, of_top.to(p.dtype)))
-    slopes, added, recorded = factor[:, None], list[Tensor](), torch.is_grad_enabled()
+    added: list[Tensor] = []
+    slopes, recorded = factor[:, None], torch.is_grad_enabled()
     if of_squares is not None and found.log_squares is not None and below is not None:
         q = (2 * below - found.log_squares[:, None]).exp()
         added.append(2 * (q - p) * of_squares[:, None])
