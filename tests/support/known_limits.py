@@ -19,6 +19,11 @@ LIMITS = (  # the first torch without it, what the failure says, and the reason 
     ((2, 13), "how to trace method `pop` of class `tuple`", "its Dynamo takes a list for a tuple"),
     ((2, 12), "Could not run 'aten::_scaled_mm_v2'", "it has no scaled_mm on a CPU"),
     ((2, 15), "['spills registers, ", "its Triton spills registers in one of the kernels"),
+    (
+        (2, 13),
+        "wrap <class 'torch.nn.functional._ScalingType'>",
+        "its Dynamo knows no kinds of scales",
+    ),
     ((2, 13), "Profiler clears events at the end of each cycle", "its profiler warns of itself"),
 )
 
