@@ -13,13 +13,12 @@ a table of its own. Then each way is timed in a process of its own, in rounds wi
 times all ways of a model and dtype in the same rounds of one process: so they can be compared with
 each other, and plans share what they compiled and measured. A step is a forward with the loss, and
 the backward. Bytes are what the forward keeps for the backward, apart from parameters. With one
-thread the time is CPU time of the process. The models of a process share their weights, since the
-same step with weights elsewhere in memory takes another time. ``first_s`` is the first call with
-its backward, on the clock; it is of interest with ``--cold``, where no process finds anything
-compiled. ``budget-0.5`` is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``;
-beside it models with a cache are told not to use it. In ``budget-0.5-compiled`` the plan may also
-compile layers or the model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is
-possible.
+thread the time is CPU time of the process. The models of a process share their weights, so that it
+does not matter where these lie in memory. ``first_s`` is the first call with its backward, on the
+clock; it is of interest with ``--cold``, where no process finds anything compiled. ``budget-0.5``
+is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it models with a
+cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile layers or the
+model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible.
 """
 
 from __future__ import annotations
@@ -218,11 +217,8 @@ def prepared(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
     if options.dtypes == "bf16":
         model = model.to(torch.bfloat16)
         inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
-    return (
-        model,
-        inputs,
-        torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast"),
-    )
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast")
+    return model, inputs, cast
 
 
 def built(name: str) -> tuple[Any, dict[str, Any]]:

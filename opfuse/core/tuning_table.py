@@ -33,8 +33,8 @@ FORMAT = 1
 THRESHOLD = 0.99
 """A fusion is slower for sure if the whole interval of its speed is below this."""
 REPEATS = 0.02
-"""How far two processes find speeds apart, however often each calls a fusion: its tensors lie
-elsewhere in memory. No interval is narrower.
+"""How far two processes find speeds apart, however often each calls a fusion. No interval is
+narrower.
 """
 DRIFTS = 0.2
 """How far apart two measurements of the same saved time are, as a share: they are not taken in
