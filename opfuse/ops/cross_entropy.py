@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ..core.precision import wide, widen
-from . import _blocks
+from ..core.precision import wide
 from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
+from .parts import Spare, gradients_by_parts, parts, widened
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -174,17 +175,17 @@ def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
         numbers: Of the op.
     """
     targets = targets.long()
-    losses = [_losses(numbers, *part) for part in _parts(logits, targets)]
+    losses = [_losses(numbers, *part) for part in parts(logits, targets)]
     of_all = losses[0] if len(losses) == 1 else torch.cat(losses)
     if not (numbers.label_smoothing or numbers.z_loss):
         return of_all  # 0 where a row is ignored
     return torch.where(counts(targets, numbers), of_all, 0.0)
 
 
-def _losses(numbers: LossNumbers, logits: Tensor, targets: Tensor) -> Tensor:
+def _losses(numbers: LossNumbers, spare: Spare, logits: Tensor, targets: Tensor) -> Tensor:
     ignored, smoothing, z_loss, *_ = numbers
-    z = _capped(widen(logits), numbers.softcap)
-    log_p = z.log_softmax(-1)
+    z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
+    log_p = torch.log_softmax(z, -1, out=spare[1])
     # it refuses targets that are not classes, without a sync with the host
     losses = F.nll_loss(log_p, targets, ignore_index=ignored, reduction="none")
     if smoothing:
@@ -238,37 +239,37 @@ def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: Los
     """
     targets, weights = targets.unsqueeze(-1), weights.unsqueeze(-1)
     places = targets.long().where(counts(targets, numbers), 0)
-    parts = _parts(logits, places, weights, weights * (numbers.label_smoothing - 1))
-    if len(parts) == 1:
-        return _gradients(numbers, *parts[0]).to(logits.dtype)
-    out = torch.empty_like(logits)
-    for rows, part in zip(torch.split(out, len(parts[0][0])), parts, strict=True):
-        rows.copy_(_gradients(numbers, *part))
-    return out
+    return gradients_by_parts(functools.partial(_gradients, numbers), logits, places, weights)
 
 
 def _gradients(
-    numbers: LossNumbers, logits: Tensor, places: Tensor, weights: Tensor, at_places: Tensor
+    numbers: LossNumbers, spare: Spare, logits: Tensor, places: Tensor, weights: Tensor
 ) -> Tensor:
     _, smoothing, z_loss, softcap, _ = numbers
-    z = _capped(widen(logits), softcap)
+    z = capped(widened(logits, spare[0]), softcap, spare[0])
     factor = weights * (1 + 2 * z_loss * z.logsumexp(-1, keepdim=True)) if z_loss else weights
-    p = z.softmax(-1)
+    p = torch.softmax(z, -1, out=spare[1])
     dz = p * factor if torch.is_grad_enabled() else p.mul_(factor)
     if smoothing:
         dz.sub_(weights * (smoothing / logits.shape[-1]))
     if logits.shape[-1]:
-        dz.scatter_add_(-1, places, at_places)
-    return dz if softcap is None else dz.mul_(1 - (z / softcap).square())
+        dz.scatter_add_(-1, places, weights * (smoothing - 1))
+    return uncapped(dz, z, softcap, spare[0])
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+def uncapped(dz: Tensor, z: Tensor, softcap: float | None, out: Tensor | None = None) -> Tensor:
+    """``dz (1 - (z / softcap)^2)``, the gradient before the cap; None: ``dz``.
+
+    With ``out``, which may be ``z``, it overwrites that and ``dz``.
+    """
+    if softcap is None:
+        return dz
+    share = torch.square(torch.div(z, softcap, out=out), out=out)
+    return torch.addcmul(dz, dz, share, value=-1, out=None if out is None else dz)
 
 
-def _parts(logits: Tensor, *others: Tensor) -> list[Any]:
-    """The rows to process at once, so that temporaries fit a cache; one part on other devices."""
-    if not logits.is_cpu or logits.numel() <= _blocks.LEAST or _blocks.tracing():
-        return [(logits, *others)]
-    rows = max(1, _blocks.BLOCK // logits.shape[-1])
-    return list(zip(*[torch.split(each, rows) for each in (logits, *others)], strict=True))
+def capped(logits: Tensor, softcap: float | None, out: Tensor | None = None) -> Tensor:
+    """``softcap * tanh(logits / softcap)``, in ``out`` if that is given; None: the logits."""
+    if softcap is None:
+        return logits
+    return torch.mul(torch.tanh(torch.div(logits, softcap, out=out), out=out), softcap, out=out)

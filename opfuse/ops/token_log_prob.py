@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ..core.precision import widen
-from . import _blocks
+from ._blocks import writes_out
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
-from .cross_entropy import _capped, _parts
+from .cross_entropy import capped, uncapped
+from .parts import Spare, gradients_by_parts, parts, widened
 
 
 class TokenNumbers(NamedTuple):
@@ -162,13 +162,21 @@ def row_log_probs(logits: Tensor, tokens: Tensor, numbers: TokenNumbers) -> tupl
         tokens: ``(rows,)``.
         numbers: Of the op.
     """
-    parts = [_of_rows(numbers, *part) for part in _parts(logits, tokens.long())]
-    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+    found = [_of_rows(numbers, *part) for part in parts(logits, tokens.long())]
+    return found[0] if len(found) == 1 else tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-    z = cooled(_capped(widen(logits), numbers.softcap), numbers)
-    log_p = z.log_softmax(-1)
+def _of_rows(
+    numbers: TokenNumbers, spare: Spare, logits: Tensor, tokens: Tensor
+) -> tuple[Tensor, ...]:
+    z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
+    z = cooled(z, numbers, spare[0])
+    if numbers.entropy and z.shape[-1]:  # that of the largest p is minus the log of the sum
+        below = torch.sub(z, z.amax(-1, keepdim=True), out=spare[1])
+        p = torch.softmax(below, -1, out=spare[2])
+        log_p = torch.add(below, p.amax(-1, keepdim=True).log(), out=spare[1])
+    else:
+        p = log_p = torch.log_softmax(z, -1, out=spare[1])
     # it refuses tokens that are not classes, without a sync with the host
     found = [-F.nll_loss(log_p, tokens, ignore_index=numbers.ignore_index, reduction="none")]
     if numbers.logsumexp:
@@ -179,13 +187,13 @@ def _of_rows(numbers: TokenNumbers, logits: Tensor, tokens: Tensor) -> tuple[Ten
         values, top = log_p.topk(numbers.top_k, -1)
         found += [top, values]
     if numbers.entropy:  # the last, since it may overwrite
-        found.insert(1, -_weighted(log_p.exp(), log_p).sum(-1))
+        found.insert(1, -_weighted(p, log_p)[1])
     return tuple(found)
 
 
-def cooled(z: Tensor, numbers: TokenNumbers) -> Tensor:
-    """Logits, or gradients of them, over the temperature."""
-    return z if numbers.temperature == 1 else z / numbers.temperature
+def cooled(z: Tensor, numbers: TokenNumbers, out: Tensor | None = None) -> Tensor:
+    """Logits, or gradients of them, over the temperature; in ``out`` if that is given."""
+    return z if numbers.temperature == 1 else torch.div(z, numbers.temperature, out=out)
 
 
 def possible(log_p: Tensor) -> Tensor:
@@ -196,17 +204,20 @@ def possible(log_p: Tensor) -> Tensor:
     return log_p.clamp(min=-1000.0) if torch.is_grad_enabled() else log_p.clamp_(min=-1000.0)
 
 
-def _weighted(p: Tensor, x: Tensor) -> Tensor:
-    """``p x``, and 0 where ``p`` is 0; it overwrites ``x`` where autograd does not record.
+def _weighted(p: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """``p x``, and 0 where ``p`` is 0, and its sums; overwrites ``x`` if autograd does not record.
 
     On a CPU the sums tell whether ``x`` has -inf; elsewhere that would wait for the device.
     """
     if torch.is_grad_enabled():
-        return p * possible(x)
+        x = p * possible(x)
+        return x, x.sum(-1)
     x = x.mul_(p)
-    if p.is_cpu and _blocks.writes_out(p, x) and bool(x.sum(-1).isfinite().all()):
-        return x
-    return x.masked_fill_(p == 0, 0.0)
+    sums = x.sum(-1)
+    if p.is_cpu and writes_out(p, x) and bool(sums.isfinite().all()):
+        return x, sums
+    x = x.masked_fill_(p == 0, 0.0)
+    return x, x.sum(-1)
 
 
 def row_logit_gradients(
@@ -230,43 +241,30 @@ def row_logit_gradients(
         numbers: Of the forward.
         in_place: Whether it overwrites the logits.
     """
-    split = functools.partial(_split, logits)
-    parts = zip(split(logits), split(tokens), *map(split, grads), strict=True)
-    if in_place:
-        for part in parts:
-            part[0].copy_(_gradients_of(numbers, *part))
-        return logits
-    found = [_gradients_of(numbers, *part) for part in parts]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _split(logits: Tensor, each: Tensor | None) -> Sequence[Tensor | None]:
-    """A tensor of as many rows as logits have, in the parts of :func:`_parts`."""
-    sizes = [len(part[0]) for part in _parts(logits)]
-    return [None] * len(sizes) if each is None else each.split_with_sizes(sizes)
+    of_part = functools.partial(_gradients_of, numbers)
+    return gradients_by_parts(of_part, logits, tokens, *grads, in_place=in_place)
 
 
 def _gradients_of(
-    numbers: TokenNumbers, logits: Tensor, tokens: Tensor, *grads: Tensor | None
+    numbers: TokenNumbers, spare: Spare, logits: Tensor, tokens: Tensor, *grads: Tensor | None
 ) -> Tensor:
-    z = _capped(widen(logits), numbers.softcap)
+    z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
     _, of_entropy, _, of_squares, of_top = _named(grads, numbers)
     below: Any = None
-    p = cooled(z, numbers)
+    p = cooled(z, numbers, spare[1])
     if of_squares is of_top is None:  # in fewer passes than with logarithms
         if of_entropy is not None and p.shape[-1]:
             largest = p.detach().amax(-1, keepdim=True)
-            is_own = z is not logits and numbers.softcap is None and not torch.is_grad_enabled()
-            p = below = p.sub_(largest) if is_own else p - largest
-        p = p.softmax(-1)
+            p = below = torch.sub(p, largest, out=spare[1])
+        p = torch.softmax(p, -1, out=spare[2])
     else:
-        below = p.log_softmax(-1)
-        p = below.exp()
+        below = torch.log_softmax(p, -1, out=spare[1])
+        p = torch.exp(below, out=spare[2])
     log_squares = None if of_squares is None else (2 * below).logsumexp(-1)
     top = None if of_top is None else below.topk(numbers.top_k, -1)[1]
     found = RowStatistics(None, log_squares, top)
     given = found, z, below, p, tokens.long(), grads, numbers
-    return gradients_from(*given, lambda places: (places, None)).to(logits.dtype)
+    return gradients_from(*given, lambda *all_here: all_here, spare)
 
 
 def _named(grads: Sequence[Tensor | None], numbers: TokenNumbers) -> tuple[Tensor | None, ...]:
@@ -292,7 +290,7 @@ class RowStatistics(NamedTuple):
     top: Tensor | None
 
 
-Places = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+Places = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def gradients_from(
@@ -304,6 +302,7 @@ def gradients_from(
     grads: Sequence[Tensor | None],
     numbers: TokenNumbers,
     places_of: Places,
+    spare: Spare = (None, None, None),
 ) -> Tensor:
     """The gradient of logits, of all classes or of some; see :func:`row_logit_gradients`.
 
@@ -317,7 +316,8 @@ def gradients_from(
         tokens: ``(rows,)``, int64.
         grads: As there.
         numbers: As there.
-        places_of: Gives the columns of tokens, and where they have one; None: all have.
+        places_of: Gives the columns of tokens, and their shares, 0 where they have no column.
+        spare: See :func:`opfuse.ops.parts.parts`; the first may hold ``z``.
     """
     dy, of_entropy, of_lse, of_squares, of_top = _named(grads, numbers)
     factor, chosen = p.new_zeros(len(p)), []
@@ -331,38 +331,26 @@ def gradients_from(
     if of_top is not None and found.top is not None:
         factor = factor - of_top.sum(-1)
         chosen.append((found.top, of_top.to(p.dtype)))
-    added: list[Tensor] = []
+    added: list[tuple[Tensor, Tensor]] = []
     slopes, recorded = factor[:, None], torch.is_grad_enabled()
     if of_squares is not None and found.log_squares is not None and below is not None:
         q = (2 * below - found.log_squares[:, None]).exp()
-        added.append(2 * (q - p) * of_squares[:, None])
+        added.append((q - p, 2 * of_squares[:, None]))
     if of_entropy is not None and below is not None:
         of_rows = of_entropy.to(p.dtype)[:, None]
-        terms, more = _entropy_gradient(p, below, of_rows, found.entropy)
-        slopes = slopes + more
-        added.append(terms)
+        terms, mean = _weighted(p, below)
+        mean = mean if found.entropy is None else -found.entropy
+        slopes = slopes + of_rows * mean[:, None]
+        added.append((terms, -of_rows))
     dz = p * slopes if recorded else p.mul_(slopes)
     for each in added:
-        dz = dz + each if recorded else dz.add_(each)
+        dz = dz.addcmul(*each) if recorded else dz.addcmul_(*each)
     if chosen and p.shape[-1]:
         of_tokens, shares = [torch.cat(each, 1) for each in zip(*chosen, strict=True)]
-        places, there = places_of(of_tokens)
-        shares = shares if there is None else shares.where(there, 0.0)
         add = dz.scatter_add if recorded else dz.scatter_add_
-        dz = add(-1, places, shares)
-    if numbers.softcap is not None:
-        dz = dz * (1 - (z / numbers.softcap).square())
-    return cooled(dz, numbers)
-
-
-def _entropy_gradient(
-    p: Tensor, below: Tensor, of_rows: Tensor, entropy: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """What is added to the gradient of the logits, and to the factor of each row's ``p``."""
-    terms = _weighted(p, below)
-    mean = terms.sum(-1) if entropy is None else -entropy
-    terms = terms * -of_rows if torch.is_grad_enabled() else terms.mul_(-of_rows)
-    return terms, of_rows * mean[:, None]
+        dz = add(-1, *places_of(of_tokens, shares))
+    dz = uncapped(dz, z, numbers.softcap, spare[0])
+    return cooled(dz, numbers, None if spare[0] is None else dz)
 
 
 def grads_of_rows(grads: Sequence[Tensor | None], tokens: Tensor) -> list[Tensor | None]:

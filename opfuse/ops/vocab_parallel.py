@@ -12,8 +12,9 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide, widen
 from ..core.ranks import Group, run_collective
 from ._common import rows_of
-from .cross_entropy import CrossEntropy, LossNumbers, _capped, counts, reduced, row_weights
+from .cross_entropy import CrossEntropy, LossNumbers, capped, counts, reduced, row_weights, uncapped
 from .distributed import WithProcessGroup
+from .parts import Spare, widened
 
 
 class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
@@ -83,7 +84,7 @@ class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
             return None, [()], [(None,)]
         flat = targets.flatten().long()
         weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
-        dx = self.part.row_gradients(rows_of(x), flat, weights, lse, ctx.numbers)
+        dx = self.part.row_gradients(rows_of(x), flat, weights, lse, ctx.numbers).to(x.dtype)
         return dx.view(x.shape), [()], [(None,)]
 
 
@@ -111,7 +112,7 @@ class VocabPart(NamedTuple):
         Returns:
             Both of shape ``(rows,)``, in fp32 for half precision.
         """
-        z, classes = _capped(widen(logits), numbers.softcap), logits.shape[1] * self.group.size
+        z, classes = capped(widen(logits), numbers.softcap), logits.shape[1] * self.group.size
         counted = counts(targets, numbers)
         check_classes(targets, counted, classes, "VocabParallelCrossEntropy: target")
         largest = self.largest(z)
@@ -129,9 +130,15 @@ class VocabPart(NamedTuple):
         return torch.where(counted, losses, 0.0), lse
 
     def row_gradients(
-        self, logits: Tensor, targets: Tensor, weights: Tensor, lse: Tensor, numbers: LossNumbers
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        lse: Tensor,
+        numbers: LossNumbers,
+        spare: Spare = (None, None, None),
     ) -> Tensor:
-        """The gradient of this process's logits, in their dtype.
+        """The gradient of this process's logits, in fp32 for half precision.
 
         Args:
             logits: ``(rows, classes of this process)``.
@@ -139,10 +146,11 @@ class VocabPart(NamedTuple):
             weights: The gradient of each row's loss, ``(rows,)``, in fp32 for half precision.
             lse: As :meth:`row_losses` gave it.
             numbers: Of the forward.
+            spare: See :func:`opfuse.ops.parts.parts`.
         """
         _, smoothing, z_loss, softcap, _ = numbers
-        z = _capped(widen(logits), softcap)
-        dz = (z - lse.unsqueeze(-1)).exp_()
+        z = capped(widened(logits, spare[0]), softcap, spare[0])
+        dz = torch.sub(z, lse.unsqueeze(-1), out=spare[1]).exp_()
         factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         dz.mul_(factor.unsqueeze(-1))
         if smoothing:
@@ -151,9 +159,7 @@ class VocabPart(NamedTuple):
             places, mine = self.places(targets, z.shape[1])
             at_places = torch.where(mine, weights * (smoothing - 1), 0.0)
             dz.scatter_add_(-1, places.unsqueeze(-1), at_places.unsqueeze(-1))
-        if softcap is not None:
-            dz.mul_(1 - (z / softcap).square())
-        return dz.to(logits.dtype)
+        return uncapped(dz, z, softcap, spare[0])
 
     def largest(self, z: Tensor) -> Tensor:
         """The largest of each row over all processes."""

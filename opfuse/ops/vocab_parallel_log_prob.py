@@ -13,8 +13,9 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
 from ..core.ranks import gather_into, run_collective
 from ._common import rows_of
-from .cross_entropy import _capped
+from .cross_entropy import capped
 from .distributed import WithProcessGroup
+from .parts import Spare, widened
 from .token_log_prob import (
     RowStatistics,
     TokenLogProb,
@@ -101,7 +102,8 @@ class VocabParallelTokenLogProb(WithProcessGroup, TokenLogProb):
             return None, [()], [(None,)]
         grads = grads_of_rows((grad_output, *of_extras), tokens)
         given = tokens.flatten().long(), grads, kept, ctx.numbers
-        return self.part.row_gradients(rows_of(x), *given).view(x.shape), [()], [(None,)]
+        dx = self.part.row_gradients(rows_of(x), *given).to(x.dtype)
+        return dx.view(x.shape), [()], [(None,)]
 
 
 Kept = Sequence[Tensor | None]
@@ -126,7 +128,7 @@ class LogProbPart(VocabPart):
             The outputs in their order; and of each row logsumexp, entropy, ``log(sum(p^2))`` and
             the top tokens, or None. In fp32 for half precision.
         """
-        z = cooled(_capped(widen(logits), numbers.softcap), numbers)
+        z = cooled(capped(widen(logits), numbers.softcap), numbers)
         counted = tokens != numbers.ignore_index
         classes = logits.shape[1] * self.group.size
         check_classes(tokens, counted, classes, "VocabParallelTokenLogProb: token")
@@ -177,8 +179,9 @@ class LogProbPart(VocabPart):
         grads: Sequence[Tensor | None],
         kept: Kept,
         numbers: TokenNumbers,
+        spare: Spare = (None, None, None),
     ) -> Tensor:
-        """The gradient of this process's logits, in their dtype.
+        """The gradient of this process's logits, in fp32 for half precision.
 
         Args:
             logits: ``(rows, classes of this process)``.
@@ -186,10 +189,17 @@ class LogProbPart(VocabPart):
             grads: Of the output and of the extra outputs, ``(rows, ...)``; None: there is none.
             kept: As :meth:`row_log_probs` gave it.
             numbers: Of the forward.
+            spare: See :func:`opfuse.ops.parts.parts`.
         """
         lse, *others = kept
-        z, classes = _capped(widen(logits), numbers.softcap), logits.shape[1]
-        log_p = cooled(z, numbers) - lse[:, None]  # type: ignore[index]
-        p = log_p.exp()
+        z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
+        log_p = cooled(z, numbers, spare[1])
+        log_p = torch.sub(log_p, lse[:, None], out=spare[1])  # type: ignore[index]
+        p = torch.exp(log_p, out=spare[2])
         given = RowStatistics(*others), z, possible(log_p), p, tokens, grads, numbers
-        return gradients_from(*given, lambda each: self.places(each, classes)).to(logits.dtype)
+
+        def places_of(tokens: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+            places, mine = self.places(tokens, logits.shape[1])
+            return places, torch.where(mine, shares, 0.0)
+
+        return gradients_from(*given, places_of, spare)

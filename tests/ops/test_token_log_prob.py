@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
+from opfuse.ops.token_log_prob import row_logit_gradients
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROWS = [(), (1,), (3,), (127,), (2, 3), (2, 3, 2), (0,), (0, 3)]
@@ -134,7 +135,37 @@ def test_computing_some_rows_at_a_time_gives_the_same(monkeypatch, name):
         found = outputs(op, x, tokens)
         ones = [torch.ones_like(each) for each in differentiable(found)]
         results.append([*found, *torch.autograd.grad(differentiable(found), x, ones)])
+        of_rows = [torch.ones_like(each.flatten(0, 1)) for each in differentiable(found)]
+        given = x.detach().clone().view(8, -1), tokens.flatten(), of_rows, op.numbers_of()
+        results[-1].append(row_logit_gradients(*given, in_place=True))
+        assert results[-1][-1] is given[0]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "op",
+    [
+        ops.TokenLogProb(),
+        ops.TokenLogProb(entropy=True),
+        ops.TokenLogProb(entropy=True, softcap=3.0, temperature=2.0),
+        ops.CrossEntropy(softcap=3.0, label_smoothing=0.1),
+    ],
+    ids=str,
+)
+def test_the_temporaries_of_all_parts_are_made_once(monkeypatch, op, dtype):
+    """Freed memory may go back to the system; clearing it for each part takes longer than a part."""
+    rows, classes, part = 64, 1024, 4
+    monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
+    monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", part * classes)
+    x = torch.randn(rows, classes).to(dtype).requires_grad_()
+    tokens = torch.randint(0, classes, (rows,))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        y = outputs(op, x, tokens)
+        torch.autograd.grad(y, x, [torch.ones_like(each) for each in y])
+    least = part * classes * dtype.itemsize
+    made = [event.name for event in profile.events() if event.self_cpu_memory_usage >= least]
+    assert 3 <= len(made) <= 4  # temporaries of each pass, the gradient, and what it is made of
 
 
 def test_rows_that_are_all_ignored():

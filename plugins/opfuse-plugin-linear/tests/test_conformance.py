@@ -8,6 +8,7 @@ import opfuse_linear.kernels
 import pytest
 import torch
 
+import opfuse
 from opfuse import testing
 from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
@@ -49,7 +50,8 @@ class TestConformance(FusionSuite):
         monkeypatch.setattr(opfuse_linear.chunks, "LEAST_ROWS", 45)
         monkeypatch.setattr(opfuse_linear.chunks, "MOST_ROWS", 45)
         monkeypatch.setattr(opfuse_linear.chunks, "LOGITS", 1)
-        monkeypatch.setattr(opfuse_linear.chunks, "BLOCK", 200)
+        monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
+        monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 200)
         monkeypatch.setattr(opfuse_linear.chunks, "CLASSES", 5)
 
     @pytest.fixture(autouse=True)

@@ -30,7 +30,8 @@ def few_rows_at_once(monkeypatch):
     monkeypatch.setattr(chunks, "LEAST_ROWS", CHUNK)
     monkeypatch.setattr(chunks, "MOST_ROWS", CHUNK)
     monkeypatch.setattr(chunks, "LOGITS", 1)
-    monkeypatch.setattr(chunks, "BLOCK", 2 * CLASSES)
+    monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
+    monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 2 * CLASSES)
     monkeypatch.setattr(chunks, "CLASSES", 16)
     with opfuse.plugins.using("linear"):
         yield

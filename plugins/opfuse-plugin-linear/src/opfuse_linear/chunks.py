@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.core.authoring import add_product, adds_itself, wide
-from opfuse.ops.cross_entropy import LossNumbers
+from opfuse.ops.cross_entropy import LossNumbers, capped, uncapped
+from opfuse.ops.parts import Spare, parts, widened
 
 from . import kernels
 
@@ -29,9 +30,6 @@ ROWS_ON_GPU = 2048
 
 LOGITS = 1 << 22
 """How many logits a chunk has where that is more rows."""
-
-BLOCK = 1 << 18
-"""How many logits the formulas of the softmax work on at once: so many stay in a core's cache."""
 
 CLASSES, CLASSES_ON_GPU = 1 << 11, 1 << 14
 """How many classes are multiplied at once where a library does not add up in fp32 itself."""
@@ -75,24 +73,19 @@ def softmax_in_place(
         The loss of each row, 0 where it is ignored, in the dtype of ``weights``.
     """
     losses = torch.empty_like(weights) if losses is None else losses
-    rows = max(1, BLOCK // max(1, logits.shape[1]))
-    blocks = [torch.split(tensor, rows) for tensor in (losses, logits, targets, weights)]
-    for of_block, *given in zip(*blocks, strict=True):
-        of_block.copy_(_block_in_place(*given, numbers))  # type: ignore[call-arg]
+    for spare, *given, of_part in parts(logits, targets, weights, losses):
+        of_part.copy_(_part_in_place(numbers, spare, *given))
     return losses
 
 
-def _block_in_place(
-    logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
+def _part_in_place(
+    numbers: LossNumbers, spare: Spare, logits: Tensor, targets: Tensor, weights: Tensor
 ) -> Tensor:
     ignored, smoothing, z_loss, softcap, _ = numbers
-    z = logits.to(weights.dtype)
-    if softcap is not None:
-        z = torch.tanh(z / softcap).mul_(softcap)
+    z = capped(widened(logits, spare[0]), softcap, spare[0])
     picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
     mean = z.mean(-1) if smoothing else None
-    slope = None if softcap is None else (z / softcap).square_().neg_().add_(1)
-    dz = z.softmax(-1)
+    dz = torch.softmax(z, -1, out=spare[1])
     lse = z.amax(-1) - dz.amax(-1).log_()  # the softmax of the largest logit is no 0
     losses = lse + picked * (1 - smoothing)
     if mean is not None:
@@ -106,9 +99,7 @@ def _block_in_place(
         dz.sub_((weights * (smoothing / z.shape[-1])).unsqueeze(-1))
     places = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)
     dz.scatter_add_(-1, places, (weights * (smoothing - 1)).unsqueeze(-1))
-    if slope is not None:
-        dz.mul_(slope)
-    logits.copy_(dz)
+    logits.copy_(uncapped(dz, z, softcap, spare[0]))
     return torch.where(targets == ignored, 0.0, losses)
 
 
@@ -204,9 +195,8 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
     out = torch.empty_like(tensor, dtype=dtype)
     if not tensor.is_cpu:
         return torch.mul(tensor, scale, out=out)  # rounded to its dtype
-    rows = max(1, BLOCK // max(1, tensor[:1].numel()))
-    for place, part in zip(torch.split(out, rows), torch.split(tensor, rows), strict=True):
-        place.copy_(part * scale)
+    for spare, part, place in parts(torch.atleast_2d(tensor), torch.atleast_2d(out)):
+        place.copy_(torch.mul(part, scale, out=spare[0]))
     return out
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from opfuse import Environment
 from opfuse.ops import VocabParallelTokenLogProb
+from opfuse.ops.parts import gradients_by_parts
 
-from . import chunks
 from .fused import Products
 from .log_prob import LinearLogProb, fusions
 
@@ -38,12 +38,11 @@ class SplitLinearLogProb(LinearLogProb):
 def _gradients_in_place(
     part: Any, logits: Tensor, tokens: Tensor, grads: Any, kept: Any, numbers: Any
 ) -> None:
-    rows = max(1, chunks.BLOCK // max(1, logits.shape[1]))
-    for first in range(0, len(logits), rows):
-        block = slice(first, first + rows)
-        some = [[None if each is None else each[block] for each in of] for of in (grads, kept)]
-        gradients = part.row_gradients(logits[block], tokens[block], *some, numbers)
-        logits[block].copy_(gradients)
+    def of_part(spare: Any, some: Tensor, of_some: Tensor, *others: Any) -> Tensor:
+        rows = others[: len(grads)], others[len(grads) :]
+        return part.row_gradients(some, of_some, *rows, numbers, spare)
+
+    gradients_by_parts(of_part, logits, tokens, *grads, *kept, in_place=True)
 
 
 JOINT = fusions(VocabParallelTokenLogProb, SplitLinearLogProb, ", split classes")

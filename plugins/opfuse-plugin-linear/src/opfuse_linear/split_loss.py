@@ -9,8 +9,8 @@ from torch import Tensor
 
 from opfuse import Environment, Fusion, Optional
 from opfuse.ops import BasicLinear, Bias, VocabParallelCrossEntropy
+from opfuse.ops.parts import gradients_by_parts
 
-from . import chunks
 from .fused import Products
 from .loss import LinearLoss, in_forward
 
@@ -44,10 +44,11 @@ def _softmax_in_place(
     """As :func:`opfuse_linear.chunks.softmax_in_place`, for the classes of this process."""
     of_rows, lse = part.row_losses(logits, targets, numbers)
     losses.copy_(of_rows)
-    rows = max(1, chunks.BLOCK // max(1, logits.shape[1]))
-    blocks = [torch.split(tensor, rows) for tensor in (logits, targets, weights, lse)]
-    for block, *given in zip(*blocks, strict=True):
-        block.copy_(part.row_gradients(block, *given, numbers))
+
+    def of_part(spare: Any, *rows: Tensor) -> Tensor:
+        return part.row_gradients(*rows, numbers, spare)
+
+    gradients_by_parts(of_part, logits, targets, weights, lse, in_place=True)
     return losses
 
 
