@@ -10,19 +10,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
+from ..core.settings import current
 
 _TILE = 32
-"""The features that AMX multiplies at once in half precision."""
+"""A multiple of the features that a CPU's libraries multiply at once."""
 
 
 def tiled(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Input and weights, with features that fill the tiles of a CPU; for a block of rows.
+    """Input and weights; in a block of rows on a CPU with features that fill tiles.
 
     In bf16, oneDNN takes values of the next row for those that a tile lacks, times zero. If one of
-    these is infinite, the product of a finite row is NaN (PyTorch 2.13, Xeon with AMX).
+    these is infinite, the product of a finite row is NaN (PyTorch 2.13, Xeon with AMX). In fp32 and
+    fp64, on processors of AMD, MKL adds up the features beyond a multiple of 4 in an order that
+    depends on the place of the row (PyTorch 2.13, EPYC of family 26).
     """
-    short = -x.shape[-1] % _TILE
-    if not short or not x.is_cpu or x.element_size() != 2:
+    if not current.values.within or not x.is_cpu or not (short := -x.shape[-1] % _TILE):
         return x, *weights
     return tuple([F.pad(tensor, (0, short)) for tensor in (x, *weights)])
 

@@ -20,7 +20,7 @@ from ..core.quantization import COLUMNWISE, QuantizedTensor, Usage
 from ..core.quantization.grouped import RowGroups
 from ..core.quantization.state import quantizer_names
 from ._common import rows_of
-from ._products import quantized_backward, quantized_operands
+from ._products import quantized_backward, quantized_operands, tiled
 from .grouped import Groups
 
 _NAMES = "input", "weight", "grad_output"
@@ -115,9 +115,9 @@ class QuantizedGroups:
         each: Sequence[Tensor | None] = biases or [None] * len(self._each)
         inner = math.prod(x.shape[1:-1])
         for (of_x, weight), bias, rows in zip(operands, each, self._counts, strict=True):
-            wide = of_x.widened()
+            wide, matrix = tiled(of_x.widened(), weight.widened())
             bias = bias if bias is None else bias.to(wide.dtype)
-            parts.append(F.linear(wide, weight.widened(), bias)[: rows * inner].to(dtype))
+            parts.append(F.linear(wide, matrix, bias)[: rows * inner].to(dtype))
         return torch.cat(parts)
 
     def grads(

@@ -265,8 +265,7 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         if ctx.requires_grad:
             kept_x = x if ctx.param_requires_grad[0] else None
             ctx.to_save = kept_x, kept if ctx.input_requires_grad else None
-        if current.values.within:
-            x, w = tiled(x, w)
+        x, w = tiled(x, w)
         return x, w
 
     @staticmethod
@@ -290,7 +289,7 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         if not ctx.quantizers:
             return F.linear(*BasicLinear.operands(ctx, input_))
         x, w = BasicLinear.quantized_operands(ctx, input_)
-        return F.linear(x.widened(), w.widened()).to(ctx.dtype or x.dtype)
+        return F.linear(*tiled(x.widened(), w.widened())).to(ctx.dtype or x.dtype)
 
     def op_backward(self, ctx: OperationContext, grad_output: Tensor | QuantizedTensor) -> OpGrads:
         """``dx = dy @ weight``, ``dweight = dy.T @ x``, in the compute dtype.

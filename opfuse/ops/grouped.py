@@ -21,7 +21,6 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core.precision import add_product, adds_itself, cast, widen
-from ..core.settings import current
 from ._common import sum_rows
 from ._products import tiled
 
@@ -270,8 +269,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _loop(counts: list[int], x: Tensor, weights: Matrices, biases: Sequence[Tensor]) -> Tensor:
     each: Sequence[Tensor | None] = biases or [None] * len(weights)
-    if current.values.within:
-        x, *weights = tiled(x, *weights)
+    x, *weights = tiled(x, *weights)
     parts = zip(torch.split(x, counts), weights, each, strict=True)
     return torch.cat([F.linear(part, weight, bias) for part, weight, bias in parts])
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
 from ..core.op_context import OperationContext, Unread
-from ..core.settings import current
 from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
 from ._products import tiled
 from ._reading import tensor_of
@@ -149,8 +148,7 @@ class LowRankLinear(RowwiseOperation):
         dtype = ctx.dtype or input_.dtype
         x, mask = input_.to(dtype), None
         weight, a, b = [param.to(dtype) for param in ctx.params]
-        if current.values.within:
-            x, weight, a = tiled(x, weight, a)
+        x, weight, a = tiled(x, weight, a)
         dropped = x
         if self.training and self.dropout:
             dropped, mask = torch.native_dropout(x, self.dropout, True)
@@ -189,9 +187,7 @@ class LowRankLinear(RowwiseOperation):
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The sum of both products."""
         x, weight, low, b = self.operands(ctx, input_, keep=ctx.requires_grad)
-        if current.values.within:
-            low, b = tiled(low, b)
-        return F.linear(x, weight) + F.linear(low, b)
+        return F.linear(x, weight) + F.linear(*tiled(low, b))
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = dy W + dlow A``, ``dA = dlow^T x``, ``dB = dy^T low``; ``dlow = scaling dy B``."""

@@ -15,7 +15,6 @@ from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.state import quantizer_names
-from ..core.settings import current
 from ._blocks import writes_out
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
@@ -235,9 +234,8 @@ class ParallelLinear(LinearOperation):
         if ctx.requires_grad:
             kept_x = x if any(ctx.param_requires_grad[:count]) else None
             ctx.to_save = kept_x, *(kept if ctx.input_requires_grad else (None,) * count)
-        if current.values.within:
-            x, weights = (padded := tiled(x, *weights))[0], padded[1:]
-        return x, weights, [next(rest) if has_bias else None for has_bias in self.biased]
+        x, *matrices = tiled(x, *weights)
+        return x, matrices, [next(rest) if has_bias else None for has_bias in self.biased]
 
     @staticmethod
     def saved_operands(ctx: OperationContext) -> tuple[Tensor | None, list[Any]]:
@@ -252,9 +250,9 @@ class ParallelLinear(LinearOperation):
         """The products side by side; saves ``(input, *weights)``, as :class:`BasicLinear` does."""
         if ctx.quantizers:
             x, weights, biases = self.quantized_operands(ctx, input_)
-            wide = x.widened()
+            wide, *matrices = tiled(x.widened(), *[weight.widened() for weight in weights])
             given = [bias if bias is None else bias.to(wide.dtype) for bias in biases]
-            y = self.product(wide, [weight.widened() for weight in weights], given)
+            y = self.product(wide, matrices, given)
             return y.to(ctx.dtype or x.dtype)
         return self.product(*self.operands(ctx, input_))
 

@@ -36,6 +36,7 @@ That of GELU takes more threads for more, others for twice as many.
 _VECTORS = 128
 """A multiple of the values that torch's loops on a CPU take at once, also of half of them."""
 _ALIGNED = 64
+_MORE = 7
 
 Run = Callable[..., Any]
 
@@ -172,7 +173,9 @@ class Blocks:
             yield 0, 0, 0
 
     def _try(self, of_block: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
-        """Compare the bits of one row at every place, and beside others.
+        """Compare the bits of rows at every place, and beside others.
+
+        Where a row gives few values, more rows are tried: one value is often rounded alike.
 
         Raises:
             RuntimeError: They differ.
@@ -185,19 +188,25 @@ class Blocks:
                 return like.new_zeros(shape)
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
 
-        one, others = [[drawn(t, rows) for t in tensors] for rows in (1, BLOCK - 1)]
+        def copied() -> tuple[list[Tensor], Sequence[Tensor]]:
+            one = [drawn(tensor, 1) for tensor in tensors]
+            return one, of_block([torch.cat([row] * BLOCK) for row in one], 0)
+
+        others = [drawn(tensor, BLOCK - 1) for tensor in tensors]
+        for tensor in filter(Tensor.is_floating_point, others):
+            tensor[::2] = torch.inf
         recorder, current.recorder = current.recorder, None
         try:
-            alike = of_block([torch.cat([row] * BLOCK) for row in one], 0)
-            for tensor in filter(Tensor.is_floating_point, others):
-                tensor[::2] = torch.inf
+            one, alike = copied()
             mixed = of_block([torch.cat(pair) for pair in zip(one, others, strict=True)], 0)
+            beside = [torch.cat((y[:1], other[:1])) for y, other in zip(alike, mixed, strict=True)]
+            few = min([y[0].numel() for y in alike]) < BLOCK
+            more = [copied()[1] for _ in range(_MORE if few else 0)]
         finally:
             current.recorder = recorder
-        for y, other in zip(alike, mixed, strict=True):
-            flat = [t.reshape(BLOCK, t[0].numel()).contiguous() for t in (y, other)]
-            bits, beside = [t.view(torch.uint8) for t in flat]
-            if (bits != bits[0]).any() or (beside[0] != bits[0]).any():
+        for y in (y for of_rows in (alike, beside, *more) for y in of_rows):
+            bits = y.reshape(len(y), y[0].numel()).contiguous().view(torch.uint8)
+            if (bits != bits[0]).any():
                 self._refuse(
                     f"{y.dtype} rows of {tuple(tensors[0].shape[1:])} values have other bits at "
                     f"another place, or beside other rows, by the libraries in use here"
