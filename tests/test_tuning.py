@@ -1105,6 +1105,13 @@ def test_rounds_compare_ways_while_the_clock_drifts(monkeypatch):
     assert found[1].second == 2 * found[1].first == 4 * found[2].second
 
 
+def test_rounds_of_slow_ways_end(monkeypatch):
+    clock, drawn = Drifting(), random.Random(0)
+    monkeypatch.setattr(timing.Clock, "of", lambda device: clock)
+    found = timing.in_rounds([lambda: 4.0, lambda: drawn.uniform(0.1, 10)], CPU)
+    assert found[1].noise > timing.MOST_NOISE and clock.called == 2 * timing._FEW_TURNS
+
+
 MEASURED = [  # speed, and whether bytes are saved: what a Llama and a BERT in bf16 have
     *[(3.2, 1), (0.98, 1), (2.6, 1), (3.3, 1), (1.8, 1), (1.01, 0), (0.89, 1), (1.56, -1)],
     *[(0.71, 1), (1.06, 1), (1.08, 1), (0.97, 0), (0.72, 1), (1.06, 0), (0.86, 1), (0.99, 0)],

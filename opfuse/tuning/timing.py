@@ -75,9 +75,7 @@ def compare(
             low, middle, high = interval([a / b for a, b in zip(*times, strict=True)])
             noise = (high - low) / 2
             took = sum(max(each, TURN) for each in (*times[0], *times[1]))
-            if clear and took > _LONGEST:
-                break
-            if clear and (low > 1 + _CLEAR or high < 1 - _CLEAR):
+            if clear and (took > _LONGEST or low > 1 + _CLEAR or high < 1 - _CLEAR):
                 break
             if clear and noise > _CLOSE and any(low < speed < high for speed in _DECIDES):
                 continue
@@ -89,7 +87,7 @@ def compare(
 
 
 def in_rounds(ways: Sequence[Call], device: torch.device) -> list[Timing]:
-    """Time several functions, each once a round, until the intervals are narrow.
+    """Time several functions, each once a round, until the intervals are narrow, or it took long.
 
     What changes with time, such as the clock of a processor, changes all of them: so they can be
     compared with each other, too. Each round has another order, since what ran before a function
@@ -111,10 +109,11 @@ def in_rounds(ways: Sequence[Call], device: torch.device) -> list[Timing]:
             if turn + 1 < _FEW_TURNS:
                 continue
             found = [interval([a / b for a, b in zip(times[0], t, strict=True)]) for t in times]
-            is_enough = turn + 1 >= TURNS or sum(times[0]) > _LONG
-            if is_enough and all(high - low <= 2 * MOST_NOISE for low, _, high in found):
+            took, width = sum(times[0]), max([high - low for low, _, high in found])
+            is_narrow = width <= 2 * MOST_NOISE and (turn + 1 >= TURNS or took > _LONG)
+            if is_narrow or took > 4 * _LONGEST:
                 break
-    first, *_ = middles = [statistics.median(each) for each in times]
+    first, *_ = middles = [*map(statistics.median, times)]
     rows = zip(found, middles, strict=True)
     return [Timing(speed, (high - low) / 2, first, own, eager) for (low, speed, high), own in rows]
 
