@@ -251,14 +251,14 @@ def _gradients_of(
     z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
     _, of_entropy, _, of_squares, of_top = _named(grads, numbers)
     below: Any = None
-    p = cooled(z, numbers, spare[1])
     if of_squares is of_top is None:  # in fewer passes than with logarithms
+        p = cooled(z, numbers, spare[1])
         if of_entropy is not None and p.shape[-1]:
             largest = p.detach().amax(-1, keepdim=True)
             p = below = torch.sub(p, largest, out=spare[1])
         p = torch.softmax(p, -1, out=spare[2])
     else:
-        below = torch.log_softmax(p, -1, out=spare[1])
+        below = torch.log_softmax(cooled(z, numbers, spare[2]), -1, out=spare[1])
         p = torch.exp(below, out=spare[2])
     log_squares = None if of_squares is None else (2 * below).logsumexp(-1)
     top = None if of_top is None else below.topk(numbers.top_k, -1)[1]
