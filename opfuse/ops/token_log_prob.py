@@ -14,8 +14,7 @@ from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
 from ._blocks import writes_out
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
-from .cross_entropy import capped, uncapped
-from .parts import Spare, gradients_by_parts, parts, widened
+from .cross_entropy import Spare, capped, gradients_by_parts, parts, uncapped, widened
 
 
 class TokenNumbers(NamedTuple):
@@ -317,7 +316,7 @@ def gradients_from(
         grads: As there.
         numbers: As there.
         places_of: Gives the columns of tokens, and their shares, 0 where they have no column.
-        spare: See :func:`opfuse.ops.parts.parts`; the first may hold ``z``.
+        spare: See :func:`opfuse.ops.cross_entropy.parts`; the first may hold ``z``.
     """
     dy, of_entropy, of_lse, of_squares, of_top = _named(grads, numbers)
     factor, chosen = p.new_zeros(len(p)), []

@@ -12,9 +12,18 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import wide, widen
 from ..core.ranks import Group, run_collective
 from ._common import rows_of
-from .cross_entropy import CrossEntropy, LossNumbers, capped, counts, reduced, row_weights, uncapped
+from .cross_entropy import (
+    CrossEntropy,
+    LossNumbers,
+    Spare,
+    capped,
+    counts,
+    reduced,
+    row_weights,
+    uncapped,
+    widened,
+)
 from .distributed import WithProcessGroup
-from .parts import Spare, widened
 
 
 class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
@@ -146,7 +155,7 @@ class VocabPart(NamedTuple):
             weights: The gradient of each row's loss, ``(rows,)``, in fp32 for half precision.
             lse: As :meth:`row_losses` gave it.
             numbers: Of the forward.
-            spare: See :func:`opfuse.ops.parts.parts`.
+            spare: See :func:`opfuse.ops.cross_entropy.parts`.
         """
         _, smoothing, z_loss, softcap, _ = numbers
         z = capped(widened(logits, spare[0]), softcap, spare[0])

@@ -13,9 +13,8 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
 from ..core.ranks import gather_into, run_collective
 from ._common import rows_of
-from .cross_entropy import capped
+from .cross_entropy import Spare, capped, widened
 from .distributed import WithProcessGroup
-from .parts import Spare, widened
 from .token_log_prob import (
     RowStatistics,
     TokenLogProb,
@@ -189,7 +188,7 @@ class LogProbPart(VocabPart):
             grads: Of the output and of the extra outputs, ``(rows, ...)``; None: there is none.
             kept: As :meth:`row_log_probs` gave it.
             numbers: Of the forward.
-            spare: See :func:`opfuse.ops.parts.parts`.
+            spare: See :func:`opfuse.ops.cross_entropy.parts`.
         """
         lse, *others = kept
         z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.core.authoring import add_product, adds_itself, wide
-from opfuse.ops.cross_entropy import LossNumbers, capped, uncapped
-from opfuse.ops.parts import Spare, parts, widened
+from opfuse.ops.cross_entropy import LossNumbers, Spare, capped, parts, uncapped, widened
 
 from . import kernels
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opfuse import Environment
 from opfuse.ops import VocabParallelTokenLogProb
-from opfuse.ops.parts import gradients_by_parts
+from opfuse.ops.cross_entropy import gradients_by_parts
 
 from .fused import Products
 from .log_prob import LinearLogProb, fusions

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opfuse import Environment, Fusion, Optional
 from opfuse.ops import BasicLinear, Bias, VocabParallelCrossEntropy
-from opfuse.ops.parts import gradients_by_parts
+from opfuse.ops.cross_entropy import gradients_by_parts
 
 from .fused import Products
 from .loss import LinearLoss, in_forward
