@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
 from ..core.settings import current
 
-_TILE = 32
-"""A multiple of the features that a CPU's libraries multiply at once."""
+_TILE, _TILE_OF_HALF = 4, 32
+"""Multiples of the features that a CPU's libraries multiply at once."""
 
 
 def tiled(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -24,7 +24,8 @@ def tiled(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     fp64, on processors of AMD, MKL adds up the features beyond a multiple of 4 in an order that
     depends on the place of the row (PyTorch 2.13, EPYC of family 26).
     """
-    if not current.values.within or not x.is_cpu or not (short := -x.shape[-1] % _TILE):
+    short = -x.shape[-1] % (_TILE if x.element_size() > 2 else _TILE_OF_HALF)
+    if not short or not current.values.within or not x.is_cpu:
         return x, *weights
     return tuple([F.pad(tensor, (0, short)) for tensor in (x, *weights)])
 

@@ -167,30 +167,36 @@ def _is_floating(value: Any) -> bool:
 # Parts of rows that fit a core's cache, for formulas of a softmax on a CPU; for fusions too
 
 Spare = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Tensors in the dtype and shape of a part's arithmetic, which it may overwrite; or no tensors."""
+
+_MOST_ELSEWHERE = 1 << 26
+"""The number of logits in a part on a GPU: a few temporaries of them are small there."""
 
 
 def parts(rows: Tensor, *others: Tensor | None) -> list[Any]:
-    """Parts of rows whose temporaries fit a cache, and memory for them; elsewhere one part.
+    """Parts of rows whose temporaries are small, on a CPU with memory for them.
 
     The memory is the same for all parts. What a part frees may go back to the system, and the next
-    part then waits for other pages.
+    part then waits for other pages. Where calls are traced there is one part.
 
     Args:
         rows: A matrix.
         others: Tensors with as many rows; None: there is none.
 
     Returns:
-        For each part three tensors that it may overwrite, in the dtype of the arithmetic, or three
-        times None, and then its rows of each argument.
+        For each part a :data:`Spare`, and then its rows of each argument.
     """
     spare: Spare = None, None, None
-    if not rows.is_cpu or rows.numel() <= _blocks.LEAST or _blocks.tracing():
+    least, most = _blocks.LEAST, _blocks.BLOCK
+    if not rows.is_cpu:
+        least = most = _MOST_ELSEWHERE
+    if rows.numel() <= least or _blocks.tracing():
         return [(spare, rows, *others)]
-    count = max(1, _blocks.BLOCK // rows.shape[-1])
+    count = max(1, most // rows.shape[-1])
     first = torch.split(rows, count)
     given = [[None] * len(first) if each is None else torch.split(each, count) for each in others]
     spares: list[Any] = [spare] * len(first)
-    if _blocks.writes_out(rows, *[each for each in others if each is not None]):
+    if rows.is_cpu and _writes(rows, others):
         made = rows.new_empty((3, count, rows.shape[-1]), dtype=wide(rows.dtype))
         spares = [made[:, : len(part)].unbind() for part in first]
     return list(zip(spares, first, *given, strict=True))
@@ -208,13 +214,17 @@ def gradients_by_parts(
         in_place: Whether to overwrite the rows.
     """
     found = parts(rows, *others)
-    if not in_place and found[0][0][0] is None:  # where nothing may be overwritten, or in one part
+    if not in_place and (len(found) == 1 or not _writes(rows, others)):
         of_all = [of_part(*part).to(rows.dtype) for part in found]
         return of_all[0] if len(of_all) == 1 else torch.cat(of_all)
     out = rows if in_place else torch.empty_like(rows)
     for place, part in zip(torch.split(out, len(found[0][1]) or 1), found, strict=True):
         place.copy_(of_part(*part))
     return out
+
+
+def _writes(rows: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    return _blocks.writes_out(rows, *[each for each in others if each is not None])
 
 
 def widened(x: Tensor, out: Tensor | None) -> Tensor:

@@ -170,12 +170,7 @@ def _of_rows(
 ) -> tuple[Tensor, ...]:
     z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
     z = cooled(z, numbers, spare[0])
-    if numbers.entropy and z.shape[-1]:  # that of the largest p is minus the log of the sum
-        below = torch.sub(z, z.amax(-1, keepdim=True), out=spare[1])
-        p = torch.softmax(below, -1, out=spare[2])
-        log_p = torch.add(below, p.amax(-1, keepdim=True).log(), out=spare[1])
-    else:
-        p = log_p = torch.log_softmax(z, -1, out=spare[1])
+    log_p = torch.log_softmax(z, -1, out=spare[1])
     # it refuses tokens that are not classes, without a sync with the host
     found = [-F.nll_loss(log_p, tokens, ignore_index=numbers.ignore_index, reduction="none")]
     if numbers.logsumexp:
@@ -186,6 +181,7 @@ def _of_rows(
         values, top = log_p.topk(numbers.top_k, -1)
         found += [top, values]
     if numbers.entropy:  # the last, since it may overwrite
+        p = torch.softmax(z, -1, out=spare[2])  # cheaper than exp(log_p)
         found.insert(1, -_weighted(p, log_p)[1])
     return tuple(found)
 

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.ops.token_log_prob import row_logit_gradients
+from opfuse.ops import cross_entropy
+from opfuse.ops.token_log_prob import row_log_probs, row_logit_gradients
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROWS = [(), (1,), (3,), (127,), (2, 3), (2, 3, 2), (0,), (0, 3)]
@@ -166,6 +167,40 @@ def test_the_temporaries_of_all_parts_are_made_once(monkeypatch, op, dtype):
     least = part * classes * dtype.itemsize
     made = [event.name for event in profile.events() if event.self_cpu_memory_usage >= least]
     assert 3 <= len(made) <= 4  # temporaries of each pass, the gradient, and what it is made of
+
+
+def test_the_gradient_of_a_top_token_goes_to_that_token():
+    """Logits that differ by a rounding error have one order in both passes, with any other output."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 6, generator=generator)
+    x[:, 3:] = torch.nextafter(x[:, :3], torch.full((), torch.inf))
+    x.requires_grad_()
+    for options in ({}, {"entropy": True}, {"entropy": True, "temperature": 0.7}):
+        op = ops.TokenLogProb(top_k=6, **options)
+        *_, top, values = outputs(op, x, torch.zeros(512).long())
+        for k in range(6):
+            (dx,) = torch.autograd.grad(values[:, k].sum(), x, retain_graph=True)
+            assert torch.equal(dx.argmax(-1), top[:, k])
+
+
+def test_other_outputs_change_no_bit_of_a_log_probability():
+    x, tokens = draw((64,), 1000, torch.float32)
+    alone = outputs(ops.TokenLogProb(), x, tokens)[0]
+    others = ops.TokenLogProb(entropy=True, logsumexp=True, log_sum_squares=True, top_k=2)
+    assert torch.equal(alone, outputs(others, x, tokens)[0])
+    assert torch.equal(alone, x.log_softmax(-1)[range(64), tokens.clamp(0)] * (tokens >= 0))
+
+
+def test_many_logits_elsewhere_are_computed_in_large_parts(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_MOST_ELSEWHERE", 100)
+    logits, grad = torch.empty(64, 40, device="meta"), torch.empty(64, device="meta")
+    given = logits, torch.empty(64, device="meta").long()
+    assert [len(part) for _, part in cross_entropy.parts(logits)] == [2] * 32
+    numbers = ops.TokenLogProb().numbers_of()
+    assert row_log_probs(*given, numbers)[0].shape == (64,)
+    for in_place in (False, True):
+        dx = row_logit_gradients(*given, [grad], numbers, in_place=in_place)
+        assert dx.shape == logits.shape and (dx is logits) == in_place
 
 
 def test_rows_that_are_all_ignored():

@@ -36,7 +36,8 @@ That of GELU takes more threads for more, others for twice as many.
 _VECTORS = 128
 """A multiple of the values that torch's loops on a CPU take at once, also of half of them."""
 _ALIGNED = 64
-_MORE = 7
+_FEW, _MORE = 512, 7
+"""Where a row gives fewer values, so many rows more are tried."""
 
 Run = Callable[..., Any]
 
@@ -200,7 +201,7 @@ class Blocks:
             one, alike = copied()
             mixed = of_block([torch.cat(pair) for pair in zip(one, others, strict=True)], 0)
             beside = [torch.cat((y[:1], other[:1])) for y, other in zip(alike, mixed, strict=True)]
-            few = min([y[0].numel() for y in alike]) < BLOCK
+            few = min([y[0].numel() for y in alike]) < _FEW
             more = [copied()[1] for _ in range(_MORE if few else 0)]
         finally:
             current.recorder = recorder

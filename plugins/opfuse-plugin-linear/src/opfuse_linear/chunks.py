@@ -186,7 +186,7 @@ def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """``tensor * scale`` in a dtype, with little extra memory; with a scale a new tensor."""
+    """``tensor * scale`` of a matrix or vector in a dtype; with a scale a new tensor."""
     if tensor is None or scale is None:
         return None if tensor is None else tensor.to(dtype)
     if tensor.dtype is dtype:
