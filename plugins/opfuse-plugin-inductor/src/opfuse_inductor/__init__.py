@@ -1,4 +1,4 @@
-"""Runs of pointwise ops, norms and residual adds, and a loss; Inductor compiles each pass."""
+"""Runs of pointwise ops, norms and adds, a loss, log-probabilities; Inductor compiles each pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs; a loss.
+    """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs.
 
-    They take the ops that no other fusion takes.
+    And a loss, and log-probabilities of tokens. They take the ops that no other fusion takes.
     """
-    from . import fused, loss
+    from . import fused, log_prob, loss
 
-    return [*fused.JOINT, *loss.JOINT]
+    return [*fused.JOINT, *loss.JOINT, *log_prob.JOINT]
 
 
 @hookimpl

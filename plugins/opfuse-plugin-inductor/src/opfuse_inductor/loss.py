@@ -1,4 +1,4 @@
-"""Cross entropy in two compiled functions: the losses of rows, and the gradient of the logits.
+"""Functions of the rows of logits, compiled: the losses of cross entropy, and their gradient.
 
 PyTorch's operations go over the logits half a dozen times, in fp32. These functions read them once
 from memory in the forward, read and write them once in the backward, and keep two numbers per row.
@@ -25,18 +25,20 @@ from .kernels import CompiledKernel, cached
 from .tracing import Spec
 
 Arrays = dict[Any, Tensor]
-_OF_ROW = Spec(torch.int64)
+OF_ROW = Spec(torch.int64)
 _MOST_NUMBERS = 8
 
 
-class CompiledLoss(FusedOperation):
-    """Cross entropy, forward and backward.
+class CompiledRows(FusedOperation):
+    """An op that gives numbers for each row of logits, forward and backward.
 
     Small inputs, those that no kernel takes, and settings of the op after the eighth go through the
     op, as if there were no fusion.
     """
 
     grad_input = "fresh"
+    _check: str
+    """The name of the op's method that refuses targets of another shape."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -44,7 +46,7 @@ class CompiledLoss(FusedOperation):
         self._backend = conditions.DEFAULTS["inductor.backend"][0]
         self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
         self._made: dict[str, list[CompiledKernel]] = {}
-        self._numbers: set[LossNumbers] = set()
+        self._numbers: set[Any] = set()
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
@@ -61,24 +63,23 @@ class CompiledLoss(FusedOperation):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         (op,), (ctx,), ((targets,),) = self._parts, basic_op_ctxs, basic_op_extra_inputs
-        op.check_targets(targets, input_.shape)
+        getattr(op, self._check)(targets, input_.shape)
         rows, numbers = targets.numel(), op.numbers_of()
         plain = type(input_) is Tensor and type(targets) is Tensor
         small = rows < 2 or input_.numel() < max(self._min_elements, 1)
-        if not plain or small or not self._compiles_for(numbers):
+        if not plain or small or not self._compiles_for(self._of_rows(numbers)):
             return self.run_separately(
                 basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
             )
-        flat = fit(targets.long(), _OF_ROW, rows)
+        flat = fit(targets.long(), OF_ROW, rows)
         _refuse_what_is_no_class(flat, input_.shape[-1], numbers)
-        forward = self._kernel("forward", input_, numbers)
-        losses, *of_rows = forward([matrix(input_, rows), flat], rows)
+        found = self.values(matrix(input_, rows), flat, self._of_rows(numbers))
+        y, extras, kept = self.results(op, ctx, found, input_, targets)
         if ctx.requires_grad:
             needed = ctx.input_requires_grad
-            ctx.compiled = needed and self._kernel("backward", input_, numbers)
-            ctx.numbers = numbers
-            ctx.to_save = (input_, targets, *of_rows) if needed else (None,) * 4
-        return op.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
+            ctx.numbers, ctx.compiled = numbers, True
+            ctx.to_save = (input_, targets, *kept) if needed else (None,) * (2 + len(kept))
+        return y, [extras]
 
     def fuser_backward(
         self,
@@ -89,39 +90,73 @@ class CompiledLoss(FusedOperation):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         (ctx,) = basic_op_ctxs
-        if getattr(ctx, "compiled", None) is None:
+        if not getattr(ctx, "compiled", False):
             return self.run_separately_backward(
                 basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
             )
-        x, targets, *of_rows = ctx.saved_tensors
+        x, targets, *kept = ctx.saved_tensors
         if x is None:
             return None, [()], [(None,)]
-        rows, flat = targets.numel(), fit(targets.long(), _OF_ROW, targets.numel())
-        weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
-        (dx,) = ctx.compiled([matrix(x, rows), flat, *of_rows, weights], rows)
+        rows = targets.numel()
+        given = matrix(x, rows), fit(targets.long(), OF_ROW, rows), kept
+        dx = self.gradient(*given, (grad_output, *basic_op_grad_extra_outputs[0]), ctx.numbers)
         return dx.view(x.shape), [()], [(None,)]
 
-    def _compiles_for(self, numbers: LossNumbers) -> bool:
+    def values(self, x: Tensor, targets: Tensor, numbers: Any) -> list[Tensor]:
+        """What the forward's function gives."""
+        raise NotImplementedError
+
+    def results(
+        self, op: Any, ctx: Any, found: list[Tensor], x: Tensor, targets: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
+        """The output, the extra outputs and what is kept, from what the forward's function gave."""
+        raise NotImplementedError
+
+    def gradient(
+        self, x: Tensor, targets: Tensor, kept: list[Tensor], grads: Any, numbers: Any
+    ) -> Tensor:
+        """The gradient of the logits.
+
+        Args:
+            x: The logits, ``(rows, classes)``.
+            targets: ``(rows,)``, int64.
+            kept: As :meth:`results` gave it.
+            grads: Of the output and the extra outputs; None: there is none.
+            numbers: Of the forward.
+        """
+        raise NotImplementedError
+
+    def _of_rows(self, numbers: Any) -> Any:
+        """The numbers of the op, without those that do not matter to a row."""
+        return numbers
+
+    def _compiles_for(self, numbers: Any) -> bool:
         """Whether these are among the first numbers: a schedule would compile at every step."""
-        numbers = numbers._replace(reduction="none")
         if len(self._numbers) < _MOST_NUMBERS:
             self._numbers.add(numbers)
         return numbers in self._numbers
 
-    def _kernel(self, name: str, x: Tensor, numbers: LossNumbers) -> CompiledKernel:
-        """The function of a pass, for logits like these."""
-        numbers = numbers._replace(reduction="none")  # which must not affect it
-        key = numbers, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
-        function, rows = _PASSES[name]
-        specs = Spec(x.dtype, x.shape[-1]), _OF_ROW, *[Spec(wide(x.dtype))] * rows
+    def kernel(
+        self, name: str, function: Callable[..., Arrays], rows: int, x: Tensor, how: Any
+    ) -> CompiledKernel:
+        """The function of a pass, for logits like these.
+
+        Args:
+            name: The pass.
+            function: Takes ``how``, the logits, the targets, and numbers of rows.
+            rows: How many such numbers.
+            x: The logits.
+            how: What else is part of the function; hashable.
+        """
+        key = how, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
+        specs = Spec(x.dtype, x.shape[-1]), OF_ROW, *[Spec(wide(x.dtype))] * rows
 
         def make() -> CompiledKernel:
-            title = f"the {name} of CrossEntropy"
-            return CompiledKernel(
-                title, functools.partial(function, numbers), specs, x.device, key[-1]
-            )
+            title = f"the {name} of {type(self._parts[0]).__name__}"
+            made = functools.partial(function, how)
+            return CompiledKernel(title, made, specs, x.device, self._backend)
 
-        self._made[name] = [cached(("loss", name, key), make)]
+        self._made[name] = [cached((function, key), make)]
         return self._made[name][0]
 
     @property
@@ -130,7 +165,35 @@ class CompiledLoss(FusedOperation):
         return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
 
 
-def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: LossNumbers) -> None:
+class CompiledLoss(CompiledRows):
+    """Cross entropy, forward and backward; see its base."""
+
+    _check = "check_targets"
+
+    def _of_rows(self, numbers: LossNumbers) -> LossNumbers:
+        return numbers._replace(reduction="none")
+
+    def values(self, x: Tensor, targets: Tensor, numbers: LossNumbers) -> list[Tensor]:
+        """See the base."""
+        return self.kernel("forward", _losses, 0, x, numbers)([x, targets], len(x))
+
+    def results(
+        self, op: Any, ctx: Any, found: list[Tensor], x: Tensor, targets: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
+        """See the base."""
+        losses, *kept = found
+        return op.in_dtype(reduced(losses, targets, op.numbers_of()), ctx, x), (), kept
+
+    def gradient(
+        self, x: Tensor, targets: Tensor, kept: list[Tensor], grads: Any, numbers: LossNumbers
+    ) -> Tensor:
+        """See the base."""
+        weights = row_weights(grads[0].to(wide(x.dtype)), targets, numbers)
+        backward = self.kernel("backward", _gradients, 3, x, self._of_rows(numbers))
+        return backward([x, targets, *kept, weights], len(x))[0]  # type: ignore[no-any-return]
+
+
+def _refuse_what_is_no_class(targets: Tensor, classes: int, numbers: Any) -> None:
     """Let PyTorch raise its own error, for logits that take no memory."""
     nothing = torch.zeros((), device=targets.device).expand(len(targets), classes)
     F.nll_loss(nothing, targets, ignore_index=numbers.ignore_index, reduction="none")
@@ -143,14 +206,14 @@ def _losses(numbers: LossNumbers, x: Tensor, targets: Tensor) -> Arrays:
     are less.
     """
     # each use is capped by itself: a tensor with more than one use would be written to memory
-    largest = _capped(numbers, x.amax(-1))
-    spread = (_capped(numbers, x) - largest.unsqueeze(-1)).exp().sum(-1).log()
+    largest = capped(numbers, x.amax(-1))
+    spread = (capped(numbers, x) - largest.unsqueeze(-1)).exp().sum(-1).log()
     counted = targets != numbers.ignore_index
     places = targets.where(counted, 0).unsqueeze(-1)
-    at_target = _capped(numbers, x.gather(-1, places).squeeze(-1)) - largest
+    at_target = capped(numbers, x.gather(-1, places).squeeze(-1)) - largest
     loss = spread - at_target * (1 - numbers.label_smoothing)
     if numbers.label_smoothing:
-        others = (_capped(numbers, x) - largest.unsqueeze(-1)).mean(-1)
+        others = (capped(numbers, x) - largest.unsqueeze(-1)).mean(-1)
         loss = loss - others * numbers.label_smoothing
     if numbers.z_loss:
         loss = loss + (largest + spread).square() * numbers.z_loss
@@ -166,7 +229,7 @@ def _gradients(
     weights: Tensor,
 ) -> Arrays:
     """The gradient of the logits, as :meth:`opfuse.ops.CrossEntropy.fuser_backward` says."""
-    z = _capped(numbers, x)
+    z = capped(numbers, x)
     p = ((z - largest.unsqueeze(-1)) - spread.unsqueeze(-1)).exp()
     factor = weights * (1 + 2 * numbers.z_loss * (largest + spread)) if numbers.z_loss else weights
     hit = torch.arange(x.shape[-1], device=x.device) == targets.unsqueeze(-1)
@@ -179,19 +242,13 @@ def _gradients(
     return {"x": dz.to(x.dtype)}
 
 
-_PASSES: dict[str, tuple[Callable[..., Arrays], int]] = {
-    "forward": (_losses, 0),
-    "backward": (_gradients, 3),
-}
-"""The function of each pass, and how many floating-point numbers per row it takes."""
-
-
-def _capped(numbers: LossNumbers, x: Tensor) -> Tensor:
+def capped(numbers: Any, x: Tensor) -> Tensor:
+    """Logits in the dtype of the arithmetic, capped if the numbers say so."""
     z = x.to(wide(x.dtype))
     return z if numbers.softcap is None else torch.tanh(z / numbers.softcap) * numbers.softcap
 
 
-def _pays(ops: Any, env: Environment) -> bool | str:
+def pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
     if env.device.type != "cpu":
         return f"it compiles a loss for cpu, the input is on {env.device.type}"
@@ -200,6 +257,6 @@ def _pays(ops: Any, env: Environment) -> bool | str:
 
 JOINT = [
     Fusion(
-        (CrossEntropy,), CompiledLoss, _pays, priority=-100, name="compiled loss", needs_rows=True
+        (CrossEntropy,), CompiledLoss, pays, priority=-100, name="compiled loss", needs_rows=True
     )
 ]
