@@ -15,8 +15,8 @@ With ``--of log-probs`` it is ``TokenLogProb``, with a factor for each token, un
 ``prefer="memory"``, and eager is ``log_softmax`` in fp32 and ``gather``; with ``frozen-log-probs``
 the linear needs no gradient. ``--beside`` adds sides: the eager function under ``torch.compile``,
 the function of Liger Kernel's losses that gives log-probabilities by chunks, in PyTorch's
-operations, that of trl, and opfuse with the entropy too. What is compiled runs once before its
-memory is measured.
+operations, that of trl, opfuse with the entropy too, and opfuse with GRPO in the chain, whose
+gradient is known in the forward. What is compiled runs once before its memory is measured.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
-    parser.add_argument("--beside", default="", help="of log-probs: compiled,liger,trl,entropy")
+    parser.add_argument("--beside", default="", help="of log-probs: compiled,liger,trl,entropy,grpo")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -98,6 +98,9 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
         factors = torch.randn(options.tokens)
 
         with_entropy = opfuse.Sequential(head, ops.TokenLogProb(entropy=True))
+        policy = opfuse.Sequential(head, ops.TokenLogProb(), ops.losses.GRPO())
+        sequences = torch.arange(options.tokens) // 64
+        advantages = torch.randn(int(sequences[-1]) + 1)
 
         def plain(x: Any, weight: Any) -> Any:
             log_p = F.linear(x, weight).float().log_softmax(-1)
@@ -134,6 +137,7 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
             "liger": liger,
             "trl": by_trl,
             "entropy": entropy,
+            "grpo": lambda: policy(x, targets, sequences, advantages).backward(),
         }
         chosen = {name: beside[name] for name in options.beside.split(",") if name}
         return {"eager": lambda: plain(x, head.weight).backward(), "opfuse": fused, **chosen}

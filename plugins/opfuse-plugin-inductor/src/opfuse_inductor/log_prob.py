@@ -106,9 +106,9 @@ def _gradient(
     p = log_p.exp()
     dz = torch.zeros_like(p)
     if (dy := grads.get("log_prob")) is not None:
-        counted = (tokens != numbers.ignore_index).unsqueeze(-1)
+        share = torch.where((tokens != numbers.ignore_index).unsqueeze(-1), dy, 0.0)
         hit = torch.arange(x.shape[-1], device=x.device) == tokens.unsqueeze(-1)
-        dz = torch.where(counted, (torch.where(hit, 1.0, 0.0) - p) * dy, 0.0)
+        dz = torch.where(hit, share, 0.0) - p * share
     if (of_lse := grads.get("logsumexp")) is not None:
         dz = dz + p * of_lse
     if (of_entropy := grads.get("entropy")) is not None and entropy is not None:

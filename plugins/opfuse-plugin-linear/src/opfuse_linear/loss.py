@@ -185,10 +185,17 @@ def chunks_pay(ops: Any, env: Environment) -> bool | str:
 
 def in_forward(ops: Any, env: Environment) -> bool | str:
     """Whether the forward may compute the gradients; asked while planning."""
-    if (pays := chunks_pay(ops, env)) is not True or not env.requires_grad:
+    if (pays := chunks_pay(ops, env)) is not True:
         return pays
-    if ops[-1].reduction == "none":
+    if env.requires_grad and ops[-1].reduction == "none":
         return "what the gradient of each row's loss is scaled by is known in the backward only"
+    return gradients_in_forward(ops, env)
+
+
+def gradients_in_forward(ops: Any, env: Environment) -> bool | str:
+    """Whether a forward that computes the gradients pays, for a loss; asked while planning."""
+    if not env.requires_grad:
+        return True
     if not env.training:
         return "outside of training no gradient is computed before it is asked for"
     least = ops[0].in_features * (2 if env.dtype in kernels.HALF else 1)
