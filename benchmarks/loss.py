@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
-    parser.add_argument("--beside", default="", help="of log-probs: compiled,liger,trl,entropy,grpo")
+    parser.add_argument("--beside", default="", help="compiled,liger,trl,entropy,grpo")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
