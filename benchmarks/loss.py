@@ -15,8 +15,9 @@ With ``--of log-probs`` it is ``TokenLogProb``, with a factor for each token, un
 ``prefer="memory"``, and eager is ``log_softmax`` in fp32 and ``gather``; with ``frozen-log-probs``
 the linear needs no gradient. ``--beside`` adds sides: the eager function under ``torch.compile``,
 the function of Liger Kernel's losses that gives log-probabilities by chunks, in PyTorch's
-operations, that of trl, opfuse with the entropy too, and opfuse with GRPO in the chain, whose
-gradient is known in the forward. What is compiled runs once before its memory is measured.
+operations, that of trl, opfuse with the entropy too, and whole losses of responses of 64 tokens:
+GRPO and DPO in the chain of opfuse, and those of Liger Kernel in PyTorch's operations. What is
+compiled runs once before its memory is measured.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+RESPONSE = 64
+BESIDE = "compiled", "liger", "trl", "entropy", "grpo", "liger-grpo", "dpo", "liger-dpo"
 MOST_MEMORY, LEAST_SPEED = 0.30, 1.0
 """Goals: memory at most this part of eager's, speed at least this."""
 
@@ -50,7 +53,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
-    parser.add_argument("--beside", default="", help="compiled,liger,trl,entropy,grpo")
+    parser.add_argument("--beside", default="", help="some of: " + ",".join(BESIDE))
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -98,9 +101,6 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
         factors = torch.randn(options.tokens)
 
         with_entropy = opfuse.Sequential(head, ops.TokenLogProb(entropy=True))
-        policy = opfuse.Sequential(head, ops.TokenLogProb(), ops.losses.GRPO())
-        sequences = torch.arange(options.tokens) // 64
-        advantages = torch.randn(int(sequences[-1]) + 1)
 
         def plain(x: Any, weight: Any) -> Any:
             log_p = F.linear(x, weight).float().log_softmax(-1)
@@ -137,13 +137,53 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
             "liger": liger,
             "trl": by_trl,
             "entropy": entropy,
-            "grpo": lambda: policy(x, targets, sequences, advantages).backward(),
+            **whole_losses(head, x, targets),
         }
         chosen = {name: beside[name] for name in options.beside.split(",") if name}
         return {"eager": lambda: plain(x, head.weight).backward(), "opfuse": fused, **chosen}
     return {
         "eager": lambda: F.cross_entropy(F.linear(x, head.weight), targets).backward(),
         "opfuse": lambda: chain(x, targets).backward(),
+    }
+
+
+def whole_losses(head: Any, x: Any, targets: Any) -> dict[str, Callable[[], None]]:
+    """GRPO and DPO over responses, of opfuse and of Liger, without a reference model."""
+    import torch
+
+    import opfuse
+    from opfuse import ops
+
+    count = len(targets) // RESPONSE
+    sequences = torch.arange(count).repeat_interleave(RESPONSE)
+    responses, hidden = targets.view(count, RESPONSE), x.view(count, RESPONSE, -1)
+    advantages, mask = torch.randn(count), torch.ones(count, RESPONSE)
+    policy = opfuse.Sequential(head, ops.TokenLogProb(), ops.losses.GRPO())
+    preference = opfuse.Sequential(head, ops.TokenLogProb(), ops.losses.DPO())
+    pairs, nothing = torch.arange(count).view(2, -1).t(), torch.zeros(len(targets))
+    few = 512 // RESPONSE  # responses, of as many rows as a chunk of opfuse has
+
+    def dpo() -> None:
+        with opfuse.options(prefer="memory"):
+            preference(x, targets, sequences, pairs, nothing).backward()
+
+    def liger_grpo() -> None:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Loss
+
+        loss = Loss(beta=0.0, compiled=False, use_ref_model=False, chunk_size=few)
+        loss(hidden, head.weight, responses, mask, advantages)[0].backward()
+
+    def liger_dpo() -> None:
+        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss as Loss
+
+        loss = Loss(compiled=False, use_ref_model=False, chunk_size=few // 2)
+        loss(head.weight, hidden, responses)[0].backward()
+
+    return {
+        "grpo": lambda: policy(x, targets, sequences, advantages).backward(),
+        "liger-grpo": liger_grpo,
+        "dpo": dpo,
+        "liger-dpo": liger_dpo,
     }
 
 
