@@ -220,6 +220,16 @@ def test_without_gradients(name):
     assert torch.equal(loss_of(op, x.detach(), given), expected)
 
 
+@pytest.mark.parametrize("apart", [1e-3, 8.0, 20.0, 30.0])
+def test_the_divergence_of_a_token_far_from_the_reference_loses_no_digits(apart):
+    """Its slope is ``-c d``, of which both parts may be as large as ``exp(d)``."""
+    op, given = losses.GRPO(beta=1.0), {"sequences": torch.zeros(1).long()}
+    given |= {"advantages": torch.zeros(1), "reference": torch.tensor([-1.0])}
+    x = torch.tensor([-1.0 - apart], requires_grad=True)
+    (grad,) = torch.autograd.grad(loss_of(op, x, given), x)
+    torch.testing.assert_close(grad.item(), -(-1.0 - x.item()), rtol=1e-5, atol=0)
+
+
 def test_metrics_have_no_gradient():
     op = losses.GRPO(beta=0.2, metrics=True)
     x, given = draw(op)

@@ -210,7 +210,7 @@ class GRPO(SequenceLoss):
         by_c: Tensor
         loss, by_x, by_c = (factor * each for each in losses)
         if "reference" in tokens:
-            kl, of_x, of_c = self._divergence(tokens["reference"] - x, c)
+            kl, of_x, of_c = self._divergence(tokens["reference"] - x, c, whole)
             loss, by_x, by_c = loss + self.beta * kl, by_x + self.beta * of_x, by_c + of_c
             numbers["kl"] = kl.sum() / count
         weights = self._token_weights(those, items)
@@ -245,11 +245,13 @@ class GRPO(SequenceLoss):
         slope = torch.where(moves, -c * advantages, 0.0)
         return -torch.minimum(one, other), torch.zeros_like(x), slope
 
-    def _divergence(self, d: Tensor, c: Tensor) -> _Terms:
+    def _divergence(self, d: Tensor, c: Tensor, whole: bool) -> _Terms:
         """Of the reference; the last is already times ``beta``."""
         kl, slope = torch.expm1(d) - d, -torch.expm1(d)
         if not self.use_bias_correction_kl:
             return kl, slope, torch.zeros_like(kl)
+        if not whole:  # the two slopes add up to this, and would cancel
+            return kl * c, -d * c, torch.zeros_like(kl)
         return kl * c, slope * c, self.beta * kl * c
 
     # What tokens and sequences count

@@ -167,9 +167,9 @@ class LinearLossAgain(LinearLoss):
         return self._result(basic_op_ctxs, grads, None)
 
 
-def is_frozen(op: Any) -> bool:
-    """Whether its parameters need no gradients, as far as can be told without computing them."""
-    sources = [op.param_source(name) for name in op.param_names]
+def is_frozen(op: Any, *names: str) -> bool:
+    """Whether its parameters, or these, need no gradients, as told without computing them."""
+    sources = [op.param_source(name) for name in names or op.param_names]
     params = [module._parameters.get(name) for module, name in sources]
     return all(param is not None and not param.requires_grad for param in params)
 
@@ -199,7 +199,7 @@ def gradients_in_forward(ops: Any, env: Environment) -> bool | str:
     if not env.training:
         return "outside of training no gradient is computed before it is asked for"
     least = ops[0].in_features * (2 if env.dtype in kernels.HALF else 1)
-    if env.rows is not None and env.rows <= least and not is_frozen(ops[0]):
+    if env.rows is not None and env.rows <= least and not is_frozen(ops[0], "weight"):
         what = "the gradient of the weight, in fp32, is not smaller than the logits"
         return f"for at most {least} rows {what}"
     return True
