@@ -320,7 +320,8 @@ def test_the_suite_under_pytest(tmp_path):
     install(tmp_path, "function", "opfuse.v1", faulty_distributions.FUNCTION)
     (tmp_path / "coded.py").write_text(faulty_distributions.SOUND + OFFERS)
     (tmp_path / "test_suites.py").write_text(SUITES)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    warnings = "error\n    ignore:Guards may run slower:RuntimeWarning"  # on Python 3.13.0
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nfilterwarnings = {warnings}\n")
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
