@@ -6,7 +6,6 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..core.op import BasicOperation
@@ -38,7 +37,7 @@ def whole(value: Any) -> int | None:
 
     None: it is not a whole number, or it is a bool.
     """
-    if isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool:
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
         return operator.index(value)

@@ -47,14 +47,14 @@ def tree_of(function: Any) -> ast.FunctionDef:
     if not isinstance(function, types.FunctionType):
         name = getattr(function, "__qualname__", type(function).__name__)
         raise Unreadable(f"{name} is not a function whose code can be read")
-    found = _read(function.__code__)
+    found = _read(function.__code__, _qualname(function))
     if isinstance(found, str):
         raise Unreadable(found)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(code: types.CodeType) -> ast.FunctionDef | str:
+def _read(code: types.CodeType, qualname: str) -> ast.FunctionDef | str:
     name = code.co_name
     try:
         lines, _ = inspect.getsourcelines(code)
@@ -70,7 +70,7 @@ def _read(code: types.CodeType) -> ast.FunctionDef | str:
     found.decorator_list = []
     ast.increment_lineno(found, code.co_firstlineno - 1 - bool(above))
     try:
-        compiled = _compiled(found, code)
+        compiled = _compiled(found, code, qualname)
     except (SyntaxError, ValueError):
         return f"{name} has no source of its own"
     if compiled is None or not _is_same(compiled, code):
@@ -86,7 +86,7 @@ def compiled_like(function: types.FunctionType, tree: ast.FunctionDef, **cells: 
         tree: The tree; its signature is that of the function.
         **cells: Further variables that it reads as those of an enclosing function.
     """
-    code = _compiled(tree, function.__code__, tuple(cells))
+    code = _compiled(tree, function.__code__, _qualname(function), tuple(cells))
     assert code is not None
     own = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     closure = [own[n] if n in own else types.CellType(cells[n]) for n in code.co_freevars]
@@ -104,8 +104,12 @@ def like(function: types.FunctionType, code: types.CodeType, closure: Sequence[A
     return made
 
 
+def _qualname(function: types.FunctionType) -> str:
+    return getattr(function.__code__, "co_qualname", function.__qualname__)
+
+
 def _compiled(
-    tree: ast.FunctionDef, code: types.CodeType, more: tuple[str, ...] = ()
+    tree: ast.FunctionDef, code: types.CodeType, qualname: str, more: tuple[str, ...] = ()
 ) -> types.CodeType | None:
     """Compile a tree inside the class of a function, with the variables around that function."""
     inner = copy.copy(tree)
@@ -117,7 +121,7 @@ def _compiled(
     inner.returns = None
     inner.args.defaults = [ast.Constant(None) for _ in inner.args.defaults]
     inner.args.kw_defaults = [d and ast.Constant(None) for d in inner.args.kw_defaults]
-    around = code.co_qualname.split(".")[-2:-1] if hasattr(code, "co_qualname") else ["_"]
+    around = qualname.split(".")[-2:-1]
     within: Any = inner
     if around and around[0] != "<locals>":
         within = ast.ClassDef(around[0], [], [], [inner], [])
@@ -133,9 +137,7 @@ def _compiled(
     module = ast.fix_missing_locations(ast.Module(body, []))
     flags = code.co_flags & _FLAGS
     made: Any = compile(module, code.co_filename, "exec", flags=flags, dont_inherit=True)
-    for name in ("outer", *around, code.co_name):
-        if name == "<locals>":
-            continue
+    for name in [name for name in ("outer", *around, code.co_name) if name != "<locals>"]:
         inner_codes = [c for c in made.co_consts if isinstance(c, types.CodeType)]
         made = next((c for c in inner_codes if c.co_name == name), None)
         if made is None:
@@ -174,4 +176,7 @@ def _is_same_constant(a: Any, b: Any) -> bool:
         return _is_same(a, b)
     if type(a) is not type(b):
         return False
+    if isinstance(a, str) and "<locals>." in a and not hasattr(types.CodeType, "co_qualname"):
+        # before Python 3.11 the qualified name of an inner function is a constant of the outer one
+        return bool(a.rpartition("<locals>.")[2] == b.rpartition("<locals>.")[2])
     return repr(a) == repr(b) if not isinstance(a, frozenset) else a == b
