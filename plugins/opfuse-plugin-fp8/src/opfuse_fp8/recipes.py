@@ -107,7 +107,7 @@ class _FP8Recipe(opfuse.Recipe):
                 if (value is Format.E2M1) != (field.name == "fp4_format"):
                     fits = "Format.E2M1" if field.name == "fp4_format" else "an FP8 format"
                     raise ValueError(
-                        f"{type(self).__name__}.{field.name}: expected {fits}, got {value}"
+                        f"{type(self).__name__}.{field.name}: expected {fits}, got {value!s}"
                     )
                 if value is Format.E5M2:
                     raise ValueError(
