@@ -29,7 +29,7 @@ LIMITS = (  # the first torch without it, what the failure says, and the reason 
         "addmm() got multiple values for argument 'beta'",
         "its addmm on meta keeps the dtype",
     ),
-    ((2, 13), "spilled=16, ", "its Triton spills registers in one of the kernels"),
+    ((2, 14), "spilled=16, ", "its Triton spills registers in one of the kernels"),
     ((2, 13), "Profiler clears events at the end of each cycle", "its profiler warns of itself"),
 )
 
