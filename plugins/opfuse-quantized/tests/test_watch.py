@@ -126,7 +126,8 @@ def test_compiled_code_is_refused():
     with pytest.raises(Exception, match="sees nothing of code that torch.compile compiles"):
         with opfuse.autocast(testing.PerTensor()), opfuse.watch_quantization():
             run(x)
-    with pytest.raises(Exception, match="cannot be traced"):
+    # on Python 3.10 Dynamo hides the sentence
+    with pytest.raises(Exception, match="cannot be traced|Observed exception"):
         torch.compile(watched, backend="eager", fullgraph=True)(x)
 
 
