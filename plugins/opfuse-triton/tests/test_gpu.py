@@ -205,6 +205,8 @@ def test_how_far_fp8_codes_may_be_from_the_twins(moved, by, exact, fault):
     ],
 )
 def test_few_scales_may_be_the_next_power_of_two(moved, factor, fault):
+    torch.manual_seed(0)  # beside large scales a small one may be wrong by its tolerance
+
     def scales(x):
         return torch.exp2((x * 4).round()).float()
 
