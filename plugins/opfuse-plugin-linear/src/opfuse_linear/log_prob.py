@@ -13,7 +13,7 @@ from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gr
 
 from . import choice, chunks, kernels
 from .fused import Products
-from .loss import LinearLoss, by_kernels, chunks_pay, is_frozen
+from .loss import LinearLoss, chunks_pay, is_frozen, on_cpu, on_gpu
 
 Ctxs = list[OperationContext]
 
@@ -196,18 +196,6 @@ def _frozen(ops: Any, env: Environment) -> bool | str:
     return _pays(ops, env)
 
 
-def _frozen_on_cpu(ops: Any, env: Environment) -> bool | str:
-    if by_kernels(env):
-        return "on a GPU the same chunks have a fusion that trades time for memory"
-    return _frozen(ops, env)
-
-
-def _frozen_on_gpu(ops: Any, env: Environment) -> bool | str:
-    if not by_kernels(env):
-        return "on a CPU the same chunks have a fusion that takes no more time"
-    return _frozen(ops, env)
-
-
 def _in_backward(ops: Any, env: Environment) -> bool | str:
     if not env.requires_grad:
         return "no backward follows, in which something would be computed again"
@@ -226,8 +214,8 @@ def fusions(op: type, build: type, said: str = "", linear: type = BasicLinear) -
     pattern, name = (linear, Optional(Bias), op), f"linear+log-probability{said}"
     trades: Any = {"trades_time": True}
     return [
-        Fusion(pattern, build, _frozen_on_cpu, name=name),
-        Fusion(pattern, build, _frozen_on_gpu, name=f"{name}, on a GPU", **trades),
+        Fusion(pattern, build, on_cpu(_frozen), name=name),
+        Fusion(pattern, build, on_gpu(_frozen), name=f"{name}, on a GPU", **trades),
         Fusion(pattern, build, _in_backward, benefit=1, name=f"{name}, computed again", **trades),
     ]
 

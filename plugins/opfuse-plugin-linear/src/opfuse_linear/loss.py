@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .conditions import plain_linear
 from .fused import Products
 
 Ctxs = list[OperationContext]
+Condition = Callable[[Any, Environment], bool | str]
 
 
 class LinearLoss(Products):
@@ -210,16 +211,26 @@ def by_kernels(env: Environment) -> bool:
     return env.device.type != "cpu" or is_interpreting()
 
 
-def _in_forward_on_cpu(ops: Any, env: Environment) -> bool | str:
-    if by_kernels(env):
-        return "on a GPU the same chunks have a fusion that trades time for memory"
-    return in_forward(ops, env)
+def on_cpu(pays: Condition) -> Condition:
+    """The condition of a fusion by chunks where PyTorch's operations compute the softmax."""
+
+    def asked(ops: Any, env: Environment) -> bool | str:
+        if by_kernels(env):
+            return "on a GPU the same chunks have a fusion that trades time for memory"
+        return pays(ops, env)
+
+    return asked
 
 
-def _in_forward_on_gpu(ops: Any, env: Environment) -> bool | str:
-    if not by_kernels(env):
-        return "on a CPU the same chunks have a fusion that takes no more time"
-    return in_forward(ops, env)
+def on_gpu(pays: Condition) -> Condition:
+    """The condition of a fusion by chunks where a kernel computes the softmax."""
+
+    def asked(ops: Any, env: Environment) -> bool | str:
+        if not by_kernels(env):
+            return "on a CPU the same chunks have a fusion that takes no more time"
+        return pays(ops, env)
+
+    return asked
 
 
 def _in_backward(ops: Any, env: Environment) -> bool | str:
@@ -231,11 +242,11 @@ def _in_backward(ops: Any, env: Environment) -> bool | str:
 _PATTERN = BasicLinear, Optional(Bias), CrossEntropy
 
 JOINT = [
-    Fusion(_PATTERN, LinearLoss, _in_forward_on_cpu, name="linear+loss", needs_rows=True),
+    Fusion(_PATTERN, LinearLoss, on_cpu(in_forward), name="linear+loss", needs_rows=True),
     Fusion(
         _PATTERN,
         LinearLoss,
-        _in_forward_on_gpu,
+        on_gpu(in_forward),
         name="linear+loss, on a GPU",
         needs_rows=True,
         trades_time=True,

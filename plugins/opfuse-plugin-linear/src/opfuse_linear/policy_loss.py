@@ -15,7 +15,7 @@ from opfuse.ops.losses import GRPO
 
 from . import chunks
 from .log_prob import Ctxs, LinearLogProb, no_top_tokens
-from .loss import by_kernels, chunks_pay, gradients_in_forward
+from .loss import chunks_pay, gradients_in_forward, on_cpu, on_gpu
 from .low_rank import LowRankLogProb
 
 
@@ -124,7 +124,7 @@ def _pays(ops: Any, env: Environment) -> bool | str:
     if refused := no_top_tokens(of_rows, env):
         return refused
     if env.requires_grad and (why := others_matter(loss)):
-        return f"{why}, so the gradient of a token is known when all log-probabilities are"
+        return f"{why}, so no gradient of a token is known before all log-probabilities are"
     if of_rows.num_extra_outputs:
         return "the gradients of other outputs of TokenLogProb come from elsewhere"
     if env.requires_grad and env.dtype is torch.float16:
@@ -133,24 +133,12 @@ def _pays(ops: Any, env: Environment) -> bool | str:
     return gradients_in_forward(ops, env) if pays is True else pays
 
 
-def _on_cpu(ops: Any, env: Environment) -> bool | str:
-    if by_kernels(env):
-        return "on a GPU the same chunks have a fusion that trades time for memory"
-    return _pays(ops, env)
-
-
-def _on_gpu(ops: Any, env: Environment) -> bool | str:
-    if not by_kernels(env):
-        return "on a CPU the same chunks have a fusion that takes no more time"
-    return _pays(ops, env)
-
-
 def _fusions(linear: type, build: type, name: str) -> list[Fusion]:
     pattern = linear, Optional(Bias), TokenLogProb, GRPO
     trades: Any = {"trades_time": True}
     return [
-        Fusion(pattern, build, _on_cpu, name=name, needs_rows=True),
-        Fusion(pattern, build, _on_gpu, name=f"{name}, on a GPU", needs_rows=True, **trades),
+        Fusion(pattern, build, on_cpu(_pays), name=name, needs_rows=True),
+        Fusion(pattern, build, on_gpu(_pays), name=f"{name}, on a GPU", needs_rows=True, **trades),
     ]
 
 
