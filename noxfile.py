@@ -40,7 +40,8 @@ nox.options.default_venv_backend = "virtualenv"
 
 ROOT = pathlib.Path(__file__).parent.resolve()
 CONSTRAINTS = ROOT / "constraints.txt"
-WORKFLOW_OF_NEW = ROOT / "opfuse/cli/scaffold/template/.github/workflows/check.yml"
+OF_NEW = ROOT / "opfuse/cli/scaffold/template"
+WORKFLOW_OF_NEW = OF_NEW / "any/.github/workflows/check.yml"
 DISTRIBUTIONS = str(ROOT / "tests" / "release" / "distributions.py")
 BIN = "Scripts" if os.name == "nt" else "bin"
 ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
@@ -319,13 +320,15 @@ def lint(session: nox.Session) -> None:
     }.items():
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, files))
     with tempfile.TemporaryDirectory() as folder:  # what `opfuse new` writes, for ruff as it comes
-        written = pathlib.Path(folder, "new")
-        shutil.copytree(ROOT / "opfuse/cli/scaffold/template", written)
-        (written / "src/opfuse_NAME").rename(written / "src/opfuse_hasty")
-        for path in written.rglob("*.py"):
-            path.write_text(path.read_text().replace("opfuse_NAME", "opfuse_hasty"))
-        session.chdir(written)
-        session.run("ruff", "check", "--isolated", "--no-cache")
+        for kind in sorted({path.name for path in OF_NEW.iterdir()} - {"any"}):
+            written = pathlib.Path(folder, kind)
+            for part in ("any", kind):
+                shutil.copytree(OF_NEW / part, written, dirs_exist_ok=True)
+            (written / "src/opfuse_NAME").rename(written / "src/opfuse_hasty")
+            for path in written.rglob("*.py"):
+                path.write_text(path.read_text().replace("opfuse_NAME", "opfuse_hasty"))
+            session.chdir(written)
+            session.run("ruff", "check", "--isolated", "--no-cache")
         session.chdir(ROOT)
 
 

@@ -16,7 +16,7 @@ import opfuse
 from opfuse import Fusion, OneOf, OneOrMore, Optional, Subclasses, ops
 from opfuse.cli import check_plugin as checking
 from opfuse.cli import commands as cli
-from opfuse.cli import declared
+from opfuse.cli import declared, scaffold
 from opfuse.core.discovery import installed_plugins
 
 pytestmark = pytest.mark.alone
@@ -222,6 +222,15 @@ def test_metadata(install, monkeypatch, old, new, said):
     install(described=METADATA.replace(old, new))
     (failure,) = described(monkeypatch)["failures"]
     assert said in failure
+
+
+@pytest.mark.parametrize("kind", scaffold.KINDS)
+def test_the_description_of_what_a_new_plugin_no_longer_offers(install, monkeypatch, kind):
+    """It is right until its author puts another fusion, or recipe, in the place of the example."""
+    own = scaffold.KINDS[kind]
+    install(described=METADATA.replace("Two ops at once", own.description))
+    (failure,) = described(monkeypatch)["failures"]
+    assert failure.startswith(f"metadata: the description is that of `opfuse new` for {own.offers}")
 
 
 def test_an_entry_point_of_another_contract(install, monkeypatch):

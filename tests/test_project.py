@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-OF_NEW = ROOT / "opfuse/cli/scaffold/template/.github/workflows/check.yml"
+OF_NEW = ROOT / "opfuse/cli/scaffold/template/any/.github/workflows/check.yml"
 WORKFLOWS = [*sorted(ROOT.glob(".github/workflows/*.yml")), OF_NEW]
 
 

@@ -49,39 +49,62 @@ def files(folder):
 
 # Writing
 
+COMMON = {
+    *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".github/workflows/check.yml"),
+    *("src/opfuse_NAME/__init__.py", "src/opfuse_NAME/py.typed", "tests/test_conformance.py"),
+}
+KERNELS = {f"src/opfuse_NAME/{name}.py" for name in ("fused", "kernels", "cases")}
+FILES = {
+    "forward": KERNELS | {"tests/test_kernels.py"},
+    "backward": KERNELS | {"tests/test_kernels.py"},
+    "joint": {"src/opfuse_NAME/fused.py", "tests/test_fused.py"},
+    "op": {"src/opfuse_NAME/fused.py", "src/opfuse_NAME/ops.py", "tests/test_ops.py"},
+    "recipe": {
+        *("src/opfuse_NAME/recipes.py", "src/opfuse_NAME/quantizers.py", "tests/test_training.py")
+    },
+}
+"""Of each kind, what it has in addition to those of any."""
+HAVE_KERNELS = "forward", "backward"
 
+
+@pytest.mark.parametrize("kind", [None, *scaffold.KINDS])
 @pytest.mark.parametrize(
     "name, short, module", [("mine", "mine", "mine"), ("opfuse-plugin-a-b2", "a-b2", "a_b2")]
 )
-def test_new_writes_these_files(name, short, module, tmp_path, monkeypatch):
+def test_new_writes_these_files(name, short, module, kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = new(name)
+    result = new(name, *(() if kind is None else ("--kind", kind)))
+    kind = kind or "forward"  # the default
     assert (result.exit_code, result.stderr) == (0, "")
     folder = tmp_path / f"opfuse-plugin-{short}"
     assert result.stdout.startswith(f"Wrote {folder.name}.")
-    assert files(folder) == {
-        *("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"),
-        *(
-            f"src/opfuse_{module}/{file}"
-            for file in ("__init__.py", "cases.py", "fused.py", "kernels.py", "py.typed")
-        ),
-        *("tests/test_conformance.py", "tests/test_kernels.py"),
-        ".github/workflows/check.yml",
-    }
+    expected = {path.replace("NAME", module) for path in COMMON | FILES[kind]}
+    assert files(folder) == expected
     text = {path: (folder / path).read_text(encoding="utf-8") for path in files(folder)}
-    assert not [path for path in text if path != "LICENSE" and "NAME" in text[path]]
+    left = re.compile(r"NAME|DESCRIPTION|^(#|<!--) (all|only )", re.MULTILINE)
+    assert not [path for path in text if path != "LICENSE" and left.search(text[path])]
     project = tomllib.loads(text["pyproject.toml"])["project"]
     assert project["name"] == f"opfuse-plugin-{short}"
-    assert project["entry-points"] == {
-        "opfuse.v1": {short: f"opfuse_{module}"},
-        "opfuse_triton.cases": {short: f"opfuse_{module}.cases:CASES"},
-    }
+    assert project["description"] == scaffold.KINDS[kind].description
+    points = {"opfuse.v1": {short: f"opfuse_{module}"}}
+    if kind in HAVE_KERNELS:
+        points["opfuse_triton.cases"] = {short: f"opfuse_{module}.cases:CASES"}
+        assert f"from opfuse_{module} import kernels" in text["tests/test_kernels.py"]
+    assert project["entry-points"] == points
     assert project["optional-dependencies"]["test"] == ["opfuse[testing]"]
-    assert f'plugin = "{short}"' in text["tests/test_conformance.py"]
-    assert f"from opfuse_{module} import kernels" in text["tests/test_kernels.py"]
+    of_toolkit = [path for path in text if "opfuse_triton" in text[path] or "triton]" in text[path]]
+    assert bool(of_toolkit) == (kind in HAVE_KERNELS)
+    if kind != "recipe":
+        assert f'plugin = "{short}"' in text["tests/test_conformance.py"]
     for path in text:
         if path.endswith(".py"):
             compile(text[path], path, "exec")
+
+
+def test_a_kind_that_is_none(tmp_path):
+    result = new("mine", "--kind", "optimizer", "--into", str(tmp_path))
+    assert result.exit_code == 2 and "'forward', 'joint', 'backward'" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_into_names_the_folder_to_write_in(tmp_path):
@@ -135,15 +158,13 @@ def test_new_overwrites_nothing(tmp_path):
 # As a package
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+def put_in_place(name, root, kind="forward"):
     """The folder of a generated plugin, and an environment with it installed, by pip, and no other plugin used."""
     # to look for the module pip changes distutils
     have = {dist.name for dist in importlib.metadata.distributions()}
     if not {"pip", "hatchling", "opfuse-triton"} <= have:
         pytest.skip("without pip, hatchling and opfuse-triton nothing can be installed")
-    root = tmp_path_factory.mktemp("new")
-    folder, site = scaffold.write("out-of-the-box", root), root / "site"
+    folder, site = scaffold.write(name, root, kind), root / "site"
     options = [
         "--quiet",
         "--no-deps",
@@ -159,7 +180,13 @@ def installed(tmp_path_factory):
         if not name.startswith(("OPFUSE_", "TRITON_"))
     }
     path = os.pathsep.join([str(site), *(entry for entry in sys.path if entry)])
-    return folder, {**environment, "PYTHONPATH": path, "OPFUSE_PLUGINS": "out-of-the-box"}
+    return folder, {**environment, "PYTHONPATH": path, "OPFUSE_PLUGINS": name}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A plugin of the default kind."""
+    return put_in_place("out-of-the-box", tmp_path_factory.mktemp("new"))
 
 
 def python(installed, *arguments, **environment):
@@ -218,6 +245,57 @@ def test_it_passes_the_check_for_the_index(installed):
     out = python(installed, "-m", "opfuse", "check-plugin", name, "--quick", "--tests", "tests")
     assert "forward bias+activation: Bias + any Activation" in out and "checks: 3 passed" in out
     assert out.endswith("Nothing failed.\n")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in scaffold.KINDS if kind != "forward"])
+def test_a_plugin_of_another_kind_passes_its_tests_and_the_check_for_the_index(kind, tmp_path):
+    """Unchanged, its description included; the kit is shown to look at what it offers."""
+    its = put_in_place(f"out-of-{kind}", tmp_path, kind)
+    out = python(its, *TESTS, *FEW)
+    assert " passed" in out and " failed" not in out
+    name = f"opfuse-plugin-out-of-{kind}"
+    report = json.loads(
+        python(its, "-m", "opfuse", "check-plugin", name, "--quick", "--tests", "tests", "--json")
+    )
+    assert report["failures"] == [] and report["summary"] == scaffold.KINDS[kind].description
+    (plugin,) = report["plugins"]
+    if kind == "recipe":
+        assert plugin["recipes"] == ["out-of-recipe"] and report["conformance"]["rest"]["passed"]
+        return
+    (fusion,) = plugin["fusions"]
+    assert fusion["name"] == scaffold.KINDS[kind].offers and fusion["checks"]["passed"] == 3
+
+
+WRONG = {
+    "forward": ("fused.py", "hidden = (x + bias)", "hidden = (x + 1.01 * bias)", "output"),
+    "joint": ("fused.py", "weight + 1 if ctx.zero_centered_gamma else weight", "weight", "gradients"),
+    "backward": ("fused.py", ".sum(0, dtype=", ".mean(0, dtype=", "gradients"),
+    "op": ("fused.py", "value=scale.factor", "value=1.01 * scale.factor", "output"),
+    "recipe": ("quantizers.py", "torch.where(largest == 0, 1.0, largest / 127)", "largest / 127", "zeros"),
+}  # fmt: skip
+"""Of each kind a change of one line, and a check that finds it."""
+
+
+@pytest.mark.costly(1)
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_line_that_is_wrong_fails(kind, tmp_path):
+    """What the tests of a new plugin say of it is not empty."""
+    folder, environment = put_in_place("wrong", tmp_path, kind)
+    file, old, new_line, check = WRONG[kind]
+    source = tmp_path / "site" / "opfuse_wrong" / file
+    text = source.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    source.write_text(text.replace(old, new_line), encoding="utf-8")
+    command = [sys.executable, *TESTS[:-1], "-k", check, "tests/test_conformance.py"]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(rf"FAILED .*{check}", done.stdout), done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["backward"])
+def test_the_kernel_of_another_kind_passes_its_tests_interpreted(kind, tmp_path):
+    out = python(put_in_place("interpreted", tmp_path, kind), *TESTS, *FEW, TRITON_INTERPRET="1")
+    assert " passed" in out and "no GPU, and Triton does not interpret" not in out
 
 
 @needs_triton
@@ -336,8 +414,11 @@ def test_the_plugins_here_have_the_generated_shape(folder, tmp_path, monkeypatch
     assert len([line for line in (folder / module).read_text().splitlines() if line.strip()]) <= 40
 
 
-def test_the_template_depends_on_this_opfuse(tmp_path):
-    project = tomllib.loads((scaffold.TEMPLATE / "pyproject.toml").read_text())["project"]
+@pytest.mark.parametrize("kind", scaffold.KINDS)
+def test_the_template_depends_on_this_opfuse(kind):
+    template = (scaffold.TEMPLATE / "any" / "pyproject.toml").read_text()
+    project = tomllib.loads(scaffold.fill(template, "mine", kind))["project"]
     major, minor, _ = opfuse.__version__.split(".")
     bounds = f">={major}.{minor},<{major}.{int(minor) + 1}"
-    assert project["dependencies"] == [f"opfuse{bounds}", f"opfuse-triton{bounds}"]
+    toolkit = [f"opfuse-triton{bounds}"] if kind in HAVE_KERNELS else []
+    assert project["dependencies"] == [f"opfuse{bounds}", *toolkit]

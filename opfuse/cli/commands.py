@@ -252,13 +252,21 @@ def freeze_command() -> None:
     default=".",
     help="The folder for the new one; default: the current one.",
 )
-def new(name: str, into: str) -> None:
+@click.option(
+    "--kind",
+    type=click.Choice([*scaffold.KINDS]),
+    default=next(iter(scaffold.KINDS)),
+    show_default=True,
+    help="What it gives to opfuse: a fusion of these passes, an op with its fusion, or a recipe.",
+)
+def new(name: str, into: str, kind: str) -> None:
     """Write a complete plugin into a new folder opfuse-plugin-NAME.
 
-    It has one fusion, a Triton kernel with its PyTorch twin, and tests, and works as it is.
+    It has one example and its tests, and works as it is. A fusion of the forward or of the backward
+    has a Triton kernel with its PyTorch twin. The others are written in PyTorch's operations.
     """
     try:
-        click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into))))
+        click.echo(scaffold.welcome(scaffold.write(name, pathlib.Path(into), kind)))
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from None
 

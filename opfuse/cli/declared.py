@@ -12,6 +12,7 @@ from ..core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses, fusion
 from ..core.hookspecs import GROUP
 from ..core.plugins import manager
 from ..core.records import PluginRecord, normalize
+from .scaffold import KINDS
 
 SCHEMA = 1
 """The version of the report."""
@@ -60,6 +61,13 @@ def describe(dist: metadata.Distribution) -> dict[str, Any]:
             report["failures"].append(f"plugin {record.name} does not load: {record.error}")
         elif not record.hooks:
             report["failures"].append(f"plugin {record.name} implements no hook")
+    offered = {fusion["name"] for plugin in report["plugins"] for fusion in plugin["fusions"]}
+    offered |= {recipe.__name__ for record in mine for recipe in record.recipes.values()}
+    for kind in KINDS.values():
+        if report["summary"] == kind.description and offered and kind.offers not in offered:
+            what = f"the description is that of `opfuse new` for {kind.offers}, which is not there"
+            say = "say what the plugin offers (description in pyproject.toml)"
+            report["failures"].append(f"metadata: {what}: {say}")
     return report
 
 

@@ -1,0 +1,16 @@
+"""The fusions that this plugin gives to opfuse.
+
+Nothing heavy is imported here: opfuse asks while it makes its first plan.
+"""
+
+from __future__ import annotations
+
+from opfuse import Fusion, hookimpl
+
+
+@hookimpl
+def opfuse_joint_fusions() -> list[Fusion]:
+    """RMSNorm + activation."""
+    from . import fused
+
+    return fused.JOINT
