@@ -1,7 +1,7 @@
 """Writes what comes from the code.
 
-These are the pages on hooks, contracts and the grammar, the plugin index, a table in from-te-ops,
-and the pictures plan.svg, architecture.svg, kernels.svg and memory.svg.
+These are the pages on hooks, contracts, checks and the grammar, the plugin index, a table in
+from-te-ops, and the pictures plan.svg, architecture.svg, kernels.svg and memory.svg.
 
     python docs/generate.py
 
@@ -352,7 +352,8 @@ def generated():
     pictures = {"plan.svg": picture(), "architecture.svg": load("house").draw()}
     gallery, index = load("gallery"), DO_NOT_EDIT + load("plugin_index").page()
     pictures |= {"kernels.svg": gallery.kernels(), "memory.svg": gallery.memory()}
-    return pages | {"grammar.md": grammar(), "plugin-index.md": index} | pictures
+    pages |= {"grammar.md": grammar(), "checks.md": DO_NOT_EDIT + load("checks").page()}
+    return pages | {"plugin-index.md": index} | pictures
 
 
 if __name__ == "__main__":

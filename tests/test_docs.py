@@ -168,19 +168,24 @@ def test_the_plugin_is_found_by_its_entry_point(tmp_path):
     assert states[project["name"]] == "loaded"
 
 
+def module_of_docs(name):
+    """A module of the folder docs, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.cache
 def generated():
     """What docs/generate.py writes, by name."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.generated()
+    return module_of_docs("generate").generated()
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("hooks.md", "contracts.md", "from-te-ops.md"),
+        *("hooks.md", "contracts.md", "from-te-ops.md", "checks.md"),
         *("plan.svg", "architecture.svg", "kernels.svg", "memory.svg"),
     ],
 )
@@ -191,6 +196,14 @@ def test_what_is_generated_is_current(name):
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generated()[name], (
         "run docs/generate.py"
     )
+
+
+def test_every_check_of_the_kit_has_a_usual_cause():
+    """And each cause is that of a check: docs/checks.py."""
+    page = module_of_docs("checks")
+    names = [name for found in page.checks() for name, _ in found]
+    assert sorted(page.CAUSES) == sorted(names)
+    assert all(page.CAUSES.values())
 
 
 def test_the_table_of_names_knows_every_op():
