@@ -238,6 +238,33 @@ def test_the_fusions_of_the_hooks_page_give_the_right_numbers(passes, nothing_in
             assert outcome.failure is None and outcome.ran, str(outcome)
 
 
+def test_the_fused_op_that_adds_to_a_sum_does_so_and_is_right(nothing_installed):
+    """That of write-a-plugin; without its declaration it gets no sum, and the numbers are the same."""
+    adding = run_blocks(ROOT / "docs" / "write-a-plugin.md")["LinearGrad"]
+    fusion, offered, totals = opfuse.Fusion((opfuse.ops.BasicLinear,), adding), [], []
+    chains = testing.make_chains(testing.Subject("example", "backward", fusion))
+    for check in ("gradients", "main_grad", "grad_input"):
+        outcome = testing.run_all(testing.CHECKS[check], chains)
+        assert outcome.failure is None and outcome.ran, str(outcome)
+
+    class Noting(adding):
+        def fuser_backward(self, basic_op_ctxs, *args, **given):
+            offered.append(basic_op_ctxs[0].grad_sum is not None)
+            return super().fuser_backward(basic_op_ctxs, *args, **given)
+
+    for declares in (True, False):
+        fused = type("Fused", (Noting,), {"adds_to_sum": declares})
+        handle = opfuse.register_backward_fusion(opfuse.Fusion((opfuse.ops.BasicLinear,), fused))
+        torch.manual_seed(0)
+        linear = opfuse.ops.BasicLinear(8, 8, accumulate_into_main_grad=True)
+        linear.weight.main_grad = torch.ones(8, 8)
+        opfuse.Sequential(linear)(torch.randn(4, 8)).sum().backward()
+        totals.append(linear.weight.main_grad)
+        handle.unregister()
+    assert offered == [True, False]
+    torch.testing.assert_close(*totals)
+
+
 def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
     page = ROOT / "docs" / "hooks.md"
     names = [name for name in vars(hookspecs) if name.startswith("opfuse_")]
