@@ -94,14 +94,15 @@ def check(folder, *arguments, status=0):
     return done.stdout
 
 
-def described(monkeypatch):
+def described():
     """What is declared by the distribution that ``install`` wrote."""
     records = [record for record in installed_plugins() if record.name == "pair"]
-    monkeypatch.setattr(opfuse.plugins.manager, "records", records)
-    try:
-        return declared.describe(importlib.metadata.distribution("opfuse-plugin-pair"))
-    finally:
-        sys.modules.pop("a_pair", None)
+    with opfuse.plugins.isolated():
+        opfuse.plugins.manager.records = records
+        try:
+            return declared.describe(importlib.metadata.distribution("opfuse-plugin-pair"))
+        finally:
+            sys.modules.pop("a_pair", None)
 
 
 # The whole command
@@ -217,34 +218,34 @@ def test_a_plugin_that_does_not_load(install):
         ("triton>=3.6; extra == 'triton'", "torch<2", "it takes torch >=2.11,<2, and"),
     ],
 )
-def test_metadata(install, monkeypatch, old, new, said):
+def test_metadata(install, old, new, said):
     assert old in METADATA
     install(described=METADATA.replace(old, new))
-    (failure,) = described(monkeypatch)["failures"]
+    (failure,) = described()["failures"]
     assert said in failure
 
 
 @pytest.mark.parametrize("kind", scaffold.KINDS)
-def test_the_description_of_what_a_new_plugin_no_longer_offers(install, monkeypatch, kind):
+def test_the_description_of_what_a_new_plugin_no_longer_offers(install, kind):
     """It is right until its author puts another fusion, or recipe, in the place of the example."""
     own = scaffold.KINDS[kind]
     install(described=METADATA.replace("Two ops at once", own.description))
-    (failure,) = described(monkeypatch)["failures"]
+    (failure,) = described()["failures"]
     assert failure.startswith(f"metadata: the description is that of `opfuse new` for {own.offers}")
 
 
-def test_an_entry_point_of_another_contract(install, monkeypatch):
+def test_an_entry_point_of_another_contract(install):
     install(group="opfuse.v2")
-    report = described(monkeypatch)
+    report = described()
     assert report["plugins"] == [] and report["failures"] == [
         "it has no entry point in group opfuse.v1, whose hooks this opfuse calls; of others: "
         "opfuse.v2"
     ]
 
 
-def test_a_plugin_without_hooks(install, monkeypatch):
+def test_a_plugin_without_hooks(install):
     install(plugin="")
-    assert described(monkeypatch)["failures"] == ["plugin pair implements no hook"]
+    assert described()["failures"] == ["plugin pair implements no hook"]
 
 
 def test_patterns_in_words():

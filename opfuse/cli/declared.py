@@ -56,19 +56,23 @@ def describe(dist: metadata.Distribution) -> dict[str, Any]:
         what = f"it has no entry point in group {GROUP}, whose hooks this opfuse calls"
         report["failures"].append(f"{what}; of others: {others}")
     report["plugins"] = [_plugin(record) for record in mine]
-    for record in mine:
+    report["failures"] += _wrong_offers(report, mine)
+    return report
+
+
+def _wrong_offers(report: dict[str, Any], records: list[PluginRecord]) -> Iterator[str]:
+    """Which plugin offers nothing, and whether the description is of something else."""
+    for record in records:
         if record.error:
-            report["failures"].append(f"plugin {record.name} does not load: {record.error}")
+            yield f"plugin {record.name} does not load: {record.error}"
         elif not record.hooks:
-            report["failures"].append(f"plugin {record.name} implements no hook")
+            yield f"plugin {record.name} implements no hook"
     offered = {fusion["name"] for plugin in report["plugins"] for fusion in plugin["fusions"]}
-    offered |= {recipe.__name__ for record in mine for recipe in record.recipes.values()}
+    offered |= {recipe.__name__ for record in records for recipe in record.recipes.values()}
     for kind in KINDS.values():
         if report["summary"] == kind.description and offered and kind.offers not in offered:
             what = f"the description is that of `opfuse new` for {kind.offers}, which is not there"
-            say = "say what the plugin offers (description in pyproject.toml)"
-            report["failures"].append(f"metadata: {what}: {say}")
-    return report
+            yield f"metadata: {what}: say what the plugin offers (description in pyproject.toml)"
 
 
 def _versions() -> dict[str, str]:
