@@ -29,6 +29,8 @@ class BiasActivationGrad(FusedOperation):
             from . import kernels  # now that the fusion is used: this imports Triton
 
             self._kernels, self._functions = kernels, kernels.functions_for(self.basic_ops[1])
+            if self._functions is None:
+                self.fallback = f"the kernel does not compute {type(self.basic_ops[1]).__name__}"
 
     def fuser_backward(
         self, basic_op_ctxs: list[Any], grad_output: Tensor, **unused: Any

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
 from opfuse.ops import Activation, Bias
+from opfuse_triton import why_no_kernel
 from torch import Tensor
 
 
@@ -22,6 +23,12 @@ class BiasActivation(FusedOperation):
             from . import kernels  # now that the fusion is used: this imports Triton
 
             self._kernels, self._functions = kernels, kernels.functions_for(basic_ops[1])
+
+    def planned(self, env: Environment) -> None:
+        """Say for reports why the twin runs, if it does."""
+        name = type(self.basic_ops[1]).__name__
+        unknown = f"the kernel does not compute {name}" if self._functions is None else ""
+        self.fallback = why_no_kernel(env.device, env.capability) or unknown
 
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
