@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
-from opfuse.core.authoring import wide
+from opfuse.core.authoring import may_write, wide
 from opfuse.ops import BasicLinear, Bias, LowRankLinear, TokenLogProb
 from opfuse.ops.losses import GRPO
 
@@ -56,10 +56,14 @@ class LinearPolicyLoss(LinearLogProb):
         for place, _, of_part in chunks.chunks(pairs[0][0], flat, classes):
             del logits  # before there are new ones
             logits = self._logits(pairs, bias, place)
-            (rows[place],), kept = self._values(logits, of_part, numbers, differentiates)
+            (values,), kept = self._values(logits, of_part, numbers, differentiates)
+            if may_write():
+                rows[place] = values
+            else:  # they are of all rows
+                y = values.view(tokens.shape)
             if sums is not None:
                 grads = _gradient(loss, y, extras).view(-1)[place]
-                self._in_place(logits, of_part, [grads], kept, numbers)
+                logits = self._in_place(logits, of_part, [grads], kept, numbers)
                 self._add(sums, pairs, place, logits)
         result, metrics = loss.fuser_forward([last], y, basic_op_extra_inputs=[extras])
         if sums is not None:

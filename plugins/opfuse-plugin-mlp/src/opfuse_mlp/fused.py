@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from opfuse_triton.elementwise import passes
 from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
@@ -19,6 +20,7 @@ from opfuse import (
     Optional,
     Subclasses,
 )
+from opfuse.core.authoring import may_write, reusable
 from opfuse.core.quantization import dequantize
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
 
@@ -135,7 +137,7 @@ class MLP(FusedOperation):
         if dx is not None:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         if self._has_norm and ctxs[0].requires_grad:
-            dx, grads[0] = _norm_backward(ops[0], self._norm, ctxs[0], dx, True)
+            dx, grads[0] = _norm_backward(ops[0], self._norm, ctxs[0], dx, may_write(dx))
         return dx, grads, no_extras
 
     def _of_activation(self, ctx: Any, dy: Tensor, needs: tuple[bool, bool, bool]) -> Any:
@@ -144,7 +146,7 @@ class MLP(FusedOperation):
         saved, *_ = ctx.saved_tensors  # the norm's tensors come after it
         z = formulas.rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
-        return self._gradients(numbers, dy, z, *needs, owns=True)
+        return self._gradients(numbers, dy, z, *needs, owns=may_write(dy))
 
     def _needs_sums(self, ctxs: Ctxs) -> bool:
         """Return whether the gradient of a bias is the sum of that of the activation's input."""
@@ -200,7 +202,8 @@ class ParallelMLP(MLP):
         grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x), summed)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
+            into = None if dx is None else reusable(dx, dy)
+            dx = dy.mm(weight) if dx is None else torch.addmm(dx, dy, weight, out=into)
         return dx
 
 
