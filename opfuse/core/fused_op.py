@@ -221,8 +221,8 @@ class FusedOperation(_Fixed, FusibleOperation):
                         inside[channel] = summed(grad, inside.get(channel))
             ctx.owns_grad_output = owned
             # with keywords it may be a tensor that the caller gave
-            given = self.kwarg_names or op.grad_input not in ("fresh", "same")[: 1 + owns]
-            owns = writes and not given
+            fresh = not self.kwarg_names and op.grad_input in ("fresh", "same")[: 1 + owns]
+            owns = writes and fresh
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:

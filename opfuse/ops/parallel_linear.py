@@ -281,8 +281,10 @@ class ParallelLinear(LinearOperation):
         parts = self.parts_of(ctx, grad_output)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            into = None if dx is None else reusable(dx, dy)
-            dx = dy.mm(weight) if dx is None else torch.addmm(dx, dy, weight, out=into)
+            if dx is None:
+                dx = dy.mm(weight)
+            else:
+                dx = torch.addmm(dx, dy, weight, out=reusable(dx, dy))
         if dx is not None and grad_output.ndim != 2:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         rows: Any = None if x is None else rows_of(x)

@@ -202,8 +202,10 @@ class ParallelMLP(MLP):
         grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x), summed)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            into = None if dx is None else reusable(dx, dy)
-            dx = dy.mm(weight) if dx is None else torch.addmm(dx, dy, weight, out=into)
+            if dx is None:
+                dx = dy.mm(weight)
+            else:
+                dx = torch.addmm(dx, dy, weight, out=reusable(dx, dy))
         return dx
 
 
