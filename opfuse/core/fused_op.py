@@ -201,7 +201,8 @@ class FusedOperation(_Fixed, FusibleOperation):
         of_params: list[Any] = [None] * len(basic_op_ctxs)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
         inside: dict[str, Tensor | None] = {}
-        owns, writes = basic_op_ctxs[-1].owns_grad_output, may_write()
+        # with keywords a gradient may be a tensor that the caller gave
+        owns, shared = basic_op_ctxs[-1].owns_grad_output, self.kwarg_names or not may_write()
         for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
             ctx = basic_op_ctxs[i]
             if not ctx.requires_grad:  # nor does any before it
@@ -220,9 +221,7 @@ class FusedOperation(_Fixed, FusibleOperation):
                     if channel is not None:
                         inside[channel] = summed(grad, inside.get(channel))
             ctx.owns_grad_output = owned
-            # with keywords it may be a tensor that the caller gave
-            fresh = not self.kwarg_names and op.grad_input in ("fresh", "same")[: 1 + owns]
-            owns = writes and fresh
+            owns = not shared and op.grad_input in ("fresh", "same")[: 1 + owns]
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:

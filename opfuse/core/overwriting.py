@@ -76,6 +76,24 @@ def added(total: Tensor, part: Tensor, alpha: float = 1.0) -> Tensor:
     return cast(torch.add(total, part, alpha=alpha), total.dtype)
 
 
+def multiplied(result: Tensor, factor: Tensor) -> Tensor:
+    """``result * factor``; it overwrites the result if it may."""
+    return torch.mul(result, factor, out=reusable(result, factor))
+
+
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b`` of matrices; it overwrites the sum if it may. None: zero."""
+    return a.mm(b) if total is None else torch.addmm(total, a, b, out=reusable(total, a, b))
+
+
+def with_shares(dz: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """Matrices with shares added at places of each row; it overwrites them if it may."""
+    if not dz.shape[-1]:
+        return dz
+    add = dz.scatter_add_ if may_write(dz, shares) else dz.scatter_add
+    return add(-1, places, shares)
+
+
 def filled(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
     """A tensor with a value where a mask is set; it overwrites the tensor if it may."""
     fill = tensor.masked_fill_ if may_write(tensor) else tensor.masked_fill

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import added, may_write, reusable, tracing
+from ..core.overwriting import added, may_write, multiplied, tracing, with_shares
 from ..core.precision import wide, widen
 from . import _blocks
 from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
@@ -314,24 +314,11 @@ def _gradients(
     _, smoothing, z_loss, softcap, _ = numbers
     z = capped(widened(logits, spare[0]), softcap, spare[0])
     factor = weights * (1 + 2 * z_loss * z.logsumexp(-1, keepdim=True)) if z_loss else weights
-    dz = product(torch.softmax(z, -1, out=spare[1]), factor)
+    dz = multiplied(torch.softmax(z, -1, out=spare[1]), factor)
     if smoothing:
         dz = added(dz, weights * (smoothing / logits.shape[-1]), -1)
     dz = with_shares(dz, places, weights * (smoothing - 1))
     return uncapped(dz, z, softcap, spare[0])
-
-
-def product(result: Tensor, factor: Tensor) -> Tensor:
-    """``result * factor``; it overwrites the result if it may."""
-    return torch.mul(result, factor, out=reusable(result, factor))
-
-
-def with_shares(dz: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-    """Gradients of logits with shares added at places of each row; overwritten if they may be."""
-    if not dz.shape[-1]:
-        return dz
-    add = dz.scatter_add_ if may_write(dz, shares) else dz.scatter_add
-    return add(-1, places, shares)
 
 
 def uncapped(dz: Tensor, z: Tensor, softcap: float | None, out: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from ..core.fusible import ParamSource
 from ..core.identity import Identity
 from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
-from ..core.overwriting import may_write, reusable
+from ..core.overwriting import may_write, plus_product
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.state import quantizer_names
 from ._common import OpGrads, rows_of
@@ -281,10 +281,7 @@ class ParallelLinear(LinearOperation):
         parts = self.parts_of(ctx, grad_output)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            if dx is None:
-                dx = dy.mm(weight)
-            else:
-                dx = torch.addmm(dx, dy, weight, out=reusable(dx, dy))
+            dx = plus_product(dx, dy, weight)
         if dx is not None and grad_output.ndim != 2:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         rows: Any = None if x is None else rows_of(x)

@@ -12,18 +12,9 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import filled, may_write, reusable
+from ..core.overwriting import filled, may_write, multiplied, reusable, with_shares
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
-from .cross_entropy import (
-    Spare,
-    capped,
-    gradients_by_parts,
-    parts,
-    product,
-    uncapped,
-    widened,
-    with_shares,
-)
+from .cross_entropy import Spare, capped, gradients_by_parts, parts, uncapped, widened
 
 
 class TokenNumbers(NamedTuple):
@@ -216,7 +207,7 @@ def _weighted(p: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled():
         x = p * possible(x)
         return x, x.sum(-1)
-    x = product(x, p)
+    x = multiplied(x, p)
     sums = x.sum(-1)
     if p.is_cpu and may_write(p, x) and bool(sums.isfinite().all()):
         return x, sums
@@ -346,7 +337,7 @@ def gradients_from(
         mean = mean if found.entropy is None else -found.entropy
         slopes = slopes + of_rows * mean[:, None]
         added.append((terms, -of_rows))
-    dz = product(p, slopes)
+    dz = multiplied(p, slopes)
     for each in added:
         dz = torch.addcmul(dz, *each, out=reusable(dz, *each))
     if chosen and p.shape[-1]:

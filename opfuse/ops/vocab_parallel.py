@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import added, reusable, unseen
+from ..core.overwriting import added, multiplied, reusable, unseen, with_shares
 from ..core.precision import wide, widen
 from ..core.ranks import Group, run_collective
 from ._common import rows_of
@@ -19,12 +19,10 @@ from .cross_entropy import (
     Spare,
     capped,
     counts,
-    product,
     reduced,
     row_weights,
     uncapped,
     widened,
-    with_shares,
 )
 from .distributed import WithProcessGroup
 
@@ -165,7 +163,7 @@ class VocabPart(NamedTuple):
         z = capped(widened(logits, spare[0]), softcap, spare[0])
         below = torch.sub(z, lse.unsqueeze(-1), out=spare[1])
         factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
-        dz = product(torch.exp(below, out=reusable(below)), factor.unsqueeze(-1))
+        dz = multiplied(torch.exp(below, out=reusable(below)), factor.unsqueeze(-1))
         if smoothing:
             of_all = weights * (smoothing / (z.shape[1] * self.group.size))
             dz = added(dz, of_all.unsqueeze(-1), -1)

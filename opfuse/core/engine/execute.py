@@ -113,8 +113,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if not tracing and any_autocast() and torch.is_autocast_enabled(program.autocast_device):
         with torch.autocast(program.autocast_device, enabled=False):
             return run_backward(func_ctx, grad_output, *grad_extra_outputs)
-    given = func_ctx, program, tracing, grad_output, grad_extra_outputs
-    ctxs, serve_again = _begin(*given)
+    ctxs, serve_again = _begin(func_ctx, program, tracing, grad_output, grad_extra_outputs)
     extras = (
         BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
     )

@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.core.authoring import add_product, added, adds_itself, may_write, wide
-from opfuse.ops.cross_entropy import (
-    LossNumbers,
-    Spare,
-    capped,
-    parts,
-    product,
-    uncapped,
-    widened,
-    with_shares,
-)
+from opfuse.core.authoring import add_product, adds_itself, wide
+from opfuse.core.overwriting import added, may_write, multiplied, with_shares
+from opfuse.ops.cross_entropy import LossNumbers, Spare, capped, parts, uncapped, widened
 
 from . import kernels
 
@@ -103,7 +95,7 @@ def _of_part(
     if z_loss:
         losses = losses + lse.square() * z_loss
         factor = weights * (1 + 2 * z_loss * lse)
-    dz = product(dz, factor.unsqueeze(-1))
+    dz = multiplied(dz, factor.unsqueeze(-1))
     if smoothing:
         dz = added(dz, (weights * (smoothing / z.shape[-1])).unsqueeze(-1), -1)
     places = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)

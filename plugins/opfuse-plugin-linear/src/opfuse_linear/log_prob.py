@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
-from opfuse.core.authoring import reusable
+from opfuse.core.overwriting import plus_product, reusable
 from opfuse.ops import BasicLinear, Bias, TokenLogProb, VocabParallelTokenLogProb
 from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gradients
 
@@ -151,7 +151,7 @@ class LinearLogProb(LinearLoss):
         (x, weight), *others = pairs
         logits = kernels.linear(x[rows], weight, bias, self._onednn)
         for other, matrix in others:
-            logits = torch.addmm(logits, other[rows], matrix.t(), out=reusable(logits, other))
+            logits = plus_product(logits, other[rows], matrix.t())
         return logits
 
     def _sums(self, ctxs: Ctxs, pairs: Any) -> list[chunks.Sums]:

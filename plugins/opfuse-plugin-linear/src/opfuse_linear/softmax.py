@@ -16,7 +16,7 @@ from opfuse_triton.functions import tanh
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.core.authoring import may_write
+from opfuse.core.overwriting import unseen
 from opfuse.ops.cross_entropy import LossNumbers
 
 
@@ -228,11 +228,8 @@ def softmax_gradient(
     logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
 ) -> tuple[Tensor, Tensor]:
     """:func:`opfuse_linear.chunks.softmax_gradient`, by kernels; arguments as there."""
-    if may_write(logits):
-        return softmax_in_place(logits, targets, weights, numbers), logits
-    losses, sums = row_losses(logits, targets, numbers, keep=True)
-    assert sums is not None
-    return losses, row_gradients(logits, targets, weights, sums, numbers)
+    logits = unseen(logits, is_result=True)
+    return softmax_in_place(logits, targets, weights, numbers), logits
 
 
 def row_losses(

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from opfuse_triton.elementwise import passes
 from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
@@ -20,7 +19,7 @@ from opfuse import (
     Optional,
     Subclasses,
 )
-from opfuse.core.authoring import may_write, reusable
+from opfuse.core.overwriting import may_write, plus_product
 from opfuse.core.quantization import dequantize
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
 
@@ -202,10 +201,7 @@ class ParallelMLP(MLP):
         grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x), summed)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            if dx is None:
-                dx = dy.mm(weight)
-            else:
-                dx = torch.addmm(dx, dy, weight, out=reusable(dx, dy))
+            dx = plus_product(dx, dy, weight)
         return dx
 
 
