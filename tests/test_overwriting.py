@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import (
 import opfuse
 from opfuse import ops
 from opfuse.core.authoring import added, may_write, reusable
+from opfuse.core.overwriting import unseen
 from opfuse.testing.checks.holding import Holding
 
 aten = torch.ops.aten
@@ -64,6 +66,11 @@ class Counts(Sees):
     keeps_no_tensors = True
 
 
+class SeesFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -82,6 +89,10 @@ def test_nothing_is_overwritten_where_somebody_may_hold_it():
         assert not may_write(x) and reusable(x) is None
     with forward_ad.dual_level():
         assert not may_write(x)
+    with SeesFunctions():
+        assert not may_write(x)
+    with torch.device("cpu"):
+        assert may_write(x)
     found = []
     torch.func.vmap(lambda y: found.append(may_write(x)) or y)(x)
     assert found == [False]
@@ -106,6 +117,15 @@ def test_a_sum_has_the_dtype_of_its_first_part():
             apart = added(total, part, 0.5)
         assert apart is not total and added(total, part, 0.5) is total
         assert torch.equal(apart, expected) and torch.equal(total, expected)
+
+
+def test_what_a_collective_overwrites_is_seen_by_no_mode():
+    x, result = torch.randn(3, 2).t(), torch.randn(3)
+    with Holding() as mode:
+        copies = unseen(x), unseen(result, is_result=True)
+    assert not mode.held and all(copy.is_contiguous() for copy in copies)
+    assert torch.equal(copies[0], x) and torch.equal(copies[1], result)
+    assert copies[1] is not result and unseen(result, is_result=True) is result
 
 
 # Chains that gave wrong gradients, or raised where PyTorch runs

@@ -12,8 +12,8 @@ Attributes:
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
     may_write: Whether results of torch's operations may be overwritten. They may not while a
-        ``TorchDispatchMode`` is active, which may hold them; but if its class declares
-        ``keeps_no_tensors = True``, as one that only counts does.
+        ``TorchDispatchMode`` or a ``TorchFunctionMode`` is active, which may hold them; but if its
+        class declares ``keeps_no_tensors = True``, as one that only counts does.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
     Pending: A collective that runs, which :meth:`Pending.wait` waits for.
     op_class: The class of an op as its author wrote it.

@@ -1,10 +1,10 @@
 """Which results of torch's operations may be overwritten, and by what.
 
-Another may hold a result. A ``TorchDispatchMode`` sees each one: selective activation
-checkpointing keeps those that its policy names, and returns them when it computes again. Hooks of
-saved tensors see none of those that are asked about here, since autograd saves nothing where it
-does not record. So a forward or a backward overwrites a result only by the functions of this
-module, or where :func:`may_write` says that it may.
+Another may hold a result. A mode sees each one, a ``TorchDispatchMode`` or a ``TorchFunctionMode``:
+selective activation checkpointing keeps those that its policy names, and returns them when it
+computes again. Hooks of saved tensors see none of those that are asked about here, since autograd
+saves nothing where it does not record. So a forward or a backward overwrites a result only by the
+functions of this module, or where :func:`may_write` says that it may.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .precision import cast
@@ -23,7 +24,11 @@ from .precision import cast
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """The number of active dispatch modes."""
 
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of active function modes."""
+
 _mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+_function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
 _transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
@@ -40,16 +45,18 @@ def tracing() -> bool:
 def may_write(*tensors: Tensor | None) -> bool:
     """Return whether results of torch's operations may be overwritten.
 
-    They may in an eager pass that autograd does not record, by plain tensors, and while no dispatch
-    mode is active but those that declare ``keeps_no_tensors = True``.
+    They may in an eager pass that autograd does not record, by plain tensors, and while no mode is
+    active but those that declare ``keeps_no_tensors = True``, or set a default device.
 
     Args:
         *tensors: The operands of the operation that writes; None: there is none.
     """
     if is_dynamo_compiling():
         return False
-    for i in range(dispatch_modes()):
-        if not getattr(_mode_at(i), "keeps_no_tensors", False):
+    if dispatch_modes() or function_modes():
+        modes = [_mode_at(i) for i in range(dispatch_modes())]
+        modes += [_function_mode_at(i) for i in range(function_modes())]
+        if not all([getattr(m, "keeps_no_tensors", type(m) is DeviceContext) for m in modes]):
             return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
@@ -101,7 +108,7 @@ def filled(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
 
 
 def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:
-    """A dense copy that no dispatch mode has seen, for a collective that overwrites it.
+    """A dense copy that no mode has seen, for a collective that overwrites it.
 
     Args:
         tensor: The values.
@@ -109,7 +116,7 @@ def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:
     """
     if is_result and may_write(tensor):
         return tensor
-    if is_dynamo_compiling() or not dispatch_modes() or tracing():
+    if tracing() or not (dispatch_modes() or function_modes()):
         return tensor.clone(memory_format=torch.contiguous_format)
-    with _disable_current_modes():
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
         return tensor.clone(memory_format=torch.contiguous_format)

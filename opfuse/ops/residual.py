@@ -39,7 +39,7 @@ class AddExtraInput(_JoinOrFork):
             ``Tensor.add_``. A leaf that requires grad is written into as well: it is what a stage
             of a pipeline receives, and its gradient is that of the sum. An extra input out of a
             channel belongs to the chain and is left alone, and so is every one while
-            ``torch.compile`` traces, or while a dispatch mode may hold it: see
+            ``torch.compile`` traces, or while a mode may hold it: see
             :func:`opfuse.core.authoring.may_write`.
 
     Raises:

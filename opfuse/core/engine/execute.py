@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
-from ..overwriting import dispatch_modes, may_write
+from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
@@ -188,7 +188,7 @@ def _begin(
         ctxs[index].saved_tensors = tensors[start:stop]
     if program.leaves_more:
         restore_more(func_ctx, program, ctxs, tensors)
-    if tracing or not dispatch_modes() or may_write():
+    if tracing or not (dispatch_modes() or function_modes()) or may_write():
         return ctxs, not tracing
     for ctx in ctxs:  # a mode may hold the gradients between steps
         ctx.owns_grad_output = False
