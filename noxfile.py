@@ -490,6 +490,19 @@ def models(session: nox.Session) -> None:
 
 
 @timed(venv_params=ALONE)
+def checkpoints(session: nox.Session) -> None:
+    """Every fusion and model under selective checkpointing, with each operation saved in turn.
+
+    It takes many minutes, so elsewhere a few cases of each fusion save one operation each.
+    """
+    everything(session)
+    session.env["OPFUSE_THOROUGH"] = "1"
+    where = ROOT / "tests" / "test_overwriting.py", ROOT / "tests" / "models" / "test_orders.py"
+    suites = sorted(ROOT.glob("plugins/*/tests/test_conformance.py"))
+    pytest(session, *where, *suites, options=["-k", "held_results or overwriting or selective"])
+
+
+@timed(venv_params=ALONE)
 def check_all(session: nox.Session) -> None:
     """Compile every configuration of every kernel for every GPU, and write the report.
 

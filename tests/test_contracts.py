@@ -448,6 +448,8 @@ def test_an_exception_while_recomputing_restores_settings_and_state():
 class Births(TorchDispatchMode):
     """Weak references to every tensor that comes out of an operation."""
 
+    keeps_no_tensors = True
+
     def __init__(self):
         super().__init__()
         self.tensors = []

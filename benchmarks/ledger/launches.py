@@ -67,6 +67,8 @@ class Counted(NamedTuple):
 class Operations(TorchDispatchMode):  # type: ignore[misc]
     """Counts the kernels of PyTorch's operations."""
 
+    keeps_no_tensors = True
+
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()

@@ -24,6 +24,8 @@ _device_of: Any = torch.Tensor.device.__get__
 class _AsOnGpu(TorchFunctionMode):
     """Tensors on the CPU say that they are on a GPU; what is made there is made on the CPU."""
 
+    keeps_no_tensors = True
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

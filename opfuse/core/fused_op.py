@@ -12,6 +12,7 @@ from .environment import Environment
 from .fusible import FusibleOperation
 from .op import BasicOperation, is_direct
 from .op_context import AllGrads, Extras, Outputs, asks_for_quantizers, in_channel, summed
+from .overwriting import may_write
 from .quantization import Quantizer
 
 
@@ -200,7 +201,8 @@ class FusedOperation(_Fixed, FusibleOperation):
         of_params: list[Any] = [None] * len(basic_op_ctxs)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
         inside: dict[str, Tensor | None] = {}
-        owns = basic_op_ctxs[-1].owns_grad_output
+        # with keywords a gradient may be a tensor that the caller gave
+        owns, shared = basic_op_ctxs[-1].owns_grad_output, self.kwarg_names or not may_write()
         for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
             ctx = basic_op_ctxs[i]
             if not ctx.requires_grad:  # nor does any before it
@@ -219,8 +221,7 @@ class FusedOperation(_Fixed, FusibleOperation):
                     if channel is not None:
                         inside[channel] = summed(grad, inside.get(channel))
             ctx.owns_grad_output = owned
-            # with keywords it may be a tensor that the caller gave
-            owns = not self.kwarg_names and op.grad_input in ("fresh", "same")[: 1 + owns]
+            owns = not shared and op.grad_input in ("fresh", "same")[: 1 + owns]
         return dy, of_params, of_extras
 
     def _separate_ops(self) -> list[tuple[Any, Any, Any]]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .overwriting import unseen
 from .ranks import Group, run_collective
 
 
@@ -80,7 +81,7 @@ class _SumGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise RuntimeError("second derivatives do not pass the sum of gradients over processes")
-        total = grad.clone(memory_format=torch.contiguous_format)
+        total = unseen(grad)
         run_collective(ctx.group, "the sum of gradients", dist.all_reduce, total)
         return total, None
 

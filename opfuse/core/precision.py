@@ -57,7 +57,7 @@ def add_product(
         alpha: The factor of the product; with 0 a library multiplies nothing, not even NaN.
     """
     if not adds_itself(total, a):
-        product = a.mm(b) if alpha == 1 else a.mm(b).mul_(alpha)
+        product = a.mm(b) if alpha == 1 else a.mm(b) * alpha
         if beta == 0:
             total.copy_(product)
         else:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor
 
+from ..core.overwriting import may_write
 from ..core.precision import wide
 
 BLOCK = 1 << 18
@@ -21,38 +19,13 @@ A few temporaries in fp32 fit a cache, and a call in Python is a small part of i
 LEAST = 1 << 19
 """The number of values from which blocks pay off."""
 
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-
-
-def tracing() -> bool:
-    """Return whether calls are traced or transformed rather than run by torch's kernels.
-
-    Formulas are then better than kernels.
-    """
-    return is_dynamo_compiling() or dispatch_modes() > 0
-
-
-def writes_out(*tensors: Tensor) -> bool:
-    """Return whether an operation may write into an ``out``: eagerly, with no gradient recorded.
-
-    Autograd, tangents, ``torch.compile`` and subclasses of Tensor do not support it.
-    """
-    if tracing() or _transforms() is not None or forward_ad._current_level >= 0:
-        return False
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-        return False
-    return all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in tensors])
-
 
 def in_blocks(x: Tensor, *others: Tensor) -> bool:
     """Return whether to compute by blocks: for a large, dense tensor on a CPU, in an eager pass.
 
     ``others`` must be dense too.
     """
-    if tracing() or not x.is_cpu or x.numel() <= LEAST or torch.is_grad_enabled():
-        return False
-    if type(x) is not Tensor or _transforms() is not None or forward_ad._current_level >= 0:
+    if not x.is_cpu or x.numel() <= LEAST or torch.is_grad_enabled() or not may_write(x):
         return False
     return x.ndim > 1 and all([tensor.is_contiguous() for tensor in (x, *others)])
 

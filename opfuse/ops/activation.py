@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from ..core.identity import PassThrough
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
+from ..core.overwriting import may_write, reusable
 from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
-from ._blocks import blocks, dispatch_modes, in_blocks
+from ._blocks import blocks, in_blocks
 from ._common import OpGrads, RowwiseOperation, check_bool, expected
 
 _LINEAR = ("linear_value", "linear_derivative")
@@ -352,6 +353,11 @@ def _newest(cls: type, names: set[str]) -> int:
     return next(found, len(cls.__mro__))
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))`` of a result that nothing else reads."""
+    return torch.sigmoid(x, out=reusable(x))
+
+
 def _backward_kernel(
     kernel: Any, *constants: Any, option: tuple[str, str] | None = None
 ) -> Callable[..., Tensor]:
@@ -377,9 +383,6 @@ def _backward_kernel(
         allocating, writing = traced if tracing else eager
         if out is None:
             return allocating(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
-        if not tracing and dispatch_modes() > 0:
-            # allow_mutation_on_saved_tensors knows no tensor to write into but one called "out"
-            return out.copy_(allocating(grad_output, x, *constants, **options))
         return writing(grad_output, x, *constants, **options, grad_input=out)  # type: ignore[no-any-return]
 
     return backward_value
@@ -438,7 +441,7 @@ class QGELU(Activation, built_in=True):
 
     def value(self, x: Tensor) -> Tensor:
         """``x sigmoid(1.702 x)``."""
-        return x * torch.sigmoid_(1.702 * x)
+        return x * sigmoid(1.702 * x)
 
     def derivative(self, x: Tensor) -> Tensor:
         """``s + 1.702 x s (1 - s)`` with ``s = sigmoid(1.702 x)``."""
@@ -446,7 +449,7 @@ class QGELU(Activation, built_in=True):
 
     def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both from ``s``."""
-        s = torch.sigmoid_(1.702 * x)
+        s = sigmoid(1.702 * x)
         y = x * s
         return y, torch.addcmul(s, y, 1 - s, value=1.702)
 
@@ -482,7 +485,8 @@ class SReLU(Activation, built_in=True):
 
     def derivative(self, x: Tensor) -> Tensor:
         """``max(2 x, 0)``."""
-        return torch.relu_(2 * x)
+        twice = 2 * x
+        return torch.relu_(twice) if may_write(twice) else torch.relu(twice)
 
     forward_value = value  # half precision is rounded once, as if it were computed in fp32
 

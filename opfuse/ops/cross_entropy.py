@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
+from ..core.overwriting import added, may_write, multiplied, tracing, with_shares
 from ..core.precision import wide, widen
 from . import _blocks
 from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
@@ -190,13 +191,13 @@ def parts(rows: Tensor, *others: Tensor | None) -> list[Any]:
     least, most = _blocks.LEAST, _blocks.BLOCK
     if not rows.is_cpu:
         least = most = _MOST_ELSEWHERE
-    if rows.numel() <= least or _blocks.tracing():
+    if rows.numel() <= least or tracing():
         return [(spare, rows, *others)]
     count = max(1, most // rows.shape[-1])
     first = torch.split(rows, count)
     given = [[None] * len(first) if each is None else torch.split(each, count) for each in others]
     spares: list[Any] = [spare] * len(first)
-    if rows.is_cpu and _writes(rows, others):
+    if rows.is_cpu and may_write(rows, *others):
         made = rows.new_empty((3, count, rows.shape[-1]), dtype=wide(rows.dtype))
         spares = [made[:, : len(part)].unbind() for part in first]
     return list(zip(spares, first, *given, strict=True))
@@ -211,20 +212,16 @@ def gradients_by_parts(
         of_part: Called with each of the parts.
         rows: See there.
         others: See there.
-        in_place: Whether to overwrite the rows.
+        in_place: Whether to overwrite the rows, if that may be.
     """
     found = parts(rows, *others)
-    if not in_place and (len(found) == 1 or not _writes(rows, others)):
+    if not may_write(rows, *others) or (len(found) == 1 and not in_place):
         of_all = [of_part(*part).to(rows.dtype) for part in found]
         return of_all[0] if len(of_all) == 1 else torch.cat(of_all)
     out = rows if in_place else torch.empty_like(rows)
     for place, part in zip(torch.split(out, len(found[0][1]) or 1), found, strict=True):
         place.copy_(of_part(*part))
     return out
-
-
-def _writes(rows: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    return _blocks.writes_out(rows, *[each for each in others if each is not None])
 
 
 def widened(x: Tensor, out: Tensor | None) -> Tensor:
@@ -317,12 +314,10 @@ def _gradients(
     _, smoothing, z_loss, softcap, _ = numbers
     z = capped(widened(logits, spare[0]), softcap, spare[0])
     factor = weights * (1 + 2 * z_loss * z.logsumexp(-1, keepdim=True)) if z_loss else weights
-    p = torch.softmax(z, -1, out=spare[1])
-    dz = p * factor if torch.is_grad_enabled() else p.mul_(factor)
+    dz = multiplied(torch.softmax(z, -1, out=spare[1]), factor)
     if smoothing:
-        dz.sub_(weights * (smoothing / logits.shape[-1]))
-    if logits.shape[-1]:
-        dz.scatter_add_(-1, places, weights * (smoothing - 1))
+        dz = added(dz, weights * (smoothing / logits.shape[-1]), -1)
+    dz = with_shares(dz, places, weights * (smoothing - 1))
     return uncapped(dz, z, softcap, spare[0])
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
+from ..core.overwriting import unseen
 from ..core.ranks import Group, gather_into, run_collective, scatter_into
 from ..core.settings import current
 from ._common import OpGrads, check_size, expected, shows
@@ -100,7 +100,7 @@ class _Collective(WithProcessGroup):
         return part.movedim(0, self.dim).contiguous()
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        total = tensor.clone(memory_format=torch.contiguous_format)
+        total = unseen(tensor)
         self._run(dist.all_reduce, total)
         return total
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
+from ..core.overwriting import reusable
 from ..core.ranks import run_collective
 from ._common import ExtraTensorOperation, check_size, expected, shows
 from .distributed import WithProcessGroup
@@ -36,7 +37,8 @@ class _Exchange(WithProcessGroup, ExtraTensorOperation):
 
     def _return(self, y: Tensor, routes: Tensor) -> Tensor:
         """The inverse of :meth:`_send`."""
-        came = torch.empty_like(y).index_copy_(0, _by_expert(routes[1]).to(y.device), y)
+        order, place = _by_expert(routes[1]).to(y.device), torch.empty_like(y)
+        came = torch.index_copy(place, 0, order, y, out=reusable(place, y))
         return self._all_to_all(came, *routes.flip(0).sum(-1).unbind())
 
     def _all_to_all(self, x: Tensor, sent: Tensor, got: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+from ..core.overwriting import filled, may_write, reusable, tracing
 from ..core.precision import cast, wide
-from ._blocks import blocks, in_blocks, tracing
+from ._blocks import blocks, in_blocks
 from ._common import check_size, expected, shows
-from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
+from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU, sigmoid
 
 
 class GatedActivation(Activation, built_in=True):
@@ -120,9 +121,8 @@ class GatedActivation(Activation, built_in=True):
         if (self._has_kernels and dtype is x.dtype) or not (self._in_parts and in_blocks(x)):
             a, b = self.split(cast(x, dtype))
             gate, linear = self.gate_value(a), self.linear_value(b)
-            if not self._in_parts or torch.is_grad_enabled() or tracing():
-                return cast(gate * linear, x.dtype)
-            return cast(gate.mul_(linear), x.dtype)
+            into = reusable(gate, linear) if self._in_parts else None
+            return cast(torch.mul(gate, linear, out=into), x.dtype)
         self.split(x[:0])  # refuses what does not split
         y = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
         for of_x, rows in blocks(x, y):
@@ -138,7 +138,7 @@ class GatedActivation(Activation, built_in=True):
         Its halves are ``act'(a) lin(b) dy`` and ``act(a) lin'(b) dy``.
         """
         dtype = self._computed_in(x)
-        if not self._splits or is_compiling():
+        if not self._splits or is_compiling() or not may_write(x, grad_output):
             a, b = self.split(cast(x, dtype))
             dy, slope = cast(grad_output, dtype), self.linear_derivative(b)
             da = self.gate_gradient(dy * self.linear_value(b), a)
@@ -373,7 +373,7 @@ class ClampedSwiGLU(GatedActivation, built_in=True):
     def value(self, x: Tensor) -> Tensor:
         """``a sigmoid(alpha a)`` with ``a = min(x, limit)``."""
         a = x.clamp(max=self.limit)
-        return a * torch.sigmoid_(self.alpha * a)
+        return a * sigmoid(self.alpha * a)
 
     def derivative(self, x: Tensor) -> Tensor:
         """``s + alpha a s (1 - s)`` with ``s = sigmoid(alpha a)``; 0 where ``x > limit``."""
@@ -382,9 +382,9 @@ class ClampedSwiGLU(GatedActivation, built_in=True):
     def value_and_derivative(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Both from ``s``."""
         a = x.clamp(max=self.limit)
-        s = torch.sigmoid_(self.alpha * a)
+        s = sigmoid(self.alpha * a)
         y = a * s
-        return y, torch.addcmul(s, y, 1 - s, value=self.alpha).masked_fill_(x > self.limit, 0.0)
+        return y, filled(torch.addcmul(s, y, 1 - s, value=self.alpha), x > self.limit, 0.0)
 
     def linear_value(self, b: Tensor) -> Tensor:
         """``clamp(b, -limit, limit) + offset``."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from ..core.overwriting import may_write
 from ..core.precision import add_product, adds_itself, cast, widen
 from ._common import sum_rows
 from ._products import tiled
@@ -96,7 +97,7 @@ class Groups(NamedTuple):
         """``dy_i.T @ x_i`` for all groups, in one tensor."""
         if self.ends is not None:
             return F.grouped_mm(_aligned(dy).t(), _aligned(x), offs=self.ends)
-        if self.counts is not None and type(dy) is Tensor and not torch.is_grad_enabled():
+        if self.counts is not None and may_write(dy, x):
             whole = x.new_empty(count, dy.shape[-1], x.shape[-1])
             _loop_weights(self.counts, dy, x, (True,) * count, whole)
             return whole

@@ -13,9 +13,9 @@ from ..core.fusible import ParamSource
 from ..core.identity import Identity
 from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
+from ..core.overwriting import may_write, plus_product
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.state import quantizer_names
-from ._blocks import writes_out
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
@@ -260,7 +260,7 @@ class ParallelLinear(LinearOperation):
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Tensor:
         """The products side by side, from the result of :meth:`operands`."""
-        if not writes_out(x, *weights, *[bias for bias in biases if bias is not None]):
+        if not may_write(x, *weights, *biases):
             pairs = zip(weights, biases, strict=True)  # autograd and tracers do not follow an out
             return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], -1)
         rows = rows_of(x)
@@ -281,7 +281,7 @@ class ParallelLinear(LinearOperation):
         parts = self.parts_of(ctx, grad_output)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
+            dx = plus_product(dx, dy, weight)
         if dx is not None and grad_output.ndim != 2:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         rows: Any = None if x is None else rows_of(x)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.op_context import AllGrads, OperationContext, Outputs
+from ..core.overwriting import added
 from ._common import ExtraTensorOperation, expected, shows
 
 
@@ -38,7 +39,8 @@ class AddExtraInput(_JoinOrFork):
             ``Tensor.add_``. A leaf that requires grad is written into as well: it is what a stage
             of a pipeline receives, and its gradient is that of the sum. An extra input out of a
             channel belongs to the chain and is left alone, and so is every one while
-            ``torch.compile`` traces.
+            ``torch.compile`` traces, or while a mode may hold it: see
+            :func:`opfuse.core.authoring.may_write`.
 
     Raises:
         ValueError: In a call, shapes that differ.
@@ -55,7 +57,7 @@ class AddExtraInput(_JoinOrFork):
         """The sum; saves nothing."""
         ((extra,),) = basic_op_extra_inputs
         if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
-            return extra.detach().add_(input_), [()]
+            return added(extra.detach(), input_), [()]
         return input_ + extra, [()]
 
     def check_extra(self, ctx: OperationContext, extra: Tensor, shape: Sequence[int]) -> bool:
@@ -115,7 +117,7 @@ class MakeExtraOutput(_JoinOrFork):
         dtype = grad_output.dtype
         holds_the_sum = torch.promote_types(dtype, grad_extra.dtype) is dtype
         if self.in_place and basic_op_ctxs[0].owns_grad_output and holds_the_sum:
-            return grad_output.add_(grad_extra), [()], [()]
+            return added(grad_output, grad_extra), [()], [()]
         return grad_output + grad_extra, [()], [()]
 
 

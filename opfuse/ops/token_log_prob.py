@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ._blocks import writes_out
+from ..core.overwriting import filled, may_write, multiplied, reusable, with_shares
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
 from .cross_entropy import Spare, capped, gradients_by_parts, parts, uncapped, widened
 
@@ -192,26 +192,26 @@ def cooled(z: Tensor, numbers: TokenNumbers, out: Tensor | None = None) -> Tenso
 
 
 def possible(log_p: Tensor) -> Tensor:
-    """Logarithms without -inf, which times 0 is NaN; it overwrites where autograd does not record.
+    """Logarithms without -inf, which times 0 is NaN; it overwrites them if it may.
 
     -1000 is below the logarithms of all numbers above 0.
     """
-    return log_p.clamp(min=-1000.0) if torch.is_grad_enabled() else log_p.clamp_(min=-1000.0)
+    return torch.clamp(log_p, min=-1000.0, out=reusable(log_p))
 
 
 def _weighted(p: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """``p x``, and 0 where ``p`` is 0, and its sums; overwrites ``x`` if autograd does not record.
+    """``p x``, and 0 where ``p`` is 0, and its sums; it overwrites ``x`` if it may.
 
     On a CPU the sums tell whether ``x`` has -inf; elsewhere that would wait for the device.
     """
     if torch.is_grad_enabled():
         x = p * possible(x)
         return x, x.sum(-1)
-    x = x.mul_(p)
+    x = multiplied(x, p)
     sums = x.sum(-1)
-    if p.is_cpu and writes_out(p, x) and bool(sums.isfinite().all()):
+    if p.is_cpu and may_write(p, x) and bool(sums.isfinite().all()):
         return x, sums
-    x = x.masked_fill_(p == 0, 0.0)
+    x = filled(x, p == 0, 0.0)
     return x, x.sum(-1)
 
 
@@ -306,7 +306,7 @@ def gradients_from(
         z: The capped logits, ``(rows, classes)``.
         below: The logits over the temperature less a number of each row, of the same shape. That
             number is their ``logsumexp`` if there is a gradient of the squares, or a statistic of
-            the entropy. None: no gradient needs them. Overwritten where autograd does not record.
+            the entropy. None: no gradient needs them. Overwritten if it may be.
         p: The probabilities; overwritten likewise.
         tokens: ``(rows,)``, int64.
         grads: As there.
@@ -327,7 +327,7 @@ def gradients_from(
         factor = factor - of_top.sum(-1)
         chosen.append((found.top, of_top.to(p.dtype)))
     added: list[tuple[Tensor, Tensor]] = []
-    slopes, recorded = factor[:, None], torch.is_grad_enabled()
+    slopes = factor[:, None]
     if of_squares is not None and found.log_squares is not None and below is not None:
         q = (2 * below - found.log_squares[:, None]).exp()
         added.append((q - p, 2 * of_squares[:, None]))
@@ -337,13 +337,12 @@ def gradients_from(
         mean = mean if found.entropy is None else -found.entropy
         slopes = slopes + of_rows * mean[:, None]
         added.append((terms, -of_rows))
-    dz = p * slopes if recorded else p.mul_(slopes)
+    dz = multiplied(p, slopes)
     for each in added:
-        dz = dz.addcmul(*each) if recorded else dz.addcmul_(*each)
+        dz = torch.addcmul(dz, *each, out=reusable(dz, *each))
     if chosen and p.shape[-1]:
         of_tokens, shares = [torch.cat(each, 1) for each in zip(*chosen, strict=True)]
-        add = dz.scatter_add if recorded else dz.scatter_add_
-        dz = add(-1, *places_of(of_tokens, shares))
+        dz = with_shares(dz, *places_of(of_tokens, shares))
     dz = uncapped(dz, z, numbers.softcap, spare[0])
     return cooled(dz, numbers, None if spare[0] is None else dz)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
+from ..core.overwriting import added, multiplied, reusable, unseen, with_shares
 from ..core.precision import wide, widen
 from ..core.ranks import Group, run_collective
 from ._common import rows_of
@@ -126,16 +127,17 @@ class VocabPart(NamedTuple):
         check_classes(targets, counted, classes, "VocabParallelCrossEntropy: target")
         largest = self.largest(z)
         # a row of infinities: the difference is NaN, as torch has it
-        sums = [(z - largest.unsqueeze(-1)).exp_().sum(-1), self.picked(z, targets)]
+        below = z - largest.unsqueeze(-1)
+        sums = [torch.exp(below, out=reusable(below)).sum(-1), self.picked(z, targets)]
         if numbers.label_smoothing:
             sums.append(z.sum(-1))
         total = self.summed(sums)
         lse, smoothing = largest + total[0].log(), numbers.label_smoothing
         losses = lse - total[1] * (1 - smoothing)
         if smoothing:
-            losses -= total[2] * (smoothing / classes)
+            losses = losses - total[2] * (smoothing / classes)
         if numbers.z_loss:
-            losses += lse.square() * numbers.z_loss
+            losses = losses + lse.square() * numbers.z_loss
         return torch.where(counted, losses, 0.0), lse
 
     def row_gradients(
@@ -159,21 +161,22 @@ class VocabPart(NamedTuple):
         """
         _, smoothing, z_loss, softcap, _ = numbers
         z = capped(widened(logits, spare[0]), softcap, spare[0])
-        dz = torch.sub(z, lse.unsqueeze(-1), out=spare[1]).exp_()
+        below = torch.sub(z, lse.unsqueeze(-1), out=spare[1])
         factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
-        dz.mul_(factor.unsqueeze(-1))
+        dz = multiplied(torch.exp(below, out=reusable(below)), factor.unsqueeze(-1))
         if smoothing:
-            dz.sub_((weights * (smoothing / (z.shape[1] * self.group.size))).unsqueeze(-1))
-        if z.shape[1]:
-            places, mine = self.places(targets, z.shape[1])
-            at_places = torch.where(mine, weights * (smoothing - 1), 0.0)
-            dz.scatter_add_(-1, places.unsqueeze(-1), at_places.unsqueeze(-1))
+            of_all = weights * (smoothing / (z.shape[1] * self.group.size))
+            dz = added(dz, of_all.unsqueeze(-1), -1)
+        places, mine = self.places(targets, z.shape[1])
+        at_places = torch.where(mine, weights * (smoothing - 1), 0.0)
+        dz = with_shares(dz, places.unsqueeze(-1), at_places.unsqueeze(-1))
         return uncapped(dz, z, softcap, spare[0])
 
     def largest(self, z: Tensor) -> Tensor:
         """The largest of each row over all processes."""
         largest = z.amax(-1) if z.shape[1] else z.new_full(z.shape[:1], -torch.inf)
         if self.group.size > 1:
+            largest = unseen(largest, is_result=True)
             run_collective(self.group, "the largest logits", dist.all_reduce, largest, _MAX)
         return largest
 
@@ -181,6 +184,7 @@ class VocabPart(NamedTuple):
         """Sums of rows over all processes, each ``(rows,)``, in one tensor."""
         total = torch.stack(sums)
         if self.group.size > 1:
+            total = unseen(total, is_result=True)
             run_collective(self.group, "the sums of a softmax", dist.all_reduce, total)
         return total
 

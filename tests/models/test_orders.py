@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -13,6 +14,7 @@ import families
 import torch
 from steps import check, step, twins
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import opfuse
 from opfuse.core.authoring import saved_bytes
@@ -172,6 +174,30 @@ def test_checkpointing_saves_as_much_as_without_chains(family, order, reentrant)
     check(step(model, family), expected, family)
     mine, theirs = kept(model, family), kept(reference, family)
     assert mine <= theirs and mine < 0.7 * whole
+
+
+@pytest.mark.costly(4)
+@each_family
+@pytest.mark.parametrize("saved", ["mm", "everything"])
+def test_selective_checkpointing(family, saved):
+    if not family.pretrained:
+        pytest.skip("it is a switch of transformers")
+    if saved == "everything" and family.name == "mixtral":
+        pytest.skip("its own routing writes into results, so it raises unconverted too")
+    reference, model = twins(family.make())
+    opfuse.convert(model)
+    step(model, family)
+
+    def policy(ctx, func, *args, **kwargs):
+        chosen = saved == "everything" or func in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+        )
+        return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    check(step(model, family), step(reference, family), family)
 
 
 @few_families

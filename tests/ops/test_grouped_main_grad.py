@@ -56,6 +56,8 @@ def close(got, wanted, dtype):
 class Passes(TorchDispatchMode):
     """Counts the operations that write into a ``main_grad``, by whether they are products."""
 
+    keeps_no_tensors = True
+
     def __init__(self, weights):
         super().__init__()
         self.memory = {weight.main_grad.untyped_storage()._cdata for weight in weights}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
+from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
@@ -112,7 +113,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if not tracing and any_autocast() and torch.is_autocast_enabled(program.autocast_device):
         with torch.autocast(program.autocast_device, enabled=False):
             return run_backward(func_ctx, grad_output, *grad_extra_outputs)
-    ctxs = _begin(func_ctx, program, tracing, grad_output, grad_extra_outputs)
+    ctxs, serve_again = _begin(func_ctx, program, tracing, grad_output, grad_extra_outputs)
     extras = (
         BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
     )
@@ -154,14 +155,17 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if reached < len(ctxs):
         grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
         extras.forget_after(reached)  # type: ignore[union-attr]
-    serve_again = not tracing and reached == len(ctxs)
+    serve_again = serve_again and reached == len(ctxs)
     return _end(func_ctx, program, ctxs, dy, grads, extras, serve_again)
 
 
 def _begin(
     func_ctx: Any, program: Program, tracing: bool, grad_output: Any, grad_extra_outputs: Any
-) -> list[Any]:
-    """Return the contexts of a backward; refuse second derivatives and batched gradients."""
+) -> tuple[list[Any], bool]:
+    """Return the contexts of a backward, and whether they may serve again.
+
+    It refuses second derivatives and batched gradients.
+    """
     if not tracing:
         batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
         if grad_extra_outputs and not batched:
@@ -184,7 +188,11 @@ def _begin(
         ctxs[index].saved_tensors = tensors[start:stop]
     if program.leaves_more:
         restore_more(func_ctx, program, ctxs, tensors)
-    return ctxs
+    if tracing or not (dispatch_modes() or function_modes()) or may_write():
+        return ctxs, not tracing
+    for ctx in ctxs:  # a mode may hold the gradients between steps
+        ctx.owns_grad_output = False
+    return ctxs, False
 
 
 def _run_fused_backward(

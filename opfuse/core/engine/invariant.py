@@ -134,8 +134,8 @@ class Blocks:
         def of_block(rows: Sequence[Tensor], group: int) -> tuple[Tensor, ...]:
             x, *extras = rows
             for i in sorted({*self._sizes}):
-                extras.insert(i, torch.zeros_like(extra_inputs[i]))
-                extras[i][group] = BLOCK
+                groups = torch.arange(len(extra_inputs[i]), device=extra_inputs[i].device)
+                extras.insert(i, groups.eq(group).to(extra_inputs[i].dtype) * BLOCK)
             result = run(x, *extras)
             found = result if isinstance(result, tuple) else (result,)
             if any(type(y) is not Tensor or y.shape[:1] != (BLOCK,) for y in found):
@@ -194,8 +194,9 @@ class Blocks:
             return one, of_block([torch.cat([row] * BLOCK) for row in one], 0)
 
         others = [drawn(tensor, BLOCK - 1) for tensor in tensors]
-        for tensor in filter(Tensor.is_floating_point, others):
-            tensor[::2] = torch.inf
+        even = torch.arange(0, BLOCK - 1, 2)
+        others = [t.index_fill(0, even.to(t.device), torch.inf) if t.is_floating_point() else t
+                  for t in others]  # fmt: skip
         recorder, current.recorder = current.recorder, None
         try:
             one, alike = copied()
@@ -219,9 +220,7 @@ def _block(tensor: Tensor, start: int, stop: int) -> Tensor:
     rows = tensor[start:stop]
     if stop - start == BLOCK and rows.is_contiguous() and not rows.data_ptr() % _ALIGNED:
         return rows
-    block = tensor.new_zeros(BLOCK, *tensor.shape[1:])
-    block[: stop - start] = rows
-    return block
+    return torch.cat((rows, tensor.new_zeros(BLOCK - len(rows), *tensor.shape[1:])))
 
 
 class InParts:

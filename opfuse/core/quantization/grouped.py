@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .formats import (
     FP8,
@@ -179,11 +180,9 @@ def cast_each(
     if usage.rowwise:
         row = torch.cat(codes).view(dtype).view(tensor.shape)
     if usage.columnwise:
-        column = codes[0].new_zeros(room(rows, columns, len(codes)))
-        counts = [len(part) for part in codes]
-        blocks = cut_columns(column, columns, counts, GroupedTensor.filled)
-        for block, part in zip(blocks, codes, strict=True):
-            block[:, : len(part)] = part.t()
-        column = column.view(dtype)
+        blocks = [F.pad(part.t(), (0, -len(part) % GroupedTensor.filled)) for part in codes]
+        column = torch.cat([block.flatten() for block in blocks])
+        size = room(rows, columns, len(codes))
+        column = F.pad(column, (0, size - column.numel())).view(dtype)
     inverse = torch.cat([part.scale_inv.reshape(1) for part in made])
     return GroupedTensor(tensor.shape, tensor.dtype, quantizers[0], row, column, inverse, ends)

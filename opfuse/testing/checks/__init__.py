@@ -3,7 +3,7 @@
 A failure of a later one may come from a fault that an earlier one found.
 """
 
-from . import calls, features, leavings, memory, planning, quantized, values  # noqa: F401  # each adds its checks
+from . import calls, features, holding, leavings, memory, planning, quantized, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
 ORDER = """condition settings pattern same_plan runs codes unmodified_inputs \
@@ -13,7 +13,7 @@ repeatable interleaved growing follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads host_reads
 without_grad batch_invariance gradcheck main_grad recipe deepcopy checkpoint
-opcheck compile""".split()
+held_results opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 """Every check of a fusion, by name."""

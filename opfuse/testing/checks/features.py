@@ -133,6 +133,8 @@ def gradcheck(case: Case) -> None:
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls ``seen`` with every operation and its arguments, before the operation runs."""
 
+    keeps_no_tensors = True
+
     def __init__(self, seen: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen

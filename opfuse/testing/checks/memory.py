@@ -180,6 +180,8 @@ def saved_bytes(case: Case) -> None:
 class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Weak references to every tensor that comes out of an operation, with its shape."""
 
+    keeps_no_tensors = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tensors: list[tuple[weakref.ref[Tensor], str]] = []

@@ -268,6 +268,8 @@ _FREE = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh", 
 class Launches(TorchDispatchMode):
     """Counts kernels and PyTorch's operations: in the update of the scales, and in casts."""
 
+    keeps_no_tensors = True
+
     def __init__(self, patch):
         super().__init__()
         self.counts, self._place, self._inside = Counter(), "", 0

@@ -40,6 +40,8 @@ def setting(monkeypatch):
 class Calls(TorchDispatchMode):
     """Counts direct calls of oneDNN."""
 
+    keeps_no_tensors = True
+
     def __init__(self):
         super().__init__()
         self.onednn = 0

@@ -23,6 +23,8 @@ ROWS, FEATURES, CLASSES = 16384, 4096, 131072
 class Launches(TorchDispatchMode):
     """What a GPU would launch for PyTorch's operations, and the bytes that each kind moves."""
 
+    keeps_no_tensors = True
+
     def __init__(self):
         super().__init__()
         self.count, self.bytes = collections.Counter(), collections.Counter()

@@ -56,6 +56,8 @@ def launched(monkeypatch):
 class Written(TorchDispatchMode):
     """Counts PyTorch's operations that write into tensors of some memory."""
 
+    keeps_no_tensors = True
+
     def __init__(self, tensors):
         super().__init__()
         self.memory = {tensor.untyped_storage()._cdata for tensor in tensors}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
+from opfuse.core.authoring import added
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
 from opfuse.ops import BasicLinear, Bias, ParallelLinear
 
@@ -77,7 +78,7 @@ class ForwardProduct(_Product):
         if bias is None or self._adds_bias:
             given = None if bias is None else bias.to(dtype)
             return multiply(left, right, dtype, bias=given, fast=self._fast)
-        return multiply(left, right, torch.float32, fast=self._fast).add_(bias).to(dtype)
+        return added(multiply(left, right, torch.float32, fast=self._fast), bias).to(dtype)
 
 
 def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
@@ -139,7 +140,7 @@ def gradients(
         for span, right in zip(spans, rights, strict=False):
             part = left if len(rights) == 1 else left.inner(*span)
             product = multiply(part, right, wide)
-            dx = product if dx is None else dx.add_(product)
+            dx = product if dx is None else added(dx, product)
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:

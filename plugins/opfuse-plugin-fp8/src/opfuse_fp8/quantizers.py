@@ -431,9 +431,8 @@ class BlockQuantizer(_BlockwiseQuantizer):
         rows, columns = matrix.shape
         tall, wide = self.block
         down, across = -(-rows // tall), -(-columns // wide)
-        padded = matrix.new_zeros(down * tall, across * wide)
-        padded[:rows, :columns] = matrix
-        blocks = padded.view(down, tall, across, wide)
+        padded = F.pad(matrix, (0, across * wide - columns, 0, down * tall - rows))
+        blocks = padded.contiguous().view(down, tall, across, wide)
         infinite = min(torch.finfo(matrix.dtype).max, casts.FP32_MAX)
         scale = casts.scale_of(
             casts.largest(blocks, (1, 3)),

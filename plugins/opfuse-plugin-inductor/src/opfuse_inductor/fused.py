@@ -324,7 +324,7 @@ def fit(tensor: Tensor, spec: kernels.Spec, rows: int) -> Tensor:
 def draw_mask(p: float, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The mask of a dropout, drawn as the op draws it: a seed gives the same one, fused or not."""
     if like.device.type == "cpu":
-        return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - p)
+        return torch.bernoulli(torch.empty(shape, dtype=torch.bool), 1 - p)
     return torch.native_dropout(like.new_empty(shape), p, True)[1]
 
 

@@ -142,8 +142,8 @@ def _softmax(
 def _softmax_twin(
     logits: Tensor, targets: Tensor, weights: Tensor, *, numbers: LossNumbers
 ) -> tuple[Tensor, Tensor]:
-    losses = chunks.softmax_in_place(logits, targets, weights, numbers)
-    return logits, losses
+    losses, gradient = chunks.softmax_gradient(logits, targets, weights, numbers)
+    return gradient, losses
 
 
 def _draw_targets(rows: int, classes: int) -> dict[str, Tensor]:

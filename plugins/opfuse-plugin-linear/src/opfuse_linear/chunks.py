@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.core.authoring import add_product, adds_itself, wide
+from opfuse.core.overwriting import added, may_write, multiplied, with_shares
 from opfuse.ops.cross_entropy import LossNumbers, Spare, capped, parts, uncapped, widened
 
 from . import kernels
@@ -44,62 +45,62 @@ def rows_of_chunk(classes: int, features: int, on_gpu: bool = False) -> int:
 
 
 def chunks(x: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The chunks of rows: which rows, these of ``x``, and these of the targets."""
+    """The chunks of rows: which rows, these of ``x``, and these of the targets.
+
+    There is one, whose results are not added up, where nothing may be overwritten.
+    """
     count, start = rows_of_chunk(classes, x.shape[1], on_gpu=not x.is_cpu), 0
+    count = count if may_write() else max(1, len(x))
     for part, of_part in zip(torch.split(x, count), torch.split(targets, count), strict=True):
         yield slice(start, start + len(part)), part, of_part
         start += len(part)
 
 
-def softmax_in_place(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    numbers: LossNumbers,
-    losses: Tensor | None = None,
-) -> Tensor:
-    """Turn logits into their gradient; the twin of the kernel.
+def softmax_gradient(
+    logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    """The losses of logits, and their gradient; the twin of the kernel.
 
     Args:
-        logits: ``(rows, classes)``, contiguous; overwritten.
+        logits: ``(rows, classes)``, contiguous; overwritten by the gradient if they may be.
         targets: ``(rows,)``.
         weights: The factor of the gradient of each row's loss: 0 where it is ignored; in fp32 for
             half precision.
         numbers: Of the loss.
-        losses: Where to write the result; None: a new tensor.
 
     Returns:
-        The loss of each row, 0 where it is ignored, in the dtype of ``weights``.
+        The loss of each row, 0 where it is ignored, in the dtype of ``weights``; and the gradient.
     """
-    losses = torch.empty_like(weights) if losses is None else losses
-    for spare, *given, of_part in parts(logits, targets, weights, losses):
-        of_part.copy_(_part_in_place(numbers, spare, *given))
-    return losses
+    writes, losses, gradients = may_write(logits, weights), [], []
+    for spare, *given in parts(logits, targets, weights):
+        of_part, dz = _of_part(numbers, spare, *given)
+        losses.append(of_part)
+        gradients.append(given[0].copy_(dz) if writes else dz.to(logits.dtype))
+    return torch.cat(losses), logits if writes else torch.cat(gradients)
 
 
-def _part_in_place(
+def _of_part(
     numbers: LossNumbers, spare: Spare, logits: Tensor, targets: Tensor, weights: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     ignored, smoothing, z_loss, softcap, _ = numbers
     z = capped(widened(logits, spare[0]), softcap, spare[0])
     picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
     mean = z.mean(-1) if smoothing else None
     dz = torch.softmax(z, -1, out=spare[1])
-    lse = z.amax(-1) - dz.amax(-1).log_()  # the softmax of the largest logit is no 0
+    lse = z.amax(-1) - dz.amax(-1).log()  # the softmax of the largest logit is no 0
     losses = lse + picked * (1 - smoothing)
     if mean is not None:
-        losses -= mean * smoothing
+        losses = losses - mean * smoothing
     factor = weights
     if z_loss:
-        losses += lse.square() * z_loss
+        losses = losses + lse.square() * z_loss
         factor = weights * (1 + 2 * z_loss * lse)
-    dz.mul_(factor.unsqueeze(-1))
+    dz = multiplied(dz, factor.unsqueeze(-1))
     if smoothing:
-        dz.sub_((weights * (smoothing / z.shape[-1])).unsqueeze(-1))
+        dz = added(dz, (weights * (smoothing / z.shape[-1])).unsqueeze(-1), -1)
     places = targets.masked_fill(targets == ignored, 0).unsqueeze(-1)
-    dz.scatter_add_(-1, places, (weights * (smoothing - 1)).unsqueeze(-1))
-    logits.copy_(uncapped(dz, z, softcap, spare[0]))
-    return torch.where(targets == ignored, 0.0, losses)
+    dz = with_shares(dz, places, (weights * (smoothing - 1)).unsqueeze(-1))
+    return torch.where(targets == ignored, 0.0, losses), uncapped(dz, z, softcap, spare[0])
 
 
 class Sums:
@@ -121,9 +122,10 @@ class Sums:
     ) -> None:
         self._weight, self._onednn, self._wide = weight, onednn, wide(x.dtype)
         shapes = x.shape, weight.shape, weight.shape[:1]
+        writes = may_write()
         # what is not the first chunk's is added; without classes nothing is
         self.dx, self.dw, self.db = [
-            (x.new_empty if len(weight) else x.new_zeros)(shape, dtype=self._wide)
+            (x.new_empty if len(weight) else x.new_zeros)(shape if writes else 0, dtype=self._wide)
             if needed
             else None
             for shape, needed in zip(shapes, needs, strict=True)
@@ -138,6 +140,12 @@ class Sums:
             d: The gradient of their logits.
         """
         start = rows.start
+        if not may_write():  # then there is one chunk
+            a, b, weight = [each.to(self._wide) for each in (d, x, self._weight)]
+            self.db = None if self.db is None else a.sum(0)
+            self.dw = None if self.dw is None else a.t().mm(b)
+            self.dx = None if self.dx is None else a.mm(weight)
+            return
         if self.db is not None:
             _put(self.db, d.sum(0, dtype=self._wide), start)
         if self.dw is not None and adds_itself(self.dw, d):
@@ -191,6 +199,8 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
         return None if tensor is None else tensor.to(dtype)
     if tensor.dtype is dtype:
         return tensor * scale
+    if not may_write(tensor, scale):
+        return (tensor * scale).to(dtype)
     out = torch.empty_like(tensor, dtype=dtype)
     if not tensor.is_cpu:
         return torch.mul(tensor, scale, out=out)  # rounded to its dtype
@@ -199,8 +209,8 @@ def scaled(tensor: Tensor | None, scale: Tensor | None, dtype: torch.dtype) -> T
     return out
 
 
-Softmax = Callable[[Tensor, Tensor, Tensor, LossNumbers, Tensor], Tensor]
-"""The type of :func:`softmax_in_place`, and of a kernel for it."""
+Softmax = Callable[[Tensor, Tensor, Tensor, LossNumbers], tuple[Tensor, Tensor]]
+"""The type of :func:`softmax_gradient`, and of a kernel for it."""
 
 
 def gradients(
@@ -213,7 +223,7 @@ def gradients(
     needs: tuple[bool, bool, bool],
     *,
     onednn: bool | None = None,
-    softmax: Softmax = softmax_in_place,
+    softmax: Softmax = softmax_gradient,
 ) -> tuple[Tensor, Sums]:
     """The loss of each row, and the gradients of a linear, chunk by chunk.
 
@@ -228,11 +238,12 @@ def gradients(
         onednn: See :func:`opfuse_linear.kernels.linear`.
         softmax: The function that turns logits into their gradient.
     """
-    sums, losses = Sums(x, weight, needs, onednn), torch.empty_like(weights)
+    sums, losses = Sums(x, weight, needs, onednn), []
     d: Any = None
     for rows, part, of_part in chunks(x, targets, weight.shape[0]):
         del d  # before there are new logits
         d = kernels.linear(part, weight, bias, onednn)
-        softmax(d, of_part, weights[rows], numbers, losses[rows])
+        of_rows, d = softmax(d, of_part, weights[rows], numbers)
+        losses.append(of_rows)
         sums.add(rows, part, d)
-    return losses, sums
+    return torch.cat(losses), sums

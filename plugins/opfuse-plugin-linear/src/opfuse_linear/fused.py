@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
+from opfuse.core.authoring import added
 from opfuse.ops import (
     Activation,
     AddExtraInput,
@@ -208,8 +209,8 @@ class ForwardLinearAdd(_WithEpilogue):
         if has_bias and x.numel() < self._small and extra.dtype is bias.dtype is x.dtype:
             y = self._linear(x, weight, bias)
             if check_extra(basic_op_ctxs[-1], extra, y.shape):
-                return extra.detach().add_(y), no_extras
-            return kernels.added(y, extra), no_extras
+                return added(extra.detach(), y), no_extras
+            return added(y, extra), no_extras
         in_place = check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0]))
         if not in_place:
             y = None
@@ -221,7 +222,7 @@ class ForwardLinearAdd(_WithEpilogue):
                 return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
         y = kernels.linear(x, weight, bias, self._onednn)
         if in_place:
-            return extra.detach().add_(y, alpha=scale), no_extras
+            return added(extra.detach(), y, scale), no_extras
         return torch.add(extra, y, alpha=scale), no_extras
 
 

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from opfuse import Environment, OperationContext
+from opfuse.core.authoring import added, may_write, reusable
 from opfuse.ops import BasicLinear
 
 ONEDNN_MIN_SIZE = 1 << 14
@@ -84,14 +85,6 @@ def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor],
 def linear_then_add(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The product, and the bias added to it."""
     return added(F.linear(x, weight), bias)
-
-
-def added(product: Tensor, addend: Tensor) -> Tensor:
-    """Their sum, written into the product.
-
-    An addend of a subclass of Tensor decides itself.
-    """
-    return product.add_(addend) if type(addend) in PLAIN else product + addend
 
 
 def _use_onednn(
@@ -167,10 +160,13 @@ def linears(
 ) -> Tensor | None:
     """The linears of one input, side by side, in the dtype of ``x`` and the weights.
 
-    None where the default library, which writes each product to its place, is as fast.
+    None where the default library, which writes each product to its place, is as fast, and where
+    nothing may be written.
     """
     pairs = list(zip(weights, biases, strict=True))
     if x.dtype is not torch.float32 or not all([_use_onednn(x, *pair, onednn) for pair in pairs]):
+        return None
+    if not may_write(x, *weights, *biases):
         return None
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty((*x.shape[:-1], sum(sizes)))
@@ -360,7 +356,7 @@ def linear_add(
     product = linear(x, weight, bias, onednn)
     if scale == 1.0:
         return added(product, addend)
-    return torch.add(addend, product, alpha=scale, out=None if is_compiling() else product)
+    return torch.add(addend, product, alpha=scale, out=reusable(product, addend))
 
 
 def linear_dgrad_add(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
+from opfuse.core.overwriting import plus_product, reusable
 from opfuse.ops import BasicLinear, Bias, TokenLogProb, VocabParallelTokenLogProb
 from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gradients
 
@@ -41,7 +42,7 @@ class LinearLogProb(LinearLoss):
 
             gradients = token_statistics.row_gradients
             self._values = token_statistics.row_statistics
-            self._in_place = lambda logits, *given: gradients(logits, *given, logits)
+            self._in_place = lambda logits, *given: gradients(logits, *given, reusable(logits))
             self._check = softmax.check_targets
 
     def fuser_forward(
@@ -70,7 +71,7 @@ class LinearLogProb(LinearLoss):
             kept.append(of_rows)
             if sums is not None:
                 ones = values[0].new_ones(len(of_part))
-                self._in_place(logits, of_part, [ones], of_rows, numbers)
+                logits = self._in_place(logits, of_part, [ones], of_rows, numbers)
                 self._add(sums, pairs, place, logits)
         y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in _joined(found)]
         if last.requires_grad:
@@ -115,7 +116,7 @@ class LinearLogProb(LinearLoss):
             of_grads, of_kept = [
                 [None if each is None else each[rows] for each in given] for given in (grads, kept)
             ]
-            self._in_place(logits, of_part, of_grads, of_kept, left.numbers)
+            logits = self._in_place(logits, of_part, of_grads, of_kept, left.numbers)
             self._add(sums, pairs, rows, logits)
         found = self._linear_grads(linear, sums, of_linear)
         return self._result(basic_op_ctxs, (*found, *([sums[0].db] if of_bias else [])), None)
@@ -150,7 +151,7 @@ class LinearLogProb(LinearLoss):
         (x, weight), *others = pairs
         logits = kernels.linear(x[rows], weight, bias, self._onednn)
         for other, matrix in others:
-            logits.addmm_(other[rows], matrix.t())
+            logits = plus_product(logits, other[rows], matrix.t())
         return logits
 
     def _sums(self, ctxs: Ctxs, pairs: Any) -> list[chunks.Sums]:

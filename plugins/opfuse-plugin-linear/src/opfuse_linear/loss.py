@@ -30,7 +30,7 @@ class LinearLoss(Products):
     """
 
     grad_input = "fresh"
-    _softmax: Any = staticmethod(chunks.softmax_in_place)
+    _softmax: Any = staticmethod(chunks.softmax_gradient)
     _row_losses: Any = staticmethod(row_losses)
     _check: Any = None
 
@@ -45,7 +45,7 @@ class LinearLoss(Products):
         if not choice.cannot_run(env, "its kernel"):
             from . import softmax  # this imports Triton
 
-            self._softmax, self._check = softmax.softmax_in_place, softmax.check_targets
+            self._softmax, self._check = softmax.softmax_gradient, softmax.check_targets
             self._row_losses = lambda *given: softmax.row_losses(*given)[0]
 
     def fuser_forward(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opfuse.core.authoring import added
 from opfuse.ops import LowRankLinear, TokenLogProb
 
 from . import chunks, kernels
@@ -43,7 +44,7 @@ class LowRankLogProb(LinearLogProb):
             wide = of_low.dx.dtype
             more, da = LowRankLinear.adapter_grads(ctx, of_low.dx, x.to(wide), mask, a.to(wide))
             if dx is not None:
-                dx += more
+                dx = added(dx, more)
         return dx, of_x.dw, da, of_low.dw
 
 

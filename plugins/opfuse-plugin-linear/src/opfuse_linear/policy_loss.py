@@ -50,17 +50,19 @@ class LinearPolicyLoss(LinearLogProb):
         numbers, flat = op.numbers_of(), tokens.flatten().long().contiguous()
         if self._check is not None:
             self._check(flat, classes, numbers.ignore_index, "TokenLogProb: a token")
-        y = torch.zeros(tokens.shape, dtype=wide(pairs[0][0].dtype), device=input_.device)
+        rows = torch.zeros(len(flat), dtype=wide(pairs[0][0].dtype), device=input_.device)
         sums = self._sums(before, pairs) if differentiates else None
-        rows, logits = y.view(-1), None
+        logits = None
         for place, _, of_part in chunks.chunks(pairs[0][0], flat, classes):
             del logits  # before there are new ones
             logits = self._logits(pairs, bias, place)
-            (rows[place],), kept = self._values(logits, of_part, numbers, differentiates)
+            (values,), kept = self._values(logits, of_part, numbers, differentiates)
+            rows = rows.slice_scatter(values, 0, place.start, place.stop)
             if sums is not None:
-                grads = _gradient(loss, y, extras).view(-1)[place]
-                self._in_place(logits, of_part, [grads], kept, numbers)
+                grads = _gradient(loss, rows.view(tokens.shape), extras).view(-1)[place]
+                logits = self._in_place(logits, of_part, [grads], kept, numbers)
                 self._add(sums, pairs, place, logits)
+        y = rows.view(tokens.shape)
         result, metrics = loss.fuser_forward([last], y, basic_op_extra_inputs=[extras])
         if sums is not None:
             left: Any = last

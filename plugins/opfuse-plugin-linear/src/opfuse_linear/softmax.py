@@ -16,6 +16,7 @@ from opfuse_triton.functions import tanh
 from torch import Tensor
 from torch.nn import functional as F
 
+from opfuse.core.overwriting import unseen
 from opfuse.ops.cross_entropy import LossNumbers
 
 
@@ -196,25 +197,23 @@ def softmax_in_place(
     targets: Tensor,
     weights: Tensor,
     numbers: LossNumbers,
-    losses: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """:func:`opfuse_linear.chunks.softmax_in_place`, by the kernel.
+    """Turn logits into their gradient, and give the losses, by one kernel.
 
     A target that is not a class is not noticed: see :func:`check_targets`.
 
     Args:
-        logits: In fp32, bf16 or fp16.
-        targets: As there.
+        logits: In fp32, bf16 or fp16; overwritten.
+        targets: As for :func:`opfuse_linear.chunks.softmax_gradient`.
         weights: In fp32.
         numbers: As there.
-        losses: As there.
         config: The configuration; None: the heuristic's.
     """
     rows, classes = logits.shape
-    losses = torch.empty_like(weights) if losses is None else losses
     if not logits.numel():
-        return losses.zero_()
+        return torch.zeros_like(weights)
+    losses = torch.empty_like(weights)
     SOFTMAX.launch(
         lambda config: (rows,),
         *(logits, targets, weights, losses, classes, numbers.ignore_index),
@@ -223,6 +222,14 @@ def softmax_in_place(
         **_options(numbers),
     )
     return losses
+
+
+def softmax_gradient(
+    logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers
+) -> tuple[Tensor, Tensor]:
+    """:func:`opfuse_linear.chunks.softmax_gradient`, by kernels; arguments as there."""
+    logits = unseen(logits, is_result=True)
+    return softmax_in_place(logits, targets, weights, numbers), logits
 
 
 def row_losses(
@@ -246,10 +253,10 @@ def row_losses(
         Both in fp32: ``(rows,)``, and if ``keep`` ``(2, rows)``.
     """
     rows, classes = logits.shape
-    losses = logits.new_empty(rows, dtype=torch.float32)
     sums = logits.new_empty((2, rows), dtype=torch.float32) if keep else None
     if not logits.numel():
-        return losses.zero_(), sums
+        return logits.new_zeros(rows, dtype=torch.float32), sums
+    losses = logits.new_empty(rows, dtype=torch.float32)
     LOSS.launch(
         lambda config: (rows,),
         *(logits, targets, losses, *((None, None) if sums is None else sums.unbind())),

@@ -37,12 +37,12 @@ class SplitLinearLogProb(LinearLogProb):
 
 def _gradients_in_place(
     part: Any, logits: Tensor, tokens: Tensor, grads: Any, kept: Any, numbers: Any
-) -> None:
+) -> Tensor:
     def of_part(spare: Any, some: Tensor, of_some: Tensor, *others: Any) -> Tensor:
         rows = others[: len(grads)], others[len(grads) :]
         return part.row_gradients(some, of_some, *rows, numbers, spare)
 
-    gradients_by_parts(of_part, logits, tokens, *grads, *kept, in_place=True)
+    return gradients_by_parts(of_part, logits, tokens, *grads, *kept, in_place=True)
 
 
 JOINT = fusions(VocabParallelTokenLogProb, SplitLinearLogProb, ", split classes")

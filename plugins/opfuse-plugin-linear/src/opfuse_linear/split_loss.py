@@ -34,22 +34,20 @@ class SplitLinearLoss(LinearLoss):
         """See :meth:`opfuse.FusedOperation.planned`."""
         Products.planned(self, env)
         part = self._parts[0].part
-        self._softmax = lambda *given: _softmax_in_place(part, *given)
+        self._softmax = lambda *given: _softmax_gradient(part, *given)
         self._row_losses = lambda *given: part.row_losses(*given)[0]
 
 
-def _softmax_in_place(
-    part: Any, logits: Tensor, targets: Tensor, weights: Tensor, numbers: Any, losses: Tensor
-) -> Tensor:
-    """As :func:`opfuse_linear.chunks.softmax_in_place`, for the classes of this process."""
-    of_rows, lse = part.row_losses(logits, targets, numbers)
-    losses.copy_(of_rows)
+def _softmax_gradient(
+    part: Any, logits: Tensor, targets: Tensor, weights: Tensor, numbers: Any
+) -> tuple[Tensor, Tensor]:
+    """As :func:`opfuse_linear.chunks.softmax_gradient`, for the classes of this process."""
+    losses, lse = part.row_losses(logits, targets, numbers)
 
     def of_part(spare: Any, *rows: Tensor) -> Tensor:
         return part.row_gradients(*rows, numbers, spare)
 
-    gradients_by_parts(of_part, logits, targets, weights, lse, in_place=True)
-    return losses
+    return losses, gradients_by_parts(of_part, logits, targets, weights, lse, in_place=True)
 
 
 def _on_cpu(ops: Any, env: Environment) -> bool | str:

@@ -153,9 +153,7 @@ def row_statistics(
     found = [logits.new_empty(rows, dtype=torch.float32) if each else None for each in asked]
     outputs, kept = tuple(each for each in found[:4] if each is not None), tuple(found[4:])
     if not logits.numel():
-        for place, value in zip(outputs, row_log_probs(logits, tokens, numbers), strict=True):
-            place.copy_(value)
-        return outputs, kept
+        return row_log_probs(logits, tokens, numbers), kept
     STATISTICS.launch(
         lambda config: (rows,),
         *(logits, tokens, *found),

@@ -19,6 +19,7 @@ from opfuse import (
     Optional,
     Subclasses,
 )
+from opfuse.core.overwriting import may_write, plus_product
 from opfuse.core.quantization import dequantize
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
 
@@ -135,7 +136,7 @@ class MLP(FusedOperation):
         if dx is not None:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         if self._has_norm and ctxs[0].requires_grad:
-            dx, grads[0] = _norm_backward(ops[0], self._norm, ctxs[0], dx, True)
+            dx, grads[0] = _norm_backward(ops[0], self._norm, ctxs[0], dx, may_write(dx))
         return dx, grads, no_extras
 
     def _of_activation(self, ctx: Any, dy: Tensor, needs: tuple[bool, bool, bool]) -> Any:
@@ -144,7 +145,7 @@ class MLP(FusedOperation):
         saved, *_ = ctx.saved_tensors  # the norm's tensors come after it
         z = formulas.rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
-        return self._gradients(numbers, dy, z, *needs, owns=True)
+        return self._gradients(numbers, dy, z, *needs, owns=may_write(dy))
 
     def _needs_sums(self, ctxs: Ctxs) -> bool:
         """Return whether the gradient of a bias is the sum of that of the activation's input."""
@@ -200,7 +201,7 @@ class ParallelMLP(MLP):
         grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x), summed)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
-            dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
+            dx = plus_product(dx, dy, weight)
         return dx
 
 

@@ -12,6 +12,7 @@ from opfuse_triton.norms.drop import Drop
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, Optional
+from opfuse.core.authoring import added
 from opfuse.ops import AddExtraInput, Dropout, LayerNorm, MakeExtraOutput, RMSNorm
 
 from . import fused
@@ -74,7 +75,7 @@ class DropoutAdd(_Dropping):
         if drop is not None:
             x, extra = self._run(x, None if into else extra, drop), extra if into else None
         if extra is not None:
-            x = extra.detach().add_(x) if into else x + extra
+            x = added(extra.detach(), x) if into else x + extra
         return x, self._nothing
 
     def fuser_backward(

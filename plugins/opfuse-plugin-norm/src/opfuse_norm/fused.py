@@ -13,6 +13,7 @@ from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
+from opfuse.core.authoring import may_write
 from opfuse.ops import AddExtraInput, L2Normalization, LayerNorm, MakeExtraOutput, RMSNorm
 
 Ctxs = list[OperationContext]
@@ -89,6 +90,8 @@ class ForwardNorm(_Fused):
             return False
         if extra is None or not getattr(self._ops[0], "in_place", False):
             return True
+        if not may_write(extra):
+            return False
         apart = extra.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
         return apart or extra.data_ptr() == x.data_ptr()
 

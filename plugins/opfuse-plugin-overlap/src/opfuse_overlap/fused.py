@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Optional
+from opfuse.core.authoring import added, may_write
 from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.core.settings import current
 from opfuse.ops import (
@@ -72,7 +73,7 @@ class _Overlapped(FusedOperation):
         bias = None if self._bias is None else ctxs[self._bias].params[0]
         rows: Rows | None = None
         known = type(input_) in PLAIN or isinstance(input_, QuantizedTensor)
-        if known and self._fits(input_.shape):
+        if known and self._fits(input_.shape) and may_write():  # into the parts of results
             rows, why = self._operands(linear, input_, bias)
             self.notes = f"its input is gathered unquantized: {why}" if why else ""
         linear.apart = rows is None
@@ -195,7 +196,7 @@ class GatherLinear(_Overlapped):
         link, here = self._link, rows.lines.shape[0]
         if self._by_symm_mem:
             out, _ = symm_mem.gather_multiply(link, rows.lines, rows.weight.t())
-            return out if bias is None else out.add_(bias)
+            return out if bias is None else added(out, bias)
         out, count = rows.empty(link.size * here), self.pieces(here)
         gather_multiply(link, rows.lines, count, rows.multiply, out, height=rows.height)
         return out
@@ -290,7 +291,7 @@ class LinearScatter(_Overlapped):
         adding = DONE if total is None else link.reduce(total)
         out = symm_mem.multiply_scatter(link, rows.lines, rows.weight.t())
         adding.wait()
-        return out if total is None else out.add_(total)
+        return out if total is None else added(out, total)
 
     def _backward(self, of: Gradients, of_params: Callable[[], None]) -> Tensor | None:
         link, lines = self._link, None

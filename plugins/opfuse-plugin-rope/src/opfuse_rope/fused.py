@@ -10,7 +10,7 @@ from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
-from opfuse.core.authoring import is_captured
+from opfuse.core.authoring import is_captured, may_write
 from opfuse.ops import ApplyRoPE, L2Normalization, RMSNorm, RoPE, SwapExtraInput
 
 from . import layouts
@@ -205,7 +205,7 @@ class BackwardRoPE(_Fused):
             if dy is None or saved[0] is None:
                 return None
             whole = dy.contiguous()
-            one = side.saved(ctxs, whole, owned or whole is not dy)
+            one = side.saved(ctxs, whole, owned or (whole is not dy and may_write(whole)))
             if one is None:
                 return None
             found = self._angles(side, ctx.rotation, saved, whole)

@@ -130,8 +130,8 @@ class _ExpertsCall:
                 y = chain(rows.to(weight.dtype), sizes, scales)
         else:
             y = chain(rows, sizes, scales)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0], device=order.device)
+        places = torch.arange(order.shape[0], device=order.device)
+        back = torch.empty_like(order).scatter(0, order, places)
         y = y[back].view(x.shape[0], count, x.shape[1]).to(torch.promote_types(y.dtype, x.dtype))
         return y.sum(1).to(x.dtype)
 

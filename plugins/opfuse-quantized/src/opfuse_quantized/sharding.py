@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse.core.quantization import QuantizedTensor
 from opfuse.core.quantization.quantizer import with_own_state
@@ -170,7 +171,6 @@ def _assembled(there: Any, outputs: tuple[Tensor, ...], wanted: Any) -> dict[str
         assert codes is not None and scales is not None
         across = -(-codes.shape[1] // 128)
         down = scales.shape[0]
-        other = scales.new_ones(across, 4 * -(-down // 4))
-        other[:, :down] = scales[:, :across].t()
+        other = F.pad(scales[:, :across].t(), (0, -down % 4), value=1.0).contiguous()
         made |= {"columnwise_data": codes.t().contiguous(), "columnwise_scale_inv": other}
     return made

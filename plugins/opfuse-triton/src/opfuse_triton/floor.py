@@ -47,6 +47,8 @@ class TorchBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory: The storages that were seen. While they are kept no two have the same address.
     """
 
+    keeps_no_tensors = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.moved: Counter[int] = Counter()

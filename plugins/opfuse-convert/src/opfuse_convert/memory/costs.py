@@ -66,6 +66,8 @@ def step(run: Callable[[], Any], wanted: Sequence[Tensor]) -> None:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations of matrix products."""
 
+    keeps_no_tensors = True
+
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

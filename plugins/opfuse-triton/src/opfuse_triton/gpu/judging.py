@@ -32,6 +32,8 @@ that size may cancel, each with another last bit."""
 class Poisoned(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within this context, memory that is not written yet holds NaN, or the largest integer."""
 
+    keeps_no_tensors = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -41,7 +41,7 @@ class Drop(NamedTuple):
 
 def draw_seed(device: torch.device) -> Tensor:
     """A seed out of torch's generator of a device. The host does not wait for it."""
-    return torch.empty(1, dtype=torch.int64, device=device).random_()
+    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
 
 
 def factors(shape: torch.Size, drop: Drop) -> Tensor:

@@ -147,9 +147,9 @@ def again(
     y = x.to(rstd.dtype) if mean is None else x.to(rstd.dtype) - mean
     y = y * rstd
     if weight is not None:
-        y *= _scale(weight, rstd.dtype, norm)
+        y = y * _scale(weight, rstd.dtype, norm)
     if bias is not None:
-        y += bias.to(rstd.dtype)
+        y = y + bias.to(rstd.dtype)
     return y.to(dtype or x.dtype)
 
 

@@ -1,0 +1,122 @@
+"""Which results of torch's operations may be overwritten, and by what.
+
+Another may hold a result. A mode sees each one, a ``TorchDispatchMode`` or a ``TorchFunctionMode``:
+selective activation checkpointing keeps those that its policy names, and returns them when it
+computes again. Hooks of saved tensors see none of those that are asked about here, since autograd
+saves nothing where it does not record. So a forward or a backward overwrites a result only by the
+functions of this module, or where :func:`may_write` says that it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .precision import cast
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of active dispatch modes."""
+
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of active function modes."""
+
+_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+_function_mode_at: Callable[[int], Any] = torch._C._get_function_stack_at
+_transforms: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def tracing() -> bool:
+    """Return whether calls are traced rather than run: formulas are then better than kernels.
+
+    A mode of torch's compiler traces. Other modes let the calls run.
+    """
+    if is_dynamo_compiling():
+        return True
+    return any([getattr(_mode_at(i), "_mode_key", None) for i in range(dispatch_modes())])
+
+
+def may_write(*tensors: Tensor | None) -> bool:
+    """Return whether results of torch's operations may be overwritten.
+
+    They may in an eager pass that autograd does not record, by plain tensors, and while no mode is
+    active but those that declare ``keeps_no_tensors = True``, or set a default device.
+
+    Args:
+        *tensors: The operands of the operation that writes; None: there is none.
+    """
+    if is_dynamo_compiling():
+        return False
+    if dispatch_modes() or function_modes():
+        modes = [_mode_at(i) for i in range(dispatch_modes())]
+        modes += [_function_mode_at(i) for i in range(function_modes())]
+        if not all([getattr(m, "keeps_no_tensors", type(m) is DeviceContext) for m in modes]):
+            return False
+    if _transforms() is not None or forward_ad._current_level >= 0:
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in given]):
+        return False
+    return all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in given])
+
+
+def reusable(result: Tensor, *operands: Tensor) -> Tensor | None:
+    """The ``out`` of an operation that may overwrite a result; None: it makes a new tensor.
+
+    Args:
+        result: The result of another operation.
+        *operands: The further operands.
+    """
+    return result if may_write(result, *operands) else None
+
+
+def added(total: Tensor, part: Tensor, alpha: float = 1.0) -> Tensor:
+    """``total + alpha * part`` in the dtype of ``total``, which it overwrites if it may."""
+    if may_write(total, part):
+        return total.add_(part, alpha=alpha)
+    return cast(torch.add(total, part, alpha=alpha), total.dtype)
+
+
+def multiplied(result: Tensor, factor: Tensor) -> Tensor:
+    """``result * factor``; it overwrites the result if it may."""
+    return torch.mul(result, factor, out=reusable(result, factor))
+
+
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b`` of matrices; it overwrites the sum if it may. None: zero."""
+    return a.mm(b) if total is None else torch.addmm(total, a, b, out=reusable(total, a, b))
+
+
+def with_shares(dz: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """Matrices with shares added at places of each row; it overwrites them if it may."""
+    if not dz.shape[-1]:
+        return dz
+    add = dz.scatter_add_ if may_write(dz, shares) else dz.scatter_add
+    return add(-1, places, shares)
+
+
+def filled(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
+    """A tensor with a value where a mask is set; it overwrites the tensor if it may."""
+    fill = tensor.masked_fill_ if may_write(tensor) else tensor.masked_fill
+    return fill(mask, value)
+
+
+def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:
+    """A dense copy that no mode has seen, for a collective that overwrites it.
+
+    Args:
+        tensor: The values.
+        is_result: Whether it is a dense result that nothing else reads: itself, if it may be.
+    """
+    if is_result and may_write(tensor):
+        return tensor
+    if tracing() or not (dispatch_modes() or function_modes()):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return tensor.clone(memory_format=torch.contiguous_format)
