@@ -12,7 +12,6 @@ One that fails says so in the store, too.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import datetime
 import itertools
@@ -97,8 +96,7 @@ class Group:
             return _talks[group]
         except KeyError:
             alone = self.size == 1 or "fake" in dist.get_backend(group)
-            _talks[group] = made = None if alone else Talk(group)
-            return made
+            return _talks.setdefault(group, None if alone else Talk(group))
 
 
 class Pass:
@@ -181,6 +179,8 @@ class Talk:
                 self._compare({**facts_of(turn), "its place among those made": self._place(group)})
                 compared.append(self.era)
             place = self._latest.get(turn, self._latest.get(turn[0], len(past)))
+        else:
+            turn = past[place]  # not the same twice in memory
         self._latest[turn] = self._latest[turn[0]] = len(past)
         past.append(turn)
         self.turn, self._predicted = self.turn + 1, (place + 1) % len(past)
@@ -195,8 +195,7 @@ class Talk:
 
     def _place(self, group: Group) -> int:
         """How many of the groups that were compared were made before this one."""
-        if group.order not in self._orders:
-            bisect.insort(self._orders, group.order)
+        self._orders = sorted({*self._orders, group.order})
         return self._orders.index(group.order)
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
@@ -229,7 +228,8 @@ class Talk:
         Raises:
             RankError: Another one failed or did not come.
         """
-        self.refuse_broken()
+        if self.broken:
+            raise RankError(f"its process group cannot be used after a failure: {self.broken}")
         mine, self._compared = self._comparison(), self._compared + 1
         texts = {self._rank: json.dumps({**facts, _BEFORE: [self.turn, self._deferred]})}
         self._store.set(f"{mine}/{self._rank}", texts[self._rank])
@@ -281,9 +281,9 @@ class Talk:
         for rank in self._others:
             if self._store.check([key := f"{self._comparison()}/{rank}"]):
                 theirs = json.loads(self._store.get(key))
-                back = self.turn - theirs[_BEFORE][0]  # one that is ahead ended this collective
-                if back > 0:
-                    mine = json.loads(json.dumps(facts_of(self._past[-back])))
+                # one that is ahead has ended this collective
+                if (back := self.turn - theirs[_BEFORE][0]) > 0:
+                    mine = facts_of(self._past[-min(back, len(self._past))])
                     difference = first_difference(mine, theirs)
                     return f"{self.me} and {self.names([rank])} differ in {difference}"
         return ""
@@ -343,11 +343,6 @@ class Talk:
             self.broken = why
             return RankError(f"{why}; the store is gone, and so is the process that held it")
         return RankError(f"{why}; {self.names(silent)} did not answer" if silent else why)
-
-    def refuse_broken(self) -> None:
-        """Refuse to go on after a failure that left a collective unfinished."""
-        if self.broken:
-            raise RankError(f"its process group cannot be used after a failure: {self.broken}")
 
     def names(self, ranks: Any) -> str:
         """Some of its processes, for messages."""
@@ -436,7 +431,7 @@ def start_collective(group: Group, what: str, start: Callable[..., Any], *tensor
     Raises:
         RankError: It cannot be started, or another process starts something else, or failed.
     """
-    return _start(take_turn(group, what, tensors), True, group, what, start, tensors)
+    return _start(group, what, start, tensors, True)
 
 
 def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> None:
@@ -451,15 +446,14 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
     Raises:
         RankError: See :meth:`Talk.take_turn` and :meth:`Talk.wait`.
     """
+    _start(group, what, start, tensors, False).wait()
+
+
+def _start(group: Group, what: str, start: Any, tensors: Any, later: bool) -> Pending:
+    """Start it; without waiting if ``later``, or if the host can look around meanwhile."""
     talk = take_turn(group, what, tensors)
-    _start(talk, talk is not None, group, what, start, tensors).wait()
-
-
-def _start(
-    talk: Talk | None, later: bool, group: Group, what: str, start: Any, tensors: Any
-) -> Pending:
     try:
-        work = start(*tensors, group=group.given, async_op=later)
+        work = start(*tensors, group=group.given, async_op=later or talk is not None)
     except RuntimeError as error:
         if talk is None:
             raise
@@ -482,17 +476,16 @@ def take_turn(group: Group, what: str, given: tuple[Any, ...]) -> Talk | None:
     Raises:
         RankError: Another process does something else, or failed.
     """
-    if is_dynamo_compiling():  # a graph runs without it
-        return None
-    if (talk := group.talk) is None:
+    talk = None if is_dynamo_compiling() else group.talk  # a graph runs without it
+    if talk is None:
         return None
     running, tensors = current.running, [each for each in given if isinstance(each, Tensor)]
     name: Any = what, "", "", talk.number(group) if running is None else 0
     if running is not None and talk in running.turns:
         name = what, running.name, running.chain.title, talk.turn - running.turns[talk]
-    uneven = any([type(each) is list for each in given])  # sizes, which each process has its own of
-    sizes = () if uneven else tuple([(t.dtype, t.numel()) for t in tensors])
-    talk.take_turn(group, (name, ("{}", sizes)))
+    sizes = tuple([(t.dtype, t.numel()) for t in tensors])
+    uneven = list in map(type, given)  # each process has sizes of its own
+    talk.take_turn(group, (name, ("{}", () if uneven else sizes)))
     return talk if talk.looks and all([t.is_cpu for t in tensors]) else None
 
 
@@ -500,16 +493,14 @@ def facts_of(turn: Any) -> dict[str, Any]:
     """What is compared of a turn: of a collective, or of the call of a chain."""
     (what, pass_name, chain, place), (text, tensors) = turn
     title = f"{what} in the {pass_name} of {chain}" if pass_name else what
-    own = {"its place in the order of calls": place, "its tensors": str(tensors)}
+    own = {"its place in the order of calls": str(place), "its tensors": str(tensors)}
     return {"what runs": title, **json.loads(text), **own}
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first difference between the facts of two processes; ``""``: there is none."""
-    for what, mine in one.items():
+    for what, mine in [pair for pair in one.items() if pair[1] != other.get(pair[0])]:
         theirs = other.get(what)
-        if mine == theirs:
-            continue
         if isinstance(mine, dict) and isinstance(theirs, dict):
             key = min(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
             what, mine, theirs = f"{what}: {key}", mine.get(key, "none"), theirs.get(key, "none")

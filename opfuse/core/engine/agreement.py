@@ -44,18 +44,9 @@ def begin_call(program: Program, input: Tensor, extra_inputs: Sequence[Tensor]) 
             known = program.turns.get(talk)
             if known is None or known[:2] != (talk.era, shapes):
                 name = chain.title, "", "", tuple([talk.number(op) for op in chain.ops])
-                known = talk.era, shapes, (name, _details(program, shapes))
-                program.turns[talk] = known
+                program.turns[talk] = known = talk.era, shapes, (name, _details(program, shapes))
             running.turns[talk] = talk.turn
             talk.take_turn(group, known[2])
-
-
-@contextmanager
-def in_backward(call: Pass) -> Iterator[None]:
-    """A block in which the backward of a call runs."""
-    with reported(call.chain):
-        current.running = Pass("backward", call.chain, call.turns)
-        yield
 
 
 def _details(program: Program, shapes: Sequence[Any]) -> tuple[str, str]:
@@ -106,7 +97,7 @@ def _wanted(program: Program) -> Iterator[str]:
 
 
 @contextmanager
-def reported(chain: Chain, where: str = "") -> Iterator[None]:
+def reported(chain: Chain, where: str = "", running: Pass | None = None) -> Iterator[None]:
     """Tell the other processes of a chain's groups of an error in the block.
 
     An error that all of them raise is raised as it is.
@@ -114,10 +105,11 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
     Args:
         chain: The chain.
         where: The op, for messages.
+        running: The pass that the block is; None: it is in one, or begins one.
     """
-    outermost = current.told is None
+    before = current.running, current.told
     told = current.told = [] if current.told is None else current.told
-    running = current.running
+    current.running = running or current.running
     try:
         yield
     except RankError as error:
@@ -138,24 +130,24 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
                 raise failure from error
         raise
     finally:
-        current.running = running
-        if outermost:
-            current.told = None
+        current.running, current.told = before
 
 
 class Reported:
-    """Wraps a method of a step of a chain with collectives.
+    """Wraps a chain with collectives, or a method of one of its steps.
 
     Args:
-        run: The method.
-        step: The step.
+        run: What runs it.
         chain: The chain.
+        step: The step; None: the whole chain.
     """
 
-    def __init__(self, run: Callable[..., Any], step: Step, chain: Chain) -> None:
-        self.__self__, self.__name__ = step.op, run.__name__
-        self._run, self._chain, places = run, chain, range(step.start, step.stop)
-        self._where = " + ".join(chain.name(i) for i in places) or "a cast"
+    def __init__(self, run: Callable[..., Any], chain: Chain, step: Step | None = None) -> None:
+        self._run, self._chain, self._where = run, chain, ""
+        if step is not None:
+            self.__self__, self.__name__ = step.op, run.__name__
+            names = [chain.name(i) for i in range(step.start, step.stop)]
+            self._where = " + ".join(names) or "a cast"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""

@@ -105,8 +105,7 @@ class Chain:
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
         groups = [group for op in self.ops if (group := op.collective_group) is not None]
-        first = {group.given: group for group in reversed(groups) if group.size > 1}
-        self.groups = list(first.values())
+        self.groups = [*{group.given: group for group in groups[::-1] if group.size > 1}.values()]
         self._check_ends([self.ops[i] for i in self.own])
         self._infer_widths()
 

@@ -17,8 +17,9 @@ from ..fusible import declared
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
+from ..ranks import Pass
 from ..settings import current
-from .agreement import in_backward
+from .agreement import reported
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
 from .saved import leave, parameter_gradients, rebuilt, recompute, restore_more
@@ -281,11 +282,12 @@ class _PipelineInGroup(Pipeline):
     def backward(func_ctx: Any, *grads: Any) -> Any:
         if is_dynamo_compiling():
             return run_backward(func_ctx, *grads)
-        with in_backward(func_ctx.call):
+        chain, turns = func_ctx.call.chain, func_ctx.call.turns
+        with reported(chain, running=Pass("backward", chain, turns)):
             return run_backward(func_ctx, *grads)
 
 
-_apply_in_group: Any = super(torch.autograd.Function, _PipelineInGroup).apply
+_in_group: Any = super(torch.autograd.Function, _PipelineInGroup).apply
 
 
 def apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
@@ -293,8 +295,7 @@ def apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[
     if not program.requires_grad:
         return run_forward(None, program, kwargs, x, *tensors)
     if not program.compiling:
-        function = _apply_in_group if program.chain.groups else apply_eager
-        return function(program, kwargs, x, *tensors)
+        return (_in_group if program.chain.groups else apply_eager)(program, kwargs, x, *tensors)
     tensors = _distinct(tensors, len(program.chain.param_sources))
     return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
 

@@ -21,7 +21,7 @@ from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current, is_captured
-from .agreement import begin_call, reported
+from .agreement import Reported, begin_call
 from .chain import Chain
 from .checks import (
     check_arguments,
@@ -79,7 +79,7 @@ class OperationFuser:
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
-            self.run = functools.partial(_run_in_group, self)  # type: ignore[method-assign]
+            self.run = Reported(functools.partial(OperationFuser.run, self), self._chain)  # type: ignore[method-assign]
         first, last = self._chain.ends
         if (first or last) and not part:
             self.run = functools.partial(run_on_parts, self.run, first, last)  # type: ignore[method-assign]
@@ -347,14 +347,6 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
-
-
-def _run_in_group(fuser: OperationFuser, *args: Any, **kwargs: Any) -> Any:
-    """Run a chain with collectives; the other processes learn of an error."""
-    if is_dynamo_compiling():
-        return OperationFuser.run(fuser, *args, **kwargs)
-    with reported(fuser._chain):
-        return OperationFuser.run(fuser, *args, **kwargs)
 
 
 def _key(

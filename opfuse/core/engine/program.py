@@ -163,7 +163,7 @@ class Program:
         """Let steps report errors to other processes, or run on parts of a block of rows."""
         chain, env = self.chain, self.env
         for step in (*self.forward, *self.backward) if chain.groups else ():
-            step.run = Reported(step.run, step, chain)
+            step.run = Reported(step.run, chain, step)
         in_parts = "invariant" in env.options and env.device.type == "cpu"
         for step in self.forward if in_parts else ():
             if step.op in chain.ops:
@@ -245,7 +245,7 @@ class Program:
                 before, cast = fused[first], casts.get(step.start)
                 run: Any = before.op.fuser_recompute
                 if self.chain.groups:
-                    run = Reported(run, before, self.chain)
+                    run = Reported(run, self.chain, before)
                 if before.casts:
                     run = WithCasts(run, before.matched)
                 position = starts[step.start] + place
