@@ -23,6 +23,8 @@ Attributes:
     scatter_into: The reduce-scatter of ``torch.distributed``.
     start_collective: Starts a collective and goes on. Waiting for it raises an error, and does not
         hang, if another process failed.
+    take_turn: Said of a collective that is started in another way: what the processes do in the
+        group is compared where it is new to one of them.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
@@ -39,7 +41,7 @@ from .introspection import hook_dicts, op_class
 from .op_context import ModuleCache
 from .overwriting import added, may_write, reusable
 from .precision import add_product, adds_itself, matmul_precision, wide
-from .ranks import Group, Pending, gather_into, scatter_into, start_collective
+from .ranks import Group, Pending, gather_into, scatter_into, start_collective, take_turn
 from .settings import is_captured
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ __all__ = [
     "saved_bytes",
     "scatter_into",
     "start_collective",
+    "take_turn",
     "wide",
 ]
 

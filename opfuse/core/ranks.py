@@ -1,25 +1,33 @@
 """The processes of a group: an error on each of them, and no hang.
 
 A chain with collectives runs on every process of a group. Where one runs something else, or fails,
-the others would wait for it. So the processes compare what they run, through the store of
-``torch.distributed`` whenever it is new to one of them: a collective would wait for the very
-process that is missing. One that fails says so in the store, and those that wait look there.
+the others would wait for it, or mix up their numbers. So calls and collectives are *turns*, which
+all processes take in one order. Each process predicts its next turn from those that all of them
+took, by one rule, so that all predict the same. One that takes the predicted turn goes on. Any
+other turn is compared through the store of ``torch.distributed`` first: a collective would wait for
+the very process that is missing. So either all took the predicted turn, or all compare, or some
+compare while others are in a collective that nobody joins; those look into the store, and see it.
+One that fails says so in the store, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+
+from .settings import current
 
 # torch 2.13 renamed them, and warns of the old names
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,8 +36,9 @@ _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 5.0  # seconds in which the others say that they failed too
-_BEHIND = 10.0  # seconds by which a process may be slower than the others
-_talks: WeakKeyDictionary[Any, Talk] = WeakKeyDictionary()  # by group
+_BEFORE = "the turns before it"
+_KEPT = 1 << 14  # turns, at least, by which the next one is predicted
+_talks: WeakKeyDictionary[Any, Talk | None] = WeakKeyDictionary()  # by group
 
 
 class RankError(RuntimeError):
@@ -48,11 +57,14 @@ class Group:
     Attributes:
         given: The group; None: all processes.
         size: Its number of processes.
+        order: How many were made before, copies too.
 
     Raises:
         TypeError: It is not a process group.
         ValueError: This process is not in it.
     """
+
+    _made: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, given: Any) -> None:
         wanted = "expected a process group that has this process, got"
@@ -61,17 +73,14 @@ class Group:
         if given is not None and not isinstance(given, dist.ProcessGroup):
             raise TypeError(f"{wanted} {given!r}")
         self.given, self.size = given, dist.get_world_size(given)
+        self.order = next(Group._made)
         if self.size < 1:
             raise ValueError(f"{wanted} one without it")
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and other.given is self.given
-
-    def __hash__(self) -> int:
-        return hash(self.given)
-
     def __deepcopy__(self, memo: Any) -> Group:
-        return self
+        twin = object.__new__(Group)
+        vars(twin).update(vars(self), order=next(Group._made))
+        return twin
 
     def __reduce__(self) -> tuple[type[Group], tuple[None]]:
         if self.given is not None:
@@ -83,12 +92,26 @@ class Group:
     def talk(self) -> Talk | None:
         """What its processes say to each other; None: they are simulated, or only one."""
         group: Any = self.given or dist.group.WORLD
-        if self.size == 1 or "fake" in dist.get_backend(group):
-            return None
-        known = _talks.get(group)
-        if known is None:
-            known = _talks[group] = Talk(group)
-        return known
+        try:
+            return _talks[group]
+        except KeyError:
+            alone = self.size == 1 or "fake" in dist.get_backend(group)
+            return _talks.setdefault(group, None if alone else Talk(group))
+
+
+class Pass:
+    """A pass of a chain with collectives, while it runs.
+
+    Attributes:
+        name: ``"forward"`` or ``"backward"``.
+        chain: The chain.
+        turns: The turn of the call, by :class:`Talk`; it says which call a backward belongs to.
+        compared: The eras in which something of the pass was compared.
+    """
+
+    def __init__(self, name: str, chain: Any, turns: dict[Any, int]) -> None:
+        self.name, self.chain, self.turns = name, chain, turns
+        self.compared: list[object] = []
 
 
 class Talk:
@@ -97,6 +120,10 @@ class Talk:
     Attributes:
         looks: Whether a process that waits for a collective can look into the store meanwhile.
         started: How many collectives this process started, that the host waits for.
+        me: This process, for messages.
+        broken: The failure that left a collective unfinished; empty: there was none.
+        turn: How many turns it took.
+        era: An object of the time since they last forgot their turns.
         failures: How many there were, of this process or of another one. What is compared before
             one is not read after it.
 
@@ -107,6 +134,7 @@ class Talk:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._seconds = dist.get_rank(group), _seconds(group)
         self._ranks = dist.get_process_group_ranks(group)
+        self.me = f"rank {self._ranks[self._rank]}"
         self._others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         default, name = dist.distributed_c10d._get_default_store(), f"opfuse/{group.group_name}"
         # a store may outlive a group, and the next one has its name
@@ -115,14 +143,62 @@ class Talk:
         # its waits may end before the collective
         self.looks = "gloo" in str(dist.get_backend_config(group))
         self.started = self.failures = self._compared = 0
-        self._broken = ""
+        self.broken = ""
+        self._forget()
 
-    @property
-    def me(self) -> str:
-        """This process, for messages."""
-        return f"rank {self._ranks[self._rank]}"
+    def _forget(self) -> None:
+        """Forget all turns, as all processes do at once: what comes next is new to each."""
+        self.turn, self.era = 0, object()
+        self._past: list[Any] = []  # the turns
+        self._latest: dict[Any, int] = {}  # where in the past a turn, or one by its name, was last
+        # where in the past the next turn is, if it is there; a checksum of what is compared later
+        self._predicted = self._deferred = 0
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._count, self._orders = itertools.count(1), list[int]()
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
+    def take_turn(self, group: Group, turn: Any) -> None:
+        """Go on with a turn if it is the predicted one, and compare it otherwise.
+
+        The past is followed from where a turn like the last one was. So a process knows a step
+        after it ran once. In a pass of a chain one comparison is enough: what follows from what was
+        compared is compared with the next one.
+
+        Args:
+            group: The group.
+            turn: Its name and its details, see :func:`facts_of`; equal on all processes.
+
+        Raises:
+            RankError: Another process takes another turn, failed, or did not come.
+        """
+        past, place = self._past, self._predicted
+        if not past or past[place] != turn:
+            compared = [] if current.running is None else current.running.compared
+            if self.era in compared:
+                self._deferred = zlib.crc32(repr(turn).encode(), self._deferred)
+            else:
+                self._compare({**facts_of(turn), "its place among those made": self._place(group)})
+                compared.append(self.era)
+            place = self._latest.get(turn, self._latest.get(turn[0], len(past)))
+        else:
+            turn = past[place]  # not the same twice in memory
+        self._latest[turn] = self._latest[turn[0]] = len(past)
+        past.append(turn)
+        self.turn, self._predicted = self.turn + 1, (place + 1) % len(past)
+        if len(past) > 2 * _KEPT:  # a place before the first one predicts wrongly, but alike
+            del past[:_KEPT], self._orders[_KEPT:]
+            self._predicted -= _KEPT
+            self._latest = {t: i - _KEPT for t, i in self._latest.items() if i >= _KEPT}
+
+    def number(self, op: Any) -> int:
+        """The number of an op, or of a group that an op holds, in the order of their first use."""
+        return self._numbers.get(op) or self._numbers.setdefault(op, next(self._count))
+
+    def _place(self, group: Group) -> int:
+        """How many of the groups that were compared were made before this one."""
+        self._orders = sorted({*self._orders, group.order})
+        return self._orders.index(group.order)
+
+    def _compare(self, facts: Mapping[str, Any]) -> None:
         """Compare facts with the other processes, all of which must come here.
 
         Args:
@@ -134,13 +210,17 @@ class Talk:
         first, *others = self.exchange(facts)
         for rank, of_rank in zip(self._ranks[1:], others, strict=True):
             if difference := first_difference(first, of_rank):
-                raise RankError(f"rank {self._ranks[0]} and rank {rank} differ in {difference}")
+                why = f"rank {self._ranks[0]} and rank {rank} differ in {difference}"
+                if any(first[_BEFORE] != other[_BEFORE] for other in others):
+                    self.broken = why  # some took turns that others did not
+                self._forget()
+                raise RankError(why)
 
     def exchange(self, facts: Mapping[str, Any]) -> list[Any]:
         """Give facts to the other processes, all of which must come here.
 
         Args:
-            facts: JSON-able data, among it ``"the chain"`` and ``"what it is called with"``.
+            facts: JSON-able data, among it ``"what runs"``.
 
         Returns:
             Those of each process.
@@ -148,9 +228,10 @@ class Talk:
         Raises:
             RankError: Another one failed or did not come.
         """
-        self.refuse_broken()
+        if self.broken:
+            raise RankError(f"its process group cannot be used after a failure: {self.broken}")
         mine, self._compared = self._comparison(), self._compared + 1
-        texts = {self._rank: json.dumps(facts)}
+        texts = {self._rank: json.dumps({**facts, _BEFORE: [self.turn, self._deferred]})}
         self._store.set(f"{mine}/{self._rank}", texts[self._rank])
         for _ in self._looks():
             for rank in [rank for rank in self._others if rank not in texts]:
@@ -160,7 +241,7 @@ class Talk:
                 break
         else:
             silent = self.names(rank for rank in self._others if rank not in texts)
-            why = f"{self.me} waited for {silent} to run {facts['the chain']}"
+            why = f"{self.me} waited for {silent} to run {facts['what runs']}"
             raise self.failed(why, self.started + 1)
         if self._compared > 2:  # all have read what came two before
             self._store.delete_key(f"{self._comparison(-3)}/{self._rank}")
@@ -184,32 +265,28 @@ class Talk:
         with contextlib.suppress(RuntimeError):  # if it ended since, the last wait says how
             work.wait(datetime.timedelta(seconds=4 * _LOOK))
             return
-        ahead = 0.0
         for _ in self._looks(number):
             if work.is_completed():
                 break
-            # they may have finished this collective already, a moment before this process does
-            ahead = ahead or (time.monotonic() if self._ahead() else 0.0)
-            if ahead and time.monotonic() - ahead > _BEHIND:
-                why = f"{self.me} waits in {what}, {self._what_is_ahead()}"
-                raise self.failed(why, number)
+            if difference := self._difference():
+                raise self.failed(f"{self.me} waits in {what}; {difference}", number)
         try:
             work.wait()
         except RuntimeError as error:
             why = f"{what} failed on {self.me}: {_first_line(error)}"
             raise self.failed(why, number) from error
 
-    def _ahead(self) -> list[int]:
-        """The processes that wait to compare what this process does not."""
-        key = self._comparison()
-        return [rank for rank in self._others if self._store.check([f"{key}/{rank}"])]
-
-    def _what_is_ahead(self) -> str:
-        """What one of those processes runs instead, for messages."""
-        rank = self._ahead()[0]
-        facts = json.loads(self._store.get(f"{self._comparison()}/{rank}"))
-        with_what = ", ".join(f"{k} {v}" for k, v in facts["what it is called with"].items())
-        return f"{self.names([rank])} runs something else: {facts['the chain']}, with {with_what}"
+    def _difference(self) -> str:
+        """How a turn of this process differs from what another one compares; ``""``: in nothing."""
+        for rank in self._others:
+            if self._store.check([key := f"{self._comparison()}/{rank}"]):
+                theirs = json.loads(self._store.get(key))
+                # one that is ahead has ended this collective
+                if (back := self.turn - theirs[_BEFORE][0]) > 0:
+                    mine = facts_of(self._past[-min(back, len(self._past))])
+                    difference = first_difference(mine, theirs)
+                    return f"{self.me} and {self.names([rank])} differ in {difference}"
+        return ""
 
     def _looks(self, number: int | None = None) -> Iterator[None]:
         """Look again and again, until the group's timeout or until another process fails.
@@ -245,6 +322,7 @@ class Talk:
             The error to raise, which says whom the store shows missing.
         """
         mine, self.failures, self._compared = f"failed/{self.failures}", self.failures + 1, 0
+        self._forget()
         pending = unfinished is not None
         reached = self.started if unfinished is None else unfinished - 1
         told = {"why": why, "pending": pending, "reached": reached, "started": self.started}
@@ -259,22 +337,12 @@ class Talk:
                     # a collective that one started, and another did not, never ends
                     pending |= other["pending"] or other["started"] != self.started
             if silent or pending:
-                self._broken = why
+                self.broken = why
                 self._store.set(f"broken/{self._rank}", json.dumps({**told, "reached": -1}))
         except RuntimeError:  # so is the process that holds the store
-            self._broken = why
+            self.broken = why
             return RankError(f"{why}; the store is gone, and so is the process that held it")
         return RankError(f"{why}; {self.names(silent)} did not answer" if silent else why)
-
-    def refuse_broken(self) -> None:
-        """Refuse to go on after a failure that left a collective unfinished."""
-        if self._broken:
-            raise RankError(f"its process group cannot be used after a failure: {self._broken}")
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a failure left a collective unfinished."""
-        return bool(self._broken)
 
     def names(self, ranks: Any) -> str:
         """Some of its processes, for messages."""
@@ -361,17 +429,9 @@ def start_collective(group: Group, what: str, start: Callable[..., Any], *tensor
         *tensors: Its other arguments.
 
     Raises:
-        RankError: It cannot be started, or the group failed before.
+        RankError: It cannot be started, or another process starts something else, or failed.
     """
-    talk = _waiting(group, tensors)
-    try:
-        work = start(*tensors, group=group.given, async_op=True)
-    except RuntimeError as error:
-        if talk is None:
-            raise
-        why = f"{what} failed on {talk.me}: {_first_line(error)}"
-        raise talk.failed(why, talk.started + 1) from error
-    return Pending(work, what, talk, tensors)
+    return _start(group, what, start, tensors, True)
 
 
 def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> None:
@@ -384,31 +444,63 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
         *tensors: Its other arguments.
 
     Raises:
-        RankError: See :meth:`Talk.wait`.
+        RankError: See :meth:`Talk.take_turn` and :meth:`Talk.wait`.
     """
-    if _waiting(group, tensors) is None:
-        start(*tensors, group=group.given)
-    else:
-        start_collective(group, what, start, *tensors).wait()
+    _start(group, what, start, tensors, False).wait()
 
 
-def _waiting(group: Group, given: Iterable[Any]) -> Talk | None:
-    """The talk of a group, if the host waits: on a GPU it goes on, and a watchdog waits."""
-    if is_dynamo_compiling():  # a graph runs without it
+def _start(group: Group, what: str, start: Any, tensors: Any, later: bool) -> Pending:
+    """Start it; without waiting if ``later``, or if the host can look around meanwhile."""
+    talk = take_turn(group, what, tensors)
+    try:
+        work = start(*tensors, group=group.given, async_op=later or talk is not None)
+    except RuntimeError as error:
+        if talk is None:
+            raise
+        why = f"{what} failed on {talk.me}: {_first_line(error)}"
+        raise talk.failed(why, talk.started + 1) from error
+    return Pending(work, what, talk, tensors)
+
+
+def take_turn(group: Group, what: str, given: tuple[Any, ...]) -> Talk | None:
+    """Take the turn of a collective, see :meth:`Talk.take_turn`.
+
+    Args:
+        group: The process group.
+        what: Its name, for messages.
+        given: What it takes.
+
+    Returns:
+        The talk of the group, if the host waits: on a GPU it goes on, and a watchdog waits.
+
+    Raises:
+        RankError: Another process does something else, or failed.
+    """
+    talk = None if is_dynamo_compiling() else group.talk  # a graph runs without it
+    if talk is None:
         return None
-    talk = group.talk
-    if talk is not None:
-        talk.refuse_broken()
-    on_host = all([each.is_cpu for each in given if isinstance(each, Tensor)])
-    return talk if talk is not None and on_host and talk.looks else None
+    running, tensors = current.running, [each for each in given if isinstance(each, Tensor)]
+    name: Any = what, "", "", talk.number(group) if running is None else 0
+    if running is not None and talk in running.turns:
+        name = what, running.name, running.chain.title, talk.turn - running.turns[talk]
+    sizes = tuple([(t.dtype, t.numel()) for t in tensors])
+    uneven = list in map(type, given)  # each process has sizes of its own
+    talk.take_turn(group, (name, ("{}", () if uneven else sizes)))
+    return talk if talk.looks and all([t.is_cpu for t in tensors]) else None
+
+
+def facts_of(turn: Any) -> dict[str, Any]:
+    """What is compared of a turn: of a collective, or of the call of a chain."""
+    (what, pass_name, chain, place), (text, tensors) = turn
+    title = f"{what} in the {pass_name} of {chain}" if pass_name else what
+    own = {"its place in the order of calls": str(place), "its tensors": str(tensors)}
+    return {"what runs": title, **json.loads(text), **own}
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """The first difference between the facts of two processes; ``""``: there is none."""
-    for what, mine in one.items():
+    for what, mine in [pair for pair in one.items() if pair[1] != other.get(pair[0])]:
         theirs = other.get(what)
-        if mine == theirs:
-            continue
         if isinstance(mine, dict) and isinstance(theirs, dict):
             key = min(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
             what, mine, theirs = f"{what}: {key}", mine.get(key, "none"), theirs.get(key, "none")

@@ -71,6 +71,7 @@ class ThreadSettings(threading.local):
         environment: The environment of the plan that is being made.
         told: The errors that the other processes of a group were told of in the outermost block
             that tells them, each with its :class:`opfuse.core.ranks.Talk`; None: there is none.
+        running: The :class:`opfuse.core.engine.agreement.Pass` that runs, or None.
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
@@ -85,6 +86,7 @@ class ThreadSettings(threading.local):
     building: str = ""
     environment: Any = None
     told: list[tuple[Any, BaseException]] | None = None
+    running: Any = None
 
     @property
     def options(self) -> Options:

@@ -367,7 +367,7 @@ def _split_of(named: Mapping[str, Any]) -> TensorParallel:
     }
     first, *_ = splits.values()
     for name, split in splits.items():
-        if split.mode == "row" or split != first:
+        if split.mode == "row" or (*split[::2], split.group) != (*first[::2], first.group):
             what = "linears that are split among processes by columns, all alike, or not at all"
             raise ValueError(f"ParallelLinear expected {what}, got {split} for {name}")
     return first

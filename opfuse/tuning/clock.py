@@ -63,7 +63,7 @@ class Clock:
         """The first problem that one of the processes that tune together has, or ``""``."""
         if self.together is None or self.together.talk is None:
             return problem
-        facts = {"the chain": "opfuse.tune", "what it is called with": {}, "problem": problem}
+        facts = {"what runs": "opfuse.tune", "problem": problem}
         found = [of_rank["problem"] for of_rank in self.together.talk.exchange(facts)]
         return next(filter(None, found), "")
 

@@ -17,7 +17,7 @@ from ..core.engine.planner import rows_of
 from ..core.engine.program import Program
 from ..core.engine.step import Step
 from ..core.plugins import manager
-from ..core.ranks import Group
+from ..core.ranks import Group, Pass
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
@@ -101,12 +101,13 @@ def tune(
 @contextlib.contextmanager
 def _together(groups: Sequence[Group]) -> Iterator[None]:
     """A block in which the processes of the largest of these groups tune together."""
-    before = current.together
+    before = current.together, current.running
     current.together = max(groups, key=lambda group: group.size, default=None)
+    current.running = Pass("tuning", None, {})  # compared once: comparing takes time
     try:
         yield
     finally:
-        current.together = before
+        current.together, current.running = before
 
 
 def _run(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
 
 from ..lock import causes
-from ..ranks import RankError
+from ..ranks import Pass, RankError
 from ..settings import current
 from .chain import Chain
 from .step import Step
@@ -24,44 +26,40 @@ if TYPE_CHECKING:
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
 
 
-class Agreed(NamedTuple):
-    """The last call of a chain that its processes compared.
-
-    Attributes:
-        program, shape: What it was.
-        facts: What was compared.
-    """
-
-    program: Any = None
-    shape: Any = None
-    facts: dict[str, Any] | None = None
-
-
-def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
-    """Compare a call with those of the other processes of its chain's groups, if it is new.
-
-    It is new if what is compared is: a process may plan again what the others do not. Plans of the
-    steps without collectives may differ. So may the number of rows, if an op of the chain sends
-    each process its own number.
+def begin_call(program: Program, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+    """Take the turn of a call in the groups of its chain.
 
     Args:
         program: The program that is about to run.
         input: The chain's input.
-        last: The last call.
-
-    Returns:
-        This call.
+        extra_inputs: Its extra inputs.
 
     Raises:
-        RankError: They differ, or another process failed or did not come.
+        RankError: Another process does something else, failed, or did not come.
+    """
+    chain, shapes = program.chain, (input.shape, *[extra.shape for extra in extra_inputs])
+    running = current.running = Pass("forward", chain, {})
+    for group in chain.groups:
+        if (talk := group.talk) is not None:
+            known = program.turns.get(talk)
+            if known is None or known[:2] != (talk.era, shapes):
+                name = chain.title, "", "", tuple([talk.number(op) for op in chain.ops])
+                program.turns[talk] = known = talk.era, shapes, (name, _details(program, shapes))
+            running.turns[talk] = talk.turn
+            talk.take_turn(group, known[2])
+
+
+def _details(program: Program, shapes: Sequence[Any]) -> tuple[str, str]:
+    """What a call does, as text, and the shapes of what it is called with.
+
+    Plans of the steps without collectives may differ, and a process may plan again what the others
+    do not. So may the number of rows, if an op of the chain sends each process its own number.
     """
     chain, made_from, plan = program.chain, program.facts, program.plan
-    uneven = any(op.uneven_rows for op in chain.ops)
     collective = [op.collective_group is not None for op in chain.ops]
     steps = [step for of_pass in (plan.forward, plan.backward) for step in of_pass]
     facts = {
         **causes(),
-        "the chain": chain.title,
         "its ops": [chain.name(i) for i in range(len(chain.ops))],
         "what it is called with": {
             "dtype": str(made_from.input_dtype),
@@ -71,7 +69,6 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
             "gradients of": ", ".join(_wanted(program)) or "nothing",
             "training": str([op.training for op in chain.ops]),
             "keywords": str(made_from.kwargs),
-            "shape": str(tuple(input.shape[-1:] if uneven else input.shape)),
         },
         "what its collectives take": {
             chain.name(i): f"{width or 'any'} features, dim {getattr(op, 'dim', 0)}"
@@ -84,10 +81,9 @@ def agree(program: Program, input: Tensor, last: Agreed) -> Agreed:
             if any(collective[step.start : step.start + len(step.basic_ops)])
         ],
     }
-    for group in chain.groups if facts != last.facts else ():
-        if (talk := group.talk) is not None:
-            talk.compare(facts)
-    return Agreed(program, input.shape, facts)
+    uneven = any(op.uneven_rows for op in chain.ops)
+    sizes = shapes[0][-1:] if uneven else [tuple(shape) for shape in shapes]
+    return sys.intern(json.dumps(facts)), f"shapes {sizes}"
 
 
 def _wanted(program: Program) -> Iterator[str]:
@@ -101,7 +97,7 @@ def _wanted(program: Program) -> Iterator[str]:
 
 
 @contextmanager
-def reported(chain: Chain, where: str = "") -> Iterator[None]:
+def reported(chain: Chain, where: str = "", running: Pass | None = None) -> Iterator[None]:
     """Tell the other processes of a chain's groups of an error in the block.
 
     An error that all of them raise is raised as it is.
@@ -109,9 +105,11 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
     Args:
         chain: The chain.
         where: The op, for messages.
+        running: The pass that the block is; None: it is in one, or begins one.
     """
-    outermost = current.told is None
+    before = current.running, current.told
     told = current.told = [] if current.told is None else current.told
+    current.running = running or current.running
     try:
         yield
     except RankError as error:
@@ -128,27 +126,28 @@ def reported(chain: Chain, where: str = "") -> Iterator[None]:
             why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
             failure = talk.failed(f"{why}{type(error).__name__}: {error}", unfinished=None)
             told.append((talk, error))
-            if talk.is_broken:
+            if talk.broken:
                 raise failure from error
         raise
     finally:
-        if outermost:
-            current.told = None
+        current.running, current.told = before
 
 
 class Reported:
-    """Wraps a method of a step of a chain with collectives.
+    """Wraps a chain with collectives, or a method of one of its steps.
 
     Args:
-        run: The method.
-        step: The step.
+        run: What runs it.
         chain: The chain.
+        step: The step; None: the whole chain.
     """
 
-    def __init__(self, run: Callable[..., Any], step: Step, chain: Chain) -> None:
-        self.__self__, self.__name__ = step.op, run.__name__
-        self._run, self._chain, places = run, chain, range(step.start, step.stop)
-        self._where = " + ".join(chain.name(i) for i in places) or "a cast"
+    def __init__(self, run: Callable[..., Any], chain: Chain, step: Step | None = None) -> None:
+        self._run, self._chain, self._where = run, chain, ""
+        if step is not None:
+            self.__self__, self.__name__ = step.op, run.__name__
+            names = [chain.name(i) for i in range(step.start, step.stop)]
+            self._where = " + ".join(names) or "a cast"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""

@@ -104,8 +104,8 @@ class Chain:
             if public or part
         ]
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
-        groups = dict.fromkeys(op.collective_group for op in self.ops)
-        self.groups = [group for group in groups if group is not None and group.size > 1]
+        groups = [group for op in self.ops if (group := op.collective_group) is not None]
+        self.groups = [*{group.given: group for group in groups[::-1] if group.size > 1}.values()]
         self._check_ends([self.ops[i] for i in self.own])
         self._infer_widths()
 

@@ -18,6 +18,9 @@ from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
+from ..ranks import Pass
+from ..settings import current
+from .agreement import reported
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
 from .saved import leave, parameter_gradients, rebuilt, recompute, restore_more
@@ -273,6 +276,50 @@ apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
 """``Pipeline.apply`` without its functorch code, which is never needed here: saves a microsecond
 per call.
 """
+
+
+class _PipelineInGroup(Pipeline):
+    """That of a chain with collectives, whose backward knows which call it belongs to."""
+
+    @staticmethod
+    def forward(func_ctx: Any, *args: Any) -> Any:
+        func_ctx.call = current.running
+        return run_forward(func_ctx, *args)
+
+    @staticmethod
+    def backward(func_ctx: Any, *grads: Any) -> Any:
+        if is_dynamo_compiling():
+            return run_backward(func_ctx, *grads)
+        chain, turns = func_ctx.call.chain, func_ctx.call.turns
+        with reported(chain, running=Pass("backward", chain, turns)):
+            return run_backward(func_ctx, *grads)
+
+
+_in_group: Any = super(torch.autograd.Function, _PipelineInGroup).apply
+
+
+def apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Run the steps, as one autograd function if there is a backward."""
+    if not program.requires_grad:
+        return run_forward(None, program, kwargs, x, *tensors)
+    if not program.compiling:
+        return (_in_group if program.chain.groups else apply_eager)(program, kwargs, x, *tensors)
+    tensors = _distinct(tensors, len(program.chain.param_sources))
+    return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Replace repeated parameters by views: Dynamo accepts no tensor twice.
+
+    Args:
+        tensors: The parameters, then other tensors, which stay as they are.
+        count: The number of parameters.
+    """
+    found: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        again = i < count and any([tensor is other for other in tensors[:i]])
+        found.append(tensor.view_as(tensor) if again else tensor)
+    return found
 
 
 def run_differentiable(

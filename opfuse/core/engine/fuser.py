@@ -21,7 +21,7 @@ from ..op_context import ModuleCache
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current, is_captured
-from .agreement import Agreed, agree, reported
+from .agreement import Reported, begin_call
 from .chain import Chain
 from .checks import (
     check_arguments,
@@ -30,7 +30,7 @@ from .checks import (
     check_tensors,
     refuse_arguments,
 )
-from .execute import Kwargs, Pipeline, apply_eager, run_backward, run_differentiable, run_forward
+from .execute import Kwargs, apply, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
 from .partition import Cut, cut, run_cut
 from .planner import Key, make_program, rows_of
@@ -76,11 +76,10 @@ class OperationFuser:
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Program | Cut | Blocks | None] = (None, None)  # no key is None
-        self._agreed = Agreed()
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
-            self.run = functools.partial(_run_in_group, self)  # type: ignore[method-assign]
+            self.run = Reported(functools.partial(OperationFuser.run, self), self._chain)  # type: ignore[method-assign]
         first, last = self._chain.ends
         if (first or last) and not part:
             self.run = functools.partial(run_on_parts, self.run, first, last)  # type: ignore[method-assign]
@@ -254,8 +253,7 @@ class OperationFuser:
             return program.run(self, input, extra_inputs, kwargs)
         program.check_lock()
         if self._chain.groups and not program.compiling:
-            if self._agreed[:2] != (program, input.shape):
-                self._agreed = agree(program, input, self._agreed)
+            begin_call(program, input, extra_inputs)
         if program.recipe is not None:
             _begin_under_recipe(program, input.device)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -271,11 +269,11 @@ class OperationFuser:
             return run_differentiable(program, kwargs, input, tensors)
         if program.autocast is not None:  # the ops cast themselves
             with torch.autocast(program.autocast_device, enabled=False):
-                return _apply(program, kwargs, input, tensors)
+                return apply(program, kwargs, input, tensors)
         if program.compiling:
-            return _apply(program, kwargs, input, tensors)
+            return apply(program, kwargs, input, tensors)
         try:
-            return _apply(program, kwargs, input, tensors)
+            return apply(program, kwargs, input, tensors)
         except Exception:
             self._explain_failure(input, extra_inputs)
             raise
@@ -349,14 +347,6 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
-
-
-def _run_in_group(fuser: OperationFuser, *args: Any, **kwargs: Any) -> Any:
-    """Run a chain with collectives; the other processes learn of an error."""
-    if is_dynamo_compiling():
-        return OperationFuser.run(fuser, *args, **kwargs)
-    with reported(fuser._chain):
-        return OperationFuser.run(fuser, *args, **kwargs)
 
 
 def _key(
@@ -487,30 +477,6 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
 
 
 _cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
-
-
-def _apply(program: Program, kwargs: Kwargs | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
-    """Run the steps, as one autograd function if there is a backward."""
-    if not program.requires_grad:
-        return run_forward(None, program, kwargs, x, *tensors)
-    if not program.compiling:
-        return apply_eager(program, kwargs, x, *tensors)
-    tensors = _distinct(tensors, len(program.chain.param_sources))
-    return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-
-
-def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Replace repeated parameters by views: Dynamo accepts no tensor twice.
-
-    Args:
-        tensors: The parameters, then other tensors, which stay as they are.
-        count: The number of parameters.
-    """
-    found: list[Tensor] = []
-    for i, tensor in enumerate(tensors):
-        again = i < count and any([tensor is other for other in tensors[:i]])
-        found.append(tensor.view_as(tensor) if again else tensor)
-    return found
 
 
 _FORWARD = frozenset({run_forward.__code__, make_program.__code__})

@@ -108,6 +108,7 @@ class Program:
         is_plain: Whether a call only runs the steps.
         row_facts, rows: The facts about the rows that the plan depends on, and their values.
         seen: Shape and contiguity of the last input with these rows, or None.
+        turns: The last turn of each group, behind what it is for.
     """
 
     watcher: Callable[[Program, dict[int, Any]], None] | None = None
@@ -148,6 +149,7 @@ class Program:
         left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
         self.leaves_more = self.has_extras or any(left)
         self.pool = self._new_pool(contexts)
+        self.turns: dict[Any, Any] = {}
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.called_before = self._called_before(contexts)
         used = [q for values in contexts for q in values["quantizers"].values()]
@@ -161,7 +163,7 @@ class Program:
         """Let steps report errors to other processes, or run on parts of a block of rows."""
         chain, env = self.chain, self.env
         for step in (*self.forward, *self.backward) if chain.groups else ():
-            step.run = Reported(step.run, step, chain)
+            step.run = Reported(step.run, chain, step)
         in_parts = "invariant" in env.options and env.device.type == "cpu"
         for step in self.forward if in_parts else ():
             if step.op in chain.ops:
@@ -243,7 +245,7 @@ class Program:
                 before, cast = fused[first], casts.get(step.start)
                 run: Any = before.op.fuser_recompute
                 if self.chain.groups:
-                    run = Reported(run, before, self.chain)
+                    run = Reported(run, self.chain, before)
                 if before.casts:
                     run = WithCasts(run, before.matched)
                 position = starts[step.start] + place

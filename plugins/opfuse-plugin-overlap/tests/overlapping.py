@@ -141,6 +141,22 @@ def a_step_on_the_clock(rank, sequence, pieces, share):
     return clock.now / clock.serial, clock.events, clock.count, clock.bytes
 
 
+def turns(rank, provider):
+    """How many turns of the group a forward and a backward take."""
+    (layer,), found = whole(6, 4), []
+    talk = core.Group(None).talk
+    for mode in ("column", "row"):
+        op = split(layer, mode, True)
+        x = torch.randn(4, op.in_features, dtype=FP64, requires_grad=True)
+        with overlapped(provider, pieces=1):
+            before = talk.turn
+            y = op(x)
+            found.append(talk.turn - before)
+            y.sum().backward()
+            found.append(talk.turn - before - found[-1])
+    return found
+
+
 def fails(rank, mode, way, backward):
     """The second process fails in a product, once pieces are on their way; what each raised."""
     if way == "dies":

@@ -63,6 +63,14 @@ def test_a_single_thing(check):
     gloo.together(check)
 
 
+@pytest.mark.parametrize("provider", ["c10d", "symm_mem"])
+def test_every_collective_is_a_turn(provider):
+    # by columns: the call and a gather; the gather again, and a scatter of the gradient. By rows:
+    # the call and a scatter, with symm_mem also a sum of the bias; a gather of the gradient
+    found = [2, 2, 3 if provider == "symm_mem" else 2, 1]
+    assert gloo.together(ranks.turns, provider) == [found] * 2
+
+
 def test_measurements_decide(tmp_path):
     gloo.together(ranks.as_measured, str(tmp_path))
 

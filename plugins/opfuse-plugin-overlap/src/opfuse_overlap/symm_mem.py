@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opfuse import Environment
+from opfuse.core.authoring import take_turn
 from opfuse.ops import AllGather, ReduceScatter
 
 from .pieces import Link
@@ -54,6 +55,7 @@ def gather_multiply(
     """
     if link.size == 1:
         return part.mm(right), part if keep else None
+    take_turn(link.group, "a gather by symm_mem", (part,))
     rows, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(
         part.contiguous(), [right], 0, _name(link), return_A=keep
     )
@@ -70,6 +72,7 @@ def multiply_scatter(link: Link, whole: Tensor, right: Tensor) -> Tensor:
     """
     if link.size == 1:
         return whole.mm(right)
+    take_turn(link.group, "a scatter by symm_mem", (whole,))
     given = whole.contiguous(), right, "sum", 0, _name(link)
     out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(*given)
     return out
