@@ -74,7 +74,7 @@ class DropoutAdd(_Dropping):
         if drop is not None:
             x, extra = self._run(x, None if into else extra, drop), extra if into else None
         if extra is not None:
-            x = extra.detach().add_(x) if into else x + extra
+            x = extra.detach().add_(x) if into else add.sum(x, extra)
         return x, self._nothing
 
     def fuser_backward(

@@ -191,6 +191,8 @@ class _HeadCall:
             return "without labels it gives logits"
         if "ignore_index" in kwargs:
             return "it was called with ignore_index"
+        if module.lm_head.weight.dtype is torch.float64:
+            return "its loss is computed in fp32, which keeps less than the chain's fp64"
         return _other_loss(module)
 
 
