@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..core.op_context import OperationContext
 from ..core.settings import current
-from ._blocks import tracing, transformed
+from ._blocks import tracing
 
 with torch.inference_mode(False):
     _TOKEN = torch.zeros(1, requires_grad=True)
@@ -31,7 +31,8 @@ def cast_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> list[Tenso
     weights, so a cast has only values: where autograd records what an op does, it is made anew.
     """
     shares = not (ctx.saves_params or torch.is_grad_enabled() or torch.is_inference_mode_enabled())
-    if not shares or tracing() or transformed() or not torch.is_autocast_cache_enabled():
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if not shares or tracing() or transformed or not torch.is_autocast_cache_enabled():
         return [weight.to(ctx.dtype) for weight in weights]
     return [_shared(w, ctx.dtype) if _can_be_shared(w) else w.to(ctx.dtype) for w in weights]
 
@@ -61,8 +62,8 @@ def _of_block() -> _Casts:
     casts: _Casts | None = current.casts and current.casts()
     if casts is None:
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
-            cast = torch.addmm(_TOKEN, *_NO_ROWS).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        held: dict[Any, Any] = cast.metadata  # type: ignore[union-attr]
+            total: Any = torch.addmm(_TOKEN, *_NO_ROWS)
+        held = total.grad_fn.next_functions[0][0].metadata
         casts = held.setdefault(("opfuse", threading.get_ident()), _Casts())
         current.casts = weakref.ref(casts)
     return casts

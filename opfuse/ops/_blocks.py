@@ -33,17 +33,12 @@ def tracing() -> bool:
     return is_dynamo_compiling() or dispatch_modes() > 0
 
 
-def transformed() -> bool:
-    """Return whether a transform of ``torch.func`` runs."""
-    return _transforms() is not None
-
-
 def writes_out(*tensors: Tensor) -> bool:
     """Return whether an operation may write into an ``out``: eagerly, with no gradient recorded.
 
     Autograd, tangents, ``torch.compile`` and subclasses of Tensor do not support it.
     """
-    if tracing() or transformed() or forward_ad._current_level >= 0:
+    if tracing() or _transforms() is not None or forward_ad._current_level >= 0:
         return False
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
         return False
@@ -57,7 +52,7 @@ def in_blocks(x: Tensor, *others: Tensor) -> bool:
     """
     if tracing() or not x.is_cpu or x.numel() <= LEAST or torch.is_grad_enabled():
         return False
-    if type(x) is not Tensor or transformed() or forward_ad._current_level >= 0:
+    if type(x) is not Tensor or _transforms() is not None or forward_ad._current_level >= 0:
         return False
     return x.ndim > 1 and all([tensor.is_contiguous() for tensor in (x, *others)])
 
