@@ -24,6 +24,7 @@ import opfuse
 SIZES = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = SIZES | {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 DECODER |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+ALIKE = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"}
 BOTH = SIZES | {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0}
 BOTH |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_start_token_id": 1}
 BOTH |= {"encoder_ffn_dim": 176, "decoder_ffn_dim": 176}
@@ -72,6 +73,12 @@ def whisper() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
+    "albert": (
+        lambda: t.AlbertForMaskedLM(
+            t.AlbertConfig(vocab_size=128, embedding_size=32, **PLAIN | {"num_hidden_layers": 6})
+        ),
+        text,
+    ),
     "bart": (
         lambda: t.BartForConditionalGeneration(t.BartConfig(**BOTH, max_position_embeddings=64)),
         text,
@@ -108,8 +115,10 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
         ),
         text,
     ),
+    "nemotron": (lambda: t.NemotronForCausalLM(t.NemotronConfig(**DECODER)), text),
     "olmo2": (lambda: t.Olmo2ForCausalLM(t.Olmo2Config(**DECODER)), text),
     "opt": (opt, text),
+    "persimmon": (lambda: t.PersimmonForCausalLM(t.PersimmonConfig(**ALIKE)), text),
     "starcoder2": (
         lambda: t.Starcoder2ForCausalLM(
             t.Starcoder2Config(**DECODER, residual_dropout=0.0, embedding_dropout=0.0)

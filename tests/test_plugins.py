@@ -111,7 +111,7 @@ def test_names_that_are_absent_warn_once(register, text):
     register(name="a")
     plugins.manager._warned.discard("missing")
     with pytest.warns(
-        PluginWarning, match="OPFUSE_PLUGINS names 'missing', but no such plugin is installed"
+        PluginWarning, match="'missing', but no such plugin is installed, or yet registered in code"
     ):
         assert [record.name for record in plugins.manager.active(text)] == ["a"]
     assert [record.name for record in plugins.manager.active(text)] == ["a"]
@@ -418,7 +418,10 @@ def test_an_unknown_optional_hook_is_ignored(register):
 def test_two_distributions_with_one_entry_point_name(register):
     register(name="same", distribution="one", forward_fusions=[fusion("f1")])
     register(name="same", distribution="two", forward_fusions=[fusion("f2")])
-    assert [(r["distribution"], list(r["fusions"])) for r in plugins.listing()] == [
+    told = "both one and two have a plugin named 'same', .* OPFUSE_PLUGINS=-two turns one off"
+    with pytest.warns(PluginWarning, match=told):
+        listed = plugins.listing()
+    assert [(r["distribution"], list(r["fusions"])) for r in listed] == [
         ("one", ["f1"]),
         ("two", ["f2"]),
     ]
@@ -636,6 +639,10 @@ def test_discovery_of_installed_plugins(site):
     assert rows["opfuse-plugin-bad"]["error"] == (
         "import: ModuleNotFoundError: No module named 'nowhere_to_be_found'"
     )
+    assert [text for text in report["warnings"] if "plugin named" in text] == [
+        "both Opfuse_Plugin.Good and opfuse-plugin-twin have a plugin named 'good', and both are in use; "
+        "OPFUSE_PLUGINS=-opfuse-plugin-twin turns one off"
+    ]
     (told,) = [text for text in report["warnings"] if "nowhere_to_be_found" in text]
     assert told.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 0.3) failed at import: ")
 
@@ -661,6 +668,11 @@ def test_nothing_is_imported_when_everything_is_blocked(site):
     assert report["warnings"] == []
     assert report["rows"]["opfuse-plugin-bad"]["state"] == "blocked"
     assert report["rows"]["opfuse-plugin-future"]["state"] == "incompatible"
+
+
+def test_two_plugins_of_one_name_of_which_one_is_used_warn_of_nothing(site):
+    report = json.loads(run(REPORT, *site, OPFUSE_PLUGINS="-opfuse-plugin-twin,-bad").stdout)
+    assert report["rows"]["Opfuse_Plugin.Good"]["state"] == "loaded" and report["warnings"] == []
 
 
 def test_a_selection_by_environment(site):

@@ -34,6 +34,7 @@ from .records import (
     check_plugin,
     checked_recipes,
     is_strict,
+    normalize,
 )
 from .settings import Options, Setting, current
 
@@ -149,14 +150,26 @@ class PluginManager:
         with self._lock:
             for name in selection.only or selection.blocked:
                 if not any(record.answers_to(name) for record in self.records):
-                    what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed"
-                    self.warn_once(name, what)
+                    what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed, or yet"
+                    self.warn_once(name, f"{what} registered in code")
             chosen = [record for record in self.records if selection.position(record) is not None]
             chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
             for record in chosen:
                 if record.state == "found":
                     self._load(record)
-            return [record for record in chosen if record.state == "loaded"]
+            loaded = [record for record in chosen if record.state == "loaded"]
+            self._warn_of_namesakes(loaded)
+            return loaded
+
+    def _warn_of_namesakes(self, loaded: list[PluginRecord]) -> None:
+        first: dict[str, PluginRecord] = {}
+        for record in loaded:
+            other = first.setdefault(normalize(record.name), record)
+            if normalize(other.distribution) != normalize(record.distribution):
+                who = f"both {other.distribution} and {record.distribution}"
+                text = f"{who} have a plugin named {record.name!r}, and both are in use; "
+                text += f"OPFUSE_PLUGINS=-{record.distribution} turns one off"
+                self.warn_once(who, text)
 
     def warn_once(self, subject: str, text: str) -> None:
         """Issue a :class:`PluginWarning`, unless there was one about this subject."""

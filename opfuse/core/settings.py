@@ -69,6 +69,7 @@ class ThreadSettings(threading.local):
         together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
+        casts: A weak reference to the weights that were cast in this block of ``torch.autocast``.
         told: The errors that the other processes of a group were told of in the outermost block
             that tells them, each with its :class:`opfuse.core.ranks.Talk`; None: there is none.
         running: The :class:`opfuse.core.engine.agreement.Pass` that runs, or None.
@@ -85,6 +86,7 @@ class ThreadSettings(threading.local):
     together: Any = None
     building: str = ""
     environment: Any = None
+    casts: Any = None
     told: list[tuple[Any, BaseException]] | None = None
     running: Any = None
 

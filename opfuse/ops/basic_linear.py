@@ -16,6 +16,7 @@ from ..core.op_context import OperationContext, Unread
 from ..core.precision import add_product, adds_itself
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.settings import current
+from ._autocast import cast_weights
 from ._common import (
     OpGrads,
     RowwiseOperation,
@@ -260,7 +261,7 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
             return x, w
         kept = w = weight
         if dtype is not None:
-            x, w = x.to(dtype), weight.to(dtype)
+            x, (w,) = x.to(dtype), cast_weights(ctx, ctx.params)
             (kept,) = kept_weights(ctx, (weight,), (w,))
         if ctx.requires_grad:
             kept_x = x if ctx.param_requires_grad[0] else None

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
 from ..core.op_context import OperationContext, Unread
+from ._autocast import cast_weights
 from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
 from ._products import tiled
 from ._reading import tensor_of
@@ -147,7 +148,8 @@ class LowRankLinear(RowwiseOperation):
         """
         dtype = ctx.dtype or input_.dtype
         x, mask = input_.to(dtype), None
-        weight, a, b = [param.to(dtype) for param in ctx.params]
+        casts = [p.to(dtype) for p in ctx.params] if ctx.dtype is None else None
+        weight, a, b = casts or cast_weights(ctx, ctx.params)
         x, weight, a = tiled(x, weight, a)
         dropped = x
         if self.training and self.dropout:

@@ -322,6 +322,10 @@ class RMSNorm(_Norm):
             parameters: the gradients of these are summed over the group in the backward.
             Transformer Engine leaves that to the caller. Default: they are not summed.
 
+    Attributes:
+        dense: Whether the output is contiguous whatever the input is, as that of
+            ``torch.nn.RMSNorm``; if not, it has the strides that pointwise operations give.
+
     Raises:
         ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a
             weight; in a call, an input of another shape.
@@ -329,6 +333,7 @@ class RMSNorm(_Norm):
     """
 
     saved_names = ("input", "weight", "rstd")
+    dense = True
 
     @classmethod
     def reading(
@@ -402,7 +407,8 @@ class RMSNorm(_Norm):
             needs_x = ctx.input_requires_grad
             saved = input_, weight if needs_x else None, rstd
             ctx.to_save = saved if needs_x or weight is not None else (None,) * 3
-        return cast(y, result)
+        y = cast(y, result)
+        return y.contiguous() if self.dense else y
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = rstd (g - n mean(g n))``, with ``n`` the normalized input, ``g = dy weight``."""

@@ -16,6 +16,7 @@ from ..core.op_context import Grads, OperationContext, Unread
 from ..core.overwriting import may_write, plus_product
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.state import quantizer_names
+from ._autocast import cast_weights
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
@@ -228,7 +229,7 @@ class ParallelLinear(LinearOperation):
         self._check_shapes(params)
         kept: Sequence[Tensor] = params[:count]
         if ctx.dtype is not None:
-            x, params = x.to(ctx.dtype), tuple([param.to(ctx.dtype) for param in params])
+            x, params = x.to(ctx.dtype), tuple(cast_weights(ctx, params))
             kept = kept_weights(ctx, kept, params[:count])
         weights, rest = params[:count], iter(params[count:])
         if ctx.requires_grad:

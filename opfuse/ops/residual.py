@@ -31,7 +31,9 @@ class _JoinOrFork(ExtraTensorOperation):
 
 
 class AddExtraInput(_JoinOrFork):
-    """``y = x + extra``: adds an extra input of the same shape, such as a residual branch.
+    """``y = extra + x``: adds an extra input of the same shape, such as a residual branch.
+
+    The operands' order decides the strides of the sum where theirs differ: the first one's count.
 
     Args:
         in_place: Add into the memory of the extra input and return that; the caller must not use
@@ -42,6 +44,9 @@ class AddExtraInput(_JoinOrFork):
             ``torch.compile`` traces, or while a mode may hold it: see
             :func:`opfuse.core.authoring.may_write`.
 
+    Attributes:
+        input_first: Whether the sum is ``x + extra`` instead.
+
     Raises:
         ValueError: In a call, shapes that differ.
         RuntimeError: In a call with ``in_place``, an extra input that is a Parameter or a view of
@@ -50,6 +55,7 @@ class AddExtraInput(_JoinOrFork):
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
+    input_first = False
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
@@ -58,7 +64,11 @@ class AddExtraInput(_JoinOrFork):
         ((extra,),) = basic_op_extra_inputs
         if self.check_extra(basic_op_ctxs[0], extra, input_.shape):
             return added(extra.detach(), input_), [()]
-        return input_ + extra, [()]
+        return self.sum(input_, extra), [()]
+
+    def sum(self, x: Tensor, extra: Tensor) -> Tensor:
+        """A new tensor with the sum, in the operands' order; for fusions too."""
+        return x + extra if self.input_first else extra + x
 
     def check_extra(self, ctx: OperationContext, extra: Tensor, shape: Sequence[int]) -> bool:
         """Refuse an extra input that is not of ``shape``, the input's; for fusions too.

@@ -67,8 +67,9 @@ def test_a_step_of_training(family):
     assert not fallbacks(model)
 
 
-EVERY_DTYPE = [(other, way) for other in MODELS for way in ("fp32", "bf16", "autocast")]
+EVERY_DTYPE = [(other, way) for other in MODELS for way in ("fp32", "bf16", "fp64", "autocast")]
 FEW_DTYPES = [("opt", "fp32"), ("gpt_neox", "fp32"), ("bart", "bf16"), ("clip", "autocast")]
+FEW_DTYPES += [("gpt_neox", "fp64"), ("nemotron", "fp64"), ("albert", "autocast")]
 
 
 @pytest.mark.parametrize("other, way", EVERY_DTYPE if families.ALL else FEW_DTYPES)
@@ -77,12 +78,12 @@ def test_a_forward_keeps_no_more_than_before(other, way):
     make, inputs_of = MODELS[other]
     reference, model = twins(make())
     inputs = inputs_of()
-    if way == "bf16":
-        reference, model = reference.bfloat16(), model.bfloat16()
+    if dtype := {"bf16": torch.bfloat16, "fp64": torch.float64}.get(way):
+        reference, model = reference.to(dtype), model.to(dtype)
         floating = {
             n for n, tensor in inputs.items() if torch.is_floating_point(torch.as_tensor(tensor))
         }
-        inputs |= {n: inputs[n].bfloat16() for n in floating}
+        inputs |= {n: inputs[n].to(dtype) for n in floating}
     opfuse.convert(model)
     # statistics of norms are in fp32, as PyTorch keeps them on a GPU; on a CPU it rounds them to bf16
     statistics = []

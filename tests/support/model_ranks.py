@@ -16,7 +16,7 @@ from opfuse.core.introspection import op_class
 
 ORDERS = {
     "ddp": ("ddp, convert", "convert, ddp"),
-    "fsdp": ("convert, fsdp", "convert, checkpointing, fsdp"),
+    "fsdp": ("convert, fsdp", "convert, checkpointing, fsdp", "convert, fsdp sharded again"),
     "plan": ("plan, ddp", "convert, plan, fsdp", "fsdp, plan", "fsdp, convert, plan"),
     "fsdp first": ("fsdp, convert", "fsdp, report", "fsdp, convert, checkpointing"),
 }
@@ -45,12 +45,12 @@ def wrap(model, family, how):
 
     if how == "ddp":
         return DistributedDataParallel(model)
-    if how == "fsdp":
+    if how.startswith("fsdp"):
         mesh = init_device_mesh("cpu", (2,))
         cls = op_class(family.layers(model)[0])
         for layer in [m for m in model.modules() if isinstance(m, cls)]:
             fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=how != "fsdp" or None)
     if how == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if how == "convert":
@@ -96,7 +96,7 @@ def train(rank, family, order, least):
     for how in order:
         wrapped = wrap(wrapped, family, how)
     assert opfuse.converted(wrapped) or not least, "nothing is converted"
-    if "fsdp" in order:
+    if any(how.startswith("fsdp") for how in order):
         assert all(hasattr(param, "full_tensor") for param in wrapped.parameters()), "gathered"
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
     for read in (True, False):

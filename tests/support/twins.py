@@ -50,8 +50,15 @@ def outcome(model, args, kwargs, observed=lambda model: None):
             found += gradients(model, outputs, [*args, *kwargs.values()])
     except Exception as error:
         return type(error).__name__, repr(observed(model)), [], str(error)[:200]
-    done = f"{shape} {observed(model)!r} {printed.getvalue()!r} {random.random()} {torch.rand(1)}"
+    done = f"{shape} {[layout(y, args) for y in outputs]} {observed(model)!r} {printed.getvalue()!r} {random.random()} {torch.rand(1)}"
     return "", done, [(name, y if y is None else y.detach().clone()) for name, y in found], ""
+
+
+def layout(y, given):
+    """The strides of an output, where they matter, and whether it has the memory of an input."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    shares = [x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() for x in tensors]
+    return [s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1], shares
 
 
 def gradients(model, outputs, given):

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import random
+import re
 import types
 
 import numpy as np
@@ -744,7 +745,8 @@ def test_the_curve(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "budget", ["0", 1.5, "12 apples", "-3MB", -1, 0, True, "", [1], float("nan"), "MB", "0.0 GB"]
+    "budget",
+    ["0", 1.5, "12 apples", -1, 0, 1, True, "", [1], float("nan"), "MB", "0.0 GB", "1.0", "0.5"],
 )
 def test_budgets_that_are_none(budget):
     with pytest.raises(ValueError, match="expected as budget a share above 0 and at most 1"):
@@ -753,10 +755,46 @@ def test_budgets_that_are_none(budget):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("200MB", 200e6), ("1.5 GiB", 1.5 * 2**30), ("10", 10), ("7 kb", 7e3), ("2 TB", 2e12)],
+    [
+        ("200MB", 200e6),
+        ("1.5 GiB", 1.5 * 2**30),
+        ("10", 10),
+        ("7 kb", 7e3),
+        ("2 TB", 2e12),
+        (38400, 38400),
+    ],
 )
 def test_budgets_in_bytes(text, nbytes):
     assert planning._parsed(text)(1) == int(nbytes)
+
+
+def test_the_number_that_a_refusal_names_is_taken():
+    model, x = nn.Sequential(Gated(), Gated()), an_input()
+    with pytest.raises(ValueError, match="the lowest possible number of bytes is") as refusal:
+        opfuse.plan_memory(model, x, budget=2, measure=False)
+    named = int(re.search(r"bytes is (\d+)", str(refusal.value))[1])
+    assert opfuse.plan_memory(model, x, budget=named, measure=False).kept == named
+
+
+class HeadOfNorms(nn.Module):
+    """A chain beside layers and a norm that tracks statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layers = nn.BatchNorm1d(WIDTH), nn.ModuleList([nn.Tanh()])
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.layers[0](self.norm(x))
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def test_a_chain_is_computed_again_beside_a_norm_that_is_not():
+    model, x = HeadOfNorms(), an_input(6)
+    opfuse.convert(model)
+    plan = opfuse.plan_memory(model, x, measure=False)
+    assert "chain of" not in str(plan) and "BatchNorm1d is not computed again" in str(plan)
+    assert plan.curve[0][0] < plan.before
 
 
 def test_other_refusals():

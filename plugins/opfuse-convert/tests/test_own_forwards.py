@@ -160,3 +160,69 @@ def test_a_forward_that_hides_a_chain_has_the_module_converted_again(known):
     assert [row.path for row in opfuse.convert(model).converted] == [""]
     torch.testing.assert_close(model(x), expected)
     assert opfuse.converted(model) == {"": ""}
+
+
+class Residual(nn.Module):
+    """Sequence-first code around a residual."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.down(nn.functional.gelu(self.up(x)))
+        if self.order == "input first":
+            return x + y
+        return y + x
+
+
+@pytest.mark.parametrize("order", ["input first", "branch first"])
+def test_a_residual_has_the_strides_of_its_first_operand(order):
+    model = Residual(order)
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    x = torch.randn(3, 2, 8).transpose(0, 1)
+    found = []
+    for each in (model, twin):
+        y = each(x)
+        with torch.no_grad():
+            y.transpose(0, 1).reshape(-1, 8)[:2] = 0  # writes through where this is a view
+        found.append(y)
+    assert opfuse.converted(twin)[""] == ""
+    assert found[0].stride() == found[1].stride()
+    assert found[0].transpose(0, 1).is_contiguous() == (order == "input first")
+    torch.testing.assert_close(*found)
+
+
+class PointwiseNorm(nn.Module):
+    """As models write it: the result has the strides of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(8)), 1e-5
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Normed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.act = norm, nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    "norm", [PointwiseNorm, lambda: nn.RMSNorm(8, eps=1e-5)], ids=["own", "of torch"]
+)
+def test_a_norm_has_the_strides_that_it_had(norm):
+    model = Normed(norm())
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    x = torch.randn(3, 2, 8).transpose(0, 1)
+    y, z = model(x), twin(x)
+    assert opfuse.converted(twin)[""] == "" and y.stride() == z.stride()
+    torch.testing.assert_close(y, z)

@@ -709,3 +709,27 @@ def test_forward_mode_tangents_match_the_unfused_chain(make, dtype):
             found.append(torch.autograd.forward_ad.unpack_dual(y))
     assert found[0].tangent is not None
     torch.testing.assert_close(found[0].tangent, found[1].tangent)
+
+
+LAYOUTS = {
+    "contiguous": torch.randn,
+    "rows swapped": lambda a, b, c: torch.randn(b, a, c).transpose(0, 1),
+    "features first": lambda a, b, c: torch.randn(c, a, b).movedim(0, -1),
+    "expanded": lambda a, b, c: torch.randn(1, b, c).expand(a, b, c),
+    "half": lambda a, b, c: torch.randn(a, b, 2 * c)[..., :c],
+}
+
+
+@pytest.mark.parametrize("of_extra", LAYOUTS)
+@pytest.mark.parametrize("of_x", LAYOUTS)
+@pytest.mark.parametrize("input_first", [False, True])
+def test_results_have_the_strides_of_the_separate_ops(input_first, of_x, of_extra):
+    add = ops.AddExtraInput()
+    add.input_first = input_first
+    chain = opfuse.Sequential(ops.Bias(8), ops.GELU(), add, ops.MakeExtraOutput(), ops.SiLU())
+    given = [LAYOUTS[each](4, 3, 8).requires_grad_() for each in (of_x, of_extra)]
+    found = []
+    for selection in ("", "inductor"):
+        with using(selection), opfuse.options(**TRACED if selection else {}):
+            found.append([y.stride() for y in chain(*given)])
+    assert found[0] == found[1]

@@ -1,6 +1,7 @@
 """Dropouts: what is drawn, and that every cut of a chain draws the same."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -266,3 +267,28 @@ def test_what_they_refuse():
     assert alone.when((ops.Dropout(0.1).eval(),), cuda) == "nothing is drawn"
     several = *given[:2], ops.RMSNorm((4, 8), device="meta")
     assert "along the last dimension" in norm.when(several, cuda)
+
+
+LAYOUTS = {
+    "contiguous": torch.randn,
+    "rows swapped": lambda a, b, c: torch.randn(b, a, c).transpose(0, 1),
+    "half": lambda a, b, c: torch.randn(a, b, 2 * c)[..., :c],
+    "expanded": lambda a, b, c: torch.randn(1, b, c).expand(a, b, c),
+}
+
+
+@pytest.mark.parametrize("layouts", [*itertools.product(LAYOUTS, LAYOUTS)], ids=", ".join)
+@pytest.mark.parametrize("input_first", [False, True])
+@pytest.mark.parametrize("names", ["drop add", "add norm", "drop add fork norm", "add fork norm"])
+def test_results_have_the_strides_of_the_separate_ops(twins_run, names, input_first, layouts):
+    of = {"drop": ops.Dropout(0.4), "add": ops.AddExtraInput(), "fork": ops.MakeExtraOutput()}
+    of["norm"] = ops.RMSNorm(8)
+    of["add"].input_first, of["norm"].dense = input_first, False
+    model = opfuse.Sequential(*[of[name] for name in names.split()])
+    given = [LAYOUTS[each](4, 3, 8).requires_grad_() for each in layouts]
+    found = []
+    for plugins in ("norm", ""):
+        with opfuse.plugins.using(plugins):
+            result = model(*given)
+        found.append([y.stride() for y in (result if isinstance(result, tuple) else (result,))])
+    assert found[0] == found[1]

@@ -62,7 +62,7 @@ def test_what_reads_no_logits_computes_none(pair):
     out.loss, out["loss"], out[0], out[:1], out.get("loss"), out.get("nothing")
     assert "logits" in out and [*out][:2] == ["loss", "logits"] and len(out) == 3
     assert out.past_key_values is out["past_key_values"] is out[-1]
-    leaves, spec = pytree.tree_flatten(out)  # as FSDP2 and DDP do
+    leaves, spec = pytree.tree_flatten(out)  # as DDP does
     again = pytree.tree_unflatten(leaves, spec)
     assert again.loss is out.loss and not computed
     out.loss.backward()
@@ -73,6 +73,49 @@ def test_what_was_taken_apart_and_put_together_has_them_still(pair):
     model, twin, given, _ = pair
     leaves, spec = pytree.tree_flatten(twin(**given))
     torch.testing.assert_close(pytree.tree_unflatten(leaves, spec).logits, model(**given).logits)
+
+
+@pytest.fixture
+def one_rank():
+    """A group of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Wrapped(torch.nn.Module):
+    """As peft wraps a model: FSDP2 knows this module, not the one with the head."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **given):
+        return self.model(**given)
+
+
+@pytest.mark.parametrize("loss", ["its own", "of the logits"])
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapped], ids=["model", "wrapped"])
+@pytest.mark.parametrize("reshard", [None, False, True], ids=str)
+def test_fsdp2_shards_the_head_again(pair, one_rank, reshard, wrap, loss):
+    """FSDP2 looks for tensors in the output then, and hooks each that has a gradient."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, twin, given, computed = pair
+    policy = MixedPrecisionPolicy(output_dtype=torch.float64)
+    sharded = wrap(twin)
+    fully_shard(sharded, mesh=one_rank, reshard_after_forward=reshard, mp_policy=policy)
+    expected, got = model(**given), sharded(**given)
+    assert opfuse.converted(twin)[""] == "" and len(computed) == 1
+    for out in (expected, got):
+        (out.loss if loss == "its own" else out.logits.square().mean()).backward()
+    assert got.logits.dtype is got.loss.dtype is torch.float64 and len(computed) == 1
+    torch.testing.assert_close(got.logits.float(), expected.logits)
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -219,18 +219,24 @@ def _call(module: nn.Module, x: Tensor) -> Tensor | None:
 def _agrees(module: nn.Module, op: Any, x: Tensor) -> bool:
     """Whether both compute the same from ``x``, in both modes of the module, up to rounding.
 
-    Inputs have one, two and four dimensions. In fp64 gradients of two sizes are compared, too.
+    Inputs have one, two and four dimensions, and one is transposed: outputs have the same strides.
+    In fp64 gradients of two sizes are compared, too.
     """
     for training in (True, False):
         module.train(training)
-        for shape in ((-1, x.shape[-1]), (2, 1, -1, x.shape[-1]), None):
-            given = x.reshape(shape) if shape else x.reshape(-1, x.shape[-1])[0]
+        rows = x.reshape(-1, x.shape[-1])
+        pairs = rows.view(2, -1, x.shape[-1])
+        for given in (rows, pairs.unsqueeze(1), pairs.transpose(0, 1), rows[0]):
             y, expected = _call(module, given), op(given)
-            if y is None or y.dtype != expected.dtype or not _close(y, expected, given):
+            if y is None or _kind(y) != _kind(expected) or not _close(y, expected, given):
                 return False
         if x.dtype is torch.float64 and not _same_gradients(module, op, x):
             return False
     return True
+
+
+def _kind(y: Tensor) -> tuple[Any, ...]:
+    return y.dtype, *[s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1]
 
 
 def _same_gradients(module: nn.Module, op: Any, x: Tensor) -> bool:
@@ -307,12 +313,19 @@ def _norms(graph: fx.Graph, bias: str | None) -> Iterator[_Maker]:
     for eps in dict.fromkeys([*small, 1e-5]):  # the default of PyTorch's functions
         for centered in (False, True):
             rule: dict[str, Any] = {"eps": eps, "zero_centered_gamma": centered}
+            yield functools.partial(_pointwise_rms_norm, rule)
             yield functools.partial(_made, ops.RMSNorm, rule)
             yield functools.partial(_made, ops.LayerNorm, {**rule, "bias": bias})
 
 
 def _made(cls: Any, rule: Mapping[str, Any], module: nn.Module) -> Sequence[BasicOperation]:
     return [cls.reading(module, **rule)]
+
+
+def _pointwise_rms_norm(rule: Mapping[str, Any], module: nn.Module) -> Sequence[BasicOperation]:
+    op = ops.RMSNorm.reading(module, **rule)
+    op.dense = False
+    return [op]
 
 
 _TAKES = {

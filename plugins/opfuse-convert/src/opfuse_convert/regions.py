@@ -210,7 +210,9 @@ class Parser:
         if both is None or both[0] is both[1]:
             return None
         one, other = sorted(both, key=lambda n: sum(s.weight for s in self.line(n).steps))
-        return other, RegionPart([ops.AddExtraInput()], [node], one)
+        add = ops.AddExtraInput()
+        add.input_first = other is both[0]
+        return other, RegionPart([add], [node], one)
 
     # Gates
 

@@ -149,6 +149,8 @@ class CompiledRun(FusedOperation):
                 op.check_extra(ctxs[i], extra, (*shape[:-1], shape[-1] // self._ratios[i]))
             elif extra.shape != shape[:-1]:
                 return False
+        if not all(map(_has_rows, (input_, *extras))):  # what a kernel writes is contiguous
+            return False
         return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
 
     def _make_plan(
@@ -301,6 +303,14 @@ def notes_of(kernels_by_pass: Mapping[str, Sequence[kernels.CompiledKernel]]) ->
     if not failed:
         return notes
     return f"{notes}; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    """Whether PyTorch's operations on a tensor give contiguous results."""
+    if tensor.is_contiguous():
+        return True
+    strides = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+    return 0 not in strides and strides == sorted(strides, reverse=True)
 
 
 def matrix(tensor: Tensor, rows: int) -> Tensor:

@@ -321,7 +321,7 @@ class Run:
             elif isinstance(op, built_in.MakeExtraOutput):
                 passed.extras[i, 0] = x
             elif isinstance(op, built_in.AddExtraInput):
-                x = x + self.extras_of(i, given, passed.extras)[0]
+                x = op.sum(x, self.extras_of(i, given, passed.extras)[0])
             elif isinstance(op, built_in.ScaledActivation):
                 extras = self.extras_of(i, given, passed.extras)
                 arguments = {"basic_op_extra_inputs": [extras], "basic_op_kwargs": [{}]}

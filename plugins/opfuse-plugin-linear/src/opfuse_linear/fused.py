@@ -193,26 +193,27 @@ class ForwardLinearAdd(_WithEpilogue):
         super().__init__(basic_ops)
         has_bias = isinstance(basic_ops[1], Bias)
         scale = basic_ops[1:-1] if isinstance(basic_ops[1], ConstantScale) else ()
-        self._parts = has_bias, scale, basic_ops[-1].check_extra, ((),) * len(basic_ops)
+        self._parts = has_bias, scale, basic_ops[-1], ((),) * len(basic_ops)
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Extras, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        has_bias, scaling, check_extra, no_extras = self._parts
+        has_bias, scaling, add, no_extras = self._parts
         scale = scaling[0].scale if scaling else 1.0
         if scaling and basic_op_ctxs[1].requires_grad:
             basic_op_ctxs[1].scale = scale  # type: ignore[attr-defined]
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         extra: Any = basic_op_extra_inputs[-1][0]
+        dense = add.input_first or extra.is_contiguous()  # the product's strides are the sum's
         if has_bias and x.numel() < self._small and extra.dtype is bias.dtype is x.dtype:
             y = self._linear(x, weight, bias)
-            if check_extra(basic_op_ctxs[-1], extra, y.shape):
+            if add.check_extra(basic_op_ctxs[-1], extra, y.shape):
                 return added(extra.detach(), y), no_extras
-            return added(y, extra), no_extras
-        in_place = check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0]))
-        if not in_place:
+            return added(y, extra) if dense else extra + y, no_extras
+        in_place = add.check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0]))
+        if not in_place and dense:
             y = None
             if self._product is not None:
                 y = self._product.added(x, weight, bias, extra, scale)
@@ -223,7 +224,7 @@ class ForwardLinearAdd(_WithEpilogue):
         y = kernels.linear(x, weight, bias, self._onednn)
         if in_place:
             return added(extra.detach(), y, scale), no_extras
-        return torch.add(extra, y, alpha=scale), no_extras
+        return add.sum(y if scale == 1.0 else y * scale, extra), no_extras
 
 
 class BackwardLinear(Products):

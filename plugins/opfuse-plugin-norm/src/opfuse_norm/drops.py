@@ -56,7 +56,8 @@ class _Dropping(FusedOperation):
         (saved,) = ctx.saved_tensors
         if saved is None or saved.dtype is torch.bool:
             return self._drop.op_backward(ctx, dy)[0]  # type: ignore[no-any-return]
-        return self._run(dy, None, Drop(saved, ctx.p))
+        # autograd gives expanded ones, from a sum
+        return self._run(dy.contiguous(), None, Drop(saved, ctx.p))
 
 
 class DropoutAdd(_Dropping):
@@ -73,9 +74,11 @@ class DropoutAdd(_Dropping):
             into = add.check_extra(basic_op_ctxs[1], extra, input_.shape)
         x, drop = self._begin(basic_op_ctxs[0], input_)
         if drop is not None:
-            x, extra = self._run(x, None if into else extra, drop), extra if into else None
+            dense = extra is not None and x.is_contiguous() and extra.is_contiguous()
+            inside = dense and not into  # else the strides of the sum depend on its order
+            x, extra = self._run(x, extra if inside else None, drop), None if inside else extra
         if extra is not None:
-            x = added(extra.detach(), x) if into else x + extra
+            x = added(extra.detach(), x) if into else add.sum(x, extra)
         return x, self._nothing
 
     def fuser_backward(

@@ -85,8 +85,12 @@ class ForwardNorm(_Fused):
         return y, outputs
 
     def _takes(self, ctx: Any, x: Tensor, extra: Tensor | None) -> bool:
-        """Return whether all shapes are as they should, and the sum overwrites no other row."""
-        if not self._norm.fits(ctx, x):
+        """Return whether all shapes are as they should, and the sum overwrites no other row.
+
+        What the kernels write is contiguous; the ops may give other inputs other strides.
+        """
+        dense = x.is_contiguous() and (extra is None or extra.is_contiguous())
+        if not dense or not self._norm.fits(ctx, x):
             return False
         if extra is None or not getattr(self._ops[0], "in_place", False):
             return True

@@ -191,6 +191,8 @@ class _HeadCall:
             return "without labels it gives logits"
         if "ignore_index" in kwargs:
             return "it was called with ignore_index"
+        if module.lm_head.weight.dtype is torch.float64:
+            return "its loss is computed in fp32, which keeps less than the chain's fp64"
         return _other_loss(module)
 
 
@@ -230,10 +232,22 @@ def _settled(result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(_settled_logits(each) if type(each) is Logits else each for each in result)
     if type(result.logits) is Logits:
-        if "value" not in vars(result.logits):
+        if "value" not in vars(result.logits) and not _is_fsdp(result.logits.linear):
             return later(result)
-        result.logits = result.logits.value
+        result.logits = _settled_logits(result.logits)
     return result
+
+
+def _is_fsdp(head: Any) -> bool:
+    """Return whether FSDP2 may shard the parameters of a head once the forward ends.
+
+    It looks for tensors in outputs then, and a late read would need a collective. Whichever module
+    around the head is the sharded one, FSDP2 puts hooks for state dicts on the head.
+    """
+    hooks = head._state_dict_pre_hooks.values()
+    return any(
+        str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks
+    )
 
 
 def _settled_logits(logits: Logits) -> Tensor:

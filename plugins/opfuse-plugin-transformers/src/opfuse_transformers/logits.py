@@ -48,6 +48,18 @@ class Apart(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
+class _SetApart(torch.autograd.Function):
+    """The same numbers as :class:`Apart`, which are no view: FSDP2 warns of views in outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return Tensor._make_subclass(Apart, logits.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
 class Logits:
     """Replaces the logits, and holds what they are computed from.
 
@@ -89,7 +101,7 @@ class Logits:
     def apart(self) -> Tensor:
         """The logits for a reader: the loss was computed without them."""
         with torch.inference_mode(False), torch.enable_grad():
-            return self.value.as_subclass(Apart)
+            return _SetApart.apply(self.value)  # type: ignore[no-any-return, no-untyped-call]
 
     @functools.cached_property
     def value(self) -> Tensor:
@@ -141,8 +153,8 @@ def later(output: Any) -> Any:
     """An output of the library, whose logits are computed when they are read.
 
     As an attribute, by name or index, in a slice or a tuple: then it is of its own class again.
-    ``items()`` and ``values()``, by which FSDP2 and accelerate look at outputs, have what stands
-    for them.
+    ``items()`` and ``values()``, by which DDP and accelerate look at outputs, have what stands for
+    them.
 
     Args:
         output: It has :class:`Logits` in the place of logits.

@@ -35,7 +35,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 def plan_memory(
     model: nn.Module,
     *inputs: Any,
-    budget: float | str | None = None,
+    budget: float | int | str | None = None,
     measure: bool = True,
     compiled: Sequence[float] = (),
     **kwargs: Any,
@@ -64,8 +64,9 @@ def plan_memory(
     Args:
         model: The model; converted or not.
         *inputs: Its inputs, with labels if it computes its loss.
-        budget: What a forward may keep: a share of what the model keeps unfused (``0.5``), or bytes
-            (``"200MB"``, ``"1.5GiB"``). None: nothing is attached; print the plan to see the curve.
+        budget: What a forward may keep: a share of what the model keeps unfused, a float (``0.5``),
+            or bytes, an integer or text (``38400``, ``"200MB"``, ``"1.5GiB"``). None: nothing is
+            attached; print the plan to see the curve.
         measure: Measure times that are not in the table. If not, the operations of what is computed
             again are counted, and the times are estimates.
         compiled: Budgets of ``torch.compile`` (``activation_memory_budget``, from 0 to 1) with
@@ -134,15 +135,17 @@ def _parsed(budget: Any) -> Callable[[int], int] | None:
     """A function from the bytes unfused to the budget in bytes."""
     if budget is None:
         return None
-    if isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 < budget <= 1:
+    if isinstance(budget, float) and 0 < budget <= 1:
         return lambda unfused: int(budget * unfused)
+    if type(budget) is int and budget > 1:
+        return lambda unfused: budget
     if isinstance(budget, str):
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*([a-z]*)", budget.strip().lower())
+        match = re.fullmatch(r"([0-9]+|[0-9]+\.[0-9]*(?=.*b))\s*([a-z]*)", budget.strip().lower())
         if match and match[2] in _UNITS and (nbytes := int(float(match[1]) * _UNITS[match[2]])) > 0:
             return lambda unfused: nbytes
     raise ValueError(
-        f"opfuse.plan_memory expected as budget a share above 0 and at most 1, such as 0.5, or a "
-        f"number of bytes above 0 as text, such as '200MB', got {budget!r}"
+        f"opfuse.plan_memory expected as budget a share above 0 and at most 1, such as 0.5 or 1.0, "
+        f"or a number of bytes, such as 38400, '200MB' or '1 B', got {budget!r}"
     )
 
 

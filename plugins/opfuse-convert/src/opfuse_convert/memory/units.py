@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import random
 import sys
@@ -195,13 +196,14 @@ class _Heard:
 
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward."""
-        return self._hear((module, False), args, kwargs, lambda: forward(module, *args, **kwargs))
+        run = functools.partial(forward, module, *args, **kwargs)
+        return self._hear((module, False), args, kwargs, run, module)
 
     def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
         """The chain of the module's forward."""
-        return self._hear((module, True), given, {}, lambda: chain(*given))
+        return self._hear((module, True), given, {}, functools.partial(chain, *given), chain)
 
-    def _hear(self, key: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+    def _hear(self, key: Any, args: Any, kwargs: Any, run: Callable[[], Any], of: Any) -> Any:
         """Keep a call and make it."""
         module, number = key[0], self._number
         self._number += 1
@@ -209,7 +211,7 @@ class _Heard:
         before = _state_of(module)
         result = run()
         changed = _first_change(before, _state_of(module))
-        once = f"its forward changes {changed}" if changed else why_once(module, args, kwargs)
+        once = f"its forward changes {changed}" if changed else why_once(of, args, kwargs)
         self.calls.setdefault(key, []).append((number, *given, once))
         return result
 

@@ -92,7 +92,6 @@ def dropout(x: Tensor, extra: Tensor | None, drop: Drop, config: Config | None =
         drop: As there.
         config: The configuration of the kernel, or None.
     """
-    x = x.contiguous()  # autograd gives expanded ones, from a sum
     if not _are_plain(x, extra):
         return drop_twin.dropout(x, extra, drop)
     return dropout_kernels.dropout(x, extra, drop, config)
