@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.op_context import OperationContext
+from ..core.overwriting import may_write
 from ..core.settings import current
-from ._blocks import tracing
 
 with torch.inference_mode(False):
     _TOKEN = torch.zeros(1, requires_grad=True)
@@ -28,11 +28,11 @@ def cast_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> list[Tenso
 
     As for PyTorch, these are fp32 parameters that need a gradient, in a block with
     ``cache_enabled``. One that was changed in place since is cast again. Gradients are those of the
-    weights, so a cast has only values: where autograd records what an op does, it is made anew.
+    weights, so a cast has only values: where autograd records what an op does, it is made anew, as
+    where a mode sees the operations, which must be the same when they run again.
     """
     shares = not (ctx.saves_params or torch.is_grad_enabled() or torch.is_inference_mode_enabled())
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if not shares or tracing() or transformed or not torch.is_autocast_cache_enabled():
+    if not (shares and may_write() and torch.is_autocast_cache_enabled()):
         return [weight.to(ctx.dtype) for weight in weights]
     return [_shared(w, ctx.dtype) if _can_be_shared(w) else w.to(ctx.dtype) for w in weights]
 
