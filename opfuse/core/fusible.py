@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs
 from .quantization import Quantizer, parameter
 from .quantization.names import remember
+from .quantization.state import Entries
 from .settings import current
 
 
@@ -280,6 +281,13 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _constructed(self) -> None:
         """Called once, after ``__init__``."""
+
+    @property
+    def quantized(self) -> Any:
+        """What stores the quantized parameters, as attributes like the keys of a state dict."""
+        found: dict[str, Any] = {}
+        parameter.save(self, found, "", False)
+        return Entries(found).quantized
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

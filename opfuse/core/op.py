@@ -21,7 +21,7 @@ from .layout import Ends, Layout
 from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.scale_update import PreparedOps
-from .quantization.state import QuantizerStates
+from .quantization.state import Entries, QuantizerStates
 from .ranks import Group
 from .settings import current
 
@@ -488,6 +488,13 @@ class BasicOperation(FusibleOperation):
         )
 
     # State
+
+    @property
+    def quantizers(self) -> Any:
+        """The quantizer state, with an attribute for each part of its keys in a state dict."""
+        found: dict[str, Any] = {}
+        self._quantizers.following(self).save(found, "", True)
+        return Entries(found).quantizers
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
