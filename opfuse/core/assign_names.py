@@ -16,14 +16,11 @@ from .quantization.names import matching
 from .quantization.scale_update import PreparedOps
 from .recipes import offered
 from .replaced_forward import replaced_forward
-from .settings import current
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def assign_names(
-    model: M, recipe: Recipe | str | None = None, skip: Iterable[str] = ()
-) -> M:
+def assign_names(model: M, recipe: Recipe | str | None = None, skip: Iterable[str] = ()) -> M:
     """Name each op of a model by its place there, and record which ops belong together.
 
     An op's ``name`` becomes its dotted name in ``model.named_modules()``, unless its constructor
@@ -74,24 +71,17 @@ def assign_names(
     return model
 
 
-def _make_quantizers(
-    ops: Iterable[BasicOperation], recipe: Recipe, skip: tuple[str, ...]
-) -> None:
+def _make_quantizers(ops: Iterable[BasicOperation], recipe: Recipe, skip: tuple[str, ...]) -> None:
     """Make the quantizers of ops for a recipe, on the device of their parameters."""
-    device, before = torch.get_default_device(), current.environment
+    device = torch.get_default_device()
     for op in ops:
-        for module, name in map(op.param_source, op.param_names or ()):
-            held = module._parameters.get(name)
-            device = device if held is None else held.device
-        if matching(op.name, skip) or not op.num_quantizers("forward"):
-            continue
+        sources = map(op.param_source, op.param_names or ())
+        params = [module._parameters.get(name) for module, name in sources]
+        device = next((param.device for param in params if param is not None), device)
         if device.type == "meta":
             raise RuntimeError(
                 f"assign_names(recipe=...) expected parameters that have memory, got those of "
                 f"{type(op).__name__} {op.name!r} on the meta device: call model.to_empty first"
             )
-        current.environment = Environment(device, None, torch.float32, recipe)
-        try:
-            op.reset_recipe_state(recipe=recipe)
-        finally:
-            current.environment = before
+        if not matching(op.name, skip):
+            op._quantizers.use(op, recipe, Environment(device, None, torch.float32, recipe))

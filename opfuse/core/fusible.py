@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs
 from .quantization import Quantizer, parameter
 from .quantization.names import remember
-from .quantization.state import Entries
+from .quantization.state import entries_of
 from .settings import current
 
 
@@ -282,12 +282,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def _constructed(self) -> None:
         """Called once, after ``__init__``."""
 
-    @property
-    def quantized(self) -> Any:
-        """What stores the quantized parameters, as attributes like the keys of a state dict."""
-        found: dict[str, Any] = {}
-        parameter.save(self, found, "", False)
-        return Entries(found).quantized
+    # where the keys of a state dict lead
+    quantized = property(lambda self: entries_of(self, "quantized"))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

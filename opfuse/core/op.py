@@ -21,7 +21,7 @@ from .layout import Ends, Layout
 from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.scale_update import PreparedOps
-from .quantization.state import Entries, QuantizerStates
+from .quantization.state import QuantizerStates, entries_of
 from .ranks import Group
 from .settings import current
 
@@ -489,12 +489,8 @@ class BasicOperation(FusibleOperation):
 
     # State
 
-    @property
-    def quantizers(self) -> Any:
-        """The quantizer state, with an attribute for each part of its keys in a state dict."""
-        found: dict[str, Any] = {}
-        self._quantizers.following(self).save(found, "", True)
-        return Entries(found).quantizers
+    # where the keys of a state dict lead
+    quantizers = property(lambda self: entries_of(self, "quantizers"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from ..fusible import declared
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
-from ..quantization.scale_update import Backward
+from ..quantization.scale_update import current_backward
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
 from .saved import leave, parameter_gradients, rebuilt, recompute, restore_more
@@ -114,8 +114,6 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
         with torch.autocast(program.autocast_device, enabled=False):
             return run_backward(func_ctx, grad_output, *grad_extra_outputs)
     ctxs = _begin(func_ctx, program, tracing, grad_output, grad_extra_outputs)
-    if program.advances and not tracing:
-        Backward.reached(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     extras = (
         BackwardExtras(program, grad_output, grad_extra_outputs) if program.has_extras else None
     )
@@ -175,6 +173,8 @@ def _begin(
                 "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
                 "inside opfuse.options(double_backward=True)"
             )
+        if program.advances:
+            current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     pool = program.pool
     try:
         ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()

@@ -41,7 +41,6 @@ class Quantizer(ABC):
     row_multiple: ClassVar[int] = 1
     _recording: Quantizer | None = None
     _shared: Any = None  # where the state of several quantizers is together
-    _in_use = False  # an op has it
 
     @abstractmethod
     def quantize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -71,21 +72,21 @@ def _in_forward(forward: frozenset[CodeType], backward: frozenset[CodeType]) -> 
     return False
 
 
-class Entries:
-    """Entries of a state dict as attributes, each part of a key one of them: torch looks so."""
+def entries_of(module: Any, name: str) -> Any:
+    """The entries of a module's state dict under a name, each part of their keys an attribute.
 
-    def __init__(self, entries: dict[str, Any]) -> None:
-        self._entries = entries
-
-    def __getattr__(self, name: str) -> Any:
-        entries = vars(self).get("_entries", {})
-        if name in entries:
-            return entries[name]
-        within = f"{name}."
-        below = {k[len(within) :]: v for k, v in entries.items() if k.startswith(within)}
-        if not below:
-            raise AttributeError(f"the state dict has no entry {name!r} here")
-        return Entries(below)
+    Whoever looks for the place of a key, as ``torch.distributed.checkpoint`` does, finds one.
+    """
+    entries: dict[str, Any] = {}
+    module._save_to_state_dict(entries, "", False)
+    root = types.SimpleNamespace()
+    for key, value in entries.items():
+        *path, leaf = key.split(".")
+        place = root
+        for part in path:
+            place = vars(place).setdefault(part, types.SimpleNamespace())
+        vars(place)[leaf] = value
+    return getattr(root, name)
 
 
 class QuantizerStates:
@@ -94,7 +95,7 @@ class QuantizerStates:
     Attributes:
         own: Quantizers without state, whatever the recipe.
         latest: The recipe of the last call under one.
-        block: The outermost block of that call.
+        called: The group of the maxima in that call, and the patterns of ops to skip.
         unrestored: The recipes whose state a checkpoint did not have, until that was told.
     """
 
@@ -106,16 +107,19 @@ class QuantizerStates:
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._was_loaded = False
-        # those whose tensors are entries of another op, or of another quantizer of this one
-        self._shared: set[tuple[Recipe, str]] = set()
         self.latest: Recipe | None = None
-        self.block: Any = None
+        self.called: tuple[Any, tuple[str, ...]] = None, ()
         self.unrestored: set[Recipe] = set()
 
-    def use(self, op: Any, recipe: Recipe | None) -> dict[str, Quantizer]:
+    def use(self, op: Any, recipe: Recipe | None, env: Any = None) -> dict[str, Quantizer]:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist; return them.
 
         A quantized parameter brings its own quantizer.
+
+        Args:
+            op: The op.
+            recipe: The recipe.
+            env: The environment; None: that of the plan that is being made.
         """
         if recipe is None:
             return {}
@@ -134,13 +138,10 @@ class QuantizerStates:
                 for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
                     found = theirs.get(name)
                     if found is None:
-                        found = op.engine.new_quantizer(recipe, role, current.environment)
+                        found = op.engine.new_quantizer(recipe, role, env or current.environment)
                         _refuse_captured(found, f"{type(op).__name__} {op.name!r}")
                     check_state(found)
                     made[name] = found
-                    if found._in_use:
-                        self._shared.add((recipe, name))
-                    found._in_use = True
         self._recipe_names[recipe] = op.engine.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
@@ -209,7 +210,8 @@ class QuantizerStates:
         return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unrecorded": {}, "block": None}  # a copy has other quantizers
+        # a copy has other quantizers, and no process group
+        return {**vars(self), "_unrecorded": {}, "called": (None, ())}
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
@@ -229,12 +231,13 @@ class QuantizerStates:
 
     def _apart(self, recipe: Recipe) -> dict[str, Tensor]:
         """The state for a recipe; a copy of what shares memory with other entries."""
-        shared = self._shared and {name for of, name in self._shared if of == recipe}
-        found = self._tensors(recipe)
-        for key, value in found.items():
-            is_part = value.untyped_storage().nbytes() != value.nbytes
-            if is_part or (shared and key.partition(".")[0] in shared):
-                found[key] = value.clone()
+        found = {}
+        for key, quantizer, name in self._entries(recipe):
+            value = getattr(quantizer, name)
+            mine = f"{id(self)} {key.partition('.')[0]}"  # others may have the same quantizer
+            is_whole = value.untyped_storage().nbytes() == value.nbytes
+            is_whole &= vars(quantizer).setdefault("_saved_by", mine) == mine
+            found[key] = value if is_whole else value.clone()
         return found
 
     def _text(self, recipe: Recipe) -> str:
