@@ -1,6 +1,5 @@
 """Models under recipes with state, the ways to save them, and what a process of two does with both."""
 
-import contextlib
 import pathlib
 import shutil
 import warnings
@@ -16,7 +15,6 @@ from opfuse import ops
 
 WIDTH, ROWS = 32, 32
 RECIPES = "fp8-delayed", "nvfp4"
-WARNINGS = "ignore:.*(torch.distributed is|TypedStorage|_get_pg_default_device|storage)"
 
 
 class Gated(nn.Module):
@@ -36,11 +34,7 @@ def build(kind, seed=0, prepare=None):
         model = nn.Sequential(Gated(), Gated())
         opfuse.convert(model)
     else:
-        with (
-            opfuse.quantized_model_init("fp8-delayed", enabled=True)
-            if (kind == "quantized")
-            else contextlib.nullcontext()
-        ):
+        with opfuse.quantized_model_init(kind == "quantized" and "fp8-delayed"):
             first = ops.Linear(WIDTH, WIDTH)
             model = opfuse.Sequential(first, ops.GELU(), ops.Linear(WIDTH, WIDTH, bias=False))
     return opfuse.assign_names(model, prepare)

@@ -47,7 +47,7 @@ class Recipe:
     """
 
     batch_invariant: ClassVar[bool] = False
-    reduce_amax: ClassVar[bool] = True
+    reduce_amax = True  # without annotation: a field of a subclass keeps its place
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

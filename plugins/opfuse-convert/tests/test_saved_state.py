@@ -39,6 +39,7 @@ def cases():
                     yield pytest.param(kind, recipe, way, target)
 
 
+@pytest.mark.costly(20)
 @pytest.mark.parametrize("kind, recipe, way, target", [*cases()])
 def test_training_resumes_to_the_bit(kind, recipe, way, target, tmp_path):
     if way == "accelerate" or "safetensors" in way:
@@ -107,8 +108,8 @@ def test_state_that_starts_over_after_a_load_is_told_with_its_ops():
         model = build(kind)
         other = build(kind, 5)
         other.load_state_dict(model.state_dict())
-        first = "0" if kind == "chain" else "0.gate"
-        says = rf'checkpoint that was loaded has none for .*"fp8-delayed".*start over in {first}, '
+        first = "0, " if kind == "chain" else "0.gate, "
+        says = rf'checkpoint that was loaded has none for .*"fp8-delayed".*start over in .*{first}'
         with pytest.warns(UserWarning, match=says) as seen, torch.no_grad():
             with opfuse.autocast("fp8-delayed"):
                 other(saved_state.batch(0))
@@ -128,7 +129,7 @@ def test_what_dcp_did_not_load_is_told(tmp_path):
     load = WAYS["dcp"](model, tmp_path)
     other = build("converted", 5)
     load(other)
-    with pytest.warns(UserWarning, match=r"0.gate, 0.up, 0.down, 1.gate.*assign_names\(model, rec"):
+    with pytest.warns(UserWarning, match=r"0.gate, .*1.down.*assign_names\(model, rec"):
         train(other, "fp8-delayed", range(1))
 
 
