@@ -74,10 +74,10 @@ class ReplacedForward(ABC):
             self.waiting = {key[len(root) :]: state_dict.pop(key).clone() for key in keys}
 
     def state(self) -> dict[str, Any]:
-        """The entries of :meth:`save`, for another chain of the same module."""
+        """The entries of :meth:`save`, for :meth:`load` of another chain of the same module."""
         entries: dict[str, Any] = {}
         self.save(entries, "")
-        return {key: value.clone() for key, value in entries.items()}
+        return entries
 
     def _ops(self) -> list[tuple[str, Any]]:
         """The ops of the chain, by name."""

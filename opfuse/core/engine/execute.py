@@ -17,7 +17,7 @@ from ..fusible import declared
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
-from ..quantization.scale_update import current_backward
+from ..quantization.scale_update import current_backward, in_backward
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
 from .saved import leave, parameter_gradients, rebuilt, recompute, restore_more
@@ -173,7 +173,7 @@ def _begin(
                 "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
                 "inside opfuse.options(double_backward=True)"
             )
-        if program.advances:
+        if program.advances and in_backward():
             current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     pool = program.pool
     try:

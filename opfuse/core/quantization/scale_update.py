@@ -233,11 +233,12 @@ def _group_of(recipe: Recipe, ran: _Ran, op: Any, prepared: Any) -> Any:
 def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
     """Warn that state was not in the checkpoint that was loaded, naming the ops."""
     names = [*dict.fromkeys(op.name or type(op).__name__ for op in ops)]
-    text, *loaded = ops[0]._quantizers.describe_loaded(recipe)
-    others = f"has quantizer state for {' and '.join(loaded)}, and none" if loaded else "has none"
+    states = ops[0]._quantizers
+    loaded = " and ".join(sorted(states._loaded))
+    others = f"has quantizer state for {loaded}, and none" if loaded else "has none"
     more = f" and {len(names) - 9} more" if len(names) > 9 else ""
     warnings.warn(
-        f"the checkpoint that was loaded {others} for the recipe in force, {text}: new scales "
+        f"the checkpoint that was loaded {others} for the recipe in force, {states._text(recipe)}: new scales "
         f"start over in {', '.join(names[:9])}{more}. What torch.distributed.checkpoint loads "
         f"into must have it before: call opfuse.assign_names(model, recipe=...) first",
         stacklevel=3,

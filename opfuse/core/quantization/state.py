@@ -235,9 +235,9 @@ class QuantizerStates:
         for key, quantizer, name in self._entries(recipe):
             value = getattr(quantizer, name)
             mine = f"{id(self)} {key.partition('.')[0]}"  # others may have the same quantizer
-            is_whole = value.untyped_storage().nbytes() == value.nbytes
-            is_whole &= vars(quantizer).setdefault("_saved_by", mine) == mine
-            found[key] = value if is_whole else value.clone()
+            own = vars(quantizer).setdefault("_saved_by", mine) == mine
+            own &= value.untyped_storage().nbytes() == value.nbytes
+            found[key] = value if own else value.clone()
         return found
 
     def _text(self, recipe: Recipe) -> str:
@@ -258,10 +258,6 @@ class QuantizerStates:
             destination[where + "recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
             for key, value in state.items():
                 destination[where + key] = value if keep_vars else value.detach()
-
-    def describe_loaded(self, recipe: Recipe) -> tuple[str, ...]:
-        """The texts of a recipe, and of those for which there is state that waits."""
-        return self._text(recipe), *sorted(self._loaded)
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take the quantizer state out of ``state_dict``.

@@ -154,7 +154,7 @@ def layered(cls: Any) -> Any:
 
 def _save(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
     """Add the state of the chain to the module's own."""
-    below: Any = super(layer_in(type(self)), self)  # type: ignore[arg-type]
+    below: Any = super(layer_in(type(self)), self)
     below._save_to_state_dict(destination, prefix, keep_vars)
     if (state := vars(self).get(KEPT_AS)) is not None:
         state.save(destination, prefix, keep_vars)
@@ -164,7 +164,7 @@ def _load(self: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
     """Give the chain its state, and the module its own."""
     if (state := vars(self).get(KEPT_AS)) is not None:
         state.load(state_dict, prefix)
-    below: Any = super(layer_in(type(self)), self)  # type: ignore[arg-type]
+    below: Any = super(layer_in(type(self)), self)
     below._load_from_state_dict(state_dict, prefix, *args)
 
 
