@@ -87,22 +87,24 @@ class Block:
         self._calibrating: set[Recipe] = set()
         self._captured = False
 
-    def begin(self, recipe: Recipe, ops: Iterable[Any]) -> None:
-        """Note that ops run under a recipe, in whatever mode."""
-        for op in ops:
+    def begin(self, recipe: Recipe, chain: Any, env: Any, records: bool) -> None:
+        """Note that a chain runs under a recipe, and whether its state advances.
+
+        Raises:
+            RuntimeError: The maxima are taken over a group, and the model is not prepared.
+        """
+        for op in chain.ops:
             states = op._quantizers
             states.called = self.group, current.skip
             if states.unrestored and recipe in states.unrestored:
                 states.unrestored.discard(recipe)
                 if current.observer is not CALIBRATING:  # which is to find the scales
                     self._unrestored.setdefault(recipe, []).append(op)
+        if records:
+            self._add(recipe, chain, env)
 
-    def add(self, recipe: Recipe, chain: Any, env: Any) -> None:
-        """Remember the ops of a chain that run with grad mode on, or for calibration.
-
-        Raises:
-            RuntimeError: The maxima are taken over a group, and the model is not prepared.
-        """
+    def _add(self, recipe: Recipe, chain: Any, env: Any) -> None:
+        """Remember the ops of a chain that run with grad mode on, or for calibration."""
         self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, current.skip)
         self._captured |= current.captured
         if current.observer is not None and current.observer.records:
@@ -238,9 +240,10 @@ def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
     others = f"has quantizer state for {loaded}, and none" if loaded else "has none"
     more = f" and {len(names) - 9} more" if len(names) > 9 else ""
     warnings.warn(
-        f"the checkpoint that was loaded {others} for the recipe in force, {states._text(recipe)}: new scales "
-        f"start over in {', '.join(names[:9])}{more}. What torch.distributed.checkpoint loads "
-        f"into must have it before: call opfuse.assign_names(model, recipe=...) first",
+        f"the checkpoint that was loaded {others} for the recipe in force, "
+        f"{states._text(recipe)}: new scales start over in {', '.join(names[:9])}{more}. What "
+        f"torch.distributed.checkpoint loads into must have it before: call "
+        f"opfuse.assign_names(model, recipe=...) first",
         stacklevel=3,
     )
 
