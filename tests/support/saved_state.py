@@ -181,3 +181,31 @@ def loaded_alone(saved, kind, recipe):
     api.set_model_state_dict(alone, state["model"])
     shutil.rmtree(saved)
     return alone
+
+
+def other_models(rank):
+    """Prepared models that differ, as stages of a pipeline do: an error, in which nobody waits."""
+    model = build("chain") if rank else opfuse.assign_names(nn.Sequential(build("chain")))
+    try:
+        train(model, "fp8-delayed", range(1))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def not_prepared(rank):
+    """A model without names warns once; its parts that are split among processes agree all the same."""
+    torch.manual_seed(0)
+    model = opfuse.Sequential(ops.Linear(WIDTH, WIDTH))
+    split = ops.BasicLinear(WIDTH, WIDTH, tensor_parallel_mode="column")
+    x, dy = batch(0), (1 + rank) * torch.ones(ROWS, WIDTH // 2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(model, "fp8-delayed", range(2), rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with opfuse.autocast("fp8-delayed"):
+            y = split(x)
+        y.backward(dy)
+    scale = split.get_quantizer("backward", 0).scale
+    return [str(each.message) for each in seen], scale.item()

@@ -226,3 +226,16 @@ def test_two_processes_resume_to_the_bit_and_one_goes_on(kind, recipe, group, tm
 
     saved, _ = gloo.together(saved_state.resumed, tmp_path, kind, recipe, group)
     assert state_of(saved_state.loaded_alone(saved, kind, recipe))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no torch.distributed")
+@pytest.mark.xdist_group("gloo")
+def test_processes_with_other_models_are_refused_and_one_alone_is_told_so():
+    import gloo
+
+    (one, scale), (other, other_scale) = gloo.together(saved_state.not_prepared)
+    assert len(one) == len(other) == 1 and "call opfuse.assign_names(model), so" in one[0]
+    assert scale == other_scale == 57344 / 2  # of the larger gradient
+    for says in gloo.together(saved_state.other_models):
+        assert "rank 0 and rank 1 differ in the model whose maxima they take together" in says
+        assert "'0.0' against '0'" in says or "0.0 against 0" in says
