@@ -99,7 +99,8 @@ def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
     pytest.importorskip("transformers")
     pytest.importorskip("opfuse_transformers")
     found = launches.count(launches.llama(SMALL, convert=True), opfuse_fp8.DelayedScaling())
-    assert all_of(found).total() <= 88 < 115  # which the test above counts
+    # which the test above counts; the backward is in the block, so gradients have two buffers
+    assert all_of(found).total() <= 89 < 115
     assert found.torch["_scaled_mm_v2"] == 15 and found.scales == {"advance_scales": 1}
 
 
