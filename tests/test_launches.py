@@ -90,8 +90,8 @@ def test_under_delayed_fp8_a_chain_launches_no_more_than_eager_pytorch(eager, ch
     assert found.torch["_scaled_mm_v2"] == 6 and not found.torch["mm"]
     assert found.triton["cast_forward"] == 4
     assert {"norm_rows", "cast_backward"} <= found.triton.keys()
-    assert all_of(found).total() <= 16 < all_of(eager).total() == 20
-    assert found.scales == {"advance_scales": 1}
+    assert all_of(found).total() <= 17 < all_of(eager).total() == 20
+    assert found.scales == {"advance_scales": 1} and found.triton["advance_scales"] == 1
 
 
 def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
@@ -99,7 +99,8 @@ def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
     pytest.importorskip("transformers")
     pytest.importorskip("opfuse_transformers")
     found = launches.count(launches.llama(SMALL, convert=True), opfuse_fp8.DelayedScaling())
-    assert all_of(found).total() <= 87 < 115  # which the test above counts
+    # which the test above counts; the backward is in the block, so gradients have two buffers
+    assert all_of(found).total() <= 89 < 115
     assert found.torch["_scaled_mm_v2"] == 15 and found.scales == {"advance_scales": 1}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 from dataclasses import fields
 from typing import ClassVar
@@ -79,16 +80,14 @@ def test_the_scale_of_a_step_is_that_of_the_steps_before():
 
 
 def test_two_forwards_before_their_backwards():
-    """Gradients that arrive between two updates fold into one row."""
+    """Gradients that arrive in one backward fold into one row, at its end."""
     chain, x = mlp()
     first, second = step(chain, x), step(chain, 3 * x)
     assert updates(chain) == [2, 2, 0] * 2
-    second.sum().backward()
-    first.mul(5).sum().backward()
-    seen = state(chain, ("seen",))[2, "grad_output"][0]
-    assert seen == 5 and updates(chain) == [2, 2, 0] * 2
-    step(chain, x)
-    assert updates(chain) == [3, 3, 1] * 2 and state(chain)[2, "grad_output"][::2] == (5, -1)
+    (second.sum() + first.mul(5).sum()).backward()
+    assert updates(chain) == [2, 2, 1] * 2 and state(chain)[2, "grad_output"][::2] == (5, -1)
+    step(chain, x).mul(7).sum().backward()
+    assert updates(chain) == [3, 3, 2] * 2 and state(chain)[2, "grad_output"][::2] == (7, -1)
 
 
 def test_an_evaluation_moves_nothing():
@@ -388,11 +387,23 @@ def test_equal_recipes_have_one_json_and_fields_can_be_hashed():
 
 def test_what_is_pending_is_in_a_checkpoint():
     chain, x = mlp()
-    step(chain, x).sum().backward()
     twin, _ = mlp()
     step(twin, x)
-    twin.load_state_dict(chain.state_dict())
-    assert state(twin) == state(chain) and state(chain)[2, "grad_output"][2] == 1
+    with opfuse.autocast(RECIPE):
+        chain(x)
+        twin.load_state_dict(chain.state_dict())
+    assert state(twin, ["seen"])[0, "input"][0] == x.abs().max()
+
+
+def test_a_backward_that_raises_is_folded_with_the_next():
+    chain, x = mlp()
+    y = step(chain, x)
+    x.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.mul(5).sum().backward(retain_graph=True)
+    assert updates(chain) == [1, 1, 0] * 2
+    y.sum().backward(inputs=[*chain.parameters()])
+    assert updates(chain) == [1, 1, 1] * 2 and state(chain)[2, "grad_output"][0] == 5
 
 
 def test_the_recipe_in_a_checkpoint_has_its_registered_name():
@@ -400,7 +411,8 @@ def test_the_recipe_in_a_checkpoint_has_its_registered_name():
     step(chain, x)
     texts = [bytes(v.tolist()) for k, v in chain.state_dict().items() if k.endswith(".recipe")]
     assert len(texts) == 2 and all(b'"recipe": "rounding"' in text for text in texts)
-    assert "0.basic_ops.0.quantizers.0.input.amax" in chain.state_dict()
+    places = {re.sub("[0-9a-f]{8}", "*", key) for key in chain.state_dict()}
+    assert "0.basic_ops.0.quantizers.*.input.amax" in places
 
 
 def test_only_what_ran_advances_unless_the_model_is_prepared():
@@ -549,7 +561,7 @@ def test_torch_compile_of_a_state_that_advances_is_refused():
     torch._dynamo.reset()
     loose = torch.compile(chain, backend="aot_eager")  # breaks the graph, and runs as always
     step(loose, x).sum().backward()  # after the block, when the scales are others
-    assert updates(chain) == [1, 1, 0] * 2
+    assert updates(chain) == [1, 1, 1] * 2
     expected, x.grad = x.grad, None
     twin, _ = mlp()
     step(twin, x).sum().backward()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from .environment import Environment
 from .fused_op import FusedOperation
 from .op import BasicOperation
+from .quantization import Recipe
+from .quantization.names import matching
 from .quantization.scale_update import PreparedOps
+from .recipes import offered
 from .replaced_forward import replaced_forward
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def assign_names(model: M) -> M:
+def assign_names(model: M, recipe: Recipe | str | None = None, skip: Iterable[str] = ()) -> M:
     """Name each op of a model by its place there, and record which ops belong together.
 
     An op's ``name`` becomes its dotted name in ``model.named_modules()``, unless its constructor
@@ -26,12 +32,17 @@ def assign_names(model: M) -> M:
     Args:
         model: The model. Call this on every rank, before the first call under a recipe, and again
             after its ops change.
+        recipe: A recipe, or its name, whose quantizers are made now. Then ``model.state_dict()``
+            has the same keys before and after the first step, as ``torch.distributed.checkpoint``
+            needs it of what it loads into.
+        skip: The patterns of ``autocast``: these ops get none.
 
     Returns:
         The model.
 
     Raises:
-        RuntimeError: An op already has quantizers that know it by another name.
+        RuntimeError: An op already has quantizers that know it by another name. Parameters are on
+            the meta device, and there is a recipe.
     """
     ops: dict[BasicOperation, str] = {}
     fused: dict[FusedOperation, str] = {}
@@ -55,4 +66,22 @@ def assign_names(model: M) -> M:
     prepared = PreparedOps(ops)
     for op in ops:
         op._prepared = prepared
+    if recipe is not None:
+        _make_quantizers(ops, offered(recipe, "assign_names"), tuple(skip))
     return model
+
+
+def _make_quantizers(ops: Iterable[BasicOperation], recipe: Recipe, skip: tuple[str, ...]) -> None:
+    """Make the quantizers of ops for a recipe, on the device of their parameters."""
+    device = torch.get_default_device()
+    for op in ops:
+        sources = map(op.param_source, op.param_names or ())
+        params = [module._parameters.get(name) for module, name in sources]
+        device = next((param.device for param in params if param is not None), device)
+        if device.type == "meta":
+            raise RuntimeError(
+                f"assign_names(recipe=...) expected parameters that have memory, got those of "
+                f"{type(op).__name__} {op.name!r} on the meta device: call model.to_empty first"
+            )
+        if not matching(op.name, skip):
+            op._quantizers.use(op, recipe, Environment(device, None, torch.float32, recipe))

@@ -227,7 +227,7 @@ class _Forward(Recorder):
         """Keep the state of the chain's quantizers."""
         super().record(fuser, program, given)
         ops, recipe = fuser._chain.ops, current.recipe
-        quantizers = [q for op in ops for q in op._quantizers.of_forward(op, recipe)]
+        quantizers = [q for op in ops for q in op._quantizers.of_mode(op, recipe, "forward")]
         self.states.append(
             [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
         )

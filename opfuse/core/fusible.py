@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs
 from .quantization import Quantizer, parameter
 from .quantization.names import remember
+from .quantization.state import entries_of
 from .settings import current
 
 
@@ -280,6 +281,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
 
     def _constructed(self) -> None:
         """Called once, after ``__init__``."""
+
+    # where the keys of a state dict lead
+    quantized = property(lambda self: entries_of(self, "quantized"))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -21,7 +21,7 @@ from .layout import Ends, Layout
 from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
 from .quantization.scale_update import PreparedOps
-from .quantization.state import QuantizerStates
+from .quantization.state import QuantizerStates, entries_of
 from .ranks import Group
 from .settings import current
 
@@ -488,6 +488,9 @@ class BasicOperation(FusibleOperation):
         )
 
     # State
+
+    # where the keys of a state dict lead
+    quantizers = property(lambda self: entries_of(self, "quantizers"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

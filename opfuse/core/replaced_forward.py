@@ -4,7 +4,8 @@ A conversion, such as that of the package opfuse-convert, gives modules of a mod
 runs a chain. It stores a :class:`ReplacedForward` with each of them, under :data:`KEPT_AS` in the
 module's ``vars()``, so that it is not a child of the module. The rest of opfuse deals with such
 modules only through it: ``opfuse.explain`` prints it, ``opfuse.tune`` measures it, and
-``opfuse.assign_names`` names the ops of its chain.
+``opfuse.assign_names`` names the ops of its chain. The module's state dict has the state of the
+chain's quantizers, by :meth:`ReplacedForward.save` and :meth:`ReplacedForward.load`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+from .op import BasicOperation
 
 if TYPE_CHECKING:
     from .tuning_table import Measurement
@@ -36,12 +39,50 @@ class ReplacedForward(ABC):
         fallback: A sentence that says why the module's own forward ran at the latest call; ``""``:
             the chain ran, or there was no call.
         off: Whether the module's own forward always runs.
+        waiting: Entries of a checkpoint for a chain that is not made yet; None: none was loaded.
         plugin: Distribution and version of the package that knows the module; None: there is none.
     """
 
     fallback: str = ""
     off: bool = False
     plugin: tuple[str, str] | None = None
+    waiting: dict[str, Any] | None = None
+
+    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool = False) -> None:
+        """Write the state of the chain's quantizers into a state dict.
+
+        Each part of a key is an attribute, of the module first, for those who look for it so.
+
+        Args:
+            destination: The state dict.
+            prefix: The prefix of the module's keys.
+            keep_vars: As for ``torch.nn.Module.state_dict``.
+        """
+        root = f"{prefix}{KEPT_AS}.chain."
+        destination.update({root + key: value for key, value in (self.waiting or {}).items()})
+        for name, op in self._ops():
+            op._quantizers.following(op).save(destination, f"{root}{name}.", keep_vars)
+
+    def load(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Take what :meth:`save` writes out of a state dict, or let it wait for the chain."""
+        root = f"{prefix}{KEPT_AS}.chain."
+        self.waiting = None
+        for name, op in self._ops():
+            op._quantizers.following(op).load(state_dict, f"{root}{name}.")
+        if self.chain is None:
+            keys = [key for key in state_dict if key.startswith(root)]
+            self.waiting = {key[len(root) :]: state_dict.pop(key).clone() for key in keys}
+
+    def state(self) -> dict[str, Any]:
+        """The entries of :meth:`save`, for :meth:`load` of another chain of the same module."""
+        entries: dict[str, Any] = {}
+        self.save(entries, "")
+        return entries
+
+    def _ops(self) -> list[tuple[str, Any]]:
+        """The ops of the chain, by name."""
+        modules = () if self.chain is None else self.chain.named_modules()
+        return [(name, op) for name, op in modules if isinstance(op, BasicOperation)]
 
     @property
     @abstractmethod

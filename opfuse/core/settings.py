@@ -63,6 +63,7 @@ class ThreadSettings(threading.local):
         weights: ``"fresh"``: weights are cast in every call; ``"cached"``: the last cast may be
             used again.
         block: The outermost :class:`opfuse.autocast` block, or None.
+        backward: The last run of autograd that cast gradients under a recipe with state, or None.
         recording: Whether the running forward may advance the scales of a recipe.
         captured: Whether the running forward under a recipe is captured into a CUDA graph.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
@@ -80,6 +81,7 @@ class ThreadSettings(threading.local):
     recipe_depth: int = 0
     weights: str = "fresh"
     block: Any = None
+    backward: Any = None
     recording: bool = True
     captured: bool = False
     model_init: Any = None

@@ -200,16 +200,14 @@ def test_quantizer_state_of_each_group_is_saved_and_loaded():
     op, recipe = op_of(sizes), RECIPES[2]
     apart = check(op, recipe, sizes, x, steps=2)
     saved = op.state_dict()
-    of_linear = [
-        k.removeprefix("quantizers.0.input.") for k in apart[0].state_dict() if ".input" in k
-    ]
+    (place,) = {key.rpartition(".recipe")[0] for key in saved if key.endswith(".recipe")}
+    of_linear = [k.removeprefix(f"{place}.input.") for k in apart[0].state_dict() if ".input" in k]
     assert of_linear
     for i in range(2):
         alone = apart[i].state_dict()
         for kind in ("input", "weight", "grad_output"):
             for name in of_linear:
-                key = f"quantizers.0.{kind}{i}.{name}"
-                same(saved[key], alone[f"quantizers.0.{kind}.{name}"])
+                same(saved[f"{place}.{kind}{i}.{name}"], alone[f"{place}.{kind}.{name}"])
     twin = op_of(sizes)
     twin.load_state_dict(copy.deepcopy(saved))
     with opfuse.autocast(recipe), torch.no_grad():

@@ -18,6 +18,7 @@ from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization import QuantizedTensor
 from ..quantization.activation import entering, leaving
 from ..quantization.parameter import plain
+from ..quantization.scale_update import current_backward, in_backward
 from ..ranks import Pass
 from ..settings import current
 from .agreement import reported
@@ -179,6 +180,8 @@ def _begin(
                 "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
                 "inside opfuse.options(double_backward=True)"
             )
+        if program.advances and in_backward():
+            current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     pool = program.pool
     try:
         ctxs = pool.idle.pop() if pool.idle and not tracing else pool.new()

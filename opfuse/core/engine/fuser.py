@@ -408,8 +408,8 @@ def _begin_under_recipe(program: Program, device: torch.device) -> None:
         current.captured = is_captured(device)
         for op in program.chain.ops:
             op._quantizers.latest = program.recipe
-    if records and current.block is not None:
-        current.block.add(program.recipe, program.chain.ops, program.env)
+        if current.block is not None:
+            current.block.begin(program.recipe, program.chain, program.env, records)
 
 
 def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:

@@ -43,9 +43,11 @@ class Recipe:
             forward.
         batch_invariant: Whether the forward casts each row of an input by that row alone, as
             ``options(invariant="batch")`` needs it.
+        reduce_amax: Whether :meth:`update` takes maxima over the process group that it gets.
     """
 
     batch_invariant: ClassVar[bool] = False
+    reduce_amax = True  # without annotation: a field of a subclass keeps its place
     backward_override: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -67,20 +69,20 @@ class Recipe:
     def update(self, quantizers: Sequence[Quantizer], group: Any) -> None:
         """Advance the state of quantizers by one step: fold in their records, and clear those.
 
-        Called at the exit of the outermost :class:`opfuse.autocast` block of a forward: never
-        inside a backward, never after an exception, never with grad mode off. It folds the maxima
-        that the forward of this block recorded, and those of the gradients that arrived since the
-        last update. A forward quantizer advances at every update, with 0 if nothing was recorded;
-        a gradient's quantizer only if one arrived on any rank. Nothing is recorded for a weight
-        whose cast is used again (``weights="cached"``): treat 0 as "unknown", and keep the scale,
-        unless an earlier maximum requires otherwise.
+        Called at the exit of the outermost :class:`opfuse.autocast` block of a forward, with the
+        quantizers of the forward: never inside a backward, never after an exception, never with
+        grad mode off. And at the end of a backward, with those of gradients. It folds the maxima
+        that were recorded. A forward quantizer advances at every update, with 0 if nothing was
+        recorded; a gradient's quantizer only if one arrived on any rank. Nothing is recorded for a
+        weight whose cast is used again (``weights="cached"``): treat 0 as "unknown", and keep the
+        scale, unless an earlier maximum requires otherwise.
 
         Also called for the quantizer of a quantized parameter, alone and without a group, whenever
         values are written there: the new scale must fit the values it recorded.
 
         Args:
-            quantizers: The forward and gradient quantizers of the ops that ran in the block; in a
-                prepared model (:func:`opfuse.assign_names`) those of all its ops, in its order.
+            quantizers: Those of the ops that ran; in a prepared model
+                (:func:`opfuse.assign_names`) those of all its ops, in its order.
             group: The process group over which to take the maxima, in one collective; or None.
 
         Raises:

@@ -1,15 +1,21 @@
-"""Advances the state of quantizers at the end of the outermost block of a forward."""
+"""Advances the state of quantizers: after the outermost block of a forward, and a backward."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.autograd import Variable
 
+from ..ranks import Group
 from ..settings import current, is_captured
 from .names import matching
+from .observer import CALIBRATING
 from .parameter import held_by
 from .quantizer import Quantizer
 from .recipe import Recipe
@@ -20,6 +26,7 @@ class PreparedOps:
 
     def __init__(self, ops: Iterable[Any] = ()) -> None:
         self._ops = [weakref.ref(op) for op in ops]
+        self._agreed: dict[Any, list[str]] = {}
 
     def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
         return PreparedOps, ()
@@ -27,6 +34,43 @@ class PreparedOps:
     def ops(self) -> list[Any]:
         """The ops that still exist."""
         return [op for ref in self._ops if (op := ref()) is not None]
+
+    def agree(self, recipe: Recipe, group: Any, mode: str, names: list[str]) -> None:
+        """Compare the ops with quantizers with the other processes of a group, if they are new.
+
+        Raises:
+            RankError: They differ, or another process did not come.
+        """
+        if self._agreed.get((recipe, group, mode)) == names:
+            return
+        facts = {
+            "the chain": f"the update of {recipe}",
+            "what it is called with": {"after": mode},
+            "the model whose maxima they take together (autocast(amax_reduction_group=...) names "
+            "those that run the same)": {str(i): name for i, name in enumerate(names)},
+        }
+        if (talk := Group(group).talk) is not None:
+            talk.compare(facts)
+        self._agreed[recipe, group, mode] = names
+
+
+class _Ran(NamedTuple):
+    """What ran under a recipe.
+
+    Attributes:
+        ops: The ops, each with the groups of its chain.
+        skips: The patterns of ops that were left out.
+        env: The environment of the first chain.
+    """
+
+    ops: dict[Any, list[Group]]
+    skips: set[tuple[str, ...]]
+    env: Any
+
+    def add(self, chain: Any, skip: tuple[str, ...]) -> None:
+        """Add the ops of a chain."""
+        self.ops.update(dict.fromkeys(chain.ops, chain.groups))
+        self.skips.add(skip)
 
 
 class Block:
@@ -38,30 +82,40 @@ class Block:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self._ran: dict[Recipe, tuple[dict[Any, None], Any]] = {}
-        self._skips: dict[Recipe, set[tuple[str, ...]]] = {}
+        self._ran: dict[Recipe, _Ran] = {}
+        self._unrestored: dict[Recipe, list[Any]] = {}
         self._calibrating: set[Recipe] = set()
         self._captured = False
 
-    def add(self, recipe: Recipe, ops: Iterable[Any], env: Any) -> None:
-        """Remember the ops that run with grad mode on, or for calibration.
+    def begin(self, recipe: Recipe, chain: Any, env: Any, records: bool) -> None:
+        """Note that a chain runs under a recipe, and whether its state advances.
 
         Raises:
             RuntimeError: The maxima are taken over a group, and the model is not prepared.
         """
-        ran, _ = self._ran.setdefault(recipe, ({}, env))
+        for op in chain.ops:
+            states = op._quantizers
+            states.called = self.group, current.skip
+            if states.unrestored and recipe in states.unrestored:
+                states.unrestored.discard(recipe)
+                if current.observer is not CALIBRATING:  # which is to find the scales
+                    self._unrestored.setdefault(recipe, []).append(op)
+        if records:
+            self._add(recipe, chain, env)
+
+    def _add(self, recipe: Recipe, chain: Any, env: Any) -> None:
+        """Remember the ops of a chain that run with grad mode on, or for calibration."""
+        self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, current.skip)
         self._captured |= current.captured
-        self._skips.setdefault(recipe, set()).add(current.skip)
         if current.observer is not None and current.observer.records:
             self._calibrating.add(recipe)
-        for op in ops:
-            if self.group is not None and not op._prepared.ops():
+        for op in chain.ops if self.group is not None else ():
+            if not op._prepared.ops():
                 raise RuntimeError(
                     f"autocast(amax_reduction_group=...) expected a prepared model, so that all "
                     f"ranks take the maxima of the same quantizers in the same order, got a "
                     f"{type(op).__name__} without: call opfuse.assign_names(model) first"
                 )
-            ran[op] = None
 
     def end(self, *, failed: bool) -> None:
         """Advance the state of the ops that ran, or discard their records.
@@ -71,27 +125,60 @@ class Block:
         Raises:
             RuntimeError: A CUDA graph captured a forward and not this, which no replay would do.
         """
-        for recipe, (ran, env) in self._ran.items():
+        ran, self._ran = self._ran, {}
+        for recipe, ops in self._unrestored.items():
+            _warn_unrestored(recipe, ops)
+        for recipe, of in ran.items():
             if in_backward():
                 continue  # a recomputation, which restores the state itself
             records = torch.is_grad_enabled() or recipe in self._calibrating
             if failed or not records:
-                for op in ran:
+                for op in of.ops:
                     # nothing was recorded for quantized parameters in this block
                     apart = [param.quantizer for param in held_by(op).values()]
-                    for quantizer in op._quantizers.of_forward(op, recipe):
+                    for quantizer in op._quantizers.of_mode(op, recipe, "forward"):
                         if all(quantizer is not one for one in apart):
                             quantizer.discard()
-            elif self._captured and not is_captured(env.device):
+            elif self._captured and not is_captured(of.env.device):
                 raise RuntimeError(
                     f"the scales of {recipe} advance at the end of opfuse.autocast, and a CUDA "
                     f"graph captured a forward without that end: they would stay as they are in "
                     f"every replay; enter autocast inside of what is captured"
                 )
             else:
-                quantizers = _quantizers(recipe, ran, env, self._skips[recipe])
-                with torch.no_grad():
-                    recipe.update(quantizers, self.group)
+                _advance(recipe, of, self.group, "forward")
+
+
+class Backward:
+    """One run of autograd, and the ops whose gradients it casts under stateful recipes.
+
+    Attributes:
+        task: Its number in torch.
+    """
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self._ran: dict[tuple[Recipe, Any], _Ran] = {}
+
+    def add(self, recipe: Recipe, chain: Any, env: Any) -> None:
+        """Remember the ops of a chain, which ran in a block before."""
+        group, skip = chain.ops[0]._quantizers.called
+        self._ran.setdefault((recipe, group), _Ran({}, set(), env)).add(chain, skip)
+
+    def end(self) -> None:
+        """Advance the scales of the gradients."""
+        ran, self._ran = self._ran, {}
+        for (recipe, group), of in ran.items():
+            _advance(recipe, of, group, "backward")
+
+
+def current_backward() -> Backward:
+    """The run of autograd that this is called in; the scales of gradients advance at its end."""
+    task = torch._C._current_graph_task_id()
+    if current.backward is None or current.backward.task != task:
+        current.backward = Backward(task)
+        Variable._execution_engine.queue_callback(current.backward.end)
+    return current.backward  # type: ignore[no-any-return]
 
 
 def in_backward() -> bool:
@@ -99,26 +186,74 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _quantizers(
-    recipe: Recipe, ran: Iterable[Any], env: Any, skips: set[tuple[str, ...]]
-) -> list[Quantizer]:
-    """The quantizers with pending state of the ops that ran, or of all ops of a prepared model.
+def _advance(recipe: Recipe, ran: _Ran, given: Any, mode: str) -> None:
+    """Advance the quantizers of a mode: of the ops that ran, or of all ops of a prepared model.
 
-    Ops that were always skipped are left out.
+    Ops that were always skipped are left out. The maxima are taken over the group that was given;
+    or for a prepared model over all processes, as in Transformer Engine; or over those that a chain
+    is split among, which run it together. A process alone never waits for others.
     """
     together: dict[PreparedOps, list[Any]] = {}  # what an op was prepared with is asked once
     ops: dict[Any, None] = {}
-    for op in ran:
+    for op in ran.ops:
         if (prepared := op._prepared) not in together:
             together[prepared] = prepared.ops()
             ops.update(dict.fromkeys(together[prepared]))
         ops[op] = None
-    if () not in skips:  # no block without names to skip
-        ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in skips)}
-    before, current.environment = current.environment, env
-    try:
-        used = [quantizer for op in ops for quantizer in op._quantizers.use(op, recipe).values()]
-    finally:
-        current.environment = before
-    found = {id(quantizer): quantizer for quantizer in used}  # ops may share
-    return [quantizer for quantizer in found.values() if quantizer.pending_names]
+    if () not in ran.skips:  # no block without names to skip
+        ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in ran.skips)}
+    parts: dict[Any, dict[int, tuple[Quantizer, str]]] = {}
+    for op in ops:
+        if mode == "forward":
+            op._quantizers.use(op, recipe, ran.env)
+        group = given or _group_of(recipe, ran, op, together.get(op._prepared))
+        for quantizer in op._quantizers.of_mode(op, recipe, mode):
+            if quantizer.pending_names:  # ops may share one
+                parts.setdefault(group, {})[id(quantizer)] = quantizer, op.name
+    for group, found in parts.items():
+        if group is not None and (prepared := next(filter(together.get, together), None)):
+            prepared.agree(recipe, group, mode, [name for _, name in found.values()])
+        with torch.no_grad():
+            recipe.update([quantizer for quantizer, _ in found.values()], group)
+
+
+def _group_of(recipe: Recipe, ran: _Ran, op: Any, prepared: Any) -> Any:
+    """The process group over which the maxima of an op are taken if none is given, or None."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world: Any = dist.group.WORLD
+    found = None
+    if recipe.reduce_amax:
+        if prepared and ran.env.device.type in [device.type for device in world._device_types]:
+            return world
+        found = max(ran.ops.get(op) or (), key=lambda group: group.size, default=None)
+    if found is None or found.size < dist.get_world_size():
+        _warn_of_rank(recipe)
+    return found and (found.given or world)
+
+
+def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
+    """Warn that state was not in the checkpoint that was loaded, naming the ops."""
+    names = [*dict.fromkeys(op.name or type(op).__name__ for op in ops)]
+    states = ops[0]._quantizers
+    loaded = " and ".join(sorted(states._loaded))
+    others = f"has quantizer state for {loaded}, and none" if loaded else "has none"
+    more = f" and {len(names) - 9} more" if len(names) > 9 else ""
+    warnings.warn(
+        f"the checkpoint that was loaded {others} for the recipe in force, "
+        f"{states._text(recipe)}: new scales start over in {', '.join(names[:9])}{more}. What "
+        f"torch.distributed.checkpoint loads into must have it before: call "
+        f"opfuse.assign_names(model, recipe=...) first",
+        stacklevel=3,
+    )
+
+
+@functools.cache
+def _warn_of_rank(recipe: Recipe) -> None:
+    """Warn once that a checkpoint has the state of only some processes."""
+    warnings.warn(
+        f"the state of {recipe} follows from what not all processes saw, and a checkpoint has that "
+        f"of the process that writes it: call opfuse.assign_names(model), so that the maxima are "
+        f"taken over all processes, or give autocast(amax_reduction_group=...)",
+        stacklevel=2,
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import itertools
 import sys
-import warnings
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -72,22 +72,54 @@ def _in_forward(forward: frozenset[CodeType], backward: frozenset[CodeType]) -> 
     return False
 
 
+def entries_of(module: Any, name: str) -> Any:
+    """The entries of a module's state dict under a name, each part of their keys an attribute.
+
+    Whoever looks for the place of a key, as ``torch.distributed.checkpoint`` does, finds one.
+    """
+    entries: dict[str, Any] = {}
+    module._save_to_state_dict(entries, "", False)
+    root = types.SimpleNamespace()
+    for key, value in entries.items():
+        *path, leaf = key.split(".")
+        place = root
+        for part in path:
+            place = vars(place).setdefault(part, types.SimpleNamespace())
+        vars(place)[leaf] = value
+    return getattr(root, name)
+
+
 class QuantizerStates:
-    """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own."""
+    """Quantizers of one basic op, by name. Recipes may alternate: each keeps its own.
+
+    Attributes:
+        own: Quantizers without state, whatever the recipe.
+        latest: The recipe of the last call under one.
+        called: The group of the maxima in that call, and the patterns of ops to skip.
+        unrestored: The recipes whose state a checkpoint did not have, until that was told.
+    """
 
     def __init__(self) -> None:
-        self.own: dict[str, Quantizer] = {}  # without state, whatever the recipe
+        self.own: dict[str, Quantizer] = {}
         self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
         self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
-        self.latest: Recipe | None = None  # that of the last call under one
+        self._was_loaded = False
+        self.latest: Recipe | None = None
+        self.called: tuple[Any, tuple[str, ...]] = None, ()
+        self.unrestored: set[Recipe] = set()
 
-    def use(self, op: Any, recipe: Recipe | None) -> dict[str, Quantizer]:
+    def use(self, op: Any, recipe: Recipe | None, env: Any = None) -> dict[str, Quantizer]:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist; return them.
 
         A quantized parameter brings its own quantizer.
+
+        Args:
+            op: The op.
+            recipe: The recipe.
+            env: The environment; None: that of the plan that is being made.
         """
         if recipe is None:
             return {}
@@ -106,14 +138,14 @@ class QuantizerStates:
                 for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
                     found = theirs.get(name)
                     if found is None:
-                        found = op.engine.new_quantizer(recipe, role, current.environment)
+                        found = op.engine.new_quantizer(recipe, role, env or current.environment)
                         _refuse_captured(found, f"{type(op).__name__} {op.name!r}")
                     check_state(found)
                     made[name] = found
         self._recipe_names[recipe] = op.engine.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
-            self._restore(recipe, op)
+            self._restore(recipe, op, new=True)
         except RuntimeError:  # the next call must raise it too
             del self._by_recipe[recipe]
             raise
@@ -140,10 +172,10 @@ class QuantizerStates:
             self._unrecorded[recipe] = {name: q.unrecorded() for name, q in quantizers.items()}
         return self._unrecorded[recipe]
 
-    def of_forward(self, op: Any, recipe: Recipe | None) -> list[Quantizer]:
-        """The quantizers of :meth:`of` that the forward uses."""
+    def of_mode(self, op: Any, recipe: Recipe | None, mode: str) -> list[Quantizer]:
+        """The quantizers of :meth:`of` that the forward uses, or the backward."""
         known = self.of(recipe)
-        return [known[name] for name in quantizer_names(op, "forward") if name in known]
+        return [known[name] for name in quantizer_names(op, mode) if name in known]
 
     def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""
@@ -178,7 +210,8 @@ class QuantizerStates:
         return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unrecorded": {}}  # a copy has other quantizers
+        # a copy has other quantizers, and no process group
+        return {**vars(self), "_unrecorded": {}, "called": (None, ())}
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
@@ -196,17 +229,32 @@ class QuantizerStates:
         """The current state for a recipe, by its names in a checkpoint."""
         return {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
 
+    def _apart(self, recipe: Recipe) -> dict[str, Tensor]:
+        """The state for a recipe; a copy of what shares memory with other entries."""
+        found = {}
+        for key, quantizer, name in self._entries(recipe):
+            value = getattr(quantizer, name)
+            mine = f"{id(self)} {key.partition('.')[0]}"  # others may have the same quantizer
+            own = vars(quantizer).setdefault("_saved_by", mine) == mine
+            own &= value.untyped_storage().nbytes() == value.nbytes
+            found[key] = value if own else value.clone()
+        return found
+
     def _text(self, recipe: Recipe) -> str:
         """The text that identifies a recipe in a checkpoint: its registered name and its fields."""
         return recipe.to_json(self._recipe_names[recipe])
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Write the state of every recipe used so far, and of those loaded but not used yet."""
-        states = {self._text(recipe): self._tensors(recipe) for recipe in self._by_recipe}
-        for number, (text, state) in enumerate(sorted({**self._loaded, **states}.items())):
+        """Write the state of every recipe used so far, and of those loaded but not used yet.
+
+        An entry is the tensor itself, so that one can load in place, unless it shares memory.
+        """
+        states = {self._text(recipe): self._apart(recipe) for recipe in self._by_recipe}
+        for text, state in sorted({**self._loaded, **states}.items()):
             if not state:
                 continue
-            where = f"{prefix}{_KEY}{number}."
+            # what else was used does not matter
+            where = f"{prefix}{_KEY}{hashlib.sha256(text.encode()).hexdigest()[:8]}."
             destination[where + "recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
             for key, value in state.items():
                 destination[where + key] = value if keep_vars else value.detach()
@@ -235,15 +283,20 @@ class QuantizerStates:
             del state_dict[key]
         for text, group in zip(texts, groups.values(), strict=True):
             self._loaded[text] = {name: value.clone() for name, value in group.items()}
+        self._was_loaded = True
         for recipe in self._by_recipe:
             self._restore(recipe)
 
-    def _restore(self, recipe: Recipe, op: Any = None) -> None:
-        """Give the quantizers for ``recipe`` the state that was loaded for it, if any was."""
+    def _restore(self, recipe: Recipe, op: Any = None, *, new: bool = False) -> None:
+        """Give the quantizers for ``recipe`` the state that was loaded for it, if any was.
+
+        New ones miss it after any load, and others if the checkpoint has some for another recipe.
+        """
         state = self._loaded.get(self._text(recipe))
+        self.unrestored.discard(recipe)
         if state is None:
-            if self._loaded and any(self._entries(recipe)):
-                _warn_of_others(self._text(recipe), tuple(sorted(self._loaded)))
+            if (self._was_loaded if new else self._loaded) and any(self._entries(recipe)):
+                self.unrestored.add(recipe)
             return
         targets = self._tensors(recipe)
         if targets.keys() != state.keys():
@@ -288,17 +341,6 @@ def _refuse_captured(quantizer: Quantizer, op: str) -> None:
                 f"before a CUDA graph is captured, and got its first call while one is: run the "
                 f"step once before you capture it"
             )
-
-
-@functools.cache
-def _warn_of_others(text: str, loaded: tuple[str, ...]) -> None:
-    """Warn once that scales start afresh although a checkpoint has some."""
-    warnings.warn(
-        f"the checkpoint has quantizer state for {' and '.join(loaded)}, and none for the "
-        f"recipe in force, {text}: its scales start over; state waits for a recipe with the same "
-        f"fields",
-        stacklevel=2,
-    )
 
 
 def _moved(value: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ def test_the_page_on_low_precision(capsys):
         for code in re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             exec(code, namespace)
             printed.append(capsys.readouterr().out)
-    report, table = printed[1], printed[3]
+    report, table = printed[1], printed[4]
     assert "quantized by Float8CurrentScaling: 6 of 9 products of linear ops" in report
     assert "not quantized: skip names it, by 'head'" in report
     assert namespace["y"].isfinite().all()

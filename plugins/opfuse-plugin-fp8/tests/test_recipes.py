@@ -138,9 +138,6 @@ def test_gradients_have_rows_only_where_they_arrive():
     with opfuse.autocast(recipe):
         y = model(x)
     y.sum().backward()
-    assert states(model, "grad_output")["amax"] > 0  # pending until the next block ends
-    with opfuse.autocast(recipe):
-        model(x)
     found = states(model, "grad_output")
     assert found["amax"] == -1 and (found["amax_history"] > 0).tolist() == [False] * 3 + [True]
 

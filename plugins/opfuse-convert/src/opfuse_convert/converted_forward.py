@@ -84,7 +84,10 @@ class ConvertedForward(ReplacedForward):
 
     def again(self) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
-        return ConvertedForward(self._converter, self.plugin, None)
+        twin = ConvertedForward(self._converter, self.plugin, None)
+        if state := self.state():
+            twin.load(state, "")
+        return twin
 
     def seal(self, module: nn.Module) -> None:
         """Guard the present state of the module."""
@@ -193,7 +196,10 @@ class ConvertedForward(ReplacedForward):
 
     def _take(self, module: nn.Module, made: Conversion) -> None:
         """Change to another conversion."""
+        state = self.state()
         self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
+        if state:
+            self.load(state, "")
         self.seal(module)
 
     def _for_these(self, module: nn.Module, site: Site, facts: dict[str, Any]) -> Site:
@@ -283,7 +289,10 @@ class ConvertedForward(ReplacedForward):
                 if isinstance(made, str):
                     self.fallback = made
                     return False
+                state, was_loaded = self.state(), self.waiting is not None
                 self._conversion = made
+                if was_loaded:
+                    self.load(state, "")
             if self._guard is None:
                 self.seal(module)
         return True

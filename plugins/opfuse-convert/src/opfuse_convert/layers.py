@@ -147,8 +147,25 @@ def layered(cls: Any) -> Any:
     forward = _before_that_of(cls)
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    body |= {"_save_to_state_dict": _save, "_load_from_state_dict": _load}
     body |= {"forward": forward, _OWN: forward, CONVERTED: cls}
     return type(cls)(cls.__name__, (cls,), body)
+
+
+def _save(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """Add the state of the chain to the module's own."""
+    below: Any = super(layer_in(type(self)), self)
+    below._save_to_state_dict(destination, prefix, keep_vars)
+    if (state := vars(self).get(KEPT_AS)) is not None:
+        state.save(destination, prefix, keep_vars)
+
+
+def _load(self: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
+    """Give the chain its state, and the module its own."""
+    if (state := vars(self).get(KEPT_AS)) is not None:
+        state.load(state_dict, prefix)
+    below: Any = super(layer_in(type(self)), self)
+    below._load_from_state_dict(state_dict, prefix, *args)
 
 
 def is_traced() -> bool:

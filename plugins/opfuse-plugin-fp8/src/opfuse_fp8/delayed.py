@@ -116,7 +116,9 @@ class ScaleBuffer:
             self.amaxes.copy_(torch.cat(states[1]))
             self.histories = torch.stack(states[2])
             pairs = zip(room, self.histories, strict=True)
-            self._views = [(*each[:, :1], past) for each, past in pairs]
+            # with a storage of its own, each tensor is a whole entry of a state dict
+            apart = torch.from_dlpack if device.type in ("cpu", "cuda") else torch.Tensor.detach
+            self._views = [tuple(map(apart, (*each[:, :1], past))) for each, past in pairs]
 
     def take_in(self, quantizers: Sequence[DelayedQuantizer]) -> None:
         """Advance the quantizers of this buffer, and make their tensors views of it.
