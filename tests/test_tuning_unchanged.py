@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import opfuse
 from opfuse import ops
-from opfuse.tuning.unchanged import unchanged
+from opfuse.core.isolation import isolated
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +143,7 @@ def test_tensors_without_values_do_not_disturb():
     model.sparse = torch.eye(3).to_sparse()
     with torch.inference_mode():
         model.inference = torch.zeros(3)
-    with unchanged(model):
+    with isolated(model):
         with torch.no_grad():
             model.parts.add_(1)
         with torch.inference_mode():

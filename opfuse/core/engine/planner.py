@@ -122,8 +122,11 @@ def make_program(
 def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
     """Shape and dtype of the parameters of each op."""
     if tensors is None:
+        from ..isolation import standing_for
+
+        named = [(op, name) for op in chain.ops for name in op.param_names or ()]
         with torch.no_grad():
-            tensors = [op.read_parameter(name) for op in chain.ops for name in op.param_names or ()]
+            tensors = [op.read_parameter(name, standing_for) for op, name in named]
     described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     return [described[slice(*span)] for span in chain.param_ranges]
 

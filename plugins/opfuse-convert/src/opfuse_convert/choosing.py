@@ -12,6 +12,7 @@ from opfuse.core import tuning_table as tables
 from opfuse.core.engine.measured import counting, describe
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import standing_for
 from opfuse.core.plugins import manager
 from opfuse.core.precision import matmul_precision
 from opfuse.core.records import normalize
@@ -152,7 +153,9 @@ class MeasuredChoice:
 
     def subject(self, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
         """The subject of an entry for a kind of call of the module, as JSON-able data."""
-        params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
+        names = [op.param_names or () for op in chain]
+        pairs = zip(chain, names, strict=True)
+        params = [[op.read_parameter(name, standing_for) for name in of] for op, of in pairs]
         grad, of_x = kind.grads
         plugin = self._plugin
         return {

@@ -279,7 +279,8 @@ class ConvertedForward(ReplacedForward):
         """Make the chain of a copy, and return whether that is possible."""
         with _BUILDING:
             if self._conversion is None:
-                made = built(self._converter, module)
+                with calm(module):
+                    made = built(self._converter, module)
                 if isinstance(made, str):
                     self.fallback = made
                     return False

@@ -12,6 +12,7 @@ from torch import nn
 from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 from opfuse.core.sequential import Sequential
@@ -20,6 +21,7 @@ from opfuse.core.settings import current
 from .building import ORDINARY, by_reading
 from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
+from .guard import calm
 from .holder import Held, as_module
 from .layers import layer_in, layered, put_before, take_away, without_layer
 from .making import alike, built, checked
@@ -29,6 +31,7 @@ from .report import ConversionReport, Converted, Left, measured
 from .sharded import gathered
 
 
+@without_modes()
 def convert(
     model: nn.Module | Any,
     *inputs: Any,
@@ -128,7 +131,7 @@ class Candidates:
         asked = converters()
         own: set[str] = set()  # opfuse's own modules
         self._read: set[str] = set()  # the modules that chains replace
-        with remembering(), contextlib.closing(gathered(model)) as found:
+        with calm(model), remembering(), contextlib.closing(gathered(model)) as found:
             for name, module in found:
                 if any(name.startswith(f"{above}.") for above in own):
                     continue

@@ -1,0 +1,447 @@
+"""Runs code of a model so that nobody notices it: neither the caller's modes nor the model.
+
+Whatever runs or reads a model beside the user's own calls does so in one of these blocks.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .fusible import FusibleOperation
+from .introspection import CONVERTED
+from .layout import is_dtensor
+from .quantization import Quantizer
+from .quantization.state import QuantizerStates
+from .replaced_forward import KEPT_AS, MEMORY
+from .settings import current, is_captured
+
+_CONTAINERS = (
+    *(dict, collections.OrderedDict, collections.defaultdict, collections.Counter),
+    *(list, set, collections.deque),
+)
+_STRANGERS = {"torch", "triton", *sys.stdlib_module_names}
+"""Packages whose objects are not restored: their attributes are not a model's."""
+_MODULE, _OBJECT, _OP, _CLASS = "module", "object", "op", "class"
+"""The owner of an attribute: of an object or a class, other objects do not count."""
+
+
+@contextlib.contextmanager
+def isolated(*owners: Any, who: str = "") -> Iterator[None]:
+    """Run code of models in a ``with`` block, and put everything back at its end.
+
+    Modes, hooks on saved tensors and a cache of parametrizations that the caller has in force do
+    not see the block. Put back are: parameters, buffers, gradients, the attributes of modules and
+    of their classes, and the tensors, arrays and random number generators in them, with the state
+    of quantizers. Lists, tuples, dicts, sets and deques among the attributes are followed to any
+    depth, modules in them too, objects of other classes to their own attributes. The generators of
+    PyTorch, Python and NumPy are as they were.
+
+    All tensors are copied, so memory for a second model is needed. A copy is written back only
+    where values differ. What is not restored: globals, what is inside objects in objects, objects
+    of PyTorch's or Python's own classes, sparse tensors, and attributes that opfuse's ops set.
+
+    Args:
+        *owners: Modules, methods of objects, functions, or objects that can be called.
+        who: The function that the user called, for which modules of FSDP2 are sharded; ``""``:
+            they stay as they are.
+
+    Raises:
+        RuntimeError: The user called it in code that ``torch.compile`` or ``torch.export`` traces.
+    """
+    if who and torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{who} cannot be traced by torch.compile or torch.export: call it outside"
+        )
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    numpy: Any = sys.modules.get("numpy.random")
+    with without_modes(), torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
+        things = reachable(owners)
+        for thing in things if who else ():
+            if isinstance(thing.value, _sharded()):
+                thing.value.reshard()
+                stack.callback(thing.value.reshard)
+        things = reachable(owners) if who else things  # sharded ones have other parameters
+        values = [restore for thing in things if (restore := _restoring(thing.value))]
+        parts = [restore for thing in things if (restore := _refilling(thing.value))]
+        stack.callback(_all_of, (*parts, *values))  # the values of the members that were there
+        stack.callback(random.setstate, random.getstate())
+        if numpy:
+            stack.callback(numpy.set_state, numpy.get_state())
+        yield
+
+
+def standing_for(module: nn.Module, name: str) -> Any:
+    """A tensor of the shape and dtype of a parameter of a module, without running any of its code.
+
+    Reading a parametrized one runs its parametrization, which may count, draw, or have a state, as
+    spectral norm does. If that may give another shape than it gets, it runs isolated.
+    """
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name)
+    of: Any = module.parametrizations[name]  # type: ignore[index]
+    if of.is_tensor and not of.unsafe and not any(hasattr(p, "right_inverse") for p in of):
+        return of.original
+    with isolated(of), torch.no_grad():
+        return getattr(module, name)
+
+
+def parametrizations(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """What computes parameters of modules, and of those inside."""
+    every = dict.fromkeys(inner for module in modules for inner in module.modules())
+    return [m.parametrizations for m in every if parametrize.is_parametrized(m)]  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A block without the caller's modes, apart from a default device."""
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    saved: Any = torch._C._autograd
+    hooks, modes, block, cached = [], [], current.block, {*parametrize._cache}
+    dispatch = torch._C._len_torch_dispatch_stack()
+    with _disable_current_modes() if dispatch else contextlib.nullcontext():
+        ask = saved._top_saved_tensors_default_hooks
+        while saved._saved_tensors_hooks_is_enabled() and (top := ask(True)):
+            hooks.append(top)
+            saved._pop_saved_tensors_default_hooks()
+        while torch._C._len_torch_function_stack():
+            modes.append(torch._C._pop_torch_function_stack())
+        devices = [mode for mode in modes if isinstance(mode, DeviceContext)]
+        for mode in reversed(devices):
+            torch._C._push_on_torch_function_stack(mode)
+        current.block = None  # so that it does not advance the state of what ran here
+        try:
+            yield
+        finally:
+            current.block = block
+            for key in {*parametrize._cache} - cached:
+                del parametrize._cache[key]
+            for _ in devices:
+                torch._C._pop_torch_function_stack()
+            for mode in reversed(modes):
+                torch._C._push_on_torch_function_stack(mode)
+            for top in reversed(hooks):
+                saved._push_saved_tensors_default_hooks(*top)
+
+
+# What a run of a model may change
+
+
+class Thing(NamedTuple):
+    """Something that is reachable from an object: a tensor, a container, a class.
+
+    Attributes:
+        name: Its dotted name.
+        value: It.
+    """
+
+    name: str
+    value: Any
+
+
+def reachable(owners: Iterable[Any], without: tuple[type, ...] = ()) -> list[Thing]:
+    """What the code of objects may change, each once, apart from objects of some classes."""
+    found: dict[int, Thing] = {}  # they are alive, or ids come again
+    todo = [("", each, _MODULE) for owner in owners for each in _roots(owner)]
+    while todo:
+        name, value, of = todo.pop()
+        is_plain = isinstance(value, (str, bytes, int, float, *[type] * (of is not _CLASS)))
+        if id(value) not in found and not is_plain and not isinstance(value, without):
+            found[id(value)] = Thing(name, value)
+            todo += _inside(name, value, of)
+    return list(found.values())
+
+
+def _roots(owner: Any) -> list[Any]:
+    """The modules that a function uses, or the object itself."""
+    if isinstance(owner, partial):
+        return [root for each in (owner.func, *owner.args) for root in _roots(each)]
+    if not isinstance(owner, types.FunctionType):
+        return [getattr(owner, "__self__", owner)]
+    with contextlib.suppress(ValueError):  # a variable that has no value yet
+        used = inspect.getclosurevars(owner)
+        held = (*used.nonlocals.values(), *used.globals.values())
+        return [each for each in held if isinstance(each, nn.Module)]
+    return []
+
+
+def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
+    """What an object holds, with its names and the kind of its owner."""
+
+    def members(held: Any, kind: str) -> list[tuple[str, Any, str]]:
+        pairs = held.items() if hasattr(held, "items") else enumerate(held)
+        pairs = [(key, each) for key, each in pairs if key not in (KEPT_AS, MEMORY)]
+        return [(f"{prefix}.{key}".lstrip("."), each, kind) for key, each in pairs]
+
+    if isinstance(value, Tensor):
+        return [(f"{prefix}.grad", value.grad, _OP)] if value.is_leaf else []
+    if type(value) in _CONTAINERS or isinstance(value, tuple):
+        return members(value, of)
+    if of is _CLASS:
+        return members(_attributes(value), _OBJECT)
+    if isinstance(value, (QuantizerStates, Quantizer)):
+        return [(prefix, vars(value), _OP)]
+    if isinstance(value, nn.Module):
+        held = value._modules, value._buffers, value._parameters
+        if isinstance(value, FusibleOperation) or hasattr(type(value), "_module_groups"):
+            values = [each for of_kind in held for each in members(of_kind, _MODULE)]
+            return members(vars(value), _OP) + values
+        classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
+        found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
+        return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
+    return [(prefix, vars(value), _OBJECT)] if of is _MODULE and _is_plain(value) else []
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    """The attributes of a class that are not Python's."""
+    return {name: value for name, value in vars(cls).items() if not name.startswith(("__", "_abc"))}
+
+
+def _is_strange(cls: type) -> bool:
+    package = cls.__module__.partition(".")[0]
+    return package in _STRANGERS or package.startswith("opfuse") or CONVERTED in vars(cls)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an object is of a class that the model's author wrote."""
+    known = isinstance(value, types.SimpleNamespace) or not _is_strange(type(value))
+    return known and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _sharded() -> tuple[Any, ...]:
+    """The class of modules of FSDP2, which have other parameters until they are sharded again."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
+
+
+# Comparing
+
+
+class Traces:
+    """Finds what calls of a module leave behind, which a second call would do again.
+
+    Each call is compared by the versions of tensors and by attributes. The first one, and the first
+    after an attribute has changed, is also compared by values, since not all that writes into a
+    tensor counts a version. The state of quantizers does not count: the engine knows second calls.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._things: Sequence[Thing] = ()
+        self._contents: Sequence[Any] = ()
+
+    def begin(self) -> Callable[[], str]:
+        """Begin a call; the result says at its end what it has changed, by name, or ``""``."""
+        things, contents = self._things, [*map(_content_of, self._things)]
+        copies: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        if not things or _first_change(things, self._contents, contents):
+            things = reachable([self._module], without=(QuantizerStates,))
+            contents = [*map(_content_of, things)]
+            for number, thing in enumerate(things):
+                if isinstance(thing.value, Tensor) and not is_captured(thing.value.device):
+                    copies[number] = [(part, part.clone()) for part in _parts(thing.value)]
+        self._things, self._contents = things, contents
+        marks, drawn = [*map(_mark_of, things)], _drawn()
+
+        def change() -> str:
+            for number, pairs in copies.items():
+                if not all(torch.equal(part, copy) for part, copy in pairs):
+                    return things[number].name
+            now = _drawn().items()
+            return (
+                _first_change(things, marks, [*map(_mark_of, things)])
+                or _first_change(things, contents, [*map(_content_of, things)])
+                or next((name for name, state in now if drawn.get(name) != state), "")
+            )
+
+        return change
+
+
+def _first_change(things: Sequence[Thing], before: Sequence[Any], after: Sequence[Any]) -> str:
+    """The name of what changed first, or ``""``."""
+    for thing, old, new in zip(things, before, after, strict=True):
+        if isinstance(old, tuple) and old != new:
+            return thing.name
+        for key in dict.fromkeys((*old, *new)) if isinstance(old, dict) else ():
+            one, other = old.get(key, Thing), new.get(key, Thing)
+            plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
+            if one is not other and not (plain and one == other):
+                if is_dtensor(one) == is_dtensor(other):  # FSDP2 has gathered it, or sharded it
+                    return f"{thing.name}.{key}".lstrip(".")
+    return ""
+
+
+def _content_of(thing: Thing) -> dict[Any, Any] | None:
+    """The members of a container, by key."""
+    value = _attributes(thing.value) if isinstance(thing.value, type) else thing.value
+    if isinstance(value, dict):
+        return {k: v for k, v in value.items() if k not in (KEPT_AS, MEMORY)}
+    return dict(enumerate(value)) if type(value) in _CONTAINERS else None
+
+
+def _mark_of(thing: Thing) -> tuple[Any, ...] | None:
+    """What tells that a tensor, an array or a generator was changed."""
+    value, numpy = thing.value, sys.modules.get("numpy")
+    if isinstance(value, Tensor):
+        if value.is_inference() or is_lazy(value):
+            return None
+        return value._version, value.data_ptr() if type(value) in (Tensor, nn.Parameter) else 0
+    if isinstance(value, torch.Generator):
+        return tuple(value.get_state().tolist())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        return (value.tobytes(),)
+    state = getattr(value, "bit_generator", value)
+    return (repr(state.state),) if isinstance(state, numpy.random.BitGenerator) else None
+
+
+def _drawn() -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy.random")
+    states: dict[str, Any] = {"Python's random numbers": random.getstate()}
+    return states | ({"NumPy's random numbers": str(numpy.get_state())} if numpy else {})
+
+
+# Putting back
+
+
+def _all_of(restores: Iterable[Callable[[], object]]) -> None:
+    with torch.no_grad():
+        for restore in restores:
+            restore()
+
+
+def _refilling(value: Any) -> Callable[[], object] | None:
+    """The function that gives a container, or a class, the very members that it had."""
+    if isinstance(value, type):
+        return partial(_set_again, value, _attributes(value))
+    if isinstance(value, QuantizerStates):
+        return partial(_count_new, value, len(value._by_recipe))
+    if type(value) not in _CONTAINERS:
+        return None
+    content = dict(value) if isinstance(value, dict) else list(value)
+    return partial(_refill, value, content)
+
+
+def _set_again(cls: type, content: dict[str, Any]) -> None:
+    """Give a class the attributes that it had."""
+    now = _attributes(cls)
+    for name in [name for name in now if name not in content]:
+        delattr(cls, name)
+    for name in [name for name in content if now.get(name, Thing) is not content[name]]:
+        setattr(cls, name, content[name])
+
+
+def _count_new(states: QuantizerStates, count: int) -> None:
+    """Let plans be made again that have quantizers which are put away."""
+    FusibleOperation.changes += len(states._by_recipe) != count
+
+
+def _refill(value: Any, content: Any) -> None:
+    """Give a container the very members that it had, in order, if it has others."""
+    now, before = (
+        [member for pair in of.items() for member in pair] if isinstance(of, dict) else [*of]
+        for of in (value, content)
+    )
+    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        return
+    value.clear()
+    value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """The function that restores a tensor, an array or a generator; None for anything else."""
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        if not value.flags.writeable:
+            return lambda: None
+        return partial(numpy.copyto, value, value.copy())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    bits = getattr(value, "bit_generator", value)
+    if isinstance(value, numpy.random.Generator) or isinstance(bits, numpy.random.BitGenerator):
+        return partial(setattr, bits, "state", bits.state)
+    return None
+
+
+def _tensor(tensor: Tensor) -> Callable[[], object]:
+    """The function that restores a tensor's values, memory, gradient and ``requires_grad``.
+
+    One of a class of its own, such as a DTensor, is restored in its parts: no rank waits for
+    another. One without values, on the meta device or not yet made, has none to restore.
+    """
+    if is_lazy(tensor):
+        return lambda: None
+    parts = [*_parts(tensor)]
+    copies = [part.clone() for part in parts]
+    memory = tensor.data if type(tensor) in (Tensor, nn.Parameter) else None
+    leaf, needs = tensor.is_leaf, tensor.requires_grad
+    grad = tensor.grad if leaf else None
+
+    def restore() -> None:
+        if memory is not None and not _shares(tensor, memory):
+            tensor.data = memory
+            torch.autograd.graph.increment_version(tensor)
+        for part, copy in zip(parts, copies, strict=True):
+            if not torch.equal(part, copy):
+                with torch.inference_mode(part.is_inference()):
+                    part.copy_(copy)
+                if memory is None:  # the whole tensor has a version too
+                    torch.autograd.graph.increment_version(tensor)
+        if leaf:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+            if tensor.requires_grad != needs:
+                tensor.requires_grad_(needs)
+
+    return restore
+
+
+def _shares(tensor: Tensor, memory: Tensor) -> bool:
+    """Return whether a tensor is still a view of that memory, of the same form."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (memory.shape, memory.dtype, memory.device):
+        return False
+    return memory.layout is not torch.strided or (
+        tensor.data_ptr() == memory.data_ptr() and tensor.stride() == memory.stride()
+    )
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The dense tensors that a tensor is made of, each element once."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in inner:  # among them may be the mesh of a DTensor
+            yield from _parts(part) if isinstance(part, Tensor) else ()
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        once = [slice(0, 1) if not step else slice(None) for step in tensor.stride()]
+        part = tensor.detach()[tuple(once)]
+        if part.untyped_storage().nbytes():  # it may have been freed, as a sharded one's is
+            yield part
