@@ -102,7 +102,9 @@ class Spies(nn.Module):
         self.average.data.lerp_(self.latest, 0.1)  # no version tells
         with torch.no_grad():
             self.teacher.weight.lerp_(self.layers[0].down.weight[:, :WIDTH], 0.1)
-        noise = torch.randn(x.shape, generator=self.generator) * (random.random() + np.random.rand())
+        noise = torch.randn(x.shape, generator=self.generator) * (
+            random.random() + np.random.rand()
+        )
         x = self.norm(x) + 0.1 * noise + 0.1 * self.teacher(x)
         for layer in self.layers:
             x = x + layer(x)
@@ -118,7 +120,9 @@ def made():
 def digest(model):
     """All that a call may change, to be compared."""
     found = {name: value.clone() for name, value in model.state_dict(keep_vars=True).items()}
-    found |= {f"{n}.grad": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    found |= {
+        f"{n}.grad": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()
+    }
     found |= {"own": model.generator.get_state(), "torch": torch.get_rng_state()}
     plain = model.calls, [*model.seen], copy.deepcopy(model.deep), model.held.calls
     counts = [m.count for m in model.modules() if isinstance(m, Reads)]
@@ -279,7 +283,9 @@ def test_a_first_call_changes_what_the_model_changes(first, how, table):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             torch.testing.assert_close(other, value, msg=name, rtol=1e-3, atol=1e-4)
         else:
-            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+            assert (
+                torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+            ), name
     assert counts[0] == counts[1] or first == "copied"
 
 

@@ -12,7 +12,7 @@ from opfuse.core import tuning_table as tables
 from opfuse.core.engine.measured import counting, describe
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import standing_for
+from opfuse.core.isolation import standing_for, without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.precision import matmul_precision
 from opfuse.core.records import normalize
@@ -198,12 +198,16 @@ class MeasuredChoice:
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = fits(params, chain, x, *extras) or self._looked_up(module, chain, x)
+            self._known[key] = self._looked_up(module, params, chain, x, *extras)
         return self._known[key]
 
-    def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:
-        if current.recipe is not None:
-            return ""
+    @without_modes()
+    def _looked_up(
+        self, module: nn.Module, params: Any, chain: Any, x: Tensor, *extras: Any
+    ) -> str:
+        why = fits(params, chain, x, *extras)
+        if why or current.recipe is not None:
+            return why
         how: Any = {"trades_time": True, "prefer": dict(current.options).get("prefer", "speed")}
         entries = self.entries(module, chain, Kind.of(x, False))
         found = counting(entries, shape_of(x)._asdict(), **how)
