@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,21 +67,20 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
             f"{who} cannot be traced by torch.compile or torch.export: call it outside"
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    numpy: Any = sys.modules.get("numpy.random")
-    with without_modes(), torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
-        things = reachable(owners)
-        for thing in things if who else ():
-            if isinstance(thing.value, _sharded()):
-                thing.value.reshard()
-                stack.callback(thing.value.reshard)
-        things = reachable(owners) if who else things  # sharded ones have other parameters
-        values = [restore for thing in things if (restore := _restoring(thing.value))]
-        parts = [restore for thing in things if (restore := _refilling(thing.value))]
-        stack.callback(_all_of, (*parts, *values))  # the values of the members that were there
-        stack.callback(random.setstate, random.getstate())
-        if numpy:
-            stack.callback(numpy.set_state, numpy.get_state())
-        yield
+    with without_modes(), torch.random.fork_rng(devices):
+        held = [value for _, value in reachable(owners) if who and isinstance(value, _sharded())]
+        for module in held:
+            module.reshard()
+        values = [value for _, value in reachable(owners)]  # sharded ones have other parameters
+        restores = [module.reshard for module in held]
+        restores += [partial(_refill, v, of) for v in values if (of := _content_of(v)) is not None]
+        restores += filter(None, map(_restoring, values))  # those of the members that were there
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for restore in restores:
+                    restore()
 
 
 def standing_for(module: nn.Module, name: str) -> Any:
@@ -142,27 +141,22 @@ def without_modes() -> Iterator[None]:
 # What a run of a model may change
 
 
-class Thing(NamedTuple):
-    """Something that is reachable from an object: a tensor, a container, a class.
-
-    Attributes:
-        name: Its dotted name.
-        value: It.
-    """
-
-    name: str
-    value: Any
+Thing = tuple[str, Any]
+"""The dotted name of a tensor, a container, a generator or a class, and it."""
 
 
 def reachable(owners: Iterable[Any], without: tuple[type, ...] = ()) -> list[Thing]:
     """What the code of objects may change, each once, apart from objects of some classes."""
-    found: dict[int, Thing] = {}  # they are alive, or ids come again
+    generators = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
+    if numpy := sys.modules.get("numpy.random"):
+        generators["NumPy's random numbers"] = numpy.get_state.__self__
+    found = {id(each): (name, each) for name, each in generators.items()}
     todo = [("", each, _MODULE) for owner in owners for each in _roots(owner)]
     while todo:
         name, value, of = todo.pop()
         is_plain = isinstance(value, (str, bytes, int, float, *[type] * (of is not _CLASS)))
         if id(value) not in found and not is_plain and not isinstance(value, without):
-            found[id(value)] = Thing(name, value)
+            found[id(value)] = name, value  # so it is alive, or ids come again
             todo += _inside(name, value, of)
     return list(found.values())
 
@@ -245,150 +239,116 @@ class Traces:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._things: Sequence[Thing] = ()
-        self._contents: Sequence[Any] = ()
+        self._known: tuple[list[Thing], list[Any]] = [], []
 
     def begin(self) -> Callable[[], str]:
         """Begin a call; the result says at its end what it has changed, by name, or ``""``."""
-        things, contents = self._things, [*map(_content_of, self._things)]
-        copies: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        if not things or _first_change(things, self._contents, contents):
+        copies: list[tuple[str, Tensor, Tensor]] = []
+        if not self._known[0] or self._changed(*self._known, _content_of):
             things = reachable([self._module], without=(QuantizerStates,))
-            contents = [*map(_content_of, things)]
-            for number, thing in enumerate(things):
-                if isinstance(thing.value, Tensor) and not is_captured(thing.value.device):
-                    copies[number] = [(part, part.clone()) for part in _parts(thing.value)]
-        self._things, self._contents = things, contents
-        marks, drawn = [*map(_mark_of, things)], _drawn()
+            things = [
+                t for t in things if not (t[0].endswith(".grad") and isinstance(t[1], Tensor))
+            ]
+            self._known = things, [_content_of(value) for _, value in things]
+            tensors = [
+                t for t in things if isinstance(t[1], Tensor) and not is_captured(t[1].device)
+            ]
+            copies = [(name, part, part.clone()) for name, t in tensors for part in _parts(t)]
+        things, contents = self._known
+        marks = [_mark_of(value) for _, value in things]
 
         def change() -> str:
-            for number, pairs in copies.items():
-                if not all(torch.equal(part, copy) for part, copy in pairs):
-                    return things[number].name
-            now = _drawn().items()
-            return (
-                _first_change(things, marks, [*map(_mark_of, things)])
-                or _first_change(things, contents, [*map(_content_of, things)])
-                or next((name for name, state in now if drawn.get(name) != state), "")
-            )
+            names = [name for name, part, copy in copies if not _is_equal(part, copy)]
+            by_mark = self._changed(things, marks, _mark_of)
+            return by_mark or self._changed(things, contents, _content_of) or "".join(names[:1])
 
         return change
 
-
-def _first_change(things: Sequence[Thing], before: Sequence[Any], after: Sequence[Any]) -> str:
-    """The name of what changed first, or ``""``."""
-    for thing, old, new in zip(things, before, after, strict=True):
-        if isinstance(old, tuple) and old != new:
-            return thing.name
-        for key in dict.fromkeys((*old, *new)) if isinstance(old, dict) else ():
-            one, other = old.get(key, Thing), new.get(key, Thing)
-            plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
-            if one is not other and not (plain and one == other):
-                if is_dtensor(one) == is_dtensor(other):  # FSDP2 has gathered it, or sharded it
-                    return f"{thing.name}.{key}".lstrip(".")
-    return ""
-
-
-def _content_of(thing: Thing) -> dict[Any, Any] | None:
-    """The members of a container, by key."""
-    value = _attributes(thing.value) if isinstance(thing.value, type) else thing.value
-    if isinstance(value, dict):
-        return {k: v for k, v in value.items() if k not in (KEPT_AS, MEMORY)}
-    return dict(enumerate(value)) if type(value) in _CONTAINERS else None
+    @staticmethod
+    def _changed(things: Sequence[Thing], before: Sequence[Any], of: Callable[[Any], Any]) -> str:
+        """The name of the first of things that is not as before, or ``""``."""
+        for (name, value), old in zip(things, before, strict=True):
+            new = of(value)
+            for key in dict.fromkeys((*old, *new)) if new is not None else ():
+                one, other = old.get(key, things), new.get(key, things)
+                plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
+                gathered = is_dtensor(one) != is_dtensor(other)  # by FSDP2, or sharded again
+                same = one is other or (plain and one == other) or gathered
+                if not same and key not in (KEPT_AS, MEMORY):
+                    return f"{name}.{key}".strip(".")
+        return ""
 
 
-def _mark_of(thing: Thing) -> tuple[Any, ...] | None:
+def _mark_of(value: Any) -> dict[str, Any] | None:
     """What tells that a tensor, an array or a generator was changed."""
-    value, numpy = thing.value, sys.modules.get("numpy")
     if isinstance(value, Tensor):
         if value.is_inference() or is_lazy(value):
             return None
-        return value._version, value.data_ptr() if type(value) in (Tensor, nn.Parameter) else 0
-    if isinstance(value, torch.Generator):
-        return tuple(value.get_state().tolist())
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if numpy is None:
+        plain = type(value) in (Tensor, nn.Parameter)
+        return {"": f"{value._version} {value.data_ptr() if plain else 0}"}
+    if (access := _access(value)) is None:
         return None
-    if isinstance(value, numpy.ndarray):
-        return (value.tobytes(),)
-    state = getattr(value, "bit_generator", value)
-    return (repr(state.state),) if isinstance(state, numpy.random.BitGenerator) else None
-
-
-def _drawn() -> dict[str, Any]:
-    numpy: Any = sys.modules.get("numpy.random")
-    states: dict[str, Any] = {"Python's random numbers": random.getstate()}
-    return states | ({"NumPy's random numbers": str(numpy.get_state())} if numpy else {})
+    state = access[0]()
+    return {"": str(state.tolist()) if hasattr(state, "tolist") else repr(state)}
 
 
 # Putting back
 
 
-def _all_of(restores: Iterable[Callable[[], object]]) -> None:
-    with torch.no_grad():
-        for restore in restores:
-            restore()
-
-
-def _refilling(value: Any) -> Callable[[], object] | None:
-    """The function that gives a container, or a class, the very members that it had."""
+def _content_of(value: Any) -> dict[Any, Any] | None:
+    """The members of a container, or the attributes of a class."""
     if isinstance(value, type):
-        return partial(_set_again, value, _attributes(value))
+        return _attributes(value)
     if isinstance(value, QuantizerStates):
-        return partial(_count_new, value, len(value._by_recipe))
+        return dict.fromkeys(value._by_recipe)
     if type(value) not in _CONTAINERS:
         return None
-    content = dict(value) if isinstance(value, dict) else list(value)
-    return partial(_refill, value, content)
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
 
 
-def _set_again(cls: type, content: dict[str, Any]) -> None:
-    """Give a class the attributes that it had."""
-    now = _attributes(cls)
-    for name in [name for name in now if name not in content]:
-        delattr(cls, name)
-    for name in [name for name in content if now.get(name, Thing) is not content[name]]:
-        setattr(cls, name, content[name])
-
-
-def _count_new(states: QuantizerStates, count: int) -> None:
-    """Let plans be made again that have quantizers which are put away."""
-    FusibleOperation.changes += len(states._by_recipe) != count
-
-
-def _refill(value: Any, content: Any) -> None:
+def _refill(value: Any, content: dict[Any, Any]) -> None:
     """Give a container the very members that it had, in order, if it has others."""
-    now, before = (
-        [member for pair in of.items() for member in pair] if isinstance(of, dict) else [*of]
-        for of in (value, content)
-    )
-    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+    now: Any = _content_of(value)
+    same = [*now] == [*content] and all(now[key] is content[key] for key in now)
+    if same:
         return
-    value.clear()
-    value.update(content) if isinstance(value, (dict, set)) else value.extend(content)
+    if isinstance(value, QuantizerStates):
+        FusibleOperation.changes += 1  # plans have quantizers that are put away
+    elif isinstance(value, type):
+        for name in now.keys() - content.keys():
+            delattr(value, name)
+        for name in [name for name in content if now.get(name, now) is not content[name]]:
+            setattr(value, name, content[name])
+    else:
+        value.clear()
+        members = content if isinstance(value, dict) else content.values()
+        value.update(members) if isinstance(value, (dict, set)) else value.extend(members)
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
     """The function that restores a tensor, an array or a generator; None for anything else."""
     if isinstance(value, Tensor):
         return _tensor(value)
+    access = _access(value)
+    return access and partial(access[1], access[0]())
+
+
+def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How the state of an array or a generator is read and written; None for anything else."""
     if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
+        return value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
+        return value.getstate, value.setstate
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.ndarray):
-        if not value.flags.writeable:
-            return lambda: None
-        return partial(numpy.copyto, value, value.copy())
+        return (value.copy, partial(numpy.copyto, value)) if value.flags.writeable else None
     if isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state())
+        return value.get_state, value.set_state
     bits = getattr(value, "bit_generator", value)
-    if isinstance(value, numpy.random.Generator) or isinstance(bits, numpy.random.BitGenerator):
-        return partial(setattr, bits, "state", bits.state)
+    if isinstance(bits, numpy.random.BitGenerator):
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None
 
 
@@ -411,7 +371,7 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
             tensor.data = memory
             torch.autograd.graph.increment_version(tensor)
         for part, copy in zip(parts, copies, strict=True):
-            if not torch.equal(part, copy):
+            if not _is_equal(part, copy):
                 with torch.inference_mode(part.is_inference()):
                     part.copy_(copy)
                 if memory is None:  # the whole tensor has a version too
@@ -423,6 +383,13 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
                 tensor.requires_grad_(needs)
 
     return restore
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether values are the same; NaN is NaN."""
+    if torch.equal(one, other):
+        return True
+    return one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _shares(tensor: Tensor, memory: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from opfuse.core.isolation import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import MEMORY, ReplacedForward
 from opfuse.core.settings import current
@@ -86,6 +87,7 @@ class ConvertedForward(ReplacedForward):
         """The same for a copy of the module, whose chain is made at its first call."""
         return ConvertedForward(self._converter, self.plugin, None)
 
+    @without_modes()
     def seal(self, module: nn.Module) -> None:
         """Guard the present state of the module."""
         assert self._conversion is not None
