@@ -258,7 +258,7 @@ class Traces:
         marks = [_mark_of(value) for _, value in things]
 
         def change() -> str:
-            names = [name for name, part, copy in copies if not _is_equal(part, copy)]
+            names = [name for name, part, copy in copies if not is_equal(part, copy)]
             by_mark = self._changed(things, marks, _mark_of)
             return by_mark or self._changed(things, contents, _content_of) or "".join(names[:1])
 
@@ -371,7 +371,7 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
             tensor.data = memory
             torch.autograd.graph.increment_version(tensor)
         for part, copy in zip(parts, copies, strict=True):
-            if not _is_equal(part, copy):
+            if not is_equal(part, copy):
                 with torch.inference_mode(part.is_inference()):
                     part.copy_(copy)
                 if memory is None:  # the whole tensor has a version too
@@ -385,11 +385,13 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
     return restore
 
 
-def _is_equal(one: Tensor, other: Tensor) -> bool:
+def is_equal(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is NaN."""
     if torch.equal(one, other):
         return True
-    return one.is_floating_point() and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
+        return False
+    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
 
 
 def _shares(tensor: Tensor, memory: Tensor) -> bool:

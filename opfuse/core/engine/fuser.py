@@ -32,7 +32,7 @@ from .checks import (
 )
 from .execute import Kwargs, Pipeline, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
-from .partition import Cut, cut, run_cut
+from .partition import Cut, cut, run_cut, run_parts
 from .planner import Key, make_program, rows_of
 from .program import Program
 
@@ -201,7 +201,7 @@ class OperationFuser:
         tensors: list[Tensor] = []
         for attributes, module, name in self._params:
             tensor = current.given.get((module, name)) if current.given else None
-            if tensor is None:
+            if tensor is None:  # no chain around this one has read it
                 there = attributes is _ELSEWHERE
                 tensor = module.read_parameter(name) if there else getattr(module, name)
             if tensor is None:
@@ -251,7 +251,7 @@ class OperationFuser:
     ) -> Any:
         """Run a program that needs more than its steps."""
         if isinstance(program, (Cut, Blocks)):
-            return self._run_in_parts(program, input, tensors, extra_inputs, kwargs)
+            return run_parts(program, self, input, tensors, extra_inputs, kwargs)
         program.check_lock()
         if self._chain.groups and not program.compiling:
             if self._agreed[:2] != (program, input.shape):
@@ -279,24 +279,6 @@ class OperationFuser:
         except Exception:
             self._explain_failure(input, extra_inputs)
             raise
-
-    def _run_in_parts(
-        self,
-        program: Cut | Blocks,
-        input: Tensor,
-        tensors: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-        kwargs: Kwargs | None,
-    ) -> Any:
-        """Run the parts with the parameters that were read: to read one may change a state."""
-        pairs = zip(self._params, tensors, strict=False)
-        before, current.given = current.given, {(m, name): t for (_, m, name), t in pairs}
-        try:
-            if isinstance(program, Cut):
-                return run_cut(program, self._chain, input, extra_inputs, kwargs)
-            return program.run(self, input, extra_inputs, kwargs)
-        finally:
-            current.given = before
 
     def _run_apart(
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
@@ -357,11 +339,7 @@ class OperationFuser:
                 program = Blocks(self._chain, key)
                 self._programs[key] = (), {(): program}
             elif program is None:
-                from ..isolation import without_modes
-
-                with without_modes():
-                    of = self._chain, self._owner, key
-                    made = _never_traced(make_program)(*of, input, params)
+                made = _never_traced(make_program)(self._chain, self._owner, key, input, params)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}

@@ -92,8 +92,21 @@ def make_program(
         owner: The op whose own call this is, if it is one.
         key: The key.
         input: The input, for its number of rows; None while tracing.
-        tensors: The parameters, for their shapes; None: they are read.
+        tensors: The parameters, for their shapes; None: they are looked at.
     """
+    from ..isolation import without_modes
+
+    with without_modes():  # plugins look at tensors, too
+        return _planned(chain, owner, key, input, tensors)
+
+
+def _planned(
+    chain: Chain,
+    owner: nn.Module | None,
+    key: Key,
+    input: Tensor | None,
+    tensors: Sequence[Tensor] | None,
+) -> Program:
     settings = key.settings
     if (lock := dict(settings.options).get("locked")) is not None:
         lock.check()

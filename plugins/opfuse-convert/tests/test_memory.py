@@ -390,7 +390,7 @@ class Layers(nn.Module):
         ("random", "its forward changes Python's random numbers"),
         ("numpy", "its forward changes NumPy's random numbers"),
         ("count", "its forward changes calls"),
-        ("list", "its forward changes made.0"),
+        ("list", "its forward changes made"),
         ("held", "its forward changes held.calls"),
         ("hidden", "its forward gives other numbers when it runs again"),
     ],

@@ -165,7 +165,8 @@ def _layered(cls: Any, forward: Any) -> Any:
     forward = _before_that_of(below)
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy, _OWN: forward}
-    made: Any = _metaclass(type(cls))(cls.__name__, (cls,), body | {"forward": forward})
+    of: Any = type(cls)
+    made: Any = _metaclass(of)(cls.__name__, (cls,), body | {"forward": forward})
     below.own = vars(made)["forward"]
     type.__setattr__(made, _BELOW, below)
     type.__setattr__(made, CONVERTED, cls)
@@ -285,4 +286,4 @@ def without_layer(cls: type) -> type:
                 f"uses super(): undo that first, then revert"
             )
     bases = tuple(without_layer(base) if layer in base.__mro__ else base for base in cls.__bases__)
-    return type(original_class(cls))(cls.__name__, bases, body)
+    return type(original_class(cls))(cls.__name__, bases, body)  # type: ignore[no-any-return]

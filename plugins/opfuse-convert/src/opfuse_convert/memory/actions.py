@@ -294,16 +294,16 @@ class ModuleMemory:
         """
         kept: list[tuple[Tensor, int]] = []
         self._traces = self._traces or Traces(module)
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined, misc]
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def keep(tensor: Tensor) -> Any:
             kept.append((tensor, tensor._version))
-            return len(kept) - 1, pack(tensor)
+            return len(kept) - 1, hooks[0](tensor)
 
-        def give(packed: Any) -> Tensor:
+        def give(packed: Any) -> Any:
             number, held = packed
             if not kept:
-                return unpack(held)  # type: ignore[no-any-return]
+                return hooks[1](held)
             tensor, version = kept[number]
             if tensor._version != version:
                 raise RuntimeError(

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import hook_kinds, op_class
-from opfuse.core.isolation import Traces
+from opfuse.core.isolation import Traces, is_equal
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
 
@@ -122,15 +122,9 @@ def _why_other_numbers(unit: Unit) -> str:
         with torch.random.fork_rng(), contextlib.suppress(Exception):  # measuring tells it
             results.append(tensors_in(unit.run()))
     same = len(results) == 2 and len(results[0]) == len(results[1])
-    if same and not all(map(_is_equal, *results)):
+    if same and not all(map(is_equal, *results)):
         return "its forward gives other numbers when it runs again"
     return ""
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
-        return torch.equal(one, other)
-    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
 
 
 def holds_layers(module: nn.Module) -> bool:
