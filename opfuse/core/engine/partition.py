@@ -93,7 +93,7 @@ def run_parts(
     extra_inputs: Sequence[Tensor],
     kwargs: Sequence[dict[str, Any]] | None,
 ) -> Any:
-    """Run a :class:`Cut`, or blocks of rows; each parameter has been read, which may change a state.
+    """Run a :class:`Cut`, or blocks of rows; a parameter is read once, which may change a state.
 
     Args:
         program: The one or the other.

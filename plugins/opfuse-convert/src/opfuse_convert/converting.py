@@ -42,12 +42,12 @@ def convert(
     """Replace the forwards of modules that opfuse can compute by chains, in place.
 
     Modules, Parameters, the state dict and ``isinstance`` results stay the same: only the class of
-    a converted module changes, to a subclass of the same name whose ``forward`` runs the chain. At
-    every call it checks that the module is unchanged: the same parts, without hooks, with
-    parameters that the chain can read. Otherwise the module's own ``forward`` runs, and
-    :func:`converted` says why. The own ``forward`` also runs under ``torch.export`` and
-    ``torch.fx``, and under ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the
-    chain to be faster.
+    a converted module changes, to a subclass of the same name whose ``forward`` runs the chain, and
+    what is set on that is set on the original. At every call it checks that the module is
+    unchanged: the same parts, without hooks, with parameters that the chain can read. Otherwise the
+    module's own ``forward`` runs, and :func:`converted` says why. The own ``forward`` also runs
+    under ``torch.export`` and ``torch.fx``, and under ``torch.compile``, unless
+    ``opfuse.tune(..., compiled=True)`` found the chain to be faster.
 
     The computation of a module is read from the source of its ``forward``; its class may be
     unknown. A chain replaces only the statements that it covers; the rest is the author's own code.

@@ -58,7 +58,8 @@ def plan_memory(
     layer whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an
     object that a second run would change, such as a cache of keys and values, runs as it is. So
     does one whose forward changes attributes or buffers, draws from other random numbers than
-    PyTorch's default ones, or gives other numbers when it runs again.
+    PyTorch's default ones, or gives other numbers when it runs again. If it begins to change
+    something later, that run is not repeated, and it runs as it is from then on.
 
     Args:
         model: The model; converted or not.
