@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import inspect
+import operator
 import random
 import sys
 import types
@@ -37,6 +38,9 @@ _STRANGERS = {"torch", "triton", *sys.stdlib_module_names}
 """Packages whose objects are not restored: their attributes are not a model's."""
 _MODULE, _OBJECT, _OP, _CLASS = "module", "object", "op", "class"
 """The owner of an attribute: of an object or a class, other objects do not count."""
+
+_HOOKS = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}
+"""Attributes of each module that a forward does not change."""
 
 
 @contextlib.contextmanager
@@ -193,8 +197,9 @@ def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
     if isinstance(value, nn.Module):
         held = value._modules, value._buffers, value._parameters
         if isinstance(value, FusibleOperation) or hasattr(type(value), "_module_groups"):
+            own = Tensor, torch.Generator, QuantizerStates  # other attributes are the engine's
             values = [each for of_kind in held for each in members(of_kind, _MODULE)]
-            return members(vars(value), _OP) + values
+            return values + [each for each in members(vars(value), _OP) if isinstance(each[1], own)]
         classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
         found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
         return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
@@ -239,57 +244,67 @@ class Traces:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._known: tuple[list[Thing], list[Any]] = [], []
+        self._marked: list[Thing] = []
+        self._containers: list[Thing] = []
+        self._contents: list[dict[Any, Any]] = []
 
     def begin(self) -> Callable[[], str]:
         """Begin a call; the result says at its end what it has changed, by name, or ``""``."""
         copies: list[tuple[str, Tensor, Tensor]] = []
-        if not self._known[0] or self._changed(*self._known, _content_of):
+        if not self._containers or _changed(self._containers, self._contents):
             things = reachable([self._module], without=(QuantizerStates,))
             things = [
                 t for t in things if not (t[0].endswith(".grad") and isinstance(t[1], Tensor))
             ]
-            self._known = things, [_content_of(value) for _, value in things]
+            self._marked = [t for t in things if _mark_of(t[1])]
+            held = [t for t in things if t[0].rpartition(".")[2] not in _HOOKS]
+            self._containers = [t for t in held if _content_of(t[1]) is not None]
+            self._contents = [_content_of(value) for _, value in self._containers]  # type: ignore[misc]
             tensors = [
                 t for t in things if isinstance(t[1], Tensor) and not is_captured(t[1].device)
             ]
             copies = [(name, part, part.clone()) for name, t in tensors for part in _parts(t)]
-        things, contents = self._known
-        marks = [_mark_of(value) for _, value in things]
+        marked, containers, contents = self._marked, self._containers, self._contents
+        marks = [_mark_of(value) for _, value in marked]
 
         def change() -> str:
-            names = [name for name, part, copy in copies if not is_equal(part, copy)]
-            by_mark = self._changed(things, marks, _mark_of)
-            return by_mark or self._changed(things, contents, _content_of) or "".join(names[:1])
+            names = [
+                n for (n, value), mark in zip(marked, marks, strict=True) if _mark_of(value) != mark
+            ]
+            names += filter(None, [_changed(containers, contents)])
+            names += [name for name, part, copy in copies if not is_equal(part, copy)]
+            return "".join(names[:1])
 
         return change
 
-    @staticmethod
-    def _changed(things: Sequence[Thing], before: Sequence[Any], of: Callable[[Any], Any]) -> str:
-        """The name of the first of things that is not as before, or ``""``."""
-        for (name, value), old in zip(things, before, strict=True):
-            new = of(value)
-            for key in dict.fromkeys((*old, *new)) if new is not None else ():
-                one, other = old.get(key, things), new.get(key, things)
-                plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
-                gathered = is_dtensor(one) != is_dtensor(other)  # by FSDP2, or sharded again
-                same = one is other or (plain and one == other) or gathered
-                if not same and key not in (KEPT_AS, MEMORY):
-                    return f"{name}.{key}".strip(".")
-        return ""
+
+def _changed(things: Sequence[Thing], contents: Sequence[dict[Any, Any]]) -> str:
+    """The name of the first member of containers that is another one, or ``""``."""
+    for (name, value), old in zip(things, contents, strict=True):
+        new: Any = _content_of(value)
+        if new.keys() == old.keys() and all(map(operator.is_, new.values(), map(old.get, new))):
+            continue
+        for key in [key for key in {**old, **new} if key not in (KEPT_AS, MEMORY)]:
+            one, other = old.get(key, things), new.get(key, things)
+            plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
+            gathered = is_dtensor(one) != is_dtensor(other)  # by FSDP2, or sharded again
+            if not (one is other or (plain and one == other) or gathered):
+                return f"{name}.{key}".lstrip(".") if isinstance(value, (dict, type)) else name
+    return ""
 
 
-def _mark_of(value: Any) -> dict[str, Any] | None:
+def _mark_of(value: Any) -> Any:
     """What tells that a tensor, an array or a generator was changed."""
     if isinstance(value, Tensor):
         if value.is_inference() or is_lazy(value):
             return None
-        plain = type(value) in (Tensor, nn.Parameter)
-        return {"": f"{value._version} {value.data_ptr() if plain else 0}"}
+        return value._version, value.data_ptr() if type(value) in (Tensor, nn.Parameter) else 0
     if (access := _access(value)) is None:
         return None
     state = access[0]()
-    return {"": str(state.tolist()) if hasattr(state, "tolist") else repr(state)}
+    if isinstance(state, tuple):  # of numbers, or arrays of them
+        return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+    return state.tolist() if hasattr(state, "tolist") else repr(state)
 
 
 # Putting back
