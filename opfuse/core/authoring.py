@@ -81,14 +81,17 @@ def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | No
     Returns:
         The plan; None: the call would run in parts, because of hooks or of what is not fusible.
     """
+    from .isolation import isolated, parametrizations
+
     fuser, *others = chain._module_groups
     units = getattr(fuser, "_units", ())
     if others or not units or any(any(hook_dicts(unit)) for unit in units):
         return None
     owners = () if fuser._owner is None else (fuser._owner,)
-    tensors = fuser._tensors(input, extra_inputs)
     training = [unit.training for unit in (*units, *owners)]
-    return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
+    with isolated(*parametrizations(module for module, _ in fuser._chain.param_sources)):
+        tensors = fuser._tensors(input, extra_inputs)
+        return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

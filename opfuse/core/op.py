@@ -195,10 +195,15 @@ class BasicOperation(FusibleOperation):
             module = getattr(module, part)
         return module, leaf
 
-    def read_parameter(self, name: str) -> Any:
-        """Return the current value of a parameter as the passes get it; None if there is none."""
+    def read_parameter(self, name: str, read: Callable[[Any, str], Any] = getattr) -> Any:
+        """Return the current value of a parameter as the passes get it; None if there is none.
+
+        Args:
+            name: The parameter.
+            read: Reads an attribute of a module.
+        """
         module, leaf = self.param_source(name)
-        value = getattr(module, leaf)
+        value = read(module, leaf)
         if name in self._layouts and value is not None:
             value = self._layouts[name].part_of(f"{type(self).__name__}.{name}", value)
         transposed = name in self._sources and self._sources[name].transposed

@@ -70,6 +70,7 @@ class ThreadSettings(threading.local):
         together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
+        given: The parameters that were read for the parts of a chain, by module and name, or None.
         casts: A weak reference to the weights that were cast in this block of ``torch.autocast``.
         told: The errors that the other processes of a group were told of in the outermost block
             that tells them, each with its :class:`opfuse.core.ranks.Talk`; None: there is none.
@@ -88,6 +89,7 @@ class ThreadSettings(threading.local):
     together: Any = None
     building: str = ""
     environment: Any = None
+    given: Any = None
     casts: Any = None
     told: list[tuple[Any, BaseException]] | None = None
     running: Any = None

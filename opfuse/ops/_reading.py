@@ -23,13 +23,17 @@ def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Ten
         AttributeError: There is no such attribute.
         ValueError: It has another number of dimensions.
     """
+    from ..core.isolation import standing_for
+
     who = f"{cls.__name__}.reading"
     if not isinstance(module, nn.Module):
         raise TypeError(f"{who} expected a torch.nn.Module, got {module!r}")
     what = f"{type(module).__name__}.{name}"
-    if not isinstance(name, str) or not hasattr(module, name):
-        raise AttributeError(f"{who} expected the name of an attribute of the module, got {what}")
-    value = getattr(module, name)
+    try:
+        value = standing_for(module, name)
+    except (AttributeError, TypeError):
+        wanted = "the name of an attribute of the module"
+        raise AttributeError(f"{who} expected {wanted}, got {what}") from None
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = value.dtype if isinstance(value, Tensor) else repr(value)
         raise TypeError(f"{who} expected a floating-point tensor as {what}, got {got}")

@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ..core.engine.program import Program
 from ..core.fused_op import FusedOperation
 from ..core.fusible import FusibleOperation
 from ..core.introspection import op_class, why_apart
+from ..core.isolation import isolated
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter
@@ -265,9 +265,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     """Run the forward pass once and report what was fused, by which plugin, and why not.
 
     The forward runs in the caller's grad and autocast mode, with the plugins, options and recipe in
-    force here. Afterwards the random number generators of the CPU, and of CUDA if it is in use, are
-    as before. Other effects of a forward pass remain: buffers (running
-    statistics), the state of quantizers, Python's and NumPy's random numbers. Calls made in other
+    force here. Afterwards the model and all random number generators are as before, as with
+    :func:`opfuse.tune`. A copy of the model's tensors is kept meanwhile. Calls made in other
     threads are not seen.
 
     Args:
@@ -283,7 +282,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
     recorder = _Calls()
-    with forked_rng("opfuse.explain"), recorder:
+    with isolated(model, who="opfuse.explain"), recorder:
         model(*inputs, **kwargs)
     places = _locate(model)
     calls = tuple(
@@ -299,20 +298,6 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     ]
     unconverted = 0 if calls or own else _convertible(model)
     return Explanation(calls, tuple(own), unconverted, _planned(model))
-
-
-def forked_rng(who: str) -> AbstractContextManager[None]:
-    """A block after which the random number generators of PyTorch are as before.
-
-    Raises:
-        RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
-    """
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{who} cannot be traced by torch.compile or torch.export: call it outside"
-        )
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    return torch.random.fork_rng(devices)
 
 
 def _convertible(model: nn.Module) -> int:

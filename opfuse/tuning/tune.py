@@ -16,18 +16,17 @@ from ..core.engine.fuser import OperationFuser
 from ..core.engine.planner import rows_of
 from ..core.engine.program import Program
 from ..core.engine.step import Step
+from ..core.isolation import isolated
 from ..core.plugins import manager
 from ..core.ranks import Group, Pass
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
-from ..report.explain import forked_rng
 from .job import Job
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
 from .report import Result, TuningReport
 from .trial import Trial
-from .unchanged import unchanged
 from .whole import Whole, switched_off
 from .writing import add, check_writable
 
@@ -52,11 +51,11 @@ def tune(
 
     Parameters, buffers, gradients and the state of quantizers stay as they are, and so do the
     random number generators of PyTorch, Python and NumPy, and what forwards set or write into: the
-    attributes of modules, with tensors, arrays and generators in them. Lists, tuples, dicts, sets
-    and deques are followed to any depth, other objects to their own attributes. A copy of all of
-    that is kept meanwhile, so it needs memory for a second model. What a forward changes elsewhere
-    stays changed: in objects that other objects hold, in attributes of classes, in globals, in
-    objects of PyTorch's or Python's own classes, and in attributes that opfuse's ops set.
+    attributes of modules and of their classes, with tensors, arrays and generators in them. Lists,
+    tuples, dicts, sets and deques are followed to any depth, other objects to their own attributes.
+    A copy of all of that is kept meanwhile, so it needs memory for a second model. What a forward
+    changes elsewhere stays changed: in objects that other objects hold, in globals, in objects of
+    PyTorch's or Python's own classes, and in attributes that opfuse's ops set.
 
     If chains have collectives, each process of their group must call it. They measure together:
     each time is that of the slowest process, and all write the same entries.
@@ -83,7 +82,7 @@ def tune(
         RuntimeError: Called in code that ``torch.compile`` or ``torch.export`` traces.
     """
     jobs: list[Job] = []
-    with forked_rng("opfuse.tune"), unchanged(model), contextlib.ExitStack() as off:
+    with isolated(model, who="opfuse.tune"), contextlib.ExitStack() as off:
         recorder, again = _Collector(compiled), True
         while again:  # what is inside a module that declines its chain runs by itself
             recorder.hear(model, inputs, kwargs)

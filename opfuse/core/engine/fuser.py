@@ -32,7 +32,7 @@ from .checks import (
 )
 from .execute import Kwargs, apply, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
-from .partition import Cut, cut, run_cut
+from .partition import Cut, cut, run_cut, run_parts
 from .planner import Key, make_program, rows_of
 from .program import Program
 
@@ -199,8 +199,10 @@ class OperationFuser:
         """Read the parameters as attributes: some are computed, or were replaced."""
         tensors: list[Tensor] = []
         for attributes, module, name in self._params:
-            there = attributes is _ELSEWHERE
-            tensor = module.read_parameter(name) if there else getattr(module, name)
+            tensor = current.given.get((module, name)) if current.given else None
+            if tensor is None:  # no chain around this one has read it
+                there = attributes is _ELSEWHERE
+                tensor = module.read_parameter(name) if there else getattr(module, name)
             if tensor is None:
                 who = f"{self._chain.title} expected a tensor as {type(module).__name__}.{name}"
                 raise TypeError(f"{who}, got None")
@@ -247,10 +249,8 @@ class OperationFuser:
         kwargs: Kwargs | None,
     ) -> Any:
         """Run a program that needs more than its steps."""
-        if isinstance(program, Cut):
-            return run_cut(program, self._chain, input, extra_inputs, kwargs)
-        if isinstance(program, Blocks):
-            return program.run(self, input, extra_inputs, kwargs)
+        if isinstance(program, (Cut, Blocks)):
+            return run_parts(program, self, input, tensors, extra_inputs, kwargs)
         program.check_lock()
         if self._chain.groups and not program.compiling:
             begin_call(program, input, extra_inputs)

@@ -7,10 +7,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation
+from ..settings import current
 from .chain import Chain, Slot, flatten
 
 
@@ -81,6 +83,37 @@ def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
         if slot in chain.arguments or chain.sources[slot][0] < start:
             taken.setdefault(chain.arguments.get(slot, slot), slot)
     return list(taken.values())
+
+
+def run_parts(
+    program: Any,
+    fuser: Any,
+    input: Tensor,
+    tensors: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Sequence[dict[str, Any]] | None,
+) -> Any:
+    """Run a :class:`Cut`, or blocks of rows; a parameter is read once, which may change a state.
+
+    Args:
+        program: The one or the other.
+        fuser: The fuser of the whole chain.
+        input: Its input.
+        tensors: The parameters that its parts take, too.
+        extra_inputs: The extra inputs that no channel feeds.
+        kwargs: Keyword arguments per basic op, or None.
+    """
+    before = current.given
+    if not is_dynamo_compiling():
+        pairs = zip(fuser._params, tensors, strict=False)
+        current.given = {(module, name): tensor for (_, module, name), tensor in pairs}
+    try:
+        if isinstance(program, Cut):
+            return run_cut(program, fuser._chain, input, extra_inputs, kwargs)
+        return program.run(fuser, input, extra_inputs, kwargs)
+    finally:
+        if not is_dynamo_compiling():
+            current.given = before
 
 
 def run_cut(

@@ -92,8 +92,21 @@ def make_program(
         owner: The op whose own call this is, if it is one.
         key: The key.
         input: The input, for its number of rows; None while tracing.
-        tensors: The parameters, for their shapes; None: they are read.
+        tensors: The parameters, for their shapes; None: they are looked at.
     """
+    from ..isolation import without_modes
+
+    with without_modes():  # plugins look at tensors, too
+        return _planned(chain, owner, key, input, tensors)
+
+
+def _planned(
+    chain: Chain,
+    owner: nn.Module | None,
+    key: Key,
+    input: Tensor | None,
+    tensors: Sequence[Tensor] | None,
+) -> Program:
     settings = key.settings
     if (lock := dict(settings.options).get("locked")) is not None:
         lock.check()
@@ -122,8 +135,11 @@ def make_program(
 def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
     """Shape and dtype of the parameters of each op."""
     if tensors is None:
+        from ..isolation import standing_for
+
+        named = [(op, name) for op in chain.ops for name in op.param_names or ()]
         with torch.no_grad():
-            tensors = [op.read_parameter(name) for op in chain.ops for name in op.param_names or ()]
+            tensors = [op.read_parameter(name, standing_for) for op, name in named]
     described = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     return [described[slice(*span)] for span in chain.param_ranges]
 

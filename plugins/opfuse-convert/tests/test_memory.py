@@ -348,7 +348,7 @@ class Stateful(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.way, self.calls, self.made = way, 0, []
         self.own = torch.Generator().manual_seed(3)
-        self.hidden = types.SimpleNamespace(calls=0)
+        self.held = types.SimpleNamespace(calls=0, hidden=types.SimpleNamespace(calls=0))
 
     def forward(self, x, generator=None):
         h = nn.functional.gelu(self.up(x))
@@ -364,9 +364,11 @@ class Stateful(nn.Module):
             self.calls += 1
         elif self.way == "list":
             self.made.append(h)
+        elif self.way == "held":
+            self.held.calls += 1
         elif self.way == "hidden":
-            self.hidden.calls += 1
-            h = h * self.hidden.calls
+            self.held.hidden.calls += 1
+            h = h * self.held.hidden.calls
         return x + self.down(h)
 
 
@@ -390,6 +392,7 @@ class Layers(nn.Module):
         ("numpy", "its forward changes NumPy's random numbers"),
         ("count", "its forward changes calls"),
         ("list", "its forward changes made"),
+        ("held", "its forward changes held.calls"),
         ("hidden", "its forward gives other numbers when it runs again"),
     ],
 )

@@ -52,6 +52,12 @@ def test_a_layer_takes_what_it_only_passes_on(models, family):
     assert not reasons(twin)
 
 
+def enable(model, reentrant=False):
+    name = "activation_checkpointing_enable"  # its name as of transformers 5.20
+    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 @pytest.mark.costly(4)
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("first", ["convert", "enable"])
@@ -61,17 +67,12 @@ def test_checkpointing_may_be_enabled_before_or_after_converting(models, family,
     twin, plain = copy.deepcopy(model), copy.deepcopy(model)
     opfuse.convert(plain)
 
-    def enable(each):
-        name = "activation_checkpointing_enable"  # its name as of transformers 5.20
-        enable = getattr(each, name, None) or each.gradient_checkpointing_enable
-        enable({"use_reentrant": reentrant})
-
-    enable(model)
+    enable(model, reentrant)
     if first == "enable":
-        enable(twin)
+        enable(twin, reentrant)
     report = opfuse.convert(twin)
     if first == "convert":
-        enable(twin)
+        enable(twin, reentrant)
     assert len(rows(report, LAYERS[family])) == 2
     expected, got = [models.step(each) for each in (model, twin)]
     assert models.worst(got, expected)[0] <= 1e-5
@@ -82,6 +83,22 @@ def test_checkpointing_may_be_enabled_before_or_after_converting(models, family,
     ]
     assert saved < whole / 3
     assert not opfuse.converted(twin)[rows(report, LAYERS[family])[0].path]
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("copied", [False, True], ids=["", "copied"])
+@pytest.mark.parametrize("family", ["gpt_bigcode", "marian", "mbart", "pegasus", "blenderbot"])
+def test_a_chain_may_be_made_inside_of_a_checkpoint(models, family, copied):
+    """For the arguments of the first call, or for a copy; the checkpoint sees nothing of that."""
+    model = models.make(family)
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    twin = copy.deepcopy(twin) if copied else twin
+    for each in (model, twin):
+        enable(each)
+    expected, got = [models.step(each) for each in (model, twin)]
+    assert models.worst(got, expected)[0] <= 1e-5
+    assert not all(opfuse.converted(twin).values())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])

@@ -12,6 +12,7 @@ from opfuse.core import tuning_table as tables
 from opfuse.core.engine.measured import counting, describe
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import standing_for, without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.precision import matmul_precision
 from opfuse.core.records import normalize
@@ -152,7 +153,9 @@ class MeasuredChoice:
 
     def subject(self, module: nn.Module, chain: Any, kind: Kind) -> dict[str, Any]:
         """The subject of an entry for a kind of call of the module, as JSON-able data."""
-        params = [[op.read_parameter(name) for name in op.param_names or ()] for op in chain]
+        names = [op.param_names or () for op in chain]
+        pairs = zip(chain, names, strict=True)
+        params = [[op.read_parameter(name, standing_for) for name in of] for op, of in pairs]
         grad, of_x = kind.grads
         plugin = self._plugin
         return {
@@ -195,12 +198,16 @@ class MeasuredChoice:
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = fits(params, chain, x, *extras) or self._looked_up(module, chain, x)
+            self._known[key] = self._looked_up(module, params, chain, x, *extras)
         return self._known[key]
 
-    def _looked_up(self, module: nn.Module, chain: Any, x: Tensor) -> str:
-        if current.recipe is not None:
-            return ""
+    @without_modes()
+    def _looked_up(
+        self, module: nn.Module, params: Any, chain: Any, x: Tensor, *extras: Any
+    ) -> str:
+        why = fits(params, chain, x, *extras)
+        if why or current.recipe is not None:
+            return why
         how: Any = {"trades_time": True, "prefer": dict(current.options).get("prefer", "speed")}
         entries = self.entries(module, chain, Kind.of(x, False))
         found = counting(entries, shape_of(x)._asdict(), **how)

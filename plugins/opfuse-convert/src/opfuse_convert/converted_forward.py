@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from opfuse.core.isolation import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import MEMORY, ReplacedForward
 from opfuse.core.settings import current
@@ -89,6 +90,7 @@ class ConvertedForward(ReplacedForward):
             twin.load(state, "")
         return twin
 
+    @without_modes()
     def seal(self, module: nn.Module) -> None:
         """Guard the present state of the module."""
         assert self._conversion is not None
@@ -285,7 +287,8 @@ class ConvertedForward(ReplacedForward):
         """Make the chain of a copy, and return whether that is possible."""
         with _BUILDING:
             if self._conversion is None:
-                made = built(self._converter, module)
+                with calm(module):
+                    made = built(self._converter, module)
                 if isinstance(made, str):
                     self.fallback = made
                     return False

@@ -12,6 +12,7 @@ from torch import nn
 from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 from opfuse.core.sequential import Sequential
@@ -20,6 +21,7 @@ from opfuse.core.settings import current
 from .building import ORDINARY, by_reading
 from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
+from .guard import calm
 from .holder import Held, as_module
 from .layers import layer_in, layered, put_before, take_away, without_layer
 from .making import alike, built, checked
@@ -29,6 +31,7 @@ from .report import ConversionReport, Converted, Left, measured
 from .sharded import gathered
 
 
+@without_modes()
 def convert(
     model: nn.Module | Any,
     *inputs: Any,
@@ -39,12 +42,12 @@ def convert(
     """Replace the forwards of modules that opfuse can compute by chains, in place.
 
     Modules, Parameters, the state dict and ``isinstance`` results stay the same: only the class of
-    a converted module changes, to a subclass of the same name whose ``forward`` runs the chain. At
-    every call it checks that the module is unchanged: the same parts, without hooks, with
-    parameters that the chain can read. Otherwise the module's own ``forward`` runs, and
-    :func:`converted` says why. The own ``forward`` also runs under ``torch.export`` and
-    ``torch.fx``, and under ``torch.compile``, unless ``opfuse.tune(..., compiled=True)`` found the
-    chain to be faster.
+    a converted module changes, to a subclass of the same name whose ``forward`` runs the chain, and
+    what is set on that is set on the original. At every call it checks that the module is
+    unchanged: the same parts, without hooks, with parameters that the chain can read. Otherwise the
+    module's own ``forward`` runs, and :func:`converted` says why. The own ``forward`` also runs
+    under ``torch.export`` and ``torch.fx``, and under ``torch.compile``, unless
+    ``opfuse.tune(..., compiled=True)`` found the chain to be faster.
 
     The computation of a module is read from the source of its ``forward``; its class may be
     unknown. A chain replaces only the statements that it covers; the rest is the author's own code.
@@ -128,7 +131,7 @@ class Candidates:
         asked = converters()
         own: set[str] = set()  # opfuse's own modules
         self._read: set[str] = set()  # the modules that chains replace
-        with remembering(), contextlib.closing(gathered(model)) as found:
+        with calm(model), remembering(), contextlib.closing(gathered(model)) as found:
             for name, module in found:
                 if any(name.startswith(f"{above}.") for above in own):
                     continue

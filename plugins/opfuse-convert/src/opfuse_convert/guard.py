@@ -13,7 +13,9 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
+from opfuse.core.isolation import isolated, parametrizations
 from opfuse.core.layout import is_dtensor
+from opfuse.core.settings import Settings, current
 
 from .grammar import MISSING, Attributes, Place, key_place
 from .grammar.table import is_same
@@ -185,29 +187,23 @@ def _hooked_everywhere() -> bool:
 
 @contextlib.contextmanager
 def calm(module: nn.Module) -> Iterator[None]:
-    """A block that builds a chain as outside of any call: with grad mode, without autocast.
+    """An isolated block that builds a chain as outside of any call, without a recipe or autocast.
 
-    Parametrizations are in evaluation mode. In training, some of them, such as spectral norm,
-    change their state whenever the parameter is read.
+    If a parametrization of a parameter is run, its state is put back.
     """
-    training = [
-        part
-        for each in module.modules()
-        if parametrize.is_parametrized(each)
-        for part in each.parametrizations.modules()  # type: ignore[union-attr]
-        if part.training
-    ]
-    for part in training:
-        part.training = False
-    try:
+    values, recorder = current.values, current.recorder
+    options = tuple([pair for pair in values.options if pair[0] not in ("invariant", "locked")])
+    with isolated(*parametrizations([module])), contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         kinds = {"cpu", *[param.device.type for param in module.parameters()]}
-        with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
-            for kind in filter(torch.amp.is_autocast_available, kinds):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in filter(torch.amp.is_autocast_available, kinds):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        current.values, current.recorder = Settings(options, values.selection), None
+        try:
             yield
-    finally:
-        for part in training:
-            part.training = True
+        finally:
+            current.values, current.recorder = values, recorder
 
 
 def unreadable(module: nn.Module, reads: Sequence[str], splits: Collection[str] = ()) -> str:

@@ -20,8 +20,8 @@ from torch.compiler import is_dynamo_compiling
 from opfuse.core.introspection import CONVERTED
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY
 
-_OWN = "_opfuse_forward"
-"""The name under which a layer keeps its forward, whatever a base put around it."""
+_OWN, _BELOW = "_opfuse_forward", "_opfuse_below"
+"""The names under which a layer keeps its forward, whatever a base put around it, and its class."""
 
 
 def is_patched(cls: Any) -> bool:
@@ -49,7 +49,7 @@ def written_forward(cls: type) -> Any:
     around its own forward, and the same function below it is skipped.
     """
     cls = original_class(cls)
-    forward, above = cls.forward, layered(cls).forward  # type: ignore[attr-defined]
+    forward, above = cls.forward, vars(layered(cls))["forward"]  # type: ignore[attr-defined]
     code = getattr(above, "__code__", None)
     if code is getattr(vars(layered(cls))[_OWN], "__code__", None):
         return forward
@@ -59,18 +59,23 @@ def written_forward(cls: type) -> Any:
 
 
 def _before_that_of(owner: Any) -> Any:
-    """A forward that looks for :data:`KEPT_AS` and :data:`MEMORY` before ``owner.forward`` runs."""
+    """A forward that looks for :data:`KEPT_AS` and :data:`MEMORY` before that of ``owner.of`` runs.
+
+    If somebody else's was put in its place, which may call it, it is ``owner.replaced`` alone.
+    """
 
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
         chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
         if not chosen:
-            return owner.forward(self, *args, **kwargs)
+            return owner.of.forward(self, *args, **kwargs)
         result = state.call(self, args, kwargs)
-        return owner.forward(self, *args, **kwargs) if result is NotImplemented else result
+        return owner.of.forward(self, *args, **kwargs) if result is NotImplemented else result
 
-    @functools.wraps(owner.forward)
+    @functools.wraps(owner.of.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if owner.replaced is not None:
+            return owner.replaced(self, *args, **kwargs)
         memory: Any = vars(self).get(MEMORY)
         if memory is None:
             return converted(self, *args, **kwargs)
@@ -103,7 +108,11 @@ def reaches(module: nn.Module, function: Any) -> bool:
 def put_before(module: nn.Module, function: Any) -> None:
     """Let one of the functions of a module's own forward look for a conversion first."""
     if (called := _called(module, function)) is not None and not _is_put(called[0]):
-        called[1](_before_that_of(types.SimpleNamespace(forward=function)))
+        called[1](
+            _before_that_of(
+                types.SimpleNamespace(of=types.SimpleNamespace(forward=function), replaced=None)
+            )
+        )
 
 
 def take_away(module: nn.Module, function: Any) -> None:
@@ -141,15 +150,61 @@ def _is_put(held: Any) -> bool:
     return code is not None and any(code is each for each in _before_that_of.__code__.co_consts)
 
 
-@functools.lru_cache(maxsize=1024)
 def layered(cls: Any) -> Any:
-    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`."""
-    forward = _before_that_of(cls)
+    """A subclass of the same name whose forward looks for :data:`KEPT_AS` and :data:`MEMORY`.
+
+    What is set on it is set on the class itself, as if it was not there. A forward that was set so
+    is that of both, and gets a layer of its own.
+    """
+    return _layered(cls, cls.forward)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layered(cls: Any, forward: Any) -> Any:
+    below = types.SimpleNamespace(of=cls, replaced=None)
+    forward = _before_that_of(below)
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy}
+    body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy, _OWN: forward}
     body |= {"_save_to_state_dict": _save, "_load_from_state_dict": _load}
-    body |= {"forward": forward, _OWN: forward, CONVERTED: cls}
-    return type(cls)(cls.__name__, (cls,), body)
+    of: Any = type(cls)
+    made: Any = _metaclass(of)(cls.__name__, (cls,), body | {"forward": forward})
+    below.own = vars(made)["forward"]
+    type.__setattr__(made, _BELOW, below)
+    type.__setattr__(made, CONVERTED, cls)
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+def _metaclass(of: Any) -> Any:
+    """A class of layers: what is set on one, or deleted, is that of the class below."""
+
+    class Layer(of):  # type: ignore[misc]
+        def __setattr__(cls, name: str, value: Any) -> None:
+            below = vars(cls).get(_BELOW)
+            if below is None:  # it is being made, or was derived from one
+                super().__setattr__(name, value)
+            elif name == "forward":
+                _set_forward(cls, below, value)
+            else:
+                setattr(below.of, name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            below = vars(cls).get(_BELOW)
+            super().__delattr__(name) if below is None else delattr(below.of, name)
+
+    return Layer
+
+
+def _set_forward(layer: type, below: Any, forward: Any) -> None:
+    """Give a class another forward, which may call the present one, or that of its layer again."""
+    replaced = below.replaced or below.of.forward
+    if forward is below.own:
+        below.of.forward, below.replaced = replaced, None
+        type.__setattr__(layer, "forward", forward)
+        return
+    below.of.forward, below.replaced = forward, replaced
+    if "forward" in vars(layer):
+        type.__delattr__(layer, "forward")
 
 
 def _save(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -248,4 +303,4 @@ def without_layer(cls: type) -> type:
                 f"uses super(): undo that first, then revert"
             )
     bases = tuple(without_layer(base) if layer in base.__mro__ else base for base in cls.__bases__)
-    return type(cls)(cls.__name__, bases, body)
+    return type(original_class(cls))(cls.__name__, bases, body)  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from opfuse import ops
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import standing_for
 from opfuse.core.op import BasicOperation
 
 from . import probing
@@ -89,14 +90,15 @@ def _behind(forward: Any) -> Sequence[Place]:
 
 
 def _linear(module: Any) -> Leaf | str:
-    if not isinstance(module.weight, Tensor) or not module.weight.is_floating_point():
+    weight = standing_for(module, "weight")
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return "its weight is not a floating-point tensor"
     return Leaf(linear_ops(module))
 
 
 def _norm(module: Any) -> Leaf | str:
     for name in ("weight", "eps"):
-        if getattr(module, name) is None:
+        if standing_for(module, name) is None:
             return f"it has no {name}"
     cls: Any = ops.LayerNorm if isinstance(module, nn.LayerNorm) else ops.RMSNorm
     return Leaf([cls.reading(module)])

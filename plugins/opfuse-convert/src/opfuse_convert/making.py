@@ -12,6 +12,7 @@ from torch import nn
 
 from opfuse.core.environment import Environment
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import isolated
 from opfuse.core.op import BasicOperation
 from opfuse.core.plugins import using
 from opfuse.core.settings import current
@@ -19,7 +20,7 @@ from opfuse.tuning.comparing import differ
 
 from .converter import Conversion, Converter
 from .grammar import table
-from .guard import calm, unreadable
+from .guard import unreadable
 from .layers import original_class
 from .parallel import localized
 
@@ -35,8 +36,7 @@ def built(converter: Converter, module: nn.Module) -> Conversion | str:
     options = dict(current.options)
     env = Environment(like.device, None, like.dtype, training=module.training, options=options)
     try:
-        with calm(module):
-            made = converter.build(module, env)
+        made = converter.build(module, env)
         if isinstance(made, Conversion):
             return _unusable(module, converter, made) or made
     except Exception as error:
@@ -120,20 +120,19 @@ def _difference(module: nn.Module, made: Conversion) -> str:
     """Describe how a chain differs from the operations that it replaces; ``""``: it does not.
 
     Both get the same random numbers, in the dtype of the parameters and in evaluation mode. The
-    gradients of input and parameters are compared, too. Random number generators, modes and
-    gradients are left as they are.
+    gradients of input and parameters are compared, too.
     """
     chain: Any = made.chain
     features = next((op.in_features for op in chain if op.in_features), None)
     params = [p for p in module.parameters() if p.is_floating_point()]
     if features is None or not params or any(p.is_meta for p in params):
         return ""
-    modes = {child: child.training for of in (module, chain) for child in of.modules()}
+    modes = {child: child.training for child in chain.modules()}
     try:
-        module.eval()
-        chain.eval()
         # without plugins: their tests and opfuse.tune say whether a fusion is right
-        with torch.random.fork_rng([]), torch.enable_grad(), using(""):
+        with isolated(module), using(""):
+            module.eval()
+            chain.eval()
             given = _random_inputs(made, features, params[0])
             wanted = [t for t in (*given, *params) if t.requires_grad]
             if made.separate is not None:

@@ -192,8 +192,8 @@ def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """A block without gradients, default device and plugins; random numbers are restored."""
-    with torch.random.fork_rng([]), torch.no_grad(), torch.device("cpu"), using(""):
+    """A block without gradients, default device and plugins."""
+    with torch.no_grad(), torch.device("cpu"), using(""):
         yield
 
 

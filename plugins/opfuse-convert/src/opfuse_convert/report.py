@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from opfuse.core.authoring import saved_bytes
 from opfuse.core.introspection import op_class
+from opfuse.core.isolation import isolated
 from opfuse.core.settings import Recorder
+from opfuse.tuning.whole import switched_off
 
 from .building import NOTHING, ORDINARY
 from .choosing import nothing_in_graphs
-from .sharded import shard_again
 
 
 class Converted(NamedTuple):
@@ -151,28 +152,21 @@ class _Fused(Recorder):
 def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
     """Run a forward in the caller's mode, and return what it keeps and which fusions ran.
 
-    Random number generators and buffers are restored. A dict as the last input has inputs by name.
+    The model stays as it is. A dict as the last input has inputs by name.
     """
     recorder, graphs = _Fused(), _Fused()
-    off: list[Any] = []
+    is_apart = False
     by_name = inputs[-1] if isinstance(inputs[-1], dict) else {}
     given = inputs[:-1] if isinstance(inputs[-1], dict) else inputs
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.random.fork_rng(), recorder:
+    with isolated(model, who="opfuse.convert"), contextlib.ExitStack() as stack:
+        with recorder:
             saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
         graphs.apart = [] if nothing_in_graphs() else recorder.apart
         while graphs.apart:  # converted modules inside these run by themselves then
-            for replaced in graphs.apart:
-                replaced.off = True
-            off, graphs = off + graphs.apart, _Fused()
-            with torch.random.fork_rng(), graphs:
+            stack.enter_context(switched_off(graphs.apart))
+            graphs, is_apart = _Fused(), True
+            with graphs:
                 model(*given, **by_name)
-    finally:
-        for replaced in off:
-            replaced.off = False
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
-        shard_again(model)  # without a backward, a forward leaves them whole
-    return Measured(saved, dict(recorder.counts), dict((graphs if off else recorder).in_graphs))
+    return Measured(
+        saved, dict(recorder.counts), dict((graphs if is_apart else recorder).in_graphs)
+    )

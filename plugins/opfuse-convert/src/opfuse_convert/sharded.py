@@ -30,12 +30,5 @@ def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
             module.reshard()
 
 
-def shard_again(model: nn.Module) -> None:
-    """Shard the parameters of a model that FSDP2 gathered."""
-    for module in model.modules():
-        if isinstance(module, _sharded()):
-            module.reshard()
-
-
 def _sharded() -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())

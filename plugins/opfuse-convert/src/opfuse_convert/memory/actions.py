@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opfuse.core.context_managers import checkpoint_contexts, options
 from opfuse.core.introspection import hook_kinds
+from opfuse.core.isolation import Traces
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY
 from opfuse.tuning.job import one_line
 
@@ -68,7 +69,8 @@ class Action:
         with options(prefer=self.prefer) if self.prefer else contextlib.nullcontext():
             if self.what == "recompute":
                 same, how = _unchanged_forward(module, forward), {"context_fn": checkpoint_contexts}
-                return recomputed(same, args, kwargs, how)
+                first_run = functools.partial(vars(module)[MEMORY].first_run, module)
+                return recomputed(same, args, kwargs, how, first_run)
             with offloading() if self.what == "offload" else contextlib.nullcontext():
                 return forward(*args, **kwargs)
 
@@ -124,7 +126,13 @@ class CompileError(AsItIsError):
     """A forward that cannot be compiled, now or later."""
 
 
-def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping[str, Any]) -> Any:
+def recomputed(
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    how: Mapping[str, Any],
+    first_run: Callable[..., Any] = lambda forward, args, kwargs: forward(*args, **kwargs),
+) -> Any:
     """Call a forward and keep only its tensors, wherever they are among the arguments.
 
     ``torch.utils.checkpoint`` saves, and guards against changes in place, what it is given by
@@ -139,7 +147,9 @@ def recomputed(forward: Callable[..., Any], args: Any, kwargs: Any, how: Mapping
     first = [] if is_dynamo_compiling() else [(args, kwargs)]
 
     def again(*tensors: Tensor) -> Any:
-        args, kwargs = first.pop() if first else put_tensors(iter(tensors), form)
+        if first:
+            return first_run(forward, *first.pop())
+        args, kwargs = put_tensors(iter(tensors), form)
         return forward(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False, **how)
@@ -231,9 +241,11 @@ class ModuleMemory:
 
     fallback, note = "", ""
     _compiles = True
+    _once = ""
 
     def __init__(self, own: Action | None = None, chain: Action | None = None) -> None:
         self.own, self.chain = own, chain
+        self._traces: Traces | None = None
 
     def __str__(self) -> str:
         said = [str(self.own)] if self.own else []
@@ -261,6 +273,9 @@ class ModuleMemory:
             return forward(*args, **kwargs)
         if action.what == "compile" and not self._compiles:  # trying takes seconds
             return forward(*args, **kwargs)
+        if action.what == "recompute" and self._once and not is_dynamo_compiling():
+            self.fallback = self._once
+            return forward(*args, **kwargs)
         try:
             result = action.run(module, forward, args, kwargs)
         except AsItIsError as error:
@@ -268,7 +283,41 @@ class ModuleMemory:
                 self.fallback, self._compiles = str(error), not isinstance(error, CompileError)
             return forward(*args, **kwargs)
         if not is_dynamo_compiling():
-            self.fallback = ""
+            self.fallback = self._once
+        return result
+
+    def first_run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Make the first run of a forward inside of a checkpoint.
+
+        Until it ends, everything is kept. If it has changed something then, which a second run
+        would do again, that stays so: this call does not run again, and neither does a later one.
+        """
+        kept: list[tuple[Tensor, int]] = []
+        self._traces = self._traces or Traces(module)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def keep(tensor: Tensor) -> Any:
+            kept.append((tensor, tensor._version))
+            return len(kept) - 1, hooks[0](tensor)
+
+        def give(packed: Any) -> Any:
+            number, held = packed
+            if not kept:
+                return hooks[1](held)
+            tensor, version = kept[number]
+            if tensor._version != version:
+                raise RuntimeError(
+                    "a tensor that is kept for the backward was changed in place since the forward"
+                )
+            return tensor
+
+        change = self._traces.begin()
+        with torch.autograd.graph.saved_tensors_hooks(keep, give):
+            result = forward(*args, **kwargs)
+        if changed := change():
+            self._once, self._traces = f"its forward changes {changed}", None
+        else:
+            kept.clear()
         return result
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from opfuse.core.replaced_forward import MEMORY, replaced_forwards
-from opfuse.report.explain import forked_rng
 from opfuse.tuning.comparing import Exact, differ, gradients, in_fp64
 from opfuse.tuning.job import one_line
 from opfuse.tuning.tolerance import difference
@@ -42,7 +41,7 @@ def why_not(unit: Unit, acting: Callable[[], contextlib.AbstractContextManager[N
 
     def run(module: nn.Module, *given: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = put_tensors(iter(given), form)
-        with forked_rng("opfuse.plan_memory"):
+        with torch.random.fork_rng():
             return tuple(tensors_in(module(*args, **kwargs)))
 
     def own(module: nn.Module, *given: Tensor) -> tuple[Tensor, ...]:

@@ -13,12 +13,11 @@ from torch import nn
 
 from opfuse.core.authoring import saved_bytes
 from opfuse.core.context_managers import options
+from opfuse.core.isolation import isolated
 from opfuse.core.layout import is_dtensor
 from opfuse.core.replaced_forward import MEMORY, replaced_forwards
-from opfuse.report.explain import forked_rng
 from opfuse.report.lines import as_bytes, wrap
 from opfuse.tuning.timing import MOST_NOISE
-from opfuse.tuning.unchanged import unchanged
 from opfuse.tuning.whole import switched_off
 
 from .actions import put_on
@@ -59,7 +58,8 @@ def plan_memory(
     layer whose own ``gradient_checkpointing`` is on does only that. A layer that is called with an
     object that a second run would change, such as a cache of keys and values, runs as it is. So
     does one whose forward changes attributes or buffers, draws from other random numbers than
-    PyTorch's default ones, or gives other numbers when it runs again.
+    PyTorch's default ones, or gives other numbers when it runs again. If it begins to change
+    something later, that run is not repeated, and it runs as it is from then on.
 
     Args:
         model: The model; converted or not.
@@ -96,7 +96,7 @@ def plan_memory(
         )
     before = {m: vars(m)[MEMORY] for m in model.modules() if MEMORY in vars(m)}
 
-    with forked_rng("opfuse.plan_memory"), unchanged(model), torch.enable_grad():
+    with isolated(model, who="opfuse.plan_memory"), torch.enable_grad():
         MemoryPlan.detach(model)
         try:
             plan = _Planning(model, (inputs, kwargs), measure, compiled).plan(limit)

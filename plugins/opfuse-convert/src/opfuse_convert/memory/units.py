@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,9 +15,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import hook_kinds, op_class
+from opfuse.core.isolation import Traces, is_equal
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
-from opfuse.report.explain import forked_rng
 
 from .actions import AsItIsError, put_on, recomputed, take_off
 
@@ -122,18 +120,12 @@ def _why_other_numbers(unit: Unit) -> str:
     """
     results = []
     for _ in range(2):
-        with forked_rng("opfuse.plan_memory"), contextlib.suppress(Exception):  # measuring tells it
+        with torch.random.fork_rng(), contextlib.suppress(Exception):  # measuring tells it
             results.append(tensors_in(unit.run()))
     same = len(results) == 2 and len(results[0]) == len(results[1])
-    if same and not all(map(_is_equal, *results)):
+    if same and not all(map(is_equal, *results)):
         return "its forward gives other numbers when it runs again"
     return ""
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
-        return torch.equal(one, other)
-    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
 
 
 def holds_layers(module: nn.Module) -> bool:
@@ -208,42 +200,12 @@ class _Heard:
         module, number = key[0], self._number
         self._number += 1
         given = _cut(args), _cut(kwargs)
-        before = _state_of(module)
+        change = Traces(module).begin()
         result = run()
-        changed = _first_change(before, _state_of(module))
+        changed = change()
         once = f"its forward changes {changed}" if changed else why_once(of, args, kwargs)
         self.calls.setdefault(key, []).append((number, *given, once))
         return result
-
-
-def _state_of(module: nn.Module) -> dict[str, Any]:
-    """What a forward may change, and a second run would change again, by name."""
-    state: dict[str, Any] = {"Python's random numbers": random.getstate()}
-    if numpy := sys.modules.get("numpy.random"):
-        state["NumPy's random numbers"] = str(numpy.get_state())
-    for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(path, recurse=False):
-            state[name] = buffer._version
-        held = {} if isinstance(part, _OWN) else vars(part)
-        for name, value in held.items():
-            if name not in (KEPT_AS, MEMORY):
-                state[f"{path}.{name}".lstrip(".")] = _of_attribute(value)
-    return state
-
-
-def _of_attribute(value: Any) -> Any:
-    """A value of an attribute by which a change shows."""
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
-    return id(value), len(value) if isinstance(value, (list, dict, set)) else None
-
-
-def _first_change(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The name of what changed first, or ``""``."""
-    names = dict.fromkeys((*before, *after))
-    return next((n for n in names if before.get(n, _Heard) != after.get(n, _Heard)), "")
 
 
 def why_once(module: nn.Module, args: Any, kwargs: Any) -> str:

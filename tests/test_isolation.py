@@ -1,8 +1,9 @@
-"""``opfuse.tune`` leaves a model as it was: what a forward may write into, and what it may be made of."""
+"""What runs a model beside its own calls leaves it as it was, whatever it may be made of."""
 
 from __future__ import annotations
 
 import collections
+import copy
 import random
 
 import gloo
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import tuning_ranks
+from rounding import Rounding, RoundingPlugin
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import opfuse
 from opfuse import ops
-from opfuse.tuning.unchanged import unchanged
+from opfuse.core.isolation import isolated, standing_for
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +145,7 @@ def test_tensors_without_values_do_not_disturb():
     model.sparse = torch.eye(3).to_sparse()
     with torch.inference_mode():
         model.inference = torch.zeros(3)
-    with unchanged(model):
+    with isolated(model):
         with torch.no_grad():
             model.parts.add_(1)
         with torch.inference_mode():
@@ -154,3 +156,65 @@ def test_tensors_without_values_do_not_disturb():
 
 def test_a_sharded_model_is_as_it_was(tmp_path):
     gloo.spawn(tuning_ranks.sharded, tmp_path)
+
+
+@pytest.fixture
+def offered():
+    """A recipe with state."""
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        yield Rounding(levels=8)
+    opfuse.plugins.remove(record)
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_the_state_of_quantizers_is_as_it_was(offered, where):
+    """Explaining at any time, inside of a block too, changes no scale of a later step."""
+    found = []
+    for looked_at in (False, True):
+        torch.manual_seed(0)
+        chain = opfuse.Sequential(ops.Linear(16, 16), ops.GELU(), ops.Linear(16, 16))
+        told = []
+        for step in range(3):
+            x = (1 + step) * torch.randn(8, 16)
+            with opfuse.autocast(recipe=offered):
+                if looked_at and where == "before":
+                    opfuse.explain(chain, 100 * x)
+                y = chain(x)
+                if looked_at and where == "inside":
+                    opfuse.explain(chain, 100 * x)
+            y.square().mean().backward()
+            told.append(y.detach())
+        found.append((told, chain.state_dict()))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+class Noisy(nn.Module):
+    """A parametrization that counts how often it runs."""
+
+    runs = 0
+
+    def forward(self, weight):
+        type(self).runs += 1
+        return weight + torch.rand(())
+
+
+def test_looking_up_a_plan_runs_no_parametrization_for_good():
+    chain, x = opfuse.Sequential(ops.Linear(16, 16), ops.GELU()), torch.randn(8, 16)
+    nn.utils.parametrize.register_parametrization(chain[0], "weight", Noisy())
+    Noisy.runs, before = 0, torch.get_rng_state()
+    assert opfuse.core.authoring.plan_of(chain, x) is not None
+    assert standing_for(chain[0], "weight") is chain[0].parametrizations.weight.original
+    assert Noisy.runs == 0 and torch.equal(torch.get_rng_state(), before)
+    compiled = torch.compile(chain, backend="eager")
+    compiled(x), compiled(x)
+    assert Noisy.runs <= 2, "planning while it is traced runs it, too"
+
+
+def test_spectral_norm_advances_once_in_a_call():
+    chain = opfuse.Sequential(ops.Linear(16, 16), ops.GELU())
+    nn.utils.parametrizations.spectral_norm(chain[0])
+    twin, x = copy.deepcopy(chain), torch.randn(8, 16)
+    standing_for(chain[0], "weight")
+    opfuse.core.authoring.plan_of(chain, x)
+    assert torch.equal(chain(x), twin(x))

@@ -1,0 +1,431 @@
+"""Runs code of a model so that nobody notices it: neither the caller's modes nor the model.
+
+Whatever runs or reads a model beside the user's own calls does so in one of these blocks.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .fusible import FusibleOperation
+from .introspection import CONVERTED
+from .layout import is_dtensor
+from .quantization import Quantizer
+from .quantization.state import QuantizerStates
+from .replaced_forward import KEPT_AS, MEMORY
+from .settings import current, is_captured
+
+_CONTAINERS = (
+    *(dict, collections.OrderedDict, collections.defaultdict, collections.Counter),
+    *(list, set, collections.deque),
+)
+_STRANGERS = {"torch", "triton", *sys.stdlib_module_names}
+"""Packages whose objects are not restored: their attributes are not a model's."""
+_MODULE, _OBJECT, _OP, _CLASS = "module", "object", "op", "class"
+"""The owner of an attribute: of an object or a class, other objects do not count."""
+
+_HOOKS = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}
+"""Attributes of each module that a forward does not change."""
+
+
+@contextlib.contextmanager
+def isolated(*owners: Any, who: str = "") -> Iterator[None]:
+    """Run code of models in a ``with`` block, and put everything back at its end.
+
+    Modes, hooks on saved tensors and a cache of parametrizations that the caller has in force do
+    not see the block. Put back are: parameters, buffers, gradients, the attributes of modules and
+    of their classes, and the tensors, arrays and random number generators in them, with the state
+    of quantizers. Lists, tuples, dicts, sets and deques among the attributes are followed to any
+    depth, modules in them too, objects of other classes to their own attributes. The generators of
+    PyTorch, Python and NumPy are as they were.
+
+    All tensors are copied, so memory for a second model is needed. A copy is written back only
+    where values differ. What is not restored: globals, what is inside objects in objects, objects
+    of PyTorch's or Python's own classes, sparse tensors, and attributes that opfuse's ops set.
+
+    Args:
+        *owners: Modules, methods of objects, functions, or objects that can be called.
+        who: The function that the user called, for which modules of FSDP2 are sharded; ``""``:
+            they stay as they are.
+
+    Raises:
+        RuntimeError: The user called it in code that ``torch.compile`` or ``torch.export`` traces.
+    """
+    if who and torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{who} cannot be traced by torch.compile or torch.export: call it outside"
+        )
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with without_modes(), torch.random.fork_rng(devices):
+        held = [value for _, value in reachable(owners) if who and isinstance(value, _sharded())]
+        for module in held:
+            module.reshard()
+        values = [value for _, value in reachable(owners)]  # sharded ones have other parameters
+        restores = [module.reshard for module in held]
+        restores += [partial(_refill, v, of) for v in values if (of := _content_of(v)) is not None]
+        restores += filter(None, map(_restoring, values))  # those of the members that were there
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for restore in restores:
+                    restore()
+
+
+def standing_for(module: nn.Module, name: str) -> Any:
+    """A tensor of the shape and dtype of a parameter of a module, without running any of its code.
+
+    Reading a parametrized one runs its parametrization, which may count, draw, or have a state, as
+    spectral norm does. If that may give another shape than it gets, it runs isolated.
+    """
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name)
+    of: Any = module.parametrizations[name]  # type: ignore[index]
+    if of.is_tensor and not of.unsafe and not any(hasattr(p, "right_inverse") for p in of):
+        return of.original
+    with isolated(of), torch.no_grad():
+        return getattr(module, name)
+
+
+def parametrizations(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """What computes parameters of modules, and of those inside."""
+    every = dict.fromkeys(inner for module in modules for inner in module.modules())
+    return [m.parametrizations for m in every if parametrize.is_parametrized(m)]  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A block without the caller's modes, apart from a default device."""
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    saved: Any = torch._C._autograd
+    hooks, modes, block, cached = [], [], current.block, {*parametrize._cache}
+    dispatch = torch._C._len_torch_dispatch_stack()
+    with _disable_current_modes() if dispatch else contextlib.nullcontext():
+        ask = saved._top_saved_tensors_default_hooks
+        while saved._saved_tensors_hooks_is_enabled() and (top := ask(True)):
+            hooks.append(top)
+            saved._pop_saved_tensors_default_hooks()
+        while torch._C._len_torch_function_stack():
+            modes.append(torch._C._pop_torch_function_stack())
+        devices = [mode for mode in modes if isinstance(mode, DeviceContext)]
+        for mode in reversed(devices):
+            torch._C._push_on_torch_function_stack(mode)
+        current.block = None  # so that it does not advance the state of what ran here
+        try:
+            yield
+        finally:
+            current.block = block
+            for key in {*parametrize._cache} - cached:
+                del parametrize._cache[key]
+            for _ in devices:
+                torch._C._pop_torch_function_stack()
+            for mode in reversed(modes):
+                torch._C._push_on_torch_function_stack(mode)
+            for top in reversed(hooks):
+                saved._push_saved_tensors_default_hooks(*top)
+
+
+# What a run of a model may change
+
+
+Thing = tuple[str, Any]
+"""The dotted name of a tensor, a container, a generator or a class, and it."""
+
+
+def reachable(owners: Iterable[Any], without: tuple[type, ...] = ()) -> list[Thing]:
+    """What the code of objects may change, each once, apart from objects of some classes."""
+    generators = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
+    if numpy := sys.modules.get("numpy.random"):
+        generators["NumPy's random numbers"] = numpy.get_state.__self__
+    found = {id(each): (name, each) for name, each in generators.items()}
+    todo = [("", each, _MODULE) for owner in owners for each in _roots(owner)]
+    while todo:
+        name, value, of = todo.pop()
+        is_plain = isinstance(value, (str, bytes, int, float, *[type] * (of is not _CLASS)))
+        if id(value) not in found and not is_plain and not isinstance(value, without):
+            found[id(value)] = name, value  # so it is alive, or ids come again
+            todo += _inside(name, value, of)
+    return list(found.values())
+
+
+def _roots(owner: Any) -> list[Any]:
+    """The modules that a function uses, or the object itself."""
+    if isinstance(owner, partial):
+        return [root for each in (owner.func, *owner.args) for root in _roots(each)]
+    if not isinstance(owner, types.FunctionType):
+        return [getattr(owner, "__self__", owner)]
+    with contextlib.suppress(ValueError):  # a variable that has no value yet
+        used = inspect.getclosurevars(owner)
+        held = (*used.nonlocals.values(), *used.globals.values())
+        return [each for each in held if isinstance(each, nn.Module)]
+    return []
+
+
+def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
+    """What an object holds, with its names and the kind of its owner."""
+
+    def members(held: Any, kind: str) -> list[tuple[str, Any, str]]:
+        pairs = held.items() if hasattr(held, "items") else enumerate(held)
+        pairs = [(key, each) for key, each in pairs if key not in (KEPT_AS, MEMORY)]
+        return [(f"{prefix}.{key}".lstrip("."), each, kind) for key, each in pairs]
+
+    if isinstance(value, Tensor):
+        return [(f"{prefix}.grad", value.grad, _OP)] if value.is_leaf else []
+    if type(value) in _CONTAINERS or isinstance(value, tuple):
+        return members(value, of)
+    if of is _CLASS:
+        return members(_attributes(value), _OBJECT)
+    if isinstance(value, (QuantizerStates, Quantizer)):
+        return [(prefix, vars(value), _OP)]
+    if isinstance(value, nn.Module):
+        held = value._modules, value._buffers, value._parameters
+        if isinstance(value, FusibleOperation) or hasattr(type(value), "_module_groups"):
+            own = Tensor, torch.Generator, QuantizerStates  # other attributes are the engine's
+            values = [each for of_kind in held for each in members(of_kind, _MODULE)]
+            return values + [each for each in members(vars(value), _OP) if isinstance(each[1], own)]
+        classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
+        found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
+        return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
+    return [(prefix, vars(value), _OBJECT)] if of is _MODULE and _is_plain(value) else []
+
+
+def _attributes(cls: type) -> dict[str, Any]:
+    """The attributes of a class that are not Python's."""
+    return {name: value for name, value in vars(cls).items() if not name.startswith(("__", "_abc"))}
+
+
+def _is_strange(cls: type) -> bool:
+    package = cls.__module__.partition(".")[0]
+    return package in _STRANGERS or package.startswith("opfuse") or CONVERTED in vars(cls)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an object is of a class that the model's author wrote."""
+    known = isinstance(value, types.SimpleNamespace) or not _is_strange(type(value))
+    return known and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _sharded() -> tuple[Any, ...]:
+    """The class of modules of FSDP2, which have other parameters until they are sharded again."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
+
+
+# Comparing
+
+
+class Traces:
+    """Finds what calls of a module leave behind, which a second call would do again.
+
+    Each call is compared by the versions of tensors and by attributes. The first one, and the first
+    after an attribute has changed, is also compared by values, since not all that writes into a
+    tensor counts a version. The state of quantizers does not count: the engine knows second calls.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._marked: list[Thing] = []
+        self._containers: list[Thing] = []
+        self._contents: list[dict[Any, Any]] = []
+
+    def begin(self) -> Callable[[], str]:
+        """Begin a call; the result says at its end what it has changed, by name, or ``""``."""
+        copies: list[tuple[str, Tensor, Tensor]] = []
+        if not self._containers or _changed(self._containers, self._contents):
+            things = reachable([self._module], without=(QuantizerStates,))
+            things = [
+                t for t in things if not (t[0].endswith(".grad") and isinstance(t[1], Tensor))
+            ]
+            self._marked = [t for t in things if _mark_of(t[1])]
+            held = [t for t in things if t[0].rpartition(".")[2] not in _HOOKS]
+            self._containers = [t for t in held if _content_of(t[1]) is not None]
+            self._contents = [_content_of(value) for _, value in self._containers]  # type: ignore[misc]
+            tensors = [
+                t for t in things if isinstance(t[1], Tensor) and not is_captured(t[1].device)
+            ]
+            copies = [(name, part, part.clone()) for name, t in tensors for part in _parts(t)]
+        marked, containers, contents = self._marked, self._containers, self._contents
+        marks = [_mark_of(value) for _, value in marked]
+
+        def change() -> str:
+            names = [
+                n for (n, value), mark in zip(marked, marks, strict=True) if _mark_of(value) != mark
+            ]
+            names += filter(None, [_changed(containers, contents)])
+            names += [name for name, part, copy in copies if not is_equal(part, copy)]
+            return "".join(names[:1])
+
+        return change
+
+
+def _changed(things: Sequence[Thing], contents: Sequence[dict[Any, Any]]) -> str:
+    """The name of the first member of containers that is another one, or ``""``."""
+    for (name, value), old in zip(things, contents, strict=True):
+        new: Any = _content_of(value)
+        if new.keys() == old.keys() and all(map(operator.is_, new.values(), map(old.get, new))):
+            continue
+        for key in [key for key in {**old, **new} if key not in (KEPT_AS, MEMORY)]:
+            one, other = old.get(key, things), new.get(key, things)
+            plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
+            gathered = is_dtensor(one) != is_dtensor(other)  # by FSDP2, or sharded again
+            if not (one is other or (plain and one == other) or gathered):
+                return f"{name}.{key}".lstrip(".") if isinstance(value, (dict, type)) else name
+    return ""
+
+
+def _mark_of(value: Any) -> Any:
+    """What tells that a tensor, an array or a generator was changed."""
+    if isinstance(value, Tensor):
+        if value.is_inference() or is_lazy(value):
+            return None
+        return value._version, value.data_ptr() if type(value) in (Tensor, nn.Parameter) else 0
+    if (access := _access(value)) is None:
+        return None
+    state = access[0]()
+    if isinstance(state, tuple):  # of numbers, or arrays of them
+        return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+    return state.tolist() if hasattr(state, "tolist") else repr(state)
+
+
+# Putting back
+
+
+def _content_of(value: Any) -> dict[Any, Any] | None:
+    """The members of a container, or the attributes of a class."""
+    if isinstance(value, type):
+        return _attributes(value)
+    if isinstance(value, QuantizerStates):
+        return dict.fromkeys(value._by_recipe)
+    if type(value) not in _CONTAINERS:
+        return None
+    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
+
+
+def _refill(value: Any, content: dict[Any, Any]) -> None:
+    """Give a container the very members that it had, in order, if it has others."""
+    now: Any = _content_of(value)
+    same = [*now] == [*content] and all(now[key] is content[key] for key in now)
+    if same:
+        return
+    if isinstance(value, QuantizerStates):
+        FusibleOperation.changes += 1  # plans have quantizers that are put away
+    elif isinstance(value, type):
+        for name in now.keys() - content.keys():
+            delattr(value, name)
+        for name in [name for name in content if now.get(name, now) is not content[name]]:
+            setattr(value, name, content[name])
+    else:
+        value.clear()
+        members = content if isinstance(value, dict) else content.values()
+        value.update(members) if isinstance(value, (dict, set)) else value.extend(members)
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """The function that restores a tensor, an array or a generator; None for anything else."""
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    access = _access(value)
+    return access and partial(access[1], access[0]())
+
+
+def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """How the state of an array or a generator is read and written; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        return (value.copy, partial(numpy.copyto, value)) if value.flags.writeable else None
+    if isinstance(value, numpy.random.RandomState):
+        return value.get_state, value.set_state
+    bits = getattr(value, "bit_generator", value)
+    if isinstance(bits, numpy.random.BitGenerator):
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
+
+
+def _tensor(tensor: Tensor) -> Callable[[], object]:
+    """The function that restores a tensor's values, memory, gradient and ``requires_grad``.
+
+    One of a class of its own, such as a DTensor, is restored in its parts: no rank waits for
+    another. One without values, on the meta device or not yet made, has none to restore.
+    """
+    if is_lazy(tensor):
+        return lambda: None
+    parts = [*_parts(tensor)]
+    copies = [part.clone() for part in parts]
+    memory = tensor.data if type(tensor) in (Tensor, nn.Parameter) else None
+    leaf, needs = tensor.is_leaf, tensor.requires_grad
+    grad = tensor.grad if leaf else None
+
+    def restore() -> None:
+        if memory is not None and not _shares(tensor, memory):
+            tensor.data = memory
+            torch.autograd.graph.increment_version(tensor)
+        for part, copy in zip(parts, copies, strict=True):
+            if not is_equal(part, copy):
+                with torch.inference_mode(part.is_inference()):
+                    part.copy_(copy)
+                if memory is None:  # the whole tensor has a version too
+                    torch.autograd.graph.increment_version(tensor)
+        if leaf:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+            if tensor.requires_grad != needs:
+                tensor.requires_grad_(needs)
+
+    return restore
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether values are the same; NaN is NaN."""
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
+        return False
+    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+
+
+def _shares(tensor: Tensor, memory: Tensor) -> bool:
+    """Return whether a tensor is still a view of that memory, of the same form."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (memory.shape, memory.dtype, memory.device):
+        return False
+    return memory.layout is not torch.strided or (
+        tensor.data_ptr() == memory.data_ptr() and tensor.stride() == memory.stride()
+    )
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The dense tensors that a tensor is made of, each element once."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in inner:  # among them may be the mesh of a DTensor
+            yield from _parts(part) if isinstance(part, Tensor) else ()
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        once = [slice(0, 1) if not step else slice(None) for step in tensor.stride()]
+        part = tensor.detach()[tuple(once)]
+        if part.untyped_storage().nbytes():  # it may have been freed, as a sharded one's is
+            yield part
