@@ -198,8 +198,9 @@ class OperationFuser:
     def _read_params(self) -> list[Tensor]:
         """Read the parameters as attributes: some are computed, or were replaced."""
         tensors: list[Tensor] = []
+        given = current.given
         for attributes, module, name in self._params:
-            tensor = current.given.get((module, name)) if current.given else None
+            tensor = given.get((module, name)) if given else None
             if tensor is None:  # no chain around this one has read it
                 there = attributes is _ELSEWHERE
                 tensor = module.read_parameter(name) if there else getattr(module, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -26,7 +27,7 @@ class PreparedOps:
 
     def __init__(self, ops: Iterable[Any] = ()) -> None:
         self._ops = [weakref.ref(op) for op in ops]
-        self._agreed: dict[Any, list[str]] = {}
+        self._turns: dict[Any, tuple[list[str], Group, Any]] = {}
 
     def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
         return PreparedOps, ()
@@ -36,22 +37,23 @@ class PreparedOps:
         return [op for ref in self._ops if (op := ref()) is not None]
 
     def agree(self, recipe: Recipe, group: Any, mode: str, names: list[str]) -> None:
-        """Compare the ops with quantizers with the other processes of a group, if they are new.
+        """Take the turn of an update in a group, see :meth:`opfuse.core.ranks.Talk.take_turn`.
 
         Raises:
-            RankError: They differ, or another process did not come.
+            RankError: Another process does something else, failed, or did not come.
         """
-        if self._agreed.get((recipe, group, mode)) == names:
-            return
-        facts = {
-            "the chain": f"the update of {recipe}",
-            "what it is called with": {"after": mode},
-            "the model whose maxima they take together (autocast(amax_reduction_group=...) names "
-            "those that run the same)": {str(i): name for i, name in enumerate(names)},
-        }
-        if (talk := Group(group).talk) is not None:
-            talk.compare(facts)
-        self._agreed[recipe, group, mode] = names
+        known = self._turns.get((recipe, group, mode))
+        if known is None or known[0] != names:
+            facts = {
+                "the model whose maxima they take together (autocast(amax_reduction_group=...) "
+                "names those that run the same)": {str(i): name for i, name in enumerate(names)}
+            }
+            name = f"the update of {recipe} after a {mode}", "", "", 0
+            known = names, Group(group), (name, (json.dumps(facts), ()))
+            self._turns[recipe, group, mode] = known
+        _, of, turn = known
+        if (talk := of.talk) is not None:
+            talk.take_turn(of, turn)
 
 
 class _Ran(NamedTuple):
