@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,11 +13,14 @@ from torch import Tensor
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
 from ..tuning.tolerance import TOLERANCES, code_steps, difference, skew
 from .cases import Case
-from .running import Failure, RunResult
+from .failures import Failure
+from .running import RunResult
 
 
-def compare_outputs(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
-    """Compare outputs with the truth, at the tolerance of the dtype.
+def compare_outputs(
+    case: Case, got: RunResult, expected: RunResult, truth: RunResult, *, graphs: bool = True
+) -> None:
+    """Compare outputs with the truth, at the tolerance of the dtype; ``graphs``: and their graphs.
 
     Raises:
         Failure: Another number of outputs, another dtype, device or shape, wrong values, or an
@@ -25,7 +31,7 @@ def compare_outputs(case: Case, got: RunResult, expected: RunResult, truth: RunR
     for number, y in enumerate(got.outputs):
         what = f"extra output {number - 1}" if number else "the output"
         compare(case, what, y, expected.outputs[number], truth.outputs[number])
-        if (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
+        if graphs and (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
             has = "no" if y.grad_fn is None else "an"
             raise Failure(f"{what} has {has} autograd graph, unlike the separate ops'")
 
@@ -38,7 +44,8 @@ def compare_grads(case: Case, got: RunResult, expected: RunResult, truth: RunRes
     """
     for name, grad in got.grads.items():
         what = f"the gradient of {describe(case, name)}"
-        compare(case, what, grad, expected.grads[name], truth.grads[name])
+        terms = math.prod(case.rows) if "." in name else 1
+        compare(case, what, grad, expected.grads[name], truth.grads[name], terms)
 
 
 def compare_results(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
@@ -47,12 +54,67 @@ def compare_results(case: Case, got: RunResult, expected: RunResult, truth: RunR
     compare_grads(case, got, expected, truth)
 
 
+def compare_strides(got: RunResult, expected: RunResult) -> None:
+    """Compare how outputs lie in memory.
+
+    Raises:
+        Failure: Other strides, or a view of an input where the separate ops give none or have one.
+    """
+    for number, (y, other) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
+        what = f"extra output {number - 1}" if number else "the output"
+        sizes = zip(y.shape, y.stride(), other.stride(), strict=True)
+        differ = y.numel() and any(size > 1 and mine != their for size, mine, their in sizes)
+        # one that keeps the order of an input, where the separate ops do not, is as good
+        usual = all(x.is_contiguous() for x in got.given) or not other.is_contiguous()
+        if differ and usual:
+            raise Failure(f"{what} has strides {y.stride()} instead of {other.stride()}")
+        views = [
+            {k for k, x in enumerate(result.given) if _share(x, result.outputs[number])}
+            for result in (got, expected)
+        ]
+        if views[0] != views[1]:
+            names = [", ".join(f"input {k}" for k in sorted(found)) or "none" for found in views]
+            raise Failure(f"{what} is a view of {names[0]} of its inputs instead of {names[1]}")
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    return bool(one.numel() and one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def where_finite(case: Case, *results: RunResult) -> Iterator[RunResult]:
+    """The results, 0 where the separate ops' leave the dtype's range, or nearly do.
+
+    There no result is right.
+    """
+    _, expected, truth = results
+    largest = 0.9 * torch.finfo(case.compute_dtype).max
+
+    def clear(tensor: Tensor | None, other: Tensor | None, true: Tensor | None) -> Tensor | None:
+        if tensor is None or other is None or true is None or tensor.shape != other.shape:
+            return tensor
+        inside = other.isfinite() & (other.abs() < largest) & (true.abs() < largest)
+        return tensor if inside.all() else torch.where(inside, tensor, 0.0)
+
+    for result in results:
+        pairs = zip(result.outputs, expected.outputs, truth.outputs)  # noqa: B905  # compared later
+        grads = {n: clear(g, expected.grads[n], truth.grads[n]) for n, g in result.grads.items()}
+        outputs: Any = tuple(clear(*three) for three in pairs)
+        outputs += result.outputs[len(outputs) :]
+        yield dataclasses.replace(result, outputs=outputs, grads=grads)
+
+
 def compare(
-    case: Case, what: str, got: Tensor | None, expected: Tensor | None, truth: Tensor | None
+    case: Case,
+    what: str,
+    got: Tensor | None,
+    expected: Tensor | None,
+    truth: Tensor | None,
+    terms: int = 1,
 ) -> None:
     """Compare one tensor with the separate ops' and with the truth.
 
-    It must have the dtype and the device of the separate ops'.
+    It must have the dtype and the device of the separate ops'. Each of its numbers may be a sum of
+    ``terms`` over rows, in any order: n roundings at random err by the square root of n.
 
     Raises:
         Failure: They differ.
@@ -71,6 +133,9 @@ def compare(
     roundings = 2.0 if dtype is torch.float16 or (dtype is torch.bfloat16 and around) else 1.0
     if case.positive and dtype is torch.bfloat16:  # of one sign, so that nothing cancels
         roundings = 0.5
+    if dtype is torch.float32:
+        rounding = torch.finfo(dtype).eps / TOLERANCES[dtype][0]
+        roundings = max(roundings, 2 * rounding * terms**0.5)
     if case.recipe is not None and (case.subject.inexact or dtype.itemsize < 4):
         dtype = torch.float8_e4m3fn  # a different last bit may have become a different code
     # tiny numbers are not as good as 0
