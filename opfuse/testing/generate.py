@@ -221,7 +221,7 @@ def make_chains(
                     found["tiles"] += [case for case in wide if refusal(case) is None]
                 break
             refused += cases[:1]
-            if cases and dtype is torch.float32 and wish == prefer and not frozen:
+            if len(refused) == 1:  # the plainest
                 reason = refusal(cases[0])
         else:
             elsewhere = elsewhere or (device == "cpu" and any(map(_taken_by_a_gpu, refused)))
