@@ -17,6 +17,7 @@ from ...core.authoring import saved_bytes as count_saved_bytes
 from ...core.op import BasicOperation
 from ..cases import Built, Case
 from ..failures import Failure
+from ..generate import Chains
 from ..running import backward, forward, fused, only
 from ..scenarios import covered
 from .registry import check, plain
@@ -37,7 +38,13 @@ def saved_bytes_of(case: Case, fused_op: bool) -> int:
         return count_saved_bytes(lambda: built(*given), there)
 
 
-@check(lambda chains: [c for case in chains.plain for c in covered(case) if not c.checkpointed])
+def _saving(chains: Chains) -> list[Case]:
+    """What follows may keep what it gives, and the separate ops too: then it counts for neither."""
+    cases = [one for case in chains.plain for one in (case, *covered(case))]
+    return [one for one in cases if not (one.checkpointed or one.after)] or [*chains.plain]
+
+
+@check(_saving)
 def saved_bytes(case: Case) -> None:
     """No more memory is kept for the backward than the separate ops keep."""
     fused(case, grads=False)
