@@ -58,7 +58,7 @@ def compare_strides(got: RunResult, expected: RunResult) -> None:
     """Compare how outputs lie in memory.
 
     Raises:
-        Failure: Other strides, or a view of an input where the separate ops give none or have one.
+        Failure: Other strides. A view is a matter of aliasing: a copy in place of one is as good.
     """
     for number, (y, other) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
         what = f"extra output {number - 1}" if number else "the output"
@@ -68,17 +68,6 @@ def compare_strides(got: RunResult, expected: RunResult) -> None:
         usual = all(x.is_contiguous() for x in got.given) or not other.is_contiguous()
         if differ and usual:
             raise Failure(f"{what} has strides {y.stride()} instead of {other.stride()}")
-        views = [
-            {k for k, x in enumerate(result.given) if _share(x, result.outputs[number])}
-            for result in (got, expected)
-        ]
-        if views[0] != views[1]:
-            names = [", ".join(f"input {k}" for k in sorted(found)) or "none" for found in views]
-            raise Failure(f"{what} is a view of {names[0]} of its inputs instead of {names[1]}")
-
-
-def _share(one: Tensor, other: Tensor) -> bool:
-    return bool(one.numel() and one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def where_finite(case: Case, *results: RunResult) -> Iterator[RunResult]:
@@ -143,7 +132,9 @@ def compare(
     problem = difference(
         got, truth, rounded=expected, dtype=dtype, gemm=case.gemm, roundings=roundings, atol=atol
     )
-    if problem is None and got.dtype.itemsize == 2 and truth.dtype is torch.float64:
+    half = got.dtype.itemsize == 2 and truth.dtype is torch.float64
+    # tiny numbers have few bits, and a sum behind may leave little but errors
+    if problem is None and half and not (case.mixed or around):
         problem = skew(got, truth, expected)
     if problem is not None:
         hint = "; each read of a parameter gives another value: take those in ctx.params"

@@ -21,7 +21,8 @@ CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 ROOTS = ("runs", "output", "gradients")
 DEPENDENT = frozenset(
     """output recompute gradients requires_grad autocast repeatable interleaved orders
-follows_values keeps_numbers nan_and_inf magnitude together versions neighbours subclasses threads
+follows_values keeps_numbers nan_and_inf magnitude errors
+together versions neighbours subclasses threads
 without_grad batch_invariance main_grad recipe deepcopy checkpoint compile""".split()
 )
 """Checks that fail for the same cause when an earlier one of ``ROOTS`` fails."""

@@ -39,7 +39,7 @@ def output(case: Case) -> None:
 
 @check(exact)
 def strides(case: Case) -> None:
-    """Outputs lie in memory as the separate ops' do, and are views of the same inputs."""
+    """Outputs lie in memory as the separate ops' do."""
     observed(case, "strides")
 
 
