@@ -13,6 +13,7 @@ import faulty_casts  # adds to the faults
 import faulty_circumstances
 import faulty_distributions
 import faulty_fresh
+import faulty_products
 import faulty_unseen_again
 import faulty_values  # noqa: F401  # adds to the faults
 import ordinary
@@ -101,7 +102,7 @@ def plain_case(name):
     return testing.make_chains(subject).plain[0]
 
 
-ALSO = ["gradcheck", "checkpoint", "deepcopy", "pattern"]
+ALSO = ["checkpoint", "deepcopy", "pattern"]
 
 
 @pytest.mark.parametrize("check", ALSO)
@@ -111,15 +112,6 @@ def test_checks_that_an_earlier_one_would_spare(check, register):
     register(name="faulty", **{f"{fault.kind}_fusions": [fault.make()]})
     with pytest.raises(testing.Failure):
         testing.run(check, plain_case(name))
-
-
-def test_a_failure_of_gradcheck_is_reported_as_what_it_is(register):
-    fault = faulty.FAULTS["DoublesAGradient"]
-    register(name="faulty", backward_fusions=[fault.make()])
-    with pytest.raises(
-        testing.Failure, match="^Jacobian .*: compare its backward with its forward"
-    ):
-        testing.run("gradcheck", plain_case("DoublesAGradient"))
 
 
 def test_a_sound_fusion_beside_a_wrong_one(register):
@@ -136,6 +128,35 @@ def test_a_sound_fusion_beside_a_wrong_one(register):
     testing.run("gradients", case)
     with pytest.raises(testing.Failure, match="weight of op 0 .* is wrong by"):
         testing.run("together", case)
+
+
+@pytest.mark.costly(8)
+@pytest.mark.parametrize("name", faulty_products.FAULTS)
+def test_wrong_where_two_circumstances_meet(name, no_plugins):
+    kind, fusion, checks = faulty_products.FAULTS[name]
+    chains = testing.make_chains(testing.Subject("faulty", kind, fusion))
+    assert chains.all, chains.declined
+    outcomes = [testing.run_all(testing.CHECKS[check], chains) for check in checks.split("|")]
+    assert any(outcome.failure for outcome in outcomes), "not caught"
+
+
+def never(matched, env):
+    return "it takes only prime numbers of rows"
+
+
+def on_a_gpu(matched, env):
+    return True if env.device.type == "cuda" else "it has a kernel for GPUs alone"
+
+
+@pytest.mark.parametrize(("when", "says"), [(never, "prime numbers"), (on_a_gpu, "on a GPU")])
+def test_a_fusion_without_a_case(when, says, no_plugins):
+    fusion = opfuse.Fusion([opfuse.ops.GELU], faulty.Pointwise, when, name="untested")
+    subject, suite = testing.Subject("faulty", "forward", fusion), testing.FusionSuite()
+    if when is never:  # once, and the other checks are skipped
+        outcome = suite.check(subject, next(iter(testing.CHECKS)))
+        assert says in str(outcome) and outcome.failure and not outcome.ran
+    with pytest.raises(pytest.skip.Exception, match=says):
+        suite.check(subject, "output")
 
 
 CAUGHT = json.loads((pathlib.Path(__file__).parent / "faults_caught.json").read_text())
@@ -178,6 +199,7 @@ def test_every_check_is_seen_to_fail():
     seen = {fault.check for fault in faulty.FAULTS.values()} | {*ALSO, "together", "threads"}
     seen |= {fault.check for fault in faulty_circumstances.FAULTS.values()}
     seen |= {entry["caught by"] for entry in CAUGHT["after"]["found"].values()}
+    seen |= {check for _, _, check in faulty_products.FAULTS.values() if "|" not in check}
     assert seen == set(testing.CHECKS)
     assert {check for check, *_ in faulty_distributions.DISTRIBUTIONS.values()} == set(
         PLUGIN_CHECKS

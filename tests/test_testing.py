@@ -1,5 +1,6 @@
 """The parts of ``opfuse.testing``: tolerances, cases and their code, chains out of patterns, and shrinking."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -14,11 +15,13 @@ import torch
 import opfuse
 from opfuse import ops, testing
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
-from opfuse.testing import report
+from opfuse.testing import interpreter, machine, report
 from opfuse.testing import suite as suites
 from opfuse.testing.checks.registry import FOUND
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
+from opfuse.testing.scenarios import combined, covered, variants
+from opfuse.testing.tensors import LAYOUTS
 from opfuse.tuning.tolerance import skew
 
 pytestmark = pytest.mark.alone
@@ -521,3 +524,118 @@ def test_a_sample_of_cases_is_the_same_each_time(monkeypatch):
 def test_a_sample_of_cases_is_left_aside_where_all_are_asked_for(thorough):
     limited = type("Limited", (testing.FusionSuite,), {"most_cases": 3, "thorough": thorough})
     assert limited.chains(subject(ops.Bias), "cpu").most_cases == (None if thorough else 3)
+
+
+@pytest.mark.parametrize(
+    "programs, rows",
+    [(lambda n: 2 * n, 256), (lambda n: 1 + n // 64, 64 * 512), (lambda n: 8 * n, 128)],
+)
+def test_rows_follow_from_the_grid_where_kernels_are_interpreted(monkeypatch, programs, rows):
+    places = []
+
+    @contextlib.contextmanager
+    def counting():
+        places.clear()
+        yield places
+
+    monkeypatch.setattr(interpreter, "count_programs", counting)
+    run = lambda case: places.extend(range(programs(case.rows[0])))  # noqa: E731
+    monkeypatch.setattr(machine, "fused", run)
+    assert machine.rows_by_grid(testing.make_chains(subject(ops.Bias))) == rows
+
+
+# Circumstances
+
+
+def test_any_two_values_of_two_axes_are_together():
+    axes = {"a": [1, 2, 3], "b": "xyzw", "c": [True, False], "d": range(5)}
+    rows = list(combined(axes))
+    for one, other in itertools.combinations(axes, 2):
+        pairs = {(row[one], row[other]) for row in rows}
+        assert pairs == set(itertools.product(axes[one], axes[other]))
+    assert len(rows) < 2 * 4 * 5 and rows == list(combined(axes)) != list(combined(axes, 1))
+
+
+def test_a_case_meets_all_pairs_of_what_its_fusion_takes():
+    def no_fp16(matched, env):
+        return "it has no fp16" if env.dtype is torch.float16 else True
+
+    (case,) = testing.make_chains(subject(ops.GELU, when=no_fp16)).plain
+    found = covered(case)
+    assert len(found) < 100 and torch.float16 not in {one.dtype for one in found}
+    pairs = {(one.dtype, one.layout, len(one.rows)) for one in found}
+    for layout, rank in itertools.product(LAYOUTS, (0, 1, 2, 3)):
+        assert any(pair[1:] == (layout, rank) for pair in pairs)
+
+
+def test_numbers_and_flags_of_ops_come_in_pairs():
+    (case, *_) = testing.make_chains(subject(ops.ClampedSwiGLU)).plain
+    names = "alpha", "glu_linear_offset"
+    given = {tuple(dict(one.ops[0].kwargs)[name] for name in names) for one in variants(case)}
+    assert set(itertools.product((0.0, 1.0, -1.0, 2.0, 0.5), repeat=2)) <= given
+
+
+def rows_of_many(matched, env):
+    return True if env.rows is None or env.rows >= 64 else "it takes 64 rows or more"
+
+
+def test_rows_are_doubled_until_the_condition_takes_them():
+    chains = testing.make_chains(
+        subject(ops.GELU, build=OneByOne, when=rows_of_many, needs_rows=True)
+    )
+    assert {(case.rows, case.least) for case in chains.plain} == {((64,), 64)}
+    for name in ("output", "nan_and_inf", "checkpoint"):
+        outcome = testing.run_all(testing.CHECKS[name], chains)
+        assert outcome.failure is None and outcome.ran, str(outcome)
+
+
+# Limits
+
+
+def limited(found, *names):
+    given = {"plugin": found.plugin, "limits": dict.fromkeys(names, "it cannot")}
+    return type("Limited", (testing.FusionSuite,), given)()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_limit_means_the_same_in_both_modes(monkeypatch, fails):
+    def run(check, chains):
+        found = "wrong" if chains.thorough and fails else None
+        return testing.Outcome(check.name, 1, failure=found)
+
+    monkeypatch.setattr(suites, "run_all", run)
+    monkeypatch.setattr(testing.FusionSuite, "thorough", False)
+    found, (tier, *_) = subject(ops.GELU, build=OneByOne), testing.tiers()
+    error, says = pytest.fail.Exception, "but it works"
+    if fails:
+        error, says = pytest.skip.Exception, "declared limit: it cannot"
+    with pytest.raises(error, match=says):
+        limited(found, "nan_and_inf").test_fusion(tier, found, "nan_and_inf")
+
+
+class Twice(opfuse.FusedOperation):
+    """Draws otherwise, as it were."""
+
+    again = False
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (act,) = self.basic_ops
+        y = 2 * act.forward_value(act.operand(basic_op_ctxs[0], input_))
+        self.calls = getattr(self, "calls", 0) + 1
+        return (y + 1 if self.again and self.calls > 1 else y), [()]
+
+
+class TwiceAndThenOtherwise(Twice):
+    again = True
+
+
+@pytest.mark.parametrize("build", [Twice, TwiceAndThenOtherwise])
+def test_numbers_of_its_own_are_compared_with_its_lone_call(register, build):
+    register(forward_fusions=[Fusion([ops.GELU], build, name="fusion")], name="twice")
+    (found,) = testing.subjects("twice")
+    suite, (tier, *_) = limited(found, "output", "gradients"), testing.tiers()
+    if build is Twice:
+        suite.test_fusion(tier, found, "orders")
+        return
+    with pytest.raises(pytest.fail.Exception, match="call 2"):
+        suite.test_fusion(tier, found, "repeatable")

@@ -22,12 +22,13 @@ from ..core.engine.planner import processor
 from ..core.fusion import Fusion
 from ..testing import CHECKS, DistributedSuite, FusionSuite, QuantizerSuite
 from ..testing.cases import Case, Subject, has_collectives, offered
+from ..testing.failures import Failure
 from ..testing.generate import chains, structures
 from ..testing.machine import is_interpreting, tiers
 from ..testing.placing import environment, matched, placed
 from ..testing.processes import PLUGIN_CHECKS
 from ..testing.recipes import recipes_for
-from ..testing.running import Failure, only
+from ..testing.running import only
 
 QUICK = "runs", "output", "gradients"
 """The checks that the others rest on."""

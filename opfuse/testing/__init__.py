@@ -10,6 +10,7 @@ from ..tuning.tolerance import ROWS, TOLERANCES, assert_close, tolerance
 from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, subjects
 from .checks import CHECKS
 from .distributed import DistributedSuite
+from .failures import Declined, Failure
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
 from .quantizers import QuantizerSuite
@@ -17,7 +18,6 @@ from .rank_checks import CHECKS as RANK_CHECKS
 from .rank_checks import Trial
 from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
-from .running import Declined, Failure
 from .sharded import LAYERS, ShardedLayer, Split
 from .suite import FusionSuite
 from .tensors import lay_out

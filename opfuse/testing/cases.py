@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops as built_in
 from ..core.context_managers import autocast as quantize
-from ..core.context_managers import options
+from ..core.context_managers import checkpoint_contexts, options
 from ..core.engine.chain import Chain
 from ..core.errors import PluginWarning
 from ..core.extra_dtypes import kinds_of
@@ -210,6 +211,7 @@ class Built(NamedTuple):
         autocast: The dtype of autocast, or None.
         prefer: The option of this name.
         recipe: The recipe that quantizes it, or None.
+        checkpointed: ``torch.utils.checkpoint`` calls it.
     """
 
     chain: Sequential
@@ -218,6 +220,7 @@ class Built(NamedTuple):
     autocast: torch.dtype | None
     prefer: str = "speed"
     recipe: Recipe | None = None
+    checkpointed: bool = False
 
     def named_inputs(self) -> dict[str, Tensor]:
         """Input and extra inputs of one call by name; a copy of what is written into."""
@@ -244,7 +247,11 @@ class Built(NamedTuple):
             around.enter_context(self.settings())
             generator = torch.cuda if device.type == "cuda" else torch.default_generator
             generator.manual_seed(0)  # what draws, draws the same with and without a fusion
-            result = (chain or self.chain)(*(inputs or self.inputs()))
+            call = chain or self.chain
+            if self.checkpointed and torch.is_grad_enabled():
+                how: Any = dict(use_reentrant=False, context_fn=checkpoint_contexts)
+                call = functools.partial(checkpoint, call, **how)
+            result = call(*(inputs or self.inputs()))
         return result if isinstance(result, tuple) else (result,)
 
     @contextlib.contextmanager
@@ -259,6 +266,10 @@ class Built(NamedTuple):
             if self.recipe:
                 around.enter_context(quantize(self.recipe))
             yield
+
+
+NOT_SMALLER = ("rows", "dtype", "residual", "shared", "hidden", "device", "recipe", "least")
+"""Attributes of a case whose default is not smaller than other values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,7 +296,8 @@ class Case:
         frozen: Leaves that need no gradient: ``input``, ``extra 0``, ``1.bias``.
         autocast: Run under autocast to this dtype.
         prefer: The option of this name: "speed" or "memory".
-        wide: Parameters, and under autocast extra inputs, in fp32 where ops take them.
+        param_dtype: Of the parameters where ops take another one; None: that of the input.
+        extra_dtype: Of the extra inputs; None: that of autocast, or of the input.
         residual: Extra inputs come out of a channel, from the first extra output.
         shared: Split sizes of several ops are one tensor, by name.
         hidden: Extra outputs go into channels that nobody reads.
@@ -293,7 +305,10 @@ class Case:
         device: Where it runs.
         training: The mode of the chain.
         switched: Ops of the other mode, by number.
+        main_only: Only the first output gets a gradient.
+        checkpointed: The chain is called by ``torch.utils.checkpoint``.
         recipe: The recipe that quantizes it, or None.
+        least: The fewest rows that the fusion was seen to take.
     """
 
     subject: Subject
@@ -315,7 +330,8 @@ class Case:
     frozen: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     prefer: str = "speed"
-    wide: bool = False
+    param_dtype: torch.dtype | None = None
+    extra_dtype: torch.dtype | None = None
     residual: bool = False
     shared: bool = True
     hidden: bool = False
@@ -323,7 +339,10 @@ class Case:
     device: str = "cpu"
     training: bool = True
     switched: tuple[int, ...] = ()
+    main_only: bool = False
+    checkpointed: bool = False
     recipe: Recipe | None = None
+    least: int = 1
 
     def __repr__(self) -> str:
         lines = [f"    {self.subject!r},", f"    ops={_tuple(self.ops)},"]
@@ -338,6 +357,12 @@ class Case:
     def with_(self, **changes: Any) -> Case:
         """The case with some attributes changed."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def varied(self) -> list[str]:
+        """The attributes in which it differs from the plainest case of its chain."""
+        names = [f.name for f in dataclasses.fields(self)[2:] if getattr(self, f.name) != f.default]
+        return [name for name in names if name not in NOT_SMALLER]
 
     @property
     def chain_ops(self) -> tuple[Op, ...]:
@@ -425,7 +450,6 @@ class Case:
         basic = self.basic_ops()
         chain = Sequential(*basic)
         chain.training = self.training
-        half = self.dtype.itemsize < 4
         generator = torch.Generator().manual_seed(0)
         leaves: dict[str, Tensor] = {}
 
@@ -437,7 +461,7 @@ class Case:
         width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
         shape, numbers = (*self.rows, width), (self.dtype, self.scale, self.mixed)
         leaves["input"] = lay_out(draw(shape, *numbers), layout)
-        extra_dtype = self.autocast if self.autocast and not self.wide else self.dtype
+        extra_dtype = self.extra_dtype or self.autocast or self.dtype
         structure, shapes = Chain(basic), input_shapes(basic, shape)
         for number, (i, k) in enumerate(structure.external_inputs):
             if structure.kinds[i, k] == "floating":
@@ -447,11 +471,10 @@ class Case:
             leaves[f"extra {number}"] = lay_out(extra, layout)
         writable = [getattr(basic[i], "in_place", False) for i, _ in structure.external_inputs]
         for number, op in enumerate(basic):
-            wide = self.wide and half and not op.params_in_compute_dtype
-            own = torch.float32 if wide else self.dtype
+            own = None if op.params_in_compute_dtype else self.param_dtype
             for name, param in params_of(op).items():
                 scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
-                param.data = lay_out(draw(param.shape, own, scale), self.params)
+                param.data = lay_out(draw(param.shape, own or self.dtype, scale), self.params)
                 leaves[f"{number}.{name}"] = param
         for op in basic if self.parametrized else ():
             _parametrize(op)
@@ -459,7 +482,8 @@ class Case:
             leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
         autocast = self.autocast if dtype is None else None
-        return Built(chain, leaves, names, autocast, self.prefer, self.recipe)
+        how = self.prefer, self.recipe, self.checkpointed
+        return Built(chain, leaves, names, autocast, *how)
 
     def leaf_names(self) -> list[str]:
         """The names of the leaves that could need a gradient."""

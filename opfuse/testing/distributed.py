@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from ..core.context_managers import options
 from .cases import offered
+from .failures import Declined, Failure
 from .gloo_ranks import check_on_gloo, describe
 from .processes import registered_module
 from .rank_checks import CHECKS, Trial, plan
-from .running import Declined, Failure
+from .report import judge
 from .sharded import LAYERS, ShardedLayer
 
 
@@ -102,7 +103,7 @@ class DistributedSuite:
         except Failure as failure:
             who = f"plugin {self.plugin!r} fails the check {rank_check!r} on layer {layer.name!r}"
             problem = f"{who}: {failure}"
-        self._judge((rank_check, f"{layer.name}: {rank_check}"), problem)
+        judge(self.limits, (rank_check, f"{layer.name}: {rank_check}"), problem)
 
     _plans: ClassVar[dict[ShardedLayer, Exception | None]] = {}
     """What came of the check of plans, by layer; each class has its own."""
@@ -142,15 +143,4 @@ class DistributedSuite:
             check_on_gloo(self.plugin, self.layers, self.options)
         except Failure as failure:
             problem = f"plugin {self.plugin!r} fails {failure}"
-        self._judge(("gloo",), problem)
-
-    def _judge(self, names: tuple[str, ...], problem: str | None) -> None:
-        """Fail, or let a declared limit pass; a limit that works is a failure."""
-        declared: Any = next((name for name in names if name in self.limits), None)
-        if problem is not None and declared is None:
-            pytest.fail(problem, pytrace=False)
-        if problem is not None:
-            pytest.skip(f"declared limit: {self.limits[declared]}")
-        if declared is not None:
-            what = f"{declared!r} ({self.limits[declared]})"
-            pytest.fail(f"limits declares {what}, but it works", pytrace=False)
+        judge(self.limits, ("gloo",), problem)

@@ -20,11 +20,12 @@ from ..core.engine.planner import rows_of
 from ..core.extra_dtypes import kinds_of
 from ..core.fusion import Fusion, OneOrMore, Optional
 from ..core.quantization import Recipe, Usage
-from .cases import Case, Op, Subject, is_cast
+from .cases import Case, Op, Subject, is_cast, params_of
+from .failures import Declined
 from .makers import Makers, classes_of, variants_of
 from .placing import environment, matched, next_width_behind, placed, width_behind
 from .recipes import recipes_for
-from .running import Declined, separate
+from .running import separate
 from .tensors import extra_shape, input_shapes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -42,6 +43,9 @@ MORE_WIDTHS_OF_MODELS = (320, 640, 1000, 1024, 1280, 2048, 3072, 5120, 11008)
 
 SHAPES = tuple(itertools.product(((3,), (16,)), WIDTHS))
 """Rows and widths to try."""
+
+MORE_ROWS = tuple((1 << power,) for power in range(5, 13))
+"""Rows to try where the condition looks at their number."""
 
 SHAPES_OF_RECIPES = (((3,), 8), ((3,), 64), ((32,), 64), ((128,), 128), ((128,), 512))
 """Rows and widths to try under a recipe, whose blocks may have to be whole."""
@@ -121,9 +125,11 @@ class Chains:
         residual: Chains whose extra input comes out of a channel of the same chain.
         quantized: One case per structure and recipe, between ops that quantize.
         declined: The reasons why the fusion is not used for other structures, by structure.
+        elsewhere: Its condition takes none of them here, and takes one on some GPU.
         thorough: The checks try everything they know, however long it takes.
         most_rows: Cases with more rows are left out; None: none is.
         most_cases: So many cases of a check run, or all.
+        seen: What was found in the cases that ran, for all checks of one run.
     """
 
     subject: Subject
@@ -134,9 +140,11 @@ class Chains:
     residual: tuple[Case, ...]
     quantized: tuple[Case, ...]
     declined: dict[str, str]
+    elsewhere: bool = False
     thorough: bool = False
     most_rows: int | None = None
     most_cases: int | None = None
+    seen: dict[Case, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 def make_chains(
@@ -165,12 +173,12 @@ def make_chains(
     subject = subject._replace(makers=tuple(makers.items()))
     prefer = "memory" if getattr(subject.fusion, "trades_time", False) else "speed"
     lone = Case(subject, (), device=device, prefer=prefer)
-    given = [lone.with_(ops=tuple(example)) for example in examples]
+    own = [lone.with_(ops=tuple(example)) for example in examples]
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
     found: dict[str, list[Case]] = collections.defaultdict(list)
-    found |= {"plain": [*given], "all": [*given]}
-    found["quantized"] = [case.with_(recipe=recipe) for case in given for recipe in recipes]
-    declined = {}
+    found |= {"plain": [*own], "all": [*own]}
+    found["quantized"] = [case.with_(recipe=recipe) for case in own for recipe in recipes]
+    declined, elsewhere = {}, False
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     last: list[Any] = []
@@ -178,12 +186,16 @@ def make_chains(
     always = getattr(subject.fusion, "needs_recipe", False) and not casts
     for elements, recipe in _structures_and_recipes(pattern, recipes, always):
         reason: str | None = "no op could be made; tell how with `makers`"
-        for dtype, (rows, width) in itertools.product(
-            DTYPES, SHAPES if recipe is None else SHAPES_OF_RECIPES
-        ):
-            base = lone.with_(rows=rows, dtype=dtype, recipe=recipe)
+        wishes = dict.fromkeys(((prefer, False), ("memory", False), (prefer, True)))
+        tried = itertools.product(wishes, DTYPES, _shapes(subject.fusion, recipe))
+        refused: list[Case] = []
+        for (wish, frozen), dtype, (rows, width) in tried:
+            least = rows[0] if rows != (3,) else 1
+            given: Any = dict(rows=rows, dtype=dtype, recipe=recipe, least=least, prefer=wish)
+            base = lone.with_(**given)
             made = chains(elements, width, makers, one_by_one=thorough)
             cases = [placed(base, ops, width) for ops in made]
+            cases = [_with_frozen(case) for case in cases] if frozen else cases
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
                 at = 2 * width - 1
@@ -208,15 +220,45 @@ def make_chains(
                     wide = [placed(base, ops, width) for ops in some]
                     found["tiles"] += [case for case in wide if refusal(case) is None]
                 break
-            if cases and dtype is torch.float32 and rows == (3,):
+            refused += cases[:1]
+            if len(refused) == 1:  # the plainest
                 reason = refusal(cases[0])
         else:
+            elsewhere = elsewhere or (device == "cpu" and any(map(_taken_by_a_gpu, refused)))
             names = [getattr(element, "__name__", str(element)) for element in elements]
             names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
     kinds = "plain", "all", "models", "tiles", "residual", "quantized"
     made_of: Any = {kind: tuple(dict.fromkeys(found[kind])) for kind in kinds}
-    return Chains(subject, declined=declined, thorough=thorough, **made_of)
+    elsewhere = elsewhere and not found["all"]
+    return Chains(subject, declined=declined, elsewhere=elsewhere, thorough=thorough, **made_of)
+
+
+def _shapes(fusion: Any, recipe: Recipe | None) -> Sequence[tuple[tuple[int, ...], int]]:
+    """Rows and widths to try: more rows for a condition that asks for their number."""
+    asks = getattr(fusion, "needs_rows", False) or getattr(fusion, "needs_row_alignment", False)
+    usual = SHAPES if recipe is None else SHAPES_OF_RECIPES
+    return (*usual, *itertools.product(MORE_ROWS if asks else (), WIDTHS))
+
+
+def _with_frozen(case: Case) -> Case:
+    """The case with frozen parameters, for a fusion that is of no use in training."""
+    named = enumerate(_ops_of(case.with_(rows=(), dtype=torch.float32)))
+    return case.with_(frozen=tuple(f"{n}.{name}" for n, op in named for name in params_of(op)))
+
+
+def _taken_by_a_gpu(case: Case) -> bool:
+    places = [{"capability": at, "dtype": torch.bfloat16} for at in ((8, 0), (9, 0), (10, 0))]
+    gpu = torch.device("cuda")
+    return any(refusal(case, runs=True, device=gpu, **place) is None for place in places)
+
+
+def fitted(case: Case) -> Case:
+    """The case with as many times the rows as its fusion needs, if it takes no fewer."""
+    if case.least == 1 or refusal(case, runs=True) is None:
+        return case
+    first, *rest = case.rows or (1,)
+    return case.with_(rows=(first * case.least, *rest))
 
 
 def _structures_and_recipes(
@@ -315,21 +357,26 @@ def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[C
 _ops_of = functools.lru_cache(maxsize=512)(Case.basic_ops)
 
 
-def refusal(case: Case, runs: bool = False) -> str | None:
+def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
     """Why the fusion's condition refuses the case, or the separate ops do.
 
-    With ``runs``, it is known that the separate ops run it.
+    With ``runs``, it is known that the separate ops run it; ``changes`` are of the environment.
     """
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    basic = _ops_of(case.with_(rows=(), dtype=torch.float32))
+    basic = _ops_of(case.with_(rows=(), dtype=torch.float32, frozen=()))
+    for number, op in enumerate(basic):
+        for name, param in params_of(op).items():
+            param.requires_grad_(f"{number}.{name}" not in case.frozen)
     features = Chain(basic).widths[len(case.before)]
     wanted = {"row_alignment": fusion.needs_row_alignment, "rows": fusion.needs_rows}
     names = [name for name, needed in wanted.items() if needed]
     of_rows = rows_of((*names,), torch.empty(*case.rows, 0, device="meta"))
     facts: Any = dict(zip(names, of_rows, strict=True), dtype=case.dtype, recipe=case.recipe)
-    env = environment(case.device, features=features, **facts)
+    env = environment(case.device, features=features, **facts)._replace(**changes)
+    if case.prefer != "speed":
+        env = env._replace(options={**env.options, "prefer": case.prefer})
     try:
         ops = matched(case, basic)
         answer = True if fusion.when is None else fusion.when(ops, env)

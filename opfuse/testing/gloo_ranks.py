@@ -20,9 +20,10 @@ import torch.distributed as dist
 from ..core.context_managers import options
 from ..core.plugins import using
 from .cases import offered
-from .processes import registered_module
+from .failures import Failure
+from .processes import fresh_environment, registered_module
 from .rank_checks import compare_steps, whole
-from .running import Failure, only
+from .running import only
 from .sharded import Circumstances, Shard, ShardedLayer, Step
 
 SIZE, SECONDS = 2, 30
@@ -117,20 +118,12 @@ def check_on_gloo(plugin: str, layers: Sequence[ShardedLayer], chosen: Mapping[s
     Raises:
         Failure: A result is wrong, a process raises, or one hangs.
     """
-    module = registered_module(plugin) or ""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    unset = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "TRITON_INTERPRET")
-    environ = {name: value for name, value in os.environ.items() if name not in unset}
-    environ |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _START, plugin, registered_module(plugin) or ""]
+    given: Any = dict(env=fresh_environment(), text=True)
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "layers").write_text(describe(layers, chosen))
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", _START, plugin, module, str(rank), folder],
-                env=environ,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            subprocess.Popen([*command, str(rank), folder], stderr=subprocess.PIPE, **given)
             for rank in range(SIZE)
         ]
         problems = [_answer(process, folder, rank) for rank, process in enumerate(processes)]

@@ -6,11 +6,14 @@ a process of its own with ``TRITON_INTERPRET=1``. ``gpu`` runs everything on CUD
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from .running import fused
 
 
 class Tier(NamedTuple):
@@ -50,6 +53,25 @@ def tiers() -> list[Tier]:
         Tier("interpret", "cpu", interpret),
         Tier("gpu", "cuda", gpu),
     ]
+
+
+PROGRAMS = 512
+"""So many programs of kernels take the interpreter seconds."""
+
+
+def rows_by_grid(chains: Any) -> int | None:
+    """The rows with which an interpreted fusion starts about :data:`PROGRAMS`; None: any number."""
+    from .interpreter import count_programs
+
+    found = []
+    for case in chains.plain[:1]:
+        for rows in (64, 128):
+            with contextlib.suppress(Exception), count_programs() as programs:
+                fused(case.with_(rows=(rows,)))
+                found.append(len(programs))
+    if len(found) < 2 or found[0] == found[1]:
+        return None
+    return max(128, 64 * PROGRAMS // (found[1] - found[0]))
 
 
 def prepare(tier: Tier) -> None:

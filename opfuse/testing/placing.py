@@ -16,7 +16,8 @@ from ..core.environment import Environment
 from ..core.op import BasicOperation
 from ..core.settings import current
 from .cases import Case, Op, first_width, is_cast, undrawn
-from .running import Declined, only
+from .failures import Declined
+from .running import only
 from .tensors import next_width
 
 DEEP = (4, 4)

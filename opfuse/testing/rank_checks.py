@@ -16,7 +16,8 @@ from ..core.sequential import Sequential
 from ..tuning.tolerance import difference
 from . import recipes
 from .cases import Subject
-from .running import Declined, Failure, Plans, only, saying
+from .failures import Declined, Failure, saying
+from .running import Plans, only
 from .sharded import Circumstances, Shard, ShardedLayer, Step
 
 Answers = list[Any]

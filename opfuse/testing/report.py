@@ -6,15 +6,17 @@ import dataclasses
 import math
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import pytest
 import torch
 
 from .cases import Case, where
 from .checks import CHECKS, Check
-from .generate import Chains
+from .failures import UNUSED, Declined, Failure, blamed
+from .generate import Chains, fitted
 from .machine import is_interpreting
-from .running import UNUSED, Declined, Failure, blamed, separate
+from .running import seen, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +38,27 @@ class Outcome:
     case: Case | None = None
 
     def __str__(self) -> str:
-        if self.failure is None or self.case is None:
-            return f"{self.check}: {self.ran} cases passed"
+        if self.case is None:
+            return self.failure or f"{self.check}: {self.ran} cases passed"
         subject = self.case.subject
         who = f"{subject.passes} fusion {subject.name!r} of plugin {subject.plugin!r}"
         code = snippet(self.check, self.case)
         return f"{who} fails the check {self.check!r}: {self.failure}\n\n{code}"
+
+
+def judge(
+    limits: Mapping[str, str], names: Sequence[str], problem: str | None, passed: bool = True
+) -> None:
+    """Fail a test, or let a declared limit pass; a limit that works is a failure."""
+    declared = next((name for name in names if name in limits), None)
+    if declared is None:
+        if problem is not None:
+            pytest.fail(problem, pytrace=False)
+    elif problem is not None:
+        pytest.skip(f"declared limit: {limits[declared]}")
+    elif passed:
+        what = f"limits declares {declared!r} ({limits[declared]}), but it works"
+        pytest.fail(what, pytrace=False)
 
 
 def run(check: str, case: Case) -> None:
@@ -64,6 +81,14 @@ def run(check: str, case: Case) -> None:
 
 def run_all(check: Check, chains: Chains) -> Outcome:
     """Run a check on its cases up to the first failure, and look for a smaller failing case."""
+    token = seen.set(chains.seen)
+    try:
+        return _run_all(check, chains)
+    finally:
+        seen.reset(token)
+
+
+def _run_all(check: Check, chains: Chains) -> Outcome:
     ran, declined = 0, dict.fromkeys(chains.declined.values())
     for case in _some(dict.fromkeys(check.cases(chains)), chains):
         try:
@@ -80,7 +105,8 @@ def run_all(check: Check, chains: Chains) -> Outcome:
 
 def _some(cases: Iterable[Case], chains: Chains) -> list[Case]:
     """The cases that are within the limits; of too many, the same ones each time."""
-    few = [case for case in cases if math.prod(case.rows) <= (chains.most_rows or math.inf)]
+    most = chains.most_rows or math.inf
+    few = [case for case in map(fitted, cases) if math.prod(case.rows) <= most]
     most = chains.most_cases or len(few)
     return few if len(few) <= most else random.Random(0).sample(few, most)
 
@@ -106,14 +132,9 @@ def _shrink(
     return case, failure
 
 
-_NOT_SMALLER = ("rows", "dtype", "residual", "shared", "hidden", "device", "recipe")
-"""Attributes of a case whose default is not smaller than other values."""
-
-
 def _smaller(case: Case, others: Sequence[Case]) -> Iterator[Case]:
-    for field in dataclasses.fields(case)[2:]:
-        if field.name not in _NOT_SMALLER and getattr(case, field.name) != field.default:
-            yield case.with_(**{field.name: field.default})
+    defaults = {field.name: field.default for field in dataclasses.fields(case)}
+    yield from (case.with_(**{name: defaults[name]}) for name in case.varied)
     if case.dtype is not torch.float32:
         yield case.with_(dtype=torch.float32)
     for rows in ((1,), (3,), (2, 3), (127,), (1024,)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import types
@@ -23,31 +24,9 @@ from ..core.plugins import manager
 from ..core.settings import Recorder, Settings, current
 from . import recipes
 from .cases import Built, Case, Subject
+from .failures import UNUSED, Declined, Failure, blamed
 
 R = TypeVar("R")
-
-
-UNUSED = "it is not used for its own chain, and gives no reason"
-
-
-class Failure(AssertionError):
-    """A check found a fault.
-
-    The suite adds which check, which fusion, and the smallest failing case.
-    """
-
-
-@contextlib.contextmanager
-def saying(before: str = "", hint: str = "") -> Iterator[None]:
-    """Add words before and after the message of a failure, for a ``with`` block."""
-    try:
-        yield
-    except Failure as failure:
-        raise Failure(f"{before}{failure}{hint}") from failure
-
-
-class Declined(Exception):
-    """The fusion refused this case, with the reason."""
 
 
 @contextlib.contextmanager
@@ -114,6 +93,7 @@ class RunResult:
         outputs: With their autograd graph.
         weights: The incoming gradients, of the outputs that have one.
         grads: By leaf, for those that need one.
+        states: Of torch's generator after the forward, and after the backward.
     """
 
     built: Built
@@ -121,6 +101,7 @@ class RunResult:
     outputs: tuple[Tensor, ...]
     weights: list[Tensor] = dataclasses.field(default_factory=list)
     grads: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
+    states: list[Tensor] = dataclasses.field(default_factory=list)
 
 
 def forward(
@@ -134,47 +115,53 @@ def forward(
         built: The chain, if it was built before.
         chain: Makes the function to call from the chain.
     """
-    built = built or case.build(dtype)
-    given = built.inputs()
-    return RunResult(built, given, built(*given, chain=chain(built.chain) if chain else None))
+    built, states = built or case.build(dtype), list[Tensor]()
+    given, call = built.inputs(), chain(built.chain) if chain else built.chain
+
+    def noting(*inputs: Tensor) -> Any:
+        result = call(*inputs)
+        states.append(_generator_state(case))
+        return result
+
+    return RunResult(built, given, built(*given, chain=noting), states=states[:1])
 
 
-def backward(
-    case: Case, result: RunResult, only_main: bool = False, retain_graph: bool = False
-) -> RunResult:
+def _generator_state(case: Case) -> Tensor:
+    return torch.get_rng_state() if case.device == "cpu" else torch.cuda.get_rng_state()
+
+
+def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunResult:
     """Add the gradients to a forward's result.
 
     Args:
         case: The case.
         result: The result of :func:`forward`.
-        only_main: Use the first output alone.
         retain_graph: Let the backward run again.
     """
-    chosen = [y.requires_grad and not (only_main and k) for k, y in enumerate(result.outputs)]
+    chosen = [y.requires_grad and not (case.main_only and k) for k, y in enumerate(result.outputs)]
     weights = [w for w, use in zip(case.weights(result.outputs), chosen, strict=True) if use]
     outputs = [y for y, use in zip(result.outputs, chosen, strict=True) if use]
     wanted = {name: leaf for name, leaf in result.built.leaves.items() if leaf.requires_grad}
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if outputs and wanted:
         leaves = list(wanted.values())
-        found = torch.autograd.grad(
-            outputs, leaves, weights, allow_unused=True, retain_graph=retain_graph
-        )
+        given: Any = dict(allow_unused=True, retain_graph=retain_graph)
+        with torch.random.fork_rng([] if case.device == "cpu" else [torch.cuda.current_device()]):
+            (torch.default_generator if case.device == "cpu" else torch.cuda).manual_seed(1)
+            found = torch.autograd.grad(outputs, leaves, weights, **given)
+            result.states = [*result.states[:1], _generator_state(case)]
     result.weights = weights
     result.grads = dict(zip(wanted, found, strict=True))
     return result
 
 
-def fused(
-    case: Case, *, grads: bool = True, chain: Any = None, only_main: bool = False
-) -> RunResult:
+def fused(case: Case, *, grads: bool = True, chain: Any = None) -> RunResult:
     """Run a case with its fusion.
 
     Args:
         case: The case.
         grads: Run the backward too.
         chain: Replaces the chain, given the chain.
-        only_main: Differentiate the first output alone.
 
     Raises:
         Declined: The fusion refused, or the separate ops do.
@@ -184,7 +171,7 @@ def fused(
     with only(case.subject), Plans() as plans, blamed():
         result = forward(case, chain=chain)
         plans.require(case)
-        return backward(case, result, only_main) if grads else result
+        return backward(case, result) if grads else result
 
 
 def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
@@ -194,7 +181,7 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
         Declined: The fusion refused.
         Failure: It is not used.
     """
-    with only():
+    with references_only(case):
         expected = step()
     with only(case.subject), Plans() as plans:
         got = step()
@@ -202,44 +189,57 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
     return got, expected
 
 
-@contextlib.contextmanager
-def blamed() -> Iterator[None]:
-    """Turn an error that is raised inside into a failure: the separate ops ran."""
-    try:
-        yield
-    except (Failure, Declined):
-        raise
-    except Exception as error:
-        text = str(error).strip()
-        text = f"{text[:600]}..." if text[600:] else text
-        raise Failure(f"it raised {type(error).__name__}: {text}") from error
+_ANY: Any = None  # in place of a fusion that is not used
 
 
-def separate(case: Case, dtype: torch.dtype | None = None, only_main: bool = False) -> RunResult:
+def separate(case: Case, dtype: torch.dtype | None = None) -> RunResult:
     """The same case without any fusion; with ``dtype`` fp64, the truth.
 
     Raises:
         Declined: The separate ops do not take it.
     """
-    return _separate(case, dtype and case.exact, only_main)
+    if not alone.get():  # whatever watches the fusion, or however it is called
+        case = case.with_(subject=case.subject._replace(fusion=_ANY, makers=()))
+    return _separate(case, dtype and case.exact, alone.get())
 
 
 @functools.lru_cache(maxsize=2048)
-def _separate(case: Case, dtype: torch.dtype | None, only_main: bool) -> RunResult:
+def _separate(case: Case, dtype: torch.dtype | None, itself: bool) -> RunResult:
     try:
-        with only():
-            return backward(case, forward(case, dtype), only_main)
+        with references_only(case):
+            return backward(case, forward(case, None if itself else dtype))
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
 
 
-def references(case: Case, only_main: bool = False) -> tuple[RunResult, RunResult]:
+def references(case: Case) -> tuple[RunResult, RunResult]:
     """The references for a fused result: the separate ops', and the truth in fp64.
 
     Raises:
         Declined: The separate ops do not take it.
     """
-    return separate(case, None, only_main), separate(case, torch.float64, only_main)
+    return separate(case), separate(case, torch.float64)
+
+
+seen: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("seen", default=None)
+"""What was found in cases, for all the checks of one run."""
+
+alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
+
+
+def references_only(case: Case) -> Any:
+    """For a ``with`` block: :func:`only` what a fusion is compared with, no fusion or itself."""
+    return only(case.subject if alone.get() else None)
+
+
+@contextlib.contextmanager
+def with_itself() -> Iterator[None]:
+    """Compare the fusion with its own lone calls in place of the separate ops."""
+    token = alone.set(True)
+    try:
+        yield
+    finally:
+        alone.reset(token)
 
 
 Callback = Callable[[FusedOperation, list[Any], Any, Any], None]

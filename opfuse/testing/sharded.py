@@ -185,14 +185,8 @@ class Circumstances:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        given = [f"{self.size} ranks, rows {self.rows}", str(self.dtype)]
-        given += [f"autocast to {self.autocast}"] if self.autocast else []
-        given += [f"biases around {self.bias:g}"] if self.bias != 1 else []
-        given += [f"frozen: {', '.join(self.frozen)}"] if self.frozen else []
-        given += [self.mode] if self.mode != "train" else []
-        given += ["under checkpoint"] if self.checkpoint else []
-        given += [repr(self.recipe)] if self.recipe else []
-        return ", ".join(given)
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        return ", ".join(f"{name}: {value}" for name, value in given.items())
 
 
 @dataclasses.dataclass

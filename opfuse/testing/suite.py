@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,11 +15,12 @@ import torch
 from ..core.quantization import Recipe
 from .cases import Op, Subject, subjects
 from .checks import CHECKS, DEPENDENT, ROOTS
+from .failures import Failure
 from .generate import Chains, make_chains
-from .machine import Tier, is_interpreting, prepare, tiers
+from .machine import Tier, is_interpreting, prepare, rows_by_grid, tiers
 from .processes import PLUGIN_CHECKS, registered_module
-from .report import Outcome, run_all
-from .running import Failure
+from .report import Outcome, judge, run_all
+from .running import with_itself
 
 
 class FusionSuite:
@@ -37,8 +39,10 @@ class FusionSuite:
         limits: What the plugin cannot do, and why: check -> reason, or ``"fusion: check"`` ->
             reason. Checks are the names in ``testing.CHECKS``, and of the plugin as a whole
             ``"entry_point"``, ``"imports"`` and ``"processes"``; a fusion's is that in a report. A
-            limit that is not one, because the check passes, is a failure. Dropout is
-            compared for the same seed: a fusion that draws otherwise than torch declares that here.
+            limit that is not one, because the check passes with ``thorough`` too, is a failure.
+            Dropout is compared for the same seed: a fusion that draws otherwise than torch declares
+            ``"output"`` and ``"gradients"`` here. Its other calls are then compared with its own
+            lone ones.
         inexact: Fusions that cast, and whose kernels may differ in the last bit: name -> reason. In
             their casts one code in 1000 may be one step off; all other fusions give the codes of
             the separate ops.
@@ -49,8 +53,8 @@ class FusionSuite:
             each a list of :class:`Op`.
         recipes: The recipes that its fusions are tested under; None: those of the plugin, with
             their defaults, and of the kit.
-        most_rows: The largest number of rows in the tier ``interpret``, for kernels that start a
-            program for each row, where more take minutes; None: any.
+        most_rows: The largest number of rows in the tier ``interpret``; None: as many as start a
+            few hundred programs of its kernels.
         most_cases: So many cases of each check run, the same ones each time, unless ``thorough``;
             None: all.
         thorough: Test more widths, rows, layouts and combinations of frozen leaves, which takes
@@ -107,7 +111,7 @@ class FusionSuite:
             PLUGIN_CHECKS[plugin_check](self.plugin, cases)
         except Failure as failure:
             problem = f"plugin {self.plugin!r} fails the check {plugin_check!r}: {failure}"
-        self._judge((plugin_check,), problem, passed=problem is None)
+        judge(self.limits, (plugin_check,), problem)
 
     def test_tier(self, skipped_tier: Tier) -> None:
         """Skip the tiers that cannot run here, with the reason."""
@@ -137,12 +141,19 @@ class FusionSuite:
         alone = fusion_check not in DEPENDENT or any(name in self.limits for name in names)
         if not alone and (root := self._failing(tier, subject, fusion_check, known=True)):
             pytest.skip(f"not checked, since {root!r} fails: fix that first")
-        outcome = self.check(subject, fusion_check, tier.device)
+        limited = any(name in self.limits for name in names)
+        roots = {*ROOTS, *(f"{subject.name}: {root}" for root in ROOTS)} & {*self.limits}
+        itself = bool(roots) and fusion_check in DEPENDENT.difference(ROOTS)
+        with with_itself() if itself else contextlib.nullcontext():
+            outcome = self.check(subject, fusion_check, tier.device)
+            if limited and outcome.ran and outcome.failure is None and not self.thorough:
+                every = self._make(subject, tier.device, thorough=True)  # whichever mode this is
+                outcome = run_all(CHECKS[fusion_check], every)
         type(self)._failed[tier.name, subject, fusion_check] = outcome.failure is not None
         problem = None if outcome.failure is None else str(outcome)
         if problem and not alone and (root := self._failing(tier, subject, fusion_check)):
             pytest.skip(f"it fails, and so does {root!r}: fix that first")
-        self._judge(names, problem, passed=problem is None and outcome.ran > 0)
+        judge(self.limits, names, problem, passed=outcome.ran > 0)
         if not outcome.ran:
             pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
 
@@ -175,34 +186,27 @@ class FusionSuite:
     def check(self, subject: Subject, name: str, device: str = "cpu") -> Outcome:
         """Run one check on one fusion."""
         chains = self.chains(subject, device)
-        if not chains.all and all("makers" in reason for reason in chains.declined.values()):
-            wanted = "`examples`" if not chains.declined else "`makers`"
-            problem = f"no chain can be made for fusion {subject.name!r}: tell how with {wanted}"
-            if name == next(iter(CHECKS)):  # say it only once
-                pytest.fail(problem, pytrace=False)
-            pytest.skip(problem)
+        if not chains.all:
+            reasons = "; ".join(dict.fromkeys(chains.declined.values()))
+            reasons = reasons or "tell how with `examples`"
+            problem = f"no chain can be made for fusion {subject.name!r}: {reasons}"
+            if chains.elsewhere or name != next(iter(CHECKS)):  # say it only once
+                pytest.skip(problem + "; on a GPU it would be used" * chains.elsewhere)
+            return Outcome(name, 0, failure=problem)
         return run_all(CHECKS[name], chains)
 
     @classmethod
     def chains(cls, subject: Subject, device: str) -> Chains:
         """The chains that a fusion is tested on."""
         if (subject, device) not in cls._made:
-            own = subject._replace(inexact=subject.name in cls.inexact)
-            examples = cls.examples.get(subject.name, ())
-            made = make_chains(own, device, cls.makers, examples, cls.thorough, cls.recipes)
-            rows = cls.most_rows if is_interpreting() else None
-            cases = None if cls.thorough else cls.most_cases
-            made = dataclasses.replace(made, most_rows=rows, most_cases=cases)
-            cls._made[subject, device] = made
+            cls._made[subject, device] = cls._make(subject, device, cls.thorough)
         return cls._made[subject, device]
 
-    def _judge(self, names: tuple[str, ...], problem: str | None, *, passed: bool) -> None:
-        """Fail, or let a declared limit pass; a limit that works is a failure."""
-        declared = [name for name in names if name in self.limits]
-        if problem is not None and not declared:
-            pytest.fail(problem, pytrace=False)
-        if problem is not None:
-            pytest.skip(f"declared limit: {self.limits[declared[0]]}")
-        if declared and passed:
-            what = f"{declared[0]!r} ({self.limits[declared[0]]})"
-            pytest.fail(f"limits declares {what}, but it works", pytrace=False)
+    @classmethod
+    def _make(cls, subject: Subject, device: str, thorough: bool) -> Chains:
+        own = subject._replace(inexact=subject.name in cls.inexact)
+        examples = cls.examples.get(subject.name, ())
+        made = make_chains(own, device, cls.makers, examples, thorough, cls.recipes)
+        rows = (cls.most_rows or rows_by_grid(made)) if is_interpreting() else None
+        cases = None if thorough else cls.most_cases
+        return dataclasses.replace(made, most_rows=rows, most_cases=cases)

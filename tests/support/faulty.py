@@ -370,7 +370,7 @@ class NeedsTheGradientOfAnExtraOutput(opfuse.FusedOperation):
         return extra + grad_output * basic_op_ctxs[1].scale, [(), ()], [(), ()]
 
 
-@faulty("output", "(?s)the output is wrong by.*layout='", "forward", GELU)
+@faulty("output", "(?s)the output is (wrong by|NaN in).*layout='", "forward", GELU)
 class IgnoresStrides(Pointwise):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         self.basic_ops[0].operand(basic_op_ctxs[0], input_)
@@ -378,7 +378,7 @@ class IgnoresStrides(Pointwise):
         return F.gelu(dense, approximate=self.basic_ops[0].approximate), [()]
 
 
-@faulty("gradients", "(?s)is wrong by.*layout='", "backward", GELU)
+@faulty("gradients", "(?s)is (wrong by|NaN in).*layout='", "backward", GELU)
 class IgnoresStridesOfTheGradient(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         dense = torch.as_strided(

@@ -61,8 +61,7 @@ DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {
         "opfuse.v1",
         "import opfuse\n"
         + _FUSION.replace(
-            "[opfuse.ops.GELU], Gelu)",
-            "[opfuse.ops.GELU], Gelu, name=sorted('abcdefgh', key=hash)[0])",
+            "[opfuse.ops.GELU], Gelu)", "[opfuse.ops.GELU], Gelu, name=f'gelu {hash(chr(97))}')"
         ),
     ),
 }

@@ -79,7 +79,7 @@ class IgnoresTheMask(opfuse.FusedOperation):
         return grad_output * 1, [()], [()]
 
 
-@faulty("output", "(?s)the output is wrong by.*switched=", "joint", Dropout)
+@faulty("output", "(?s)the output is wrong by.*(switched=|training=False)", "joint", Dropout)
 class DropsInEvaluationToo(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, mask = torch.native_dropout(input_, self.basic_ops[0].p, True)

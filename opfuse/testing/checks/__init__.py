@@ -3,16 +3,16 @@
 A failure of a later one may come from a fault that an earlier one found.
 """
 
-from . import calls, features, holding, leavings, memory, planning, quantized, values  # noqa: F401  # each adds its checks
+from . import calls, features, holding, memory, planning, quantized, values  # noqa: F401  # each adds its checks
 from .registry import FOUND, Check
 
 ORDER = """condition settings pattern same_plan runs codes unmodified_inputs \
-saved_state unmodified_gradients output recompute
+saved_state unmodified_gradients output strides recompute
 gradients aliasing requires_grad grad_input autocast \
-repeatable interleaved growing follows_values keeps_numbers
+repeatable interleaved orders follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads host_reads
-without_grad batch_invariance gradcheck main_grad recipe deepcopy checkpoint
+without_grad batch_invariance main_grad recipe deepcopy checkpoint
 held_results opcheck compile""".split()
 
 CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
@@ -20,9 +20,10 @@ CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 
 ROOTS = ("runs", "output", "gradients")
 DEPENDENT = frozenset(
-    """output recompute gradients requires_grad autocast repeatable interleaved growing
-follows_values keeps_numbers nan_and_inf magnitude together versions neighbours subclasses threads
-without_grad batch_invariance gradcheck main_grad recipe deepcopy checkpoint compile""".split()
+    """output recompute gradients requires_grad autocast repeatable interleaved orders
+follows_values keeps_numbers nan_and_inf magnitude errors
+together versions neighbours subclasses threads
+without_grad batch_invariance main_grad recipe deepcopy checkpoint compile""".split()
 )
 """Checks that fail for the same cause when an earlier one of ``ROOTS`` fails."""
 

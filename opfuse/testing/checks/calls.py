@@ -6,6 +6,7 @@ The calls come one after the other, one inside the other, or in threads.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +17,11 @@ from torch import Tensor, nn
 
 from ...core.settings import current
 from ..cases import Built, Case
-from ..generate import Chains
+from ..failures import Declined, Failure, blamed, saying
+from ..generate import Chains, refusal
 from ..machine import is_interpreting
 from ..reference import compare_grads, compare_results, describe
 from ..running import (
-    Declined,
-    Failure,
     Plans,
     RunResult,
     backward,
@@ -30,35 +30,13 @@ from ..running import (
     fused,
     only,
     references,
-    saying,
+    references_only,
     separate,
 )
-from .registry import check, decline_state, evaluating, plain, surrounded
+from .leavings import plain_attributes
+from .registry import check, decline_state, plain
 
 R = TypeVar("R")
-
-
-@check(surrounded)
-def repeatable(case: Case) -> None:
-    """The same chain gives bitwise the same twice, and the right thing in every call."""
-    decline_state(case)
-    expected = references(case)
-    with only(case.subject), Plans() as plans:
-        built = case.build()
-        first, *others = [backward(case, forward(case, built=built)) for _ in range(3)]
-    plans.require(case)
-    for call, got in enumerate((first, *others), 1):
-        with saying(f"in call {call}, "):
-            compare_results(case, got, *expected)
-        pairs: list[Any] = [("the output", got.outputs[0], first.outputs[0])]
-        pairs += [
-            (f"the gradient of {describe(case, name)}", grad, first.grads[name])
-            for name, grad in got.grads.items()
-        ]
-        for what, one, other in pairs:
-            if one is not None and other is not None and not torch.equal(one, other):
-                calls = f"between call 1 and call {call} of the same"
-                raise Failure(f"{what} differs in its last bits {calls}")
 
 
 def _calls(
@@ -74,53 +52,66 @@ def _calls(
         yield one, chain._replace(leaves={**chain.leaves, **fresh})
 
 
-def _compare_calls(
-    case: Case, times: Sequence[int], run: Callable[[list[tuple[Case, Built]]], list[RunResult]]
-) -> None:
-    """Compare the results of ``run`` for the calls with the separate ops.
-
-    A failure says which call is wrong.
-    """
-
-    def step(dtype: torch.dtype | None = None) -> list[RunResult]:
-        return run(list(_calls(case, times, dtype)))
-
-    for one, _ in _calls(case, times):
-        separate(one)
-    with only():
-        truth = step(case.exact)
-    got, expected = both(case, step)
-    for number, (one, _) in enumerate(_calls(case, times)):
-        with saying(f"in number {number + 1}, "):
-            compare_results(one, got[number], expected[number], truth[number])
-
-
 @check(plain)
 def interleaved(case: Case) -> None:
     """Forwards with other values and fewer rows, then their backwards: none affects another."""
+    times = 2, 2, 1
+    ones = [one for one, _ in _calls(case, times)]
 
-    def run(calls: list[tuple[Case, Built]]) -> list[RunResult]:
-        results = [forward(one, built=built) for one, built in calls]
-        return [backward(one, result) for (one, _), result in zip(calls, results, strict=True)]
+    def step(dtype: torch.dtype | None = None) -> list[RunResult]:
+        results = [forward(one, built=built) for one, built in _calls(case, times, dtype)]
+        return [backward(one, result) for one, result in zip(ones, results, strict=True)]
 
-    with saying("with 3 forwards before their backwards, "):
-        _compare_calls(case, (2, 2, 1), run)
+    for one in ones:
+        separate(one)
+    with references_only(case):
+        truth = step(case.exact)
+    got, expected = both(case, step)
+    for number, one in enumerate(ones):
+        with saying(f"with 3 forwards before their backwards, in number {number + 1}, "):
+            compare_results(one, got[number], expected[number], truth[number])
+
+
+_KINDS: tuple[tuple[dict[str, Any], Any], ...] = (
+    ({}, torch.enable_grad),
+    ({"training": False}, torch.enable_grad),
+    ({"training": False}, torch.no_grad),
+    ({"autocast": torch.bfloat16}, torch.enable_grad),
+    ({"training": False, "autocast": torch.float16}, torch.inference_mode),
+    ({"frozen": ("input",)}, torch.enable_grad),
+)
+"""How a call may differ from the one before."""
 
 
 @check(plain)
-def growing(case: Case) -> None:
-    """Calls of one chain, later ones with many more rows: no call depends on the first size."""
-    times = (1, 43, 2) if is_interpreting() else (1, 43, 2, 171)
+def orders(case: Case) -> None:
+    """One chain called in each kind of call after each other kind, with few and many rows."""
+    decline_state(case)
+    kinds = [kind for kind in _KINDS if refusal(case.with_(**kind[0])) is None]
+    order = [number for i in range(len(kinds)) for j in range(i, len(kinds)) for number in (i, j)]
 
-    def run(calls: list[tuple[Case, Built]]) -> list[RunResult]:
-        return [backward(one, forward(one, built=built)) for one, built in calls]
+    def step() -> list[tuple[Case, RunResult]]:
+        results, built = [], case.build()
+        for number, (changes, mode) in enumerate(kinds[number] for number in order):
+            one = case.with_(**changes)
+            times = (1, 2, 43 if is_interpreting() else 171)[number % 3]
+            rows = tuple(times * size for size in one.rows[:1]) + one.rows[1:]
+            fresh = one.with_(rows=rows).build()
+            given = {name: leaf for name, leaf in fresh.leaves.items() if "." not in name}
+            call = fresh._replace(chain=built.chain, leaves={**built.leaves, **given})
+            built.chain.train(one.training)
+            with mode():
+                result = forward(one, built=call)
+                if mode is torch.enable_grad:
+                    result = backward(one, result)
+            results.append((one, result))
+        return results
 
-    with saying(
-        f"with {', '.join(map(str, times[:-1]))} and {times[-1]} times the rows one after the "
-        "other, ",
-        "; what depends on the number of rows belongs in the call",
-    ):
-        _compare_calls(case, times, run)
+    got, expected = both(case, step)
+    for number, ((one, mine), (_, other)) in enumerate(zip(got, expected, strict=True)):
+        before = f"after {kinds[order[number - 1]]}, " if number else ""
+        with saying(f"in call {number + 1} of one chain, {before}"):
+            compare_results(one, mine, other, other)
 
 
 # What is changed between calls, or between forward and backward
@@ -141,18 +132,30 @@ def _with_constants(chains: Chains) -> Iterator[Case]:
 def _numbers(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """The numbers on the ops that decide what they compute, with others to put there."""
     found: list[tuple[nn.Module, str, Any]] = []
-    for op in chain.modules():
-        for name, value in vars(op).items():
-            if isinstance(value, float):
-                found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
-            elif name == "zero_centered_gamma":
-                found.append((op, name, not value))
+    for op, name, value in _attributes(chain):
+        if isinstance(value, float):
+            found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
+        elif name == "zero_centered_gamma":
+            found.append((op, name, not value))
     return found
 
 
-def _renumber(chain: nn.Module) -> None:
-    for op, name, value in _numbers(chain):
-        setattr(op, name, value)
+def _attributes(chain: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for op in chain.modules():
+        yield from ((op, name, value) for name, value in plain_attributes(op).items())
+
+
+def _others(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Every number, flag and text that an op takes by name, and its mode, with another value."""
+    found = _numbers(chain)
+    for op, name, value in _attributes(chain):
+        taken = inspect.signature(type(op)).parameters
+        optional = name in taken and taken[name].default is not inspect.Parameter.empty
+        if name == "training" or (optional and isinstance(value, bool)):
+            found.append((op, name, not value))
+        elif optional and isinstance(value, (int, str)):
+            found.append((op, name, value + 1 if isinstance(value, int) else f"not {value}"))
+    return [*{(id(op), name): (op, name, value) for op, name, value in found}.values()]
 
 
 def _values_followed(chains: Chains) -> Iterator[Case]:
@@ -204,28 +207,32 @@ def follows_values(case: Case) -> None:
 
 @check(_with_constants)
 def keeps_numbers(case: Case) -> None:
-    """The backward uses its forward's numbers (scale, p, eps, ...), whatever is set since."""
+    """The backward uses its forward's numbers, flags and mode, whatever is set since."""
 
-    def step(change: bool = True) -> RunResult:
+    def step(change: int | None = None) -> RunResult:
         result = forward(case)
-        if change:
-            _renumber(result.built.chain)
+        if change is not None:
+            op, name, value = _others(result.built.chain)[change]
+            setattr(op, name, value)
         return backward(case, result)
 
-    with only():
-        expected = step(change=False)
-        try:
-            compare_grads(case, step(), expected, expected)
-        except Failure:
-            raise Declined(
-                "the separate ops' own backward uses numbers that were set after the forward"
-            ) from None
-    got, _ = both(case, step)
-    with saying(
-        "with numbers of its ops changed between forward and backward, ",
-        "; leave numbers on the context in the forward, and read them there in the backward",
-    ):
-        compare_grads(case, got, expected, expected)
+    with references_only(case):
+        expected = step()
+    names = [f"{name} of {type(op).__name__}" for op, name, _ in _others(case.build().chain)]
+    for number, name in enumerate(names):
+        with references_only(case):
+            try:
+                compare_grads(case, step(number), expected, expected)
+            except Exception:  # the separate ops' own backward reads it, too
+                continue
+        with saying(
+            f"with {name} changed between forward and backward, ",
+            "; leave numbers on the context in the forward, and read them there in the backward",
+        ):
+            with only(case.subject), Plans() as plans, blamed():
+                got = step(number)
+            plans.require(case)
+            compare_grads(case, got, expected, expected)
 
 
 @check(plain, passes=("forward", "joint"))
@@ -265,43 +272,6 @@ def versions(case: Case) -> None:
                 raise Failure(
                     f"{what}; save what the op got, not a copy of it over the same memory"
                 ) from failure
-
-
-def _drawing(chains: Chains) -> Iterator[Case]:
-    every = chains.thorough
-    yield from (case for case in chains.all if every or case in chains.plain or case.draws)
-    yield from evaluating(chains)
-
-
-@check(_drawing)
-def generator(case: Case) -> None:
-    """Numbers drawn after its forward or backward are those drawn after the separate ops."""
-    on_gpu = case.device != "cpu"
-    states: list[Tensor] = []
-
-    def noting(call: Callable[..., R]) -> Callable[..., R]:
-        def noted(*given: Any) -> R:
-            result = call(*given)
-            states.append(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state())
-            return result
-
-        return noted
-
-    def step() -> list[Tensor]:
-        states.clear()
-        result = forward(case, chain=noting)
-        with torch.random.fork_rng([torch.cuda.current_device()] if on_gpu else []):
-            torch.manual_seed(1)
-            noting(backward)(case, result)
-        return [*states]
-
-    got, expected = both(case, step)
-    for when, mine, other in zip(("forward", "backward"), got, expected, strict=True):
-        if not torch.equal(mine, other):
-            raise Failure(
-                f"its {when} leaves torch's generator in another state than the separate ops do: "
-                "draw what they draw, nothing where they draw nothing, and never seed it"
-            )
 
 
 # Threads
@@ -355,7 +325,7 @@ def threads(case: Case) -> None:
         raise Declined("threads share torch's generator")
     decline_state(case)
     fused(case)
-    with only():
+    with references_only(case):
         pairs = list(_calls(case, (1, 1)))
         expected = [backward(one, forward(one, built=built)) for one, built in pairs]
     results: list[Any] = [None, None]

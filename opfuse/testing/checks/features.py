@@ -6,25 +6,21 @@ They cover modes without gradients, autocast, compile, checkpoint, copies and er
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ...core.context_managers import checkpoint_contexts, options
+from ...core.context_managers import options
 from ...ops import BasicLinear, GroupedLinear
 from ..cases import Built, Case
-from ..generate import Chains
-from ..reference import compare_grads, compare_outputs, compare_results, describe
+from ..failures import Declined, Failure, saying
+from ..generate import Chains, refusal
+from ..reference import compare_grads, compare_outputs, compare_results, describe, where_finite
 from ..running import (
-    Declined,
-    Failure,
     RunResult,
     backward,
     both,
@@ -32,61 +28,37 @@ from ..running import (
     fused,
     only,
     references,
-    saying,
+    references_only,
     separate,
-    watched,
 )
-from .registry import check, decline_state, first, joined, keeping_weights, plain, surrounded
+from ..scenarios import covered
+from .leavings import copies, settings_now, unchanged_attributes, unchanged_settings
+from .observed import observed
+from .registry import check, decline_state, has_state, plain, scenarios
 
 
-@check(plain, passes=("forward", "joint"))
+@check(scenarios, passes=("forward", "joint"))
 def without_grad(case: Case) -> None:
-    """Under ``no_grad`` and ``inference_mode``: the same output, no graph, and nothing is saved.
-
-    A second call leaves the output of the first as it was.
-    """
-    saved: list[Any] = []
-
-    def keep(op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
-        saved.extend(tensor for ctx in ctxs for tensor in ctx.to_save or () if tensor is not None)
-
-    def step() -> RunResult:
-        first = forward(case)
-        copies, leaves = [y.clone() for y in first.outputs], first.built.leaves
-        given = [name for name in leaves if "." not in name and leaves[name].is_floating_point()]
-        others = {name: -2.5 * leaves[name] for name in given}
-        forward(case, built=first.built._replace(leaves={**leaves, **others}))
-        for number, (y, copy_) in enumerate(zip(first.outputs, copies, strict=True)):
-            if not torch.equal(y, copy_):
-                raise Failure(f"a second call writes into output {number} of the first")
-        return first
-
-    for mode in (torch.no_grad, torch.inference_mode):
-        with saying(f"under {mode.__name__}, "):
-            with mode():
-                got, expected = both(watched(case, keep), step)
-            if saved:
-                raise Failure("it saves tensors for a backward that never comes")
-            compare_outputs(case, got, expected, separate(case, torch.float64))
+    """Under ``no_grad`` and ``inference_mode``: nothing is saved, and no output is used again."""
+    observed(case, "without_grad")
+    if not case.varied:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), saying(f"under {mode.__name__}, "), only(case.subject):
+                _two_calls(case)
 
 
-def _autocasts(chains: Chains) -> Iterator[Case]:
-    for case in surrounded(chains):
-        yield case.with_(autocast=torch.bfloat16)
-    for case in chains.plain:
-        yield case.with_(autocast=torch.float16)
-        yield case.with_(autocast=torch.float16, rows=(2, 5))
-        yield case.with_(autocast=torch.bfloat16, wide=True)
-        yield joined(case).with_(autocast=torch.bfloat16, wide=True)
-        yield case.with_(autocast=torch.bfloat16, frozen=("input",))
-        yield from keeping_weights(case)
-        yield from keeping_weights(joined(case))
-
-
-@check(_autocasts)
-def autocast(case: Case) -> None:
-    """Under autocast: the dtypes of the separate ops, and their values."""
-    compare_results(case, fused(case), *references(case))
+def _two_calls(case: Case) -> None:
+    first = forward(case)
+    kept, leaves = (
+        copies({f"output {k}": y for k, y in enumerate(first.outputs)}),
+        first.built.leaves,
+    )
+    given = [name for name in leaves if "." not in name and leaves[name].is_floating_point()]
+    others = {name: -2.5 * leaves[name] for name in given}
+    forward(case, built=first.built._replace(leaves={**leaves, **others}))
+    for name, (y, copy_) in kept.items():
+        if not torch.equal(y, copy_):
+            raise Failure(f"a second call writes into {name} of the first")
 
 
 @check(plain, passes=("forward", "joint"))
@@ -100,34 +72,12 @@ def batch_invariance(case: Case) -> None:
     if not getattr(case.subject.fusion, "batch_invariant", False):
         raise Declined("it does not promise batch_invariant")
     try:
-        with only():
+        with references_only(case):
             step()
     except RuntimeError as error:
         raise Declined(f"the separate ops raise {error}") from error
     got, expected = both(case, step)
     compare_outputs(case, got, expected, separate(case, torch.float64))
-
-
-@check(plain)
-def gradcheck(case: Case) -> None:
-    """Numerical and analytical gradients agree, in fp64."""
-    if case.recipe is not None:
-        raise Declined("what is quantized has no derivative")
-    case = case.with_(dtype=torch.float64, rows=(2,))
-    fused(case, grads=False)
-    with only(case.subject):
-        built = case.build()
-        count = len(built.inputs())  # the parameters are the leaves after them
-
-        def call(*tensors: Tensor) -> Any:
-            return built(*[t * 1 if built.writable else t for t in tensors[:count]])
-
-        leaves = tuple(built.leaves.values())
-        try:
-            torch.autograd.gradcheck(call, leaves, nondet_tol=0.0, fast_mode=True)
-        except GradcheckError as error:
-            what = str(error).strip().splitlines()[0]
-            raise Failure(f"{what}: compare its backward with its forward") from error
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,15 +100,21 @@ class Injected(RuntimeError):
 
 @check(plain)
 def errors(case: Case) -> None:
-    """An error inside a kernel reaches the caller, and what the separate ops refuse is refused."""
-    warm = fused(case, grads=False).built
+    """An error inside a kernel reaches the caller and leaves no trace; refusals are the ops'."""
+    expected = references(case)
+    warm, was = fused(case, grads=False).built, settings_now()
     with only(case.subject):
         if case.recipe is not None:
             forward(case, built=warm)
         for at in range(40):
             # where a quantizer cannot be made, its plugin is off from then on
-            if not _raises(case, case.build() if case.recipe is None else warm, at):
+            if not _raises(case, warm, at):
                 break
+            unchanged_settings(was, f"error in operation {at}")
+            unchanged_attributes(warm, expected[0].built)
+        if not has_state(case):
+            with saying("after errors inside its kernels, "):
+                compare_results(case, backward(case, forward(case, built=warm)), *expected)
     _refuse_extras(case)
 
 
@@ -271,30 +227,43 @@ def _compiled(chains: Chains) -> Iterator[Case]:
 
     For one row, the compiled code takes no other number.
     """
-    plain, thorough = chains.plain, chains.thorough
-    yield from (case.with_(rows=(4,)) for case in (plain if thorough else plain[:1]))
-    yield from (case.with_(rows=(1,)) for case in (plain if thorough else plain[1:][-1:]))
+    cases, thorough = chains.all, chains.thorough
+    yield from (case.with_(rows=(4,)) for case in (cases if thorough else cases[:1]))
+    yield from (case.with_(rows=(1,)) for case in (cases if thorough else cases[1:][-1:]))
+    for case in chains.plain[:1]:
+        left, seen = [one for one in covered(case) if one.scale == 1], set[Any]()
+        yield case.with_(rows=(2, 3))
+        for _ in left if thorough else range(3):  # what has most that is new
+            yield (most := max(left, key=lambda one: len(_traits(one) - seen)))
+            seen |= _traits(most)
+
+
+def _traits(case: Case) -> set[Any]:
+    """What a case has, by attribute; of what draws or computes again, or has no rows, nothing."""
+    apart = case.checkpointed or case.parametrized or 0 in case.rows
+    names = () if apart else ("rows", "dtype", "params", *case.varied)
+    return {(name, getattr(case, name)) for name in names}
 
 
 @check(_compiled, slow=True)
 def compile(case: Case) -> None:
     """``torch.compile(fullgraph=True)`` gives the same, for one row count and for any."""
     decline_state(case)
+    if (reason := refusal(case, compiling=True)) is not None:
+        raise Declined(reason)
     fused(case, grads=False)
     torch._dynamo.reset()
 
     how: dict[str, Any] = dict(fullgraph=True, dynamic=case.rows != (1,), backend="aot_eager")
     with only(case.subject):
         got = backward(case, forward(case, chain=lambda chain: torch.compile(chain, **how)))
-    compare_results(case, got, *references(case))
+    compare_results(case, *where_finite(case, got, *references(case)))
 
 
-@check(first)
+@check(lambda chains: [case.with_(checkpointed=True) for case in chains.plain])
 def checkpoint(case: Case) -> None:
     """``torch.utils.checkpoint`` gives the same gradients."""
-    how: dict[str, Any] = dict(use_reentrant=False, context_fn=checkpoint_contexts)
-    got = fused(case, chain=lambda chain: functools.partial(torch_checkpoint, chain, **how))
-    compare_results(case, got, *references(case))
+    compare_results(case, fused(case), *references(case))
 
 
 @check(plain)
@@ -321,14 +290,21 @@ def _accumulating(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
         own = [op for op in case.ops if op.cls in (BasicLinear, GroupedLinear) and not op.via]
         ops = tuple(o.with_(accumulate_into_main_grad=True) if o in own else o for o in case.ops)
-        if own:
-            yield case.with_(ops=ops)
-            yield case.with_(ops=ops, rows=(2, 5), frozen=("input",))
+        for one in [case.with_(ops=ops)] if own else []:
+            yield one
+            yield one.with_(rows=(2, 5), frozen=("input",))
+            yield one.with_(dtype=torch.bfloat16, rows=(5,))
 
 
 @check(_accumulating)
 def main_grad(case: Case) -> None:
-    """With ``accumulate_into_main_grad`` it leaves the gradient of a weight to the op."""
+    """A weight's gradient goes to its ``main_grad``: added to it, or in its place."""
+    for replaced in (False, True):
+        _accumulate(case, replaced)
+
+
+def _accumulate(case: Case, replaced: bool) -> None:
+    """``replaced``: what is in the sum has the factor 0."""
 
     def step(dtype: torch.dtype | None = None) -> RunResult:
         result = forward(case, dtype)
@@ -338,6 +314,7 @@ def main_grad(case: Case) -> None:
         names = [name for name in leaves if name.startswith((*stored,))]
         for name in names:
             leaves[name].main_grad = torch.ones_like(leaves[name])
+            leaves[name].overwrite_main_grad = replaced
         pairs = zip(result.outputs, case.weights(result.outputs), strict=True)
         chosen = [pair for pair in pairs if pair[0].requires_grad]
         torch.autograd.backward([y for y, _ in chosen], [weight for _, weight in chosen])
@@ -348,9 +325,10 @@ def main_grad(case: Case) -> None:
             result.grads[name] = leaves[name].main_grad
         return result
 
-    with only():
+    with references_only(case):
         truth = step(case.exact)
     got, expected = both(case, step)
     hint = "; the op adds to main_grad what the backward returns"
-    with saying("with accumulate_into_main_grad=True, ", hint):
+    how = "accumulate_into_main_grad=True" + ", overwrite_main_grad=True" * replaced
+    with saying(f"with {how}, ", hint):
         compare_grads(case, got, expected, truth)

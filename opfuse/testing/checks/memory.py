@@ -1,9 +1,8 @@
-"""Checks of memory: who may write where, who shares what, what is kept, and for how long."""
+"""Checks of memory: what is kept for the backward, and for how long."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,141 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...core.authoring import saved_bytes as count_saved_bytes
-from ...core.context_managers import _CORE_OPTIONS, options
 from ...core.op import BasicOperation
 from ..cases import Built, Case
+from ..failures import Failure
 from ..generate import Chains
-from ..reference import describe
-from ..running import Failure, RunResult, backward, blamed, forward, fused, only, watched
-from .registry import check, numbered, plain, surrounded
-from .values import aliases, memory_of
-
-
-def _copies(named: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {name: (tensor, tensor.detach().clone()) for name, tensor in named.items()}
-
-
-def _unchanged(copies: dict[str, tuple[Tensor, Tensor]], who: str) -> None:
-    for name, (tensor, copy) in copies.items():
-        if not torch.equal(tensor.detach(), copy):
-            raise Failure(f"its {who} modifies {name}")
-
-
-def _with_residuals(chains: Chains) -> Iterator[Case]:
-    yield from surrounded(chains)
-    yield from chains.residual
-
-
-@check(_with_residuals)
-def unmodified_inputs(case: Case) -> None:
-    """The forward leaves inputs and parameters as they are, unless the op says in-place.
-
-    That holds where no gradient is needed, too.
-    """
-    fused(case, grads=False)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with only(case.subject):
-            built = case.build()
-            before = _copies({describe(case, name): leaf for name, leaf in built.leaves.items()})
-            with mode():
-                forward(case, built=built)
-        _unchanged(before, "forward" if mode is torch.enable_grad else f"{mode.__name__} forward")
-
-
-@check(_with_residuals)
-def unmodified_gradients(case: Case) -> None:
-    """The backward changes no incoming gradient, saved tensor, output, input or parameter."""
-    fused(case, grads=False)
-    saved: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        name = f"saved tensor {len(saved)}, of shape {tuple(tensor.shape)}"
-        saved.update(_copies({name: tensor}))
-        return tensor
-
-    with only(case.subject):
-        built = case.build()
-        given = built.inputs()
-        named = {describe(case, name): leaf for name, leaf in built.leaves.items()}
-        before = _copies(named)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            outputs = built(*given)
-        weights = case.weights(outputs)
-        named = {f"output {k}": y for k, y in enumerate(outputs)}
-        named |= {f"the incoming gradient of output {k}": w for k, w in enumerate(weights)}
-        before |= _copies(named)
-        wanted = [leaf for leaf in built.leaves.values() if leaf.requires_grad]
-        torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
-    _unchanged({**before, **saved}, "backward")
-    if "debug" in _CORE_OPTIONS:  # the core looks at what is between two steps too
-        with only(case.subject), options(debug=True), blamed():
-            backward(case, forward(case))
-
-
-def _shared(result: RunResult) -> set[tuple[str, str]]:
-    """Pairs of tensors that share memory, among those that go in and come out."""
-    parts: dict[str, Any] = {"the input": result.given[0]}
-    parts |= {f"extra input {k}": t for k, t in enumerate(result.given[1:])}
-    parts |= {name: p for name, p in result.built.leaves.items() if "." in name}
-    parts |= {f"incoming gradient {k}": t for k, t in enumerate(result.weights)}
-    memory = {name: memory_of(tensor) for name, tensor in {**parts, **_made(result)}.items()}
-    return {(a, b) for a, b in itertools.combinations(memory, 2) if memory[a] & memory[b]}
-
-
-def _made(result: RunResult) -> dict[str, Tensor]:
-    """The outputs and gradients by name."""
-    outputs = {f"output {k}": y for k, y in enumerate(result.outputs)}
-    grads = {f"the gradient of {name}": t for name, t in result.grads.items() if t is not None}
-    return outputs | grads
-
-
-def _few_rows(chains: Chains) -> Iterator[Case]:
-    yield from surrounded(chains)
-    yield from (case.with_(rows=rows) for case in chains.plain for rows in ((), (1,), (1, 1)))
-    yield from chains.residual
-    yield from numbered(chains)
-
-
-@check(_few_rows)
-def aliasing(case: Case) -> None:
-    """Outputs and gradients share memory only as the separate ops' do, and never across calls."""
-    result = fused(case)
-    with only():
-        expected = _shared(backward(case, forward(case)))
-    for one, other in sorted(_shared(result) - expected):
-        raise Failure(f"{other} shares memory with {one}, which the separate ops' does not")
-    mine = _made(result)
-    kept, again = _copies(mine), fused(case)
-    for what, tensor in _made(again).items():
-        for name in aliases(tensor, mine):
-            raise Failure(f"{what} shares memory with {name} of an earlier call")
-    _unchanged(kept, "second call")
-
-
-@check(surrounded, passes=("backward", "joint"))
-def grad_input(case: Case) -> None:
-    """The gradient that the backward returns shares memory only as ``grad_input`` declares."""
-    found: list[str] = []
-
-    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
-        fresh = op.grad_input == "fresh" and not ctxs[-1].owns_grad_output
-        known = {"grad_output": dy} if fresh else {}
-        groups = {
-            "saved tensor": [ctx.saved_tensors for ctx in ctxs],
-            "the parameter gradient": result[1],
-            "the extra-input gradient": result[2],
-        }
-        for kind, of_ops in groups.items():
-            for n, tensors in enumerate(of_ops):
-                each = enumerate(tensors or ())
-                known |= {f"{kind} {k} of op {n}": t for k, t in each if isinstance(t, Tensor)}
-        declares = f"declares grad_input={op.grad_input!r}, but returns "
-        if op.grad_input != "shared":
-            found.extend(declares + name for name in aliases(result[0], known))
-
-    fused(watched(case, None, look))
-    if found:
-        raise Failure(f"its backward {found[0]}, or a view of it")
+from ..running import backward, forward, fused, only
+from ..scenarios import covered
+from .registry import check, plain
 
 
 def saved_bytes_of(case: Case, fused_op: bool) -> int:
@@ -167,14 +38,19 @@ def saved_bytes_of(case: Case, fused_op: bool) -> int:
         return count_saved_bytes(lambda: built(*given), there)
 
 
-@check(surrounded)
+def _saving(chains: Chains) -> list[Case]:
+    """What follows may keep what it gives, and the separate ops too: then it counts for neither."""
+    cases = [one for case in chains.plain for one in (case, *covered(case))]
+    return [one for one in cases if not (one.checkpointed or one.after)] or [*chains.plain]
+
+
+@check(_saving)
 def saved_bytes(case: Case) -> None:
     """No more memory is kept for the backward than the separate ops keep."""
     fused(case, grads=False)
-    for frozen in ((), ("input",)):
-        mine, other = (saved_bytes_of(case.with_(frozen=frozen), flag) for flag in (True, False))
-        if mine > other:
-            raise Failure(f"it keeps {mine} bytes for the backward, the separate ops keep {other}")
+    mine, other = (saved_bytes_of(case, flag) for flag in (True, False))
+    if mine > other:
+        raise Failure(f"it keeps {mine} bytes for the backward, the separate ops keep {other}")
 
 
 class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]

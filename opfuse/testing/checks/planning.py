@@ -15,23 +15,14 @@ from ...core.fusion import Fusion, Subclasses
 from ...core.op import BasicOperation
 from ...core.quantization import Recipe
 from ..cases import Case, Op, is_cast
+from ..failures import Declined, Failure, blamed, saying
 from ..generate import DTYPES, WIDTHS, chains, structures
 from ..placing import environment, matched, placed
 from ..recipes import recipes_for
 from ..reference import compare_results
-from ..running import (
-    Declined,
-    Failure,
-    Plans,
-    backward,
-    blamed,
-    forward,
-    fused,
-    only,
-    references,
-    saying,
-)
-from .registry import check, every, first, plain
+from ..running import Plans, backward, forward, fused, only, references
+from ..scenarios import choices
+from .registry import check, every, plain
 
 
 @check(every)
@@ -60,7 +51,7 @@ def condition(case: Case) -> None:
             _ask(case, ops, env, "; it must not read the data of parameters" * (device == "meta"))
 
 
-@check(first)
+@check(lambda chains: chains.plain[:1])
 def refusals(case: Case) -> None:
     """Of any chain that fits its pattern, ``when`` and ``benefit`` say the same when asked again.
 
@@ -119,14 +110,9 @@ def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
 def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
     """The ops with one argument that is True or False set to the other, where an op takes that."""
     for place, op in enumerate(ops):
-        for name, parameter in inspect.signature(op.cls).parameters.items():
-            if isinstance(parameter.default, bool) and not op.via and name not in dict(op.kwargs):
-                other = op.with_(**{name: not parameter.default})
-                try:
-                    other()
-                except Exception:  # it says why not
-                    continue
-                yield (*ops[:place], other, *ops[place + 1 :])
+        for name, values in () if op.via or is_cast(op) else choices(op):
+            for value in values[1:] if isinstance(values[0], bool) else ():
+                yield (*ops[:place], op.with_(**{name: value}), *ops[place + 1 :])
 
 
 class ProbeRecipe(Recipe):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...core.context_managers import _CORE_OPTIONS, options
 from ...core.quantization import QuantizedTensor
 from ...ops import Cast
 from ..cases import Case, subjects
-from ..generate import Chains
-from ..reference import compare, compare_codes, compare_grads, compare_outputs, compare_results
+from ..failures import Declined, Failure, blamed, saying
+from ..generate import Chains, fitted
+from ..reference import compare, compare_codes, compare_results
 from ..running import (
-    Declined,
-    Failure,
     RunResult,
     backward,
     both,
@@ -25,66 +24,101 @@ from ..running import (
     one_by_one,
     only,
     references,
-    saying,
     watched,
 )
-from .registry import (
-    MANY_ROWS,
-    check,
-    evaluating,
-    frozen,
-    joined,
-    keeping_weights,
-    long_sums,
-    numbered,
-    numeric,
-    surrounded,
-)
+from .leavings import aliases, other_settings, unchanged_settings
+from .observed import observed
+from .registry import check, exact, numbered, plain, scenarios
 
 
-@check(numeric)
+@check(exact)
 def output(case: Case) -> None:
     """All outputs, against the separate ops in fp64, at the tolerance of the dtype."""
-    expected = references(case)
-    compare_outputs(case, fused(case, grads=False), *expected)
+    observed(case, "output")
 
 
-def _with_shapes(case: Case) -> Case:
-    """The case with a fusion whose backward checks the shapes of gradients.
+@check(exact)
+def strides(case: Case) -> None:
+    """Outputs lie in memory as the separate ops' do."""
+    observed(case, "strides")
 
-    It raises where a gradient has another shape than its parameter.
+
+def _is_usual(case: Case) -> bool:
+    return not case.varied and case.rows in ((3,), (case.least,))
+
+
+@check(scenarios)
+def settings(case: Case) -> None:
+    """A call leaves torch's settings as they were, whatever those were, and its ops' attributes."""
+    observed(case, "settings")
+    if not _is_usual(case):
+        return
+    with other_settings() as was, only(case.subject):
+        result = forward(case)
+        unchanged_settings(was, "forward")
+        backward(case, result)
+        unchanged_settings(was, "backward")
+
+
+@check(scenarios)
+def unmodified_inputs(case: Case) -> None:
+    """The forward leaves inputs and parameters as they are, unless the op says in-place.
+
+    That holds where no gradient is needed, too.
     """
-
-    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
-        for basic, _, name, grad in _param_grads(op, ctxs, result):
-            if grad.shape != basic.read_parameter(name).shape:
-                wrong = f"{tuple(grad.shape)} for {name} of {type(basic).__name__}"
-                raise Failure(
-                    f"its backward returns a gradient of shape {wrong}, which autograd must add up"
-                )
-
-    return watched(case, None, look)
+    observed(case, "unmodified_inputs")
 
 
-def _param_grads(op: Any, ctxs: Any, result: Any) -> Iterator[tuple[Any, bool, str, Tensor]]:
-    """The gradients of parameters that a backward gave: op, whether it needs it, name, tensor."""
-    for basic, ctx, grads in zip(op.basic_ops, ctxs, result[1], strict=True):
-        # the core insists on the number
-        each = zip(ctx.param_requires_grad, basic.param_names, grads or (), strict=False)
-        yield from ((basic, *found) for found in each if found[-1] is not None)
+@check(scenarios)
+def unmodified_gradients(case: Case) -> None:
+    """The backward changes no incoming gradient, saved tensor, output, input or parameter."""
+    observed(case, "unmodified_gradients")
+    if "debug" in _CORE_OPTIONS and _is_usual(case):  # what is between two steps, too
+        with only(case.subject), options(debug=True), blamed():
+            backward(case, forward(case))
 
 
-def _saving(chains: Chains) -> Iterator[Case]:
-    yield from chains.all
-    yield from evaluating(chains)
-    yield from frozen(chains, every_rank=False)
-    for case in chains.plain:
-        yield case.with_(autocast=torch.bfloat16)
-        yield from keeping_weights(case)
-        yield case.with_(rows=(2, 3), dtype=torch.bfloat16)
-        yield case.with_(rows=(5,), layout="strided")
-        yield case.with_(rows=MANY_ROWS)
-    yield from chains.quantized
+@check(scenarios)
+def aliasing(case: Case) -> None:
+    """Outputs and gradients share memory only as the separate ops' do, and never across calls."""
+    observed(case, "aliasing")
+
+
+@check(scenarios, passes=("backward", "joint"))
+def grad_input(case: Case) -> None:
+    """The gradient that the backward returns shares memory only as ``grad_input`` declares."""
+    observed(case, "grad_input")
+
+
+@check(scenarios)
+def generator(case: Case) -> None:
+    """Numbers drawn after its forward or backward are those drawn after the separate ops."""
+    observed(case, "generator")
+
+
+@check(scenarios)
+def repeatable(case: Case) -> None:
+    """The same chain gives bitwise the same twice, and the right thing in every call."""
+    observed(case, "repeatable")
+
+
+@check(lambda chains: [case for case in scenarios(chains) if case.autocast])
+def autocast(case: Case) -> None:
+    """Under autocast: the dtypes of the separate ops, and their values."""
+    observed(case, "output", "gradients")
+
+
+@check(lambda chains: [c for c in scenarios(chains) if c.scale != 1 and not c.autocast])
+def magnitude(case: Case) -> None:
+    """Large and small numbers: finite where the separate ops are, and as exact."""
+    hint = "; do what leaves the range of half precision in fp32"
+    with saying(f"with inputs around {case.scale:g}, ", hint):
+        observed(case, "output", "gradients")
+
+
+def _saving(chains: Chains) -> list[Case]:
+    varied = [case for case in scenarios(chains) if case.varied]
+    return [*chains.all, *varied, *chains.quantized]
 
 
 @check(_saving, passes=("forward",))
@@ -148,18 +182,6 @@ class Kept:
         self._left.append((op.basic_ops, left))
 
 
-def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
-    """The names of the known tensors, quantized or not, that share memory with this one."""
-    memory = memory_of(tensor)
-    return [name for name, other in known.items() if memory & memory_of(other)]
-
-
-def memory_of(tensor: Any) -> set[int]:
-    """The storages of a tensor, quantized or not; of anything else there are none."""
-    parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
-    return {t.untyped_storage()._cdata for t in parts if isinstance(t, Tensor) and t.numel()}
-
-
 def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
     if not got["needed"]:
         if got["saved"] is not None:
@@ -199,47 +221,19 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
             )
 
 
-def _differentiable(chains: Chains) -> Iterator[Case]:
-    yield from numeric(chains)
-    for case in chains.plain:
-        half = case.with_(dtype=torch.bfloat16)
-        yield from (one.with_(gradient=1e6) for one in (case, half))
-        yield from long_sums(case)
-    yield from map(joined, chains.plain)
-    forks = [case for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops)]
-    yield from (case.with_(hidden=True) for case in forks)
-
-
-@check(_differentiable)
+@check(exact)
 def gradients(case: Case) -> None:
     """The gradients of input, parameters and extra inputs, against the separate ops in fp64."""
-    expected = references(case)
-    got = fused(_with_shapes(case))
-    compare_grads(case, got, *expected)
-    if len(got.outputs) > 1:
-        got = fused(case, only_main=True)
-        with saying("where no extra output is used, "):
-            compare_grads(case, got, *references(case, only_main=True))
+    observed(case, "gradients")
 
 
-@check(frozen)
+@check(lambda chains: [case for case in exact(chains) if case.frozen])
 def requires_grad(case: Case) -> None:
     """Whichever leaves need a gradient get the right one, and no other work is done."""
-    expected = references(case)
-    needless: list[str] = []
-
-    def look(op: Any, ctxs: Any, dy: Tensor, result: Any) -> None:
-        for basic, needs, name, _ in _param_grads(op, ctxs, result):
-            if not needs:
-                needless.append(f"{name} of {type(basic).__name__}")
-
-    got = fused(watched(case, None, look))
-    compare_results(case, got, *expected)
-    if needless:
-        raise Failure(f"it computes the gradient of {needless[0]}, which needs none")
+    observed(case, "requires_grad", "output", "gradients")
 
 
-@check(surrounded)
+@check(plain)
 def together(case: Case) -> None:
     """With every fusion of its plugin at once, the numbers are right too."""
     offered = subjects(case.subject.plugin)
@@ -253,15 +247,10 @@ def together(case: Case) -> None:
             compare_results(case, backward(case, forward(case)), *expected)
 
 
-def _plain_and_numbered(chains: Chains) -> Iterator[Case]:
-    yield from chains.plain
-    yield from numbered(chains)
-
-
-@check(_plain_and_numbered)
+@check(lambda chains: [*chains.plain, *numbered(chains)])
 def nan_and_inf(case: Case) -> None:
     """NaN and infinity appear where the separate ops give them."""
-    case = case.with_(rows=(4,))
+    case = fitted(case.with_(rows=(4,)))
 
     def step() -> RunResult:
         built = case.build()
@@ -271,42 +260,3 @@ def nan_and_inf(case: Case) -> None:
 
     got, expected = both(case, step)
     compare_results(case, got, expected, expected)
-
-
-def _near_the_ends(chains: Chains) -> Iterator[Case]:
-    for case in chains.all if chains.thorough else chains.plain:
-        for scale in (500.0, 2.0**-9):
-            yield case.with_(dtype=torch.float16, scale=scale)
-            yield case.with_(autocast=torch.float16, scale=scale)
-            yield case.with_(dtype=torch.bfloat16, scale=scale)
-
-
-@check(_near_the_ends)
-def magnitude(case: Case) -> None:
-    """Half precision, large and small numbers: finite where the separate ops are, and as exact."""
-    expected = references(case)
-    got = fused(case)
-    hint = "; do what leaves the range of half precision in fp32"
-    with saying(f"with inputs around {case.scale:g}, ", hint):
-        compare_results(case, *_where_finite(case, got, *expected))
-
-
-def _where_finite(case: Case, *results: RunResult) -> Iterator[RunResult]:
-    """The results, 0 where the separate ops' leave the dtype's range, or nearly do.
-
-    There no result is right.
-    """
-    _, expected, truth = results
-    largest = 0.9 * torch.finfo(case.compute_dtype).max
-
-    def clear(tensor: Tensor | None, other: Tensor | None, true: Tensor | None) -> Tensor | None:
-        if tensor is None or other is None or true is None or tensor.shape != other.shape:
-            return tensor
-        inside = other.isfinite() & (other.abs() < largest) & (true.abs() < largest)
-        return torch.where(inside, tensor, 0.0)
-
-    for result in results:
-        pairs = zip(result.outputs, expected.outputs, truth.outputs, strict=True)
-        grads = {n: clear(g, expected.grads[n], truth.grads[n]) for n, g in result.grads.items()}
-        outputs: Any = tuple(clear(*three) for three in pairs)
-        yield dataclasses.replace(result, outputs=outputs, grads=grads)
