@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..cases import Case
+from ..failures import Failure, blamed, saying
 from ..generate import Chains
 from ..reference import compare_grads
-from ..running import Failure, backward, blamed, forward, fused, only, saying
+from ..running import backward, forward, fused, only
 from .registry import check, decline_state
 
 _EVERY = os.environ.get("OPFUSE_THOROUGH", "") not in ("", "0")

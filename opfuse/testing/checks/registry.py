@@ -157,23 +157,3 @@ def decline_state(case: Case) -> None:
     """
     if has_state(case):
         raise Declined(f"the scales of {type(case.recipe).__name__} change from call to call")
-
-
-def frozen(chains: Chains) -> Iterator[Case]:
-    """One chain per structure and number of dimensions, with some leaves frozen.
-
-    The frozen ones are each leaf, all but one, and all before the last.
-    """
-    ranks = ((), (2, 3), (2, 1, 3)) if chains.thorough else ((), (2, 3))
-    dimensions = [case.with_(rows=rows) for case in chains.plain for rows in ranks]
-    for case in dimensions:  # one parameter alone, as where biases are tuned
-        names = case.leaf_names()
-        kept = (name for name in names if "." in name and len(case.rows) > 1)
-        half = case.with_(dtype=torch.bfloat16)
-        yield from (half.with_(frozen=tuple(n for n in names if n != k)) for k in kept)
-    for case in (*chains.plain, *dimensions):
-        names = case.leaf_names()
-        sets = frozen_sets(names)
-        for count in range(len(names)) if chains.thorough else ():
-            sets += itertools.combinations(names, count)
-        yield from (case.with_(frozen=names) for names in dict.fromkeys(sets))
