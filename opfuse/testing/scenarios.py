@@ -158,7 +158,8 @@ def variants(case: Case) -> tuple[Case, ...]:
     for row in rows if len(named) > 1 else ({"0": v} for v in named.get("0", ())):
         ops, given = [own.get(n, op) for n, op in enumerate(case.ops)], zip(options, row.values())  # noqa: B905
         for (n, name), value in given:
-            ops[n] = ops[n].with_(**{name: value})
+            if _makes(ops[n], name, value):  # beside those before
+                ops[n] = ops[n].with_(**{name: value})
         found.append(case.with_(ops=tuple(ops)))
     return tuple(dict.fromkeys(found))
 

@@ -90,13 +90,13 @@ def orders(case: Case) -> None:
     kinds = [kind for kind in _KINDS if refusal(case.with_(**kind[0])) is None]
     order = [number for i in range(len(kinds)) for j in range(i, len(kinds)) for number in (i, j)]
 
-    def step() -> list[tuple[Case, RunResult]]:
-        results, built = [], case.build()
+    def step(dtype: torch.dtype | None = None) -> list[tuple[Case, RunResult]]:
+        results, built = [], case.build(dtype)
         for number, (changes, mode) in enumerate(kinds[number] for number in order):
             one = case.with_(**changes)
             times = (1, 2, 43 if is_interpreting() else 171)[number % 3]
             rows = tuple(times * size for size in one.rows[:1]) + one.rows[1:]
-            fresh = one.with_(rows=rows).build()
+            fresh = one.with_(rows=rows).build(dtype)
             given = {name: leaf for name, leaf in fresh.leaves.items() if "." not in name}
             call = fresh._replace(chain=built.chain, leaves={**built.leaves, **given})
             built.chain.train(one.training)
@@ -104,14 +104,17 @@ def orders(case: Case) -> None:
                 result = forward(one, built=call)
                 if mode is torch.enable_grad:
                     result = backward(one, result)
-            results.append((one, result))
+            results.append((one.with_(rows=rows), result))
         return results
 
+    with references_only(case):
+        truth = step(case.exact)
     got, expected = both(case, step)
-    for number, ((one, mine), (_, other)) in enumerate(zip(got, expected, strict=True)):
+    calls = zip(got, expected, truth, strict=True)
+    for number, ((one, mine), (_, other), (_, true)) in enumerate(calls):
         before = f"after {kinds[order[number - 1]]}, " if number else ""
         with saying(f"in call {number + 1} of one chain, {before}"):
-            compare_results(one, mine, other, other)
+            compare_results(one, mine, other, true)
 
 
 # What is changed between calls, or between forward and backward

@@ -173,7 +173,10 @@ class _Run:
                 if grad is not None and not needed:
                     text = f"it computes the gradient of {what}, which needs none"
                     self.found["requires_grad"] = Failure, text
-                if grad is not None and grad.shape != basic.read_parameter(name).shape:
+                if grad is None:
+                    continue
+                leaf = f"{[*self.built.chain].index(basic)}.{name}"  # a read may draw it again
+                if grad.shape != self.built.leaves[leaf].shape:
                     wrong = f"{tuple(grad.shape)} for {what}, which autograd must add up"
                     text = f"its backward returns a gradient of shape {wrong}"
                     self.found["gradients"] = Failure, text
