@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -248,9 +249,12 @@ def _with_frozen(case: Case) -> Case:
 
 
 def _taken_by_a_gpu(case: Case) -> bool:
-    places = [{"capability": at, "dtype": torch.bfloat16} for at in ((8, 0), (9, 0), (10, 0))]
-    gpu = torch.device("cuda")
-    return any(refusal(case, runs=True, device=gpu, **place) is None for place in places)
+    """Whether some GPU takes it, or will once measured, if a measurement is not all that lacks."""
+    speeds = (None, math.inf)[: 1 + (refusal(case, runs=True, measured=math.inf) is not None)]
+    gpu: Any = dict(device=torch.device("cuda"), dtype=torch.bfloat16)
+    places = itertools.product(((8, 0), (9, 0), (10, 0)), speeds)
+    asked = (refusal(case, True, **gpu, capability=at, measured=speed) for at, speed in places)
+    return None in asked
 
 
 def fitted(case: Case) -> Case:
