@@ -48,7 +48,8 @@ CAUSES = {
     "condition": "`when` returns False, None or a single word; or it reads the data of a parameter",
     "settings": (
         "a setting of torch (deterministic algorithms, precision of products, default dtype, "
-        "number of threads) is set for a kernel, and not set back where it raises"
+        "number of threads) is set for a kernel, and not set back where it raises; an attribute of "
+        "an op is set in a call"
     ),
     "pattern": (
         "`when` is narrower than the pattern and does not say so; or another fusion of the "
@@ -80,13 +81,17 @@ CAUSES = {
         "a value is rounded where the ops do not round, or computed in half precision where "
         "they use fp32; a mask ends at the wrong row; a number of the op is not used"
     ),
+    "strides": (
+        "`torch.empty` or `.contiguous()` where the ops keep the order of dimensions of their "
+        "operand, as `torch.empty_like` does"
+    ),
     "recompute": (
         "the output is computed again from something that has changed since, such as a number "
         "of the op or the state of a quantizer"
     ),
     "gradients": (
-        "a sum over rows in half precision; a missing factor; a broadcast dimension that is not "
-        "summed; numbers of the op in place of those of the forward"
+        "a sum over rows in half precision; a missing factor; the formula of another forward; a "
+        "broadcast dimension that is not summed; numbers of the op in place of those of the forward"
     ),
     "aliasing": (
         "the output is a view of the input or of a saved tensor; a buffer is kept on the fused "
@@ -109,13 +114,17 @@ CAUSES = {
         "something of a call is kept on the fused op and not on a context, such as whether the "
         "kernel ran"
     ),
-    "growing": "a grid, a strip or a workspace is sized at the first call",
+    "orders": (
+        "a grid, a strip, a workspace or a choice of code is made at the first call, and kept for "
+        "calls of another number of rows, mode, dtype or gradient"
+    ),
     "follows_values": (
         "a parameter or a number is read in `__init__` or `planned`; something is cached by the "
         "version or the address of a tensor"
     ),
     "keeps_numbers": (
-        "the backward reads `self.basic_ops[0].scale`, and not what the forward left on the context"
+        "the backward reads `self.basic_ops[0].scale` or `training`, and not what the forward left "
+        "on the context"
     ),
     "nan_and_inf": (
         "a maximum or a comparison drops NaN; a mask multiplies by zero in place of choosing"
@@ -124,7 +133,10 @@ CAUSES = {
         "a square, an exponential or a product leaves the range of the dtype; a difference of "
         "two large numbers; an epsilon inside of half precision"
     ),
-    "errors": "an exception is caught; a shape that the ops refuse is broadcast",
+    "errors": (
+        "an exception is caught; a shape that the ops refuse is broadcast; what a call sets is not "
+        "set back where it raises"
+    ),
     "together": (
         "a fusion relies on what another one of the plugin leaves, or leaves something else"
     ),
@@ -149,19 +161,19 @@ CAUSES = {
     "batch_invariance": (
         "`batch_invariant=True` is declared, and the order of a sum depends on the number of rows"
     ),
-    "gradcheck": (
-        "the backward belongs to another formula than the forward; it computes in fp32 where "
-        "the input is in fp64"
-    ),
     "main_grad": (
-        "the fused op adds to `main_grad` itself, or changes a gradient after `ctx.grad_sum` "
-        "has it: see `adds_to_sum`"
+        "the fused op adds to `main_grad` itself, or with another factor, or changes a gradient "
+        "after `ctx.grad_sum` has it: see `adds_to_sum`"
     ),
     "recipe": "a tensor is cast twice, or by another quantizer; a quantizer's state is read late",
     "deepcopy": (
         "a reference to the original op or to its tensors is kept in an attribute or in a closure"
     ),
     "checkpoint": "the forward depends on how often it ran",
+    "held_results": (
+        "an in-place operation or `out=` on what an operation of PyTorch gave, or on a view of it, "
+        "without asking `opfuse.core.authoring.may_write`"
+    ),
     "opcheck": (
         "a custom operator without a fake implementation, or whose schema says that it changes "
         "nothing"
