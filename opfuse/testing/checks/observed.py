@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.isolation import standing_for
 from ..cases import Case
 from ..failures import Declined, Failure, blamed, saying
 from ..reference import (
@@ -173,10 +174,8 @@ class _Run:
                 if grad is not None and not needed:
                     text = f"it computes the gradient of {what}, which needs none"
                     self.found["requires_grad"] = Failure, text
-                if grad is None:
-                    continue
-                leaf = f"{[*self.built.chain].index(basic)}.{name}"  # a read may draw it again
-                if grad.shape != self.built.leaves[leaf].shape:
+                as_read = basic.read_parameter(name, standing_for)
+                if grad is not None and grad.shape != as_read.shape:
                     wrong = f"{tuple(grad.shape)} for {what}, which autograd must add up"
                     text = f"its backward returns a gradient of shape {wrong}"
                     self.found["gradients"] = Failure, text
