@@ -181,15 +181,15 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 6750,  # 300 for processes that compare what they run, 250 for the same numbers again
-    "opfuse.ops": 4400,  # 700 for what runs on several processes, 900 for log-probabilities and losses
+    "opfuse.core": 7300,  # 300 for processes that compare what they run, 350 for isolation, 550 to take back
+    "opfuse.ops": 4440,  # 700 for what runs on several processes, 900 for log-probabilities and losses
     "opfuse.report": 630,
-    "opfuse.tuning": 1260,  # 50 for processes that tune together
+    "opfuse.tuning": 1130,  # 50 for processes that tune together
     "opfuse.testing": 4100,  # 700 for ranks that are simulated, and the suite that runs on them
     "opfuse.cli": 850,  # 550 for check-plugin
-    "opfuse_triton": 3600,
-    "opfuse_convert": 4260,
-    "opfuse_convert.memory": 1015,  # 165 for what is compiled, and how it is compared
+    "opfuse_triton": 3602,
+    "opfuse_convert": 4340,
+    "opfuse_convert.memory": 1030,  # 165 for what is compiled, and how it is compared
     "opfuse_quantized": 950,
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1

@@ -222,6 +222,7 @@ ALLOWED = {
     "opfuse.core.engine.execute._run_fused_backward": LIST,
     "opfuse.core.engine.execute.run_backward": LIST,
     "opfuse.core.engine.side_tensors.BackwardExtras.forget_after": STATE,
+    "opfuse.core.isolation._tensor.restore": "it puts back what a model held",
     "opfuse.core.precision._library_adds": "it asks a library, once",
     "opfuse.core.precision.add_product": GIVEN,
     "opfuse.core.quantization.quantizer.Quantizer.discard": STATE,

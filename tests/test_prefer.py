@@ -262,7 +262,8 @@ def test_one_weight_of_two_ops():
         with preferring(prefer):
             found.append((saved_by(chain, x)[:2], grads_of(chain, x)))
     (speed, expected), (memory, got) = found
-    assert speed[0] - memory[0] == 2 * BYTES and memory[1] == [torch.float32] * 2
+    # autocast casts it once
+    assert speed[0] - memory[0] == BYTES and memory[1] == [torch.float32] * 2
     assert same_bits(got, expected)
 
 

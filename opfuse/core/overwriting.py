@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .precision import cast
@@ -56,7 +55,7 @@ def may_write(*tensors: Tensor | None) -> bool:
     if dispatch_modes() or function_modes():
         modes = [_mode_at(i) for i in range(dispatch_modes())]
         modes += [_function_mode_at(i) for i in range(function_modes())]
-        if not all([getattr(m, "keeps_no_tensors", type(m) is DeviceContext) for m in modes]):
+        if not all([getattr(mode, "keeps_no_tensors", _is_default_device(mode)) for mode in modes]):
             return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
@@ -64,6 +63,11 @@ def may_write(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in given]):
         return False
     return all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in given])
+
+
+def _is_default_device(mode: Any) -> bool:
+    """Return whether a mode only says where new tensors are; torch imports its class late."""
+    return type(mode).__name__ == "DeviceContext" and type(mode).__module__ == "torch.utils._device"
 
 
 def reusable(result: Tensor, *operands: Tensor) -> Tensor | None:

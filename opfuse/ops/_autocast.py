@@ -31,8 +31,9 @@ def cast_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> list[Tenso
     weights, so a cast has only values: where autograd records what an op does, it is made anew, as
     where a mode sees the operations, which must be the same when they run again.
     """
-    shares = not (ctx.saves_params or torch.is_grad_enabled() or torch.is_inference_mode_enabled())
-    if not (shares and may_write() and torch.is_autocast_cache_enabled()):
+    if not may_write() or ctx.saves_params or torch.is_grad_enabled():
+        return [weight.to(ctx.dtype) for weight in weights]
+    if torch.is_inference_mode_enabled() or not torch.is_autocast_cache_enabled():
         return [weight.to(ctx.dtype) for weight in weights]
     return [_shared(w, ctx.dtype) if _can_be_shared(w) else w.to(ctx.dtype) for w in weights]
 

@@ -555,6 +555,14 @@ class TakesASavedWeightForCast(Backward):
         return ctx.saved_tensors
 
 
+@faulty("held_results", "it writes into a result of aten.mm", "forward", BasicLinear, Bias)
+class AddsIntoTheProduct(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
+        (bias,) = basic_op_ctxs[1].params
+        return torch.nn.functional.linear(x, weight).add_(bias), [(), ()]
+
+
 @faulty("unmodified_gradients", "its backward modifies the incoming gradient", "backward", GELU)
 class WritesIntoAnyGradient(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
