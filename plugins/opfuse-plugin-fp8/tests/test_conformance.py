@@ -18,10 +18,17 @@ OF_NUMBERS = (*NUMBERS, "autocast", "unmodified_inputs", "errors")
 """The checks that look at what kernels compute."""
 
 
+INEXACT = dict.fromkeys(
+    ("activation+cast", "norm+cast", "add+norm+cast", "cast+activation"),
+    "device functions are torch's but for the last bit",
+)
+
+
 class Casts(FusionSuite):
     """Cases for casts, under one recipe; ``test_kernels.py`` compares the codes of all."""
 
     plugin = "fp8"
+    inexact = INEXACT
     recipes = (fp8.DelayedScaling(),)
     most_rows = 300  # a tile takes the interpreter milliseconds
 
@@ -31,19 +38,13 @@ class Casts(FusionSuite):
 
         Widths of real models say more of kernels than of twins, which are PyTorch's operations.
         """
-        found = super().chains(subject._replace(inexact=subject.name in INEXACT), device)
+        found = super().chains(subject, device)
         some = found.all[:: 1 + len(found.all) // (2 if is_interpreting() else 8)]
         if not is_interpreting():
             few = {"models": found.models[::3], "residual": found.residual[::4]}
             return dataclasses.replace(found, all=some, **few)
         one = {"plain": found.plain[:1], "models": found.models[:1]}
         return dataclasses.replace(found, all=some, **one, residual=found.residual[:1])
-
-
-INEXACT = dict.fromkeys(
-    ("activation+cast", "norm+cast", "add+norm+cast", "cast+activation"),
-    "device functions are torch's but for the last bit",
-)
 
 
 @pytest.mark.costly(0.15, always=("output", "gradients"), each=12)
