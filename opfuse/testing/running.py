@@ -178,7 +178,7 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
     """The results of ``step`` with the fusion, and without any.
 
     Raises:
-        Declined: The fusion refused.
+        Declined: The fusion refused, or the separate ops do.
         Failure: It is not used.
     """
     with references_only(case):
@@ -187,6 +187,13 @@ def both(case: Case, step: Callable[[], R]) -> tuple[R, R]:
         got = step()
     plans.require(case)
     return got, expected
+
+
+def with_truth(case: Case, step: Callable[[torch.dtype | None], R]) -> tuple[R, R, R]:
+    """The results of :func:`both`, and the truth: of ``step`` in fp64, where there is one."""
+    with references_only(case):
+        truth = step(None if alone.get() else case.exact)
+    return (*both(case, lambda: step(None)), truth)
 
 
 _ANY: Any = None  # in place of a fusion that is not used
@@ -205,11 +212,8 @@ def separate(case: Case, dtype: torch.dtype | None = None) -> RunResult:
 
 @functools.lru_cache(maxsize=2048)
 def _separate(case: Case, dtype: torch.dtype | None, itself: bool) -> RunResult:
-    try:
-        with references_only(case):
-            return backward(case, forward(case, None if itself else dtype))
-    except Exception as error:
-        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+    with references_only(case):
+        return backward(case, forward(case, None if itself else dtype))
 
 
 def references(case: Case) -> tuple[RunResult, RunResult]:
@@ -227,9 +231,20 @@ seen: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("se
 alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
 
 
-def references_only(case: Case) -> Any:
-    """For a ``with`` block: :func:`only` what a fusion is compared with, no fusion or itself."""
-    return only(case.subject if alone.get() else None)
+@contextlib.contextmanager
+def references_only(case: Case) -> Iterator[None]:
+    """For a ``with`` block: :func:`only` what a fusion is compared with, no fusion or itself.
+
+    Raises:
+        Declined: It does not take the case either.
+    """
+    try:
+        with only(case.subject if alone.get() else None):
+            yield
+    except (Failure, Declined):
+        raise
+    except Exception as error:
+        raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from ..running import (
     only,
     references,
     references_only,
-    separate,
+    with_truth,
 )
 from .leavings import plain_attributes
 from .registry import check, decline_state, plain
@@ -58,15 +58,11 @@ def interleaved(case: Case) -> None:
     times = 2, 2, 1
     ones = [one for one, _ in _calls(case, times)]
 
-    def step(dtype: torch.dtype | None = None) -> list[RunResult]:
+    def step(dtype: torch.dtype | None) -> list[RunResult]:
         results = [forward(one, built=built) for one, built in _calls(case, times, dtype)]
         return [backward(one, result) for one, result in zip(ones, results, strict=True)]
 
-    for one in ones:
-        separate(one)
-    with references_only(case):
-        truth = step(case.exact)
-    got, expected = both(case, step)
+    got, expected, truth = with_truth(case, step)
     for number, one in enumerate(ones):
         with saying(f"with 3 forwards before their backwards, in number {number + 1}, "):
             compare_results(one, got[number], expected[number], truth[number])
@@ -90,7 +86,7 @@ def orders(case: Case) -> None:
     kinds = [kind for kind in _KINDS if refusal(case.with_(**kind[0])) is None]
     order = [number for i in range(len(kinds)) for j in range(i, len(kinds)) for number in (i, j)]
 
-    def step(dtype: torch.dtype | None = None) -> list[tuple[Case, RunResult]]:
+    def step(dtype: torch.dtype | None) -> list[tuple[Case, RunResult]]:
         results, built = [], case.build(dtype)
         for number, (changes, mode) in enumerate(kinds[number] for number in order):
             one = case.with_(**changes)
@@ -107,10 +103,7 @@ def orders(case: Case) -> None:
             results.append((one.with_(rows=rows), result))
         return results
 
-    with references_only(case):
-        truth = step(case.exact)
-    got, expected = both(case, step)
-    calls = zip(got, expected, truth, strict=True)
+    calls = zip(*with_truth(case, step), strict=True)
     for number, ((one, mine), (_, other), (_, true)) in enumerate(calls):
         before = f"after {kinds[order[number - 1]]}, " if number else ""
         with saying(f"in call {number + 1} of one chain, {before}"):

@@ -18,19 +18,7 @@ from ..generate import Chains
 from ..placing import matched, width_behind
 from ..recipes import variants
 from ..reference import compare_codes, compare_results
-from ..running import (
-    Plans,
-    RunResult,
-    backward,
-    both,
-    forward,
-    fused,
-    one_by_one,
-    only,
-    references_only,
-    separate,
-    watched,
-)
+from ..running import RunResult, backward, both, forward, fused, one_by_one, separate, watched
 from ..scenarios import MANY_ROWS, covered
 from .leavings import aliases
 from .registry import check
@@ -173,17 +161,7 @@ def recipe(case: Case) -> None:
             built.leaves["input"].data.mul_(1.5)
         return results, _states(built.chain)
 
-    try:
-        with only(case.subject), Plans() as plans:
-            got, mine = step()
-        plans.require(case)
-    except (Declined, Failure):
-        raise
-    except Exception:
-        separate(case)  # they may not take it either
-        raise
-    with references_only(case):
-        expected, other = step()
+    (got, mine), (expected, other) = both(case, step)
     for number, (one, result) in enumerate(zip(got, expected, strict=True), 1):
         with saying(f"in step {number} under {case.recipe}, "):
             compare_results(case, one, result, result)
