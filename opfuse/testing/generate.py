@@ -190,13 +190,19 @@ def make_chains(
         wishes = dict.fromkeys(((prefer, False), ("memory", False), (prefer, True)))
         tried = itertools.product(wishes, DTYPES, _shapes(subject.fusion, recipe))
         refused: list[Case] = []
+        takes = set[Any]()  # where the condition does, and the separate ops refuse the plainest
         for (wish, frozen), dtype, (rows, width) in tried:
+            where = wish, frozen, dtype
+            if where in takes and (rows in MORE_ROWS or width > WIDTHS[3]):
+                continue
             least = rows[0] if rows != (3,) else 1
             given: Any = dict(rows=rows, dtype=dtype, recipe=recipe, least=least, prefer=wish)
             base = lone.with_(**given)
             made = chains(elements, width, makers, one_by_one=thorough)
             cases = [placed(base, ops, width) for ops in made]
             cases = [_with_frozen(case) for case in cases] if frozen else cases
+            if where in takes and cases and refusal(cases[0]) is not None:
+                continue
             accepted = [case for case in cases if refusal(case) is None]
             if accepted:
                 at = 2 * width - 1
@@ -222,6 +228,7 @@ def make_chains(
                     found["tiles"] += [case for case in wide if refusal(case) is None]
                 break
             refused += cases[:1]
+            takes |= {where for case in cases[:1] if refusal(case, runs=True) is None}
             if len(refused) == 1:  # the plainest
                 reason = refusal(cases[0])
         else:
