@@ -200,7 +200,7 @@ def test_a_wrong_one_and_a_slow_one_are_refused(register, quick, build, passes, 
         bool(result.found.wrong),
         not result.found.wrong,
     )
-    kind = "refused as wrong" if report.wrong else "refused as slower here, worst 0.0"
+    kind = "refused as wrong" if report.wrong else "refused as slower here, worst 0."
     assert f"1 fusion {kind}" in str(report)
     assert model(x).shape == x.shape  # runs separately
 

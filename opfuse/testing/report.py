@@ -13,6 +13,7 @@ import torch
 
 from .cases import Case, where
 from .checks import CHECKS, Check
+from .checks.leavings import restored_settings
 from .failures import UNUSED, Declined, Failure, blamed
 from .generate import Chains, fitted
 from .machine import is_interpreting
@@ -75,7 +76,7 @@ def run(check: str, case: Case) -> None:
         if is_interpreting():
             # numpy's, of an overflow inside a kernel
             warnings.simplefilter("ignore", RuntimeWarning)
-        with blamed():
+        with blamed(), restored_settings():
             CHECKS[check].run(case)
 
 

@@ -70,19 +70,26 @@ def unchanged_settings(was: dict[str, Any], who: str) -> None:
 
 
 @contextlib.contextmanager
-def other_settings() -> Iterator[dict[str, Any]]:
-    """Other values of those that a call may set, for a ``with`` block: it may not restore these."""
+def restored_settings() -> Iterator[dict[str, Any]]:
+    """A ``with`` block after which the settings of the process are as before."""
     before = settings_now()
     try:
+        yield before
+    finally:
+        for name, (read, put_back) in _SETTINGS.items():
+            if read() != before[name]:
+                put_back(before[name])
+
+
+@contextlib.contextmanager
+def other_settings() -> Iterator[dict[str, Any]]:
+    """Other values of those that a call may set, for a ``with`` block: it may not restore these."""
+    with restored_settings() as before:
         torch.set_num_threads(before["the number of threads"] + 1)
         for name, (_, put) in _SETTINGS.items():  # it may restore the default, not what was
             if name.startswith("torch.backends."):
                 put(_OTHER[before[name]])
         yield settings_now()
-    finally:
-        for name, (read, put_back) in _SETTINGS.items():
-            if read() != before[name]:
-                put_back(before[name])
 
 
 def unchanged_attributes(built: Built, expected: Built) -> None:
