@@ -23,7 +23,7 @@ def refused(found, *texts):
         assert "failed on" not in text and "did not answer" not in text, text
 
 
-@pytest.mark.costly(6)
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("warm", [0, 1, 3])
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16)], ids=str)
 @pytest.mark.parametrize("what", ["forward", "backward"])

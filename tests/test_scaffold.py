@@ -247,6 +247,7 @@ def test_it_passes_the_check_for_the_index(installed):
     assert out.endswith("Nothing failed.\n")
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("kind", [kind for kind in scaffold.KINDS if kind != "forward"])
 def test_a_plugin_of_another_kind_passes_its_tests_and_the_check_for_the_index(kind, tmp_path):
     """Unchanged, its description included."""
@@ -292,6 +293,7 @@ def test_a_line_that_is_wrong_fails(kind, tmp_path):
     assert done.returncode == 1 and failed and all(check in name for name in failed), done.stdout
 
 
+@pytest.mark.costly(1)
 @needs_triton
 @pytest.mark.parametrize("kind", ["backward"])
 def test_the_kernel_of_another_kind_passes_its_tests_interpreted(kind, tmp_path):

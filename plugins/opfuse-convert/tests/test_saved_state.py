@@ -39,7 +39,7 @@ def cases():
                     yield pytest.param(kind, recipe, way, target)
 
 
-@pytest.mark.costly(20)
+@pytest.mark.costly(10)
 @pytest.mark.parametrize("kind, recipe, way, target", [*cases()])
 def test_training_resumes_to_the_bit(kind, recipe, way, target, tmp_path):
     if way == "accelerate" or "safetensors" in way:

@@ -198,6 +198,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.costly(10)
 @pytest.mark.parametrize("converted", [False, True], ids=["plain", "converted"])
 @pytest.mark.parametrize("name", ENTRIES)
 def test_an_entry_point_leaves_a_model_as_it_is(name, converted, table, tmp_path):
@@ -261,6 +262,7 @@ def tuned(model):
     return model
 
 
+@pytest.mark.costly(8)
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("first", FIRST)
 def test_a_first_call_changes_what_the_model_changes(first, how, table):
@@ -434,6 +436,7 @@ class Layers(nn.Module):
 WAYS = "buffer", "no version", "another buffer", "teacher", "class", "list", "deep"
 
 
+@pytest.mark.costly(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("after", ["the plan", "a step", "the forward"])
 def test_what_changes_something_later_runs_once_from_then_on(way, after):
