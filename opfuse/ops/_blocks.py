@@ -25,7 +25,8 @@ def in_blocks(x: Tensor, *others: Tensor) -> bool:
 
     ``others`` must be dense too.
     """
-    if not x.is_cpu or x.numel() <= LEAST or torch.is_grad_enabled() or not may_write(x):
+    # the size last: a trace has none
+    if not x.is_cpu or torch.is_grad_enabled() or not may_write(x) or x.numel() <= LEAST:
         return False
     return x.ndim > 1 and all([tensor.is_contiguous() for tensor in (x, *others)])
 

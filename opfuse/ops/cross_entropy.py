@@ -191,7 +191,7 @@ def parts(rows: Tensor, *others: Tensor | None) -> list[Any]:
     least, most = _blocks.LEAST, _blocks.BLOCK
     if not rows.is_cpu:
         least = most = _MOST_ELSEWHERE
-    if rows.numel() <= least or tracing():
+    if tracing() or rows.numel() <= least:
         return [(spare, rows, *others)]
     count = max(1, most // rows.shape[-1])
     first = torch.split(rows, count)

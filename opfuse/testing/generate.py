@@ -193,7 +193,9 @@ def make_chains(
         takes = set[Any]()  # where the condition does, and the separate ops refuse the plainest
         for (wish, frozen), dtype, (rows, width) in tried:
             where = wish, frozen, dtype
-            if where in takes and (rows in MORE_ROWS or width > WIDTHS[3]):
+            whole = (rows, width) in SHAPES_OF_RECIPES  # blocks may have to be
+            small = rows not in MORE_ROWS and width <= WIDTHS[3]
+            if where in takes and not (small if recipe is None else whole):
                 continue
             least = rows[0] if rows != (3,) else 1
             given: Any = dict(rows=rows, dtype=dtype, recipe=recipe, least=least, prefer=wish)

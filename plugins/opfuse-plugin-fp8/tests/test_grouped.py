@@ -1,5 +1,6 @@
 """GroupedLinear under every recipe: one BasicLinear per group is the reference, to the bit."""
 
+import contextlib
 import copy
 import dataclasses
 
@@ -71,9 +72,11 @@ def test_held_weights_are_used_as_they_are(name):
     values = {k: v.detach() for k, v in op.named_parameters()}
     cast.load_state_dict({k: v.dequantize() if "weight" in k else v for k, v in values.items()})
     x, results = torch.randn(5, 128), []
-    for each in (op, cast):
+    told = pytest.warns(UserWarning, match="new scales start over in GroupedLinear")
+    loads = told if name == "fp8-delayed" else contextlib.nullcontext()
+    for each, block in ((op, contextlib.nullcontext()), (cast, loads)):
         given = x.clone().requires_grad_()
-        with opfuse.autocast(recipe):
+        with block, opfuse.autocast(recipe):
             y = each(given, sizes)
         y.sum().backward()
         results.append((y, given.grad, each.weight1.grad))

@@ -23,9 +23,9 @@ PREDICTED = Predicted(
                 "bias + GELU backward, bias only",
             ],
         ),
-        "activation": (6.33, ["SwiGLU", "SwiGLU, by 32"]),
-        "activation backward": (11.4, ["SwiGLU backward"]),
-        "scaled activation": (7.66, ["scaled SwiGLU"]),
+        "activation": (2.00, ["SwiGLU", "SwiGLU, by 32"]),
+        "activation backward": (2.60, ["SwiGLU backward"]),
+        "scaled activation": (8.33, ["scaled SwiGLU"]),
         "scaled activation backward": (13.0, ["scaled SwiGLU backward", "scaled SReLU backward"]),
     },
 )

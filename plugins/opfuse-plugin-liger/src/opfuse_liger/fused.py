@@ -141,6 +141,12 @@ def _swiglu_can(ops: Any, env: Environment) -> bool | str:
     return _can(ops, env)
 
 
+def _geglu_grad_can(ops: Any, env: Environment) -> bool | str:
+    if env.dtype is torch.float16:
+        return "Liger multiplies gradients of GEGLU with its halves in fp16, which may overflow"
+    return _can(ops, env)
+
+
 _ALONE = (
     (RMSNorm, "rmsnorm", _rms_norm_can, LigerNorm, LigerGrad),
     (LayerNorm, "layernorm", _layer_norm_can, LigerNorm, LigerGrad),
@@ -151,5 +157,8 @@ _ADD = AddExtraInput, Optional(MakeExtraOutput), RMSNorm
 
 FORWARD = [Fusion((cls,), to, can, 1, name=name) for cls, name, can, to, _ in _ALONE]
 FORWARD.append(Fusion(_ADD, LigerNorm, _rms_norm_can, name="add+rmsnorm"))
-BACKWARD = [Fusion((cls,), to, can, 1, name=name) for cls, name, can, _, to in _ALONE]
+_GRADS_CAN = {GEGLU: _geglu_grad_can}
+BACKWARD = [
+    Fusion((cls,), to, _GRADS_CAN.get(cls, can), 1, name=name) for cls, name, can, _, to in _ALONE
+]
 BACKWARD.append(Fusion((MakeExtraOutput, RMSNorm), LigerGrad, _rms_norm_can, name="add+rmsnorm"))
