@@ -63,10 +63,9 @@ class LigerGrad(FusedOperation):
         x, weight, *statistics = ctx.saved_tensors
         extras = given["basic_op_grad_extra_outputs"][0] if len(basic_op_ctxs) > 1 else ()
         affine = bool(ctx.param_requires_grad)
-        centered = isinstance(norm, LayerNorm) and ctx.zero_centered_gamma
         if not (
             ctx.input_requires_grad
-            and not centered
+            and not (isinstance(norm, LayerNorm) and ctx.zero_centered_gamma)
             and (affine or not extras)
             and (weight is not None) == affine
             and kernels.takes(grad_output, x, *extras, params=(weight,) * affine)
@@ -78,11 +77,8 @@ class LigerGrad(FusedOperation):
         else:
             given = x, weight, *statistics, float(ctx.zero_centered_gamma), ctx.param_requires_grad
             dx, *grads = kernels.rms_norm_grads(grad_output, *extras, *given)
-        return (
-            dx,
-            [()] * (len(basic_op_ctxs) - 1) + [tuple(grads) if affine else ()],
-            [(None,) * op.num_extra_inputs for op in self.basic_ops],
-        )
+        of_params = [()] * (len(basic_op_ctxs) - 1) + [tuple(grads) if affine else ()]
+        return dx, of_params, [(None,) * op.num_extra_inputs for op in self.basic_ops]
 
 
 class ForwardGLU(FusedOperation):
@@ -135,30 +131,23 @@ def _layer_norm_can(ops: Any, env: Environment) -> bool | str:
     return _rms_norm_can(ops, env)
 
 
-def _swiglu_can(ops: Any, env: Environment) -> bool | str:
+def _glu_can(ops: Any, env: Environment) -> bool | str:
     if ops[0].glu_interleave_size:
         return "Liger's kernels take halves that are contiguous"
-    return _can(ops, env)
-
-
-def _geglu_grad_can(ops: Any, env: Environment) -> bool | str:
-    if env.dtype is torch.float16:
-        return "Liger multiplies gradients of GEGLU with its halves in fp16, which may overflow"
+    if isinstance(ops[0], GEGLU) and env.dtype is torch.float16:
+        return "Liger's gradient of GEGLU multiplies in fp16, where it may overflow"
     return _can(ops, env)
 
 
 _ALONE = (
     (RMSNorm, "rmsnorm", _rms_norm_can, LigerNorm, LigerGrad),
     (LayerNorm, "layernorm", _layer_norm_can, LigerNorm, LigerGrad),
-    (SwiGLU, "swiglu", _swiglu_can, ForwardGLU, BackwardGLU),
-    (GEGLU, "geglu", _can, ForwardGLU, BackwardGLU),
+    (SwiGLU, "swiglu", _glu_can, ForwardGLU, BackwardGLU),
+    (GEGLU, "geglu", _glu_can, ForwardGLU, BackwardGLU),
 )
 _ADD = AddExtraInput, Optional(MakeExtraOutput), RMSNorm
 
 FORWARD = [Fusion((cls,), to, can, 1, name=name) for cls, name, can, to, _ in _ALONE]
 FORWARD.append(Fusion(_ADD, LigerNorm, _rms_norm_can, name="add+rmsnorm"))
-_GRADS_CAN = {GEGLU: _geglu_grad_can}
-BACKWARD = [
-    Fusion((cls,), to, _GRADS_CAN.get(cls, can), 1, name=name) for cls, name, can, _, to in _ALONE
-]
+BACKWARD = [Fusion((cls,), to, can, 1, name=name) for cls, name, can, _, to in _ALONE]
 BACKWARD.append(Fusion((MakeExtraOutput, RMSNorm), LigerGrad, _rms_norm_can, name="add+rmsnorm"))
