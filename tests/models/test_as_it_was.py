@@ -628,7 +628,7 @@ def test_a_converted_model_may_change_its_dtype(family, dtype):
     exact = step(reference, family)
     reference.to(dtype), model.to(dtype)
     got, expected = step(model, family, **given), step(reference, family, **given)
-    assert not fallbacks(model)
+    assert all("its loss is computed in fp32" in why for why in fallbacks(model))
     if dtype is torch.float64:
         check(got, expected, family, 1e-6)  # the norms of transformers compute in fp32
     else:
