@@ -103,7 +103,9 @@ def test_grpo_with_chains_gives_the_rewards_and_the_curve_of_eager_pytorch(dtype
 
 @needs_extras
 def test_report(tmp_path):
-    result = example(*TINY, "--steps", 16, "--out", tmp_path)
+    # what compiles has tests of its own
+    few = [] if importlib.util.find_spec("opfuse_inductor") is None else ["--plugins=-inductor"]
+    result = example(*TINY, *few, "--steps", 16, "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
     assert "16/16" in result.stderr and "Warning" not in result.stderr

@@ -140,6 +140,7 @@ class TestConformance(FusionSuite):
 
 @pytest.mark.skipif(not has_triton, reason="triton is not installed")
 @pytest.mark.skipif(is_interpreting(), reason="this is the process that the test would start")
+@pytest.mark.costly(0)  # as a plugin that `opfuse new` writes does
 def test_a_triton_plugin_passes_conformance_in_the_interpreter(tmp_path):
     support = HERE.parent / "support"
     info = tmp_path / "opfuse_plugin_triton_bias-1.0.dist-info"

@@ -293,7 +293,7 @@ def test_a_line_that_is_wrong_fails(kind, tmp_path):
     assert done.returncode == 1 and failed and all(check in name for name in failed), done.stdout
 
 
-@pytest.mark.costly(1)
+@pytest.mark.costly(0)
 @needs_triton
 @pytest.mark.parametrize("kind", ["backward"])
 def test_the_kernel_of_another_kind_passes_its_tests_interpreted(kind, tmp_path):

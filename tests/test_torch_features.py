@@ -100,7 +100,7 @@ def test_an_eager_step_matches_torch():
 # torch.compile and torch.export
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(
     ("warm", "dynamic"),
     [*itertools.product((False, True), repeat=2)]

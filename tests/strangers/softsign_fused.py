@@ -90,6 +90,7 @@ class Conformance(FusionSuite):
 
     makers = MappingProxyType({ops.Activation: lambda features: [Op(softsign.Softsign)]})
     fusions = ()
+    most_cases = 12
     test_plugin = None  # of a plugin alone
 
     @classmethod

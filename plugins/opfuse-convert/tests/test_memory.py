@@ -472,6 +472,7 @@ def test_checkpointing_of_transformers_comes_first(reentrant):
         opfuse.plan_memory(model, budget=0.5, **given)
 
 
+@pytest.mark.costly(1)
 @pytest.mark.parametrize("budget", [0.3, 0.6])
 def test_torch_compile(budget):
     torch._dynamo.reset()
