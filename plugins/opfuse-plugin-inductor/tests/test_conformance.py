@@ -9,7 +9,7 @@ import opfuse
 from opfuse.testing import FusionSuite
 
 
-@pytest.mark.costly(0.3, always=("output", "gradients"), each=12)
+@pytest.mark.costly(0.2, always=("output", "gradients"), each=10)
 class TestConformance(FusionSuite):
     """Hundreds of chains: their graphs run as they were traced, since to compile each would take an hour.
 

@@ -23,7 +23,7 @@ def two_groups(width):
     return Op(GroupedLinear, 2, width, width + width // 2)
 
 
-@pytest.mark.costly(0.4, always=("output", "gradients"), each=24)
+@pytest.mark.costly(0.25, always=("output", "gradients"), each=16)
 class TestConformance(FusionSuite):
     plugin = "moe"
     most_rows = 8

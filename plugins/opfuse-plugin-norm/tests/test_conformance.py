@@ -22,7 +22,7 @@ def _drawn(x, p, train):
     return (x.to(wide) * factors).to(x.dtype), factors > 0
 
 
-@pytest.mark.costly(0.3, always=("output", "gradients"), each=24)
+@pytest.mark.costly(0.2, always=("output", "gradients"), each=16)
 class TestConformance(FusionSuite):
     plugin = "norm"
 

@@ -23,7 +23,7 @@ def group(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.costly(0.5, always=("output", "gradients"), each=24)
+@pytest.mark.costly(0.3, always=("output", "gradients"), each=16)
 class TestConformance(FusionSuite):
     plugin = "overlap"
     makers = {cls: (lambda width, cls=cls: Op(cls)) for cls in COLLECTIVES}  # noqa: RUF012
