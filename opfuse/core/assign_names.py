@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -48,11 +48,10 @@ def assign_names(model: M, recipe: Recipe | str | None = None, skip: Iterable[st
     fused: dict[FusedOperation, str] = {}
     paths = {module: path for path, module in model.named_modules()}
     for module, path in paths.items():
-        replaced = replaced_forward(module)
-        chain: Any = () if replaced is None else replaced.chain or ()
-        for op in chain:
-            read = [source.module for source in op._sources.values()]
-            ops.setdefault(op, next((paths[each] for each in read if each in paths), path))
+        if (replaced := replaced_forward(module)) is not None:
+            replaced.path = path
+            for op, name in replaced.names(paths):
+                ops.setdefault(op, name)
         if isinstance(module, BasicOperation):
             ops.setdefault(module, path)
         elif isinstance(module, FusedOperation):

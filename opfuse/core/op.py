@@ -499,11 +499,16 @@ class BasicOperation(FusibleOperation):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._move_state(fn)
+        return self
+
+    def _move_state(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move the state of the quantizers."""
+        had_state = self._quantizers.has_state
         self._quantizers.apply(fn)
         self._weights.clear()
-        if self._quantizers.has_state:
+        if had_state:
             self._count_change()  # plans hold quantizers whose state is elsewhere now
-        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

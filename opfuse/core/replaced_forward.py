@@ -11,7 +11,7 @@ chain's quantizers, by :meth:`ReplacedForward.save` and :meth:`ReplacedForward.l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -41,12 +41,14 @@ class ReplacedForward(ABC):
         off: Whether the module's own forward always runs.
         waiting: Entries of a checkpoint for a chain that is not made yet; None: none was loaded.
         plugin: Distribution and version of the package that knows the module; None: there is none.
+        path: The module's dotted name in the model that was prepared; None: none was.
     """
 
     fallback: str = ""
     off: bool = False
     plugin: tuple[str, str] | None = None
     waiting: dict[str, Any] | None = None
+    path: str | None = None
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool = False) -> None:
         """Write the state of the chain's quantizers into a state dict.
@@ -73,11 +75,38 @@ class ReplacedForward(ABC):
             keys = [key for key in state_dict if key.startswith(root)]
             self.waiting = {key[len(root) :]: state_dict.pop(key).clone() for key in keys}
 
-    def state(self) -> dict[str, Any]:
-        """The entries of :meth:`save`, for :meth:`load` of another chain of the same module."""
+    def state(self) -> dict[str, Any] | None:
+        """The entries of :meth:`save`, for :meth:`load` of another chain of the same module.
+
+        None: there are none, and nothing was loaded.
+        """
         entries: dict[str, Any] = {}
         self.save(entries, "")
-        return entries
+        loaded = any(op._quantizers.was_loaded for _, op in self._ops())
+        return entries if entries or loaded or self.waiting is not None else None
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move the state of the chain as ``nn.Module._apply`` moves the module."""
+        for _, op in self._ops():
+            op._move_state(fn)
+
+    def names(self, paths: dict[nn.Module, str]) -> Iterator[tuple[Any, str]]:
+        """The ops of the chain with their names: of the modules they read from, or :attr:`path`.
+
+        Args:
+            paths: The dotted names of modules.
+        """
+        chain: Any = self.chain or ()
+        for op in chain:
+            read = [source.module for source in op._sources.values()]
+            yield op, next((paths[each] for each in read if each in paths), self.path or "")
+
+    def rename(self, module: nn.Module) -> None:
+        """Name the ops of a chain that was made after the model was prepared."""
+        if self.path is not None:
+            parts = module.named_modules(prefix=self.path)
+            for op, name in self.names({part: name for name, part in parts}):
+                op._set_name("_path", name)
 
     def _ops(self) -> list[tuple[str, Any]]:
         """The ops of the chain, by name."""

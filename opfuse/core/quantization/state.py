@@ -96,7 +96,7 @@ class QuantizerStates:
         own: Quantizers without state, whatever the recipe.
         latest: The recipe of the last call under one.
         called: The group of the maxima in that call, and the patterns of ops to skip.
-        unrestored: The recipes whose state a checkpoint did not have, until that was told.
+        unrestored: The recipes whose state the last checkpoint did not have, until that was told.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class QuantizerStates:
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
-        self._was_loaded = False
+        self._last: set[str] | None = None  # the recipes in the last checkpoint, by their JSON
         self.latest: Recipe | None = None
         self.called: tuple[Any, tuple[str, ...]] = None, ()
         self.unrestored: set[Recipe] = set()
@@ -145,7 +145,7 @@ class QuantizerStates:
         self._recipe_names[recipe] = op.engine.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
-            self._restore(recipe, op, new=True)
+            self._restore(recipe, op)
         except RuntimeError:  # the next call must raise it too
             del self._by_recipe[recipe]
             raise
@@ -205,6 +205,11 @@ class QuantizerStates:
             )
 
     @property
+    def was_loaded(self) -> bool:
+        """Whether any checkpoint was loaded."""
+        return self._last is not None
+
+    @property
     def has_state(self) -> bool:
         """Whether a quantizer has state that persists over steps."""
         return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
@@ -214,11 +219,18 @@ class QuantizerStates:
         return {**vars(self), "_unrecorded": {}, "called": (None, ())}
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype."""
+        """Move the state as ``nn.Module._apply`` moves parameters, keeping its dtype.
+
+        What comes from the meta device has no values: the next call makes new quantizers.
+        """
         self._unrecorded.clear()
-        for recipe in self._by_recipe:
+        for recipe in [*self._by_recipe]:
             for _, quantizer, name in self._entries(recipe):
-                setattr(quantizer, name, _moved(getattr(quantizer, name), fn))
+                before = getattr(quantizer, name)
+                setattr(quantizer, name, after := _moved(before, fn))
+                if before.is_meta and not after.is_meta:
+                    self._by_recipe.pop(recipe, None)
+                    self._last = self._last or set()
 
     def _entries(self, recipe: Recipe) -> Iterator[tuple[str, Quantizer, str]]:
         for key, quantizer in self._by_recipe[recipe].items():
@@ -283,20 +295,20 @@ class QuantizerStates:
             del state_dict[key]
         for text, group in zip(texts, groups.values(), strict=True):
             self._loaded[text] = {name: value.clone() for name, value in group.items()}
-        self._was_loaded = True
+        self._last = {*texts}
         for recipe in self._by_recipe:
             self._restore(recipe)
 
-    def _restore(self, recipe: Recipe, op: Any = None, *, new: bool = False) -> None:
+    def _restore(self, recipe: Recipe, op: Any = None) -> None:
         """Give the quantizers for ``recipe`` the state that was loaded for it, if any was.
 
-        New ones miss it after any load, and others if the checkpoint has some for another recipe.
+        They miss it if the last checkpoint had none.
         """
-        state = self._loaded.get(self._text(recipe))
+        text = self._text(recipe)
         self.unrestored.discard(recipe)
-        if state is None:
-            if (self._was_loaded if new else self._loaded) and any(self._entries(recipe)):
-                self.unrestored.add(recipe)
+        if self._last is not None and text not in self._last and any(self._entries(recipe)):
+            self.unrestored.add(recipe)
+        if (state := self._loaded.get(text)) is None:
             return
         targets = self._tensors(recipe)
         if targets.keys() != state.keys():
@@ -311,9 +323,12 @@ class QuantizerStates:
                     f"the checkpoint has {tuple(state[key].shape)}"
                 )
         with torch.no_grad():
-            for key, target in targets.items():
-                target.copy_(state[key])
-        del self._loaded[self._text(recipe)]
+            for key, quantizer, name in self._entries(recipe):
+                if targets[key].is_meta:
+                    setattr(quantizer, name, state[key])
+                else:
+                    targets[key].copy_(state[key])
+        del self._loaded[text]
 
 
 def check_state(quantizer: Quantizer) -> None:

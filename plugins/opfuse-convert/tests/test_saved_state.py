@@ -146,6 +146,36 @@ def test_a_copy_of_a_converted_model_goes_on_with_its_state():
     assert same(train(twin, "fp8-delayed", range(3, 5)), train(third, "fp8-delayed", range(3, 5)))
 
 
+def test_a_copy_of_a_converted_model_has_the_names_of_its_ops():
+    model = nn.ModuleDict({"inner": build("converted")})
+    opfuse.assign_names(model)
+    twin = copy.deepcopy(model["inner"])
+    for one in (model["inner"], twin):
+        with opfuse.watch_quantization() as seen, torch.no_grad():
+            with opfuse.autocast("fp8-current", skip=["inner.1"]):
+                one(saved_state.batch(0))
+        assert {name.split()[0] for name in seen.tensors} == {"inner.0.gate", "inner.0.down"}
+
+
+def test_a_copy_of_a_wrapper_that_forwards_attributes_is_a_wrapper():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def __getattr__(self, name):  # as a PeftModel's
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+    wrapper = Wrapper(build("converted"))
+    train(wrapper.inner, "fp8-delayed", range(1))
+    twin = copy.deepcopy(wrapper)
+    assert type(twin) is Wrapper and twin.inner is not wrapper.inner
+    assert same(state_of(twin).values(), state_of(wrapper).values()) and state_of(twin)
+
+
 def test_state_of_another_chain_is_refused():
     model, other = build("converted"), nn.Sequential(saved_state.Gated(), saved_state.Gated())
     assert "All keys matched" in str(model.load_state_dict(other.state_dict()))
@@ -166,9 +196,68 @@ def test_a_pickle_of_a_converted_model_has_no_state_of_its_chains():
     model = build("converted")
     train(model, "fp8-delayed", range(1))
     file = io.BytesIO()
-    torch.save(model, file)
+    with pytest.warns(
+        UserWarning, match="pickle, .* leaves out the state .* [01].gate, .*state_dict"
+    ):
+        torch.save(model, file)
     file.seek(0)
     assert not state_of(torch.load(file, weights_only=False))
+
+
+def test_a_conversion_that_goes_says_that_its_state_goes():
+    model = build("converted")
+    train(model, "fp8-delayed", range(1))
+    with pytest.warns(UserWarning, match="revert leaves out the state .* [01].gate, .*state_dict"):
+        opfuse.revert(model)
+    opfuse.convert(model)
+    train(model, "fp8-delayed", range(1))
+    model[0].down = nn.Linear(32, 32, bias=False)
+    with pytest.warns(UserWarning, match="convert of what changed .* 0.gate"):
+        opfuse.convert(model)
+    opfuse.revert(build("converted"))  # it has none
+
+
+@pytest.mark.parametrize("kind", ("chain", "converted"))
+@pytest.mark.parametrize("target", ("used", "prepared", "loaded", "copied"))
+def test_a_checkpoint_without_state_is_told_whatever_it_is_loaded_into(kind, target):
+    plain = build(kind).state_dict()
+    other = build(kind, 5, "fp8-delayed" if target == "prepared" else None)
+    if target == "used":
+        train(other, "fp8-delayed", range(1))
+    if target == "loaded":  # state of this one waits
+        third = build(kind)
+        train(third, "fp8-delayed", range(1))
+        other.load_state_dict(third.state_dict())
+    other.load_state_dict(plain)
+    if target == "copied":
+        other = copy.deepcopy(copy.deepcopy(other))
+    with pytest.warns(UserWarning, match="the checkpoint .* has none for .*start over in .*0"):
+        train(other, "fp8-delayed", range(1))
+    train(other, "fp8-delayed", range(1))
+
+
+@pytest.mark.parametrize("kind", ("chain", "converted"))
+@pytest.mark.parametrize("how", ("to_empty", "assign", "plain"))
+def test_state_that_was_on_the_meta_device_is_loaded_or_told(kind, how):
+    model, other = build(kind), build(kind, 5, "fp8-delayed")
+    train(model, "fp8-delayed", range(2))
+    saved = copy.deepcopy(model.state_dict())
+    other.to("meta")
+    assert all(value.is_meta for key, value in state_of(other).items() if key[-7:] != ".recipe")
+    if how == "assign":
+        other.load_state_dict(saved, assign=True)
+    else:
+        other.to_empty(device="cpu")
+        kept = saved if how == "to_empty" else [key for key in saved if "quantizers." not in key]
+        other.load_state_dict({key: saved[key] for key in kept})
+    if how == "plain":
+        with pytest.warns(UserWarning, match="new scales start over in .*0"):
+            train(other, "fp8-delayed", range(1))
+        assert all(value.isfinite().all() for value in state_of(other).values())
+    else:
+        assert same(
+            train(model, "fp8-delayed", range(2, 4)), train(other, "fp8-delayed", range(2, 4))
+        )
 
 
 def test_state_on_the_meta_device_is_refused():

@@ -86,7 +86,8 @@ class ConvertedForward(ReplacedForward):
     def again(self) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
         twin = ConvertedForward(self._converter, self.plugin, None)
-        if state := self.state():
+        twin.path = self.path
+        if (state := self.state()) is not None:
             twin.load(state, "")
         return twin
 
@@ -198,9 +199,12 @@ class ConvertedForward(ReplacedForward):
 
     def _take(self, module: nn.Module, made: Conversion) -> None:
         """Change to another conversion."""
-        state = self.state()
+        state, before = self.state(), self._ops()
         self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
-        if state:
+        self.rename(module)
+        for _, op in self._ops():
+            op._prepared = before[0][1]._prepared
+        if state is not None:
             self.load(state, "")
         self.seal(module)
 
@@ -292,9 +296,9 @@ class ConvertedForward(ReplacedForward):
                 if isinstance(made, str):
                     self.fallback = made
                     return False
-                state, was_loaded = self.state(), self.waiting is not None
-                self._conversion = made
-                if was_loaded:
+                state, self._conversion = self.state(), made
+                self.rename(module)
+                if state is not None:
                     self.load(state, "")
             if self._guard is None:
                 self.seal(module)

@@ -23,7 +23,7 @@ from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
 from .guard import calm
 from .holder import Held, as_module
-from .layers import layer_in, layered, put_before, take_away, without_layer
+from .layers import layer_in, layered, put_before, take_away, warn_lost, without_layer
 from .making import alike, built, checked
 from .parallel import with_own
 from .probing import remembering
@@ -77,6 +77,7 @@ def convert(
         raise TypeError(f"opfuse.convert({type(model).__name__}) takes no inputs: convert a module")
     before = measured(model, inputs) if inputs else None
     found = Candidates(model, only, skip, verify)
+    warn_lost(found.made, "opfuse.convert of what changed")
     for module, replaced in found.made.items():
         cls: Any = type(module)
         if layer_in(cls) is None:
@@ -257,6 +258,7 @@ def revert(model: nn.Module | Any) -> Any:
     classes = [
         type(module) if MEMORY in vars(module) else without_layer(type(module)) for module in found
     ]
+    warn_lost(found, "opfuse.revert")
     for module, cls in zip(found, classes, strict=True):
         replaced: Any = vars(module).pop(KEPT_AS, None)
         if replaced is not None and replaced.is_inside and "forward" in vars(module):

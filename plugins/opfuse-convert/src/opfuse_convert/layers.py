@@ -9,8 +9,10 @@ import contextlib
 import copy
 import copyreg
 import functools
+import sys
 import types
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -165,7 +167,7 @@ def _layered(cls: Any, forward: Any) -> Any:
     forward = _before_that_of(below)
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__reduce_ex__": _reduce_ex, "__deepcopy__": _deepcopy, _OWN: forward}
-    body |= {"_save_to_state_dict": _save, "_load_from_state_dict": _load}
+    body |= {"_save_to_state_dict": _save, "_load_from_state_dict": _load, "_apply": _apply}
     of: Any = type(cls)
     made: Any = _metaclass(of)(cls.__name__, (cls,), body | {"forward": forward})
     below.own = vars(made)["forward"]
@@ -223,6 +225,15 @@ def _load(self: nn.Module, state_dict: Any, prefix: str, *args: Any) -> None:
     below._load_from_state_dict(state_dict, prefix, *args)
 
 
+def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """Move the state of the chain with the module."""
+    below: Any = super(layer_in(type(self)), self)
+    below._apply(fn, recurse)
+    if (state := vars(self).get(KEPT_AS)) is not None:
+        state.apply(fn)
+    return self
+
+
 def is_traced() -> bool:
     """Whether a trace or transform other than ``torch.compile``'s is under way.
 
@@ -254,6 +265,24 @@ def _plain(module: nn.Module) -> Iterator[None]:
 
 def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
     """Reduce to the class below, so that a pickle loads without opfuse."""
+    warn_lost([self], "a pickle, or a copy by copy.copy,")
+    return _reduced(self, protocol)
+
+
+def warn_lost(modules: Iterable[nn.Module], who: str) -> None:
+    """Warn that the state of the chains of modules is lost, if there is any."""
+    states = [vars(module)[KEPT_AS] for module in modules if KEPT_AS in vars(module)]
+    if any(state.state() for state in states):
+        ops = [op for state in states for op in state.chain or () if op._quantizers.has_state]
+        names = ", ".join(dict.fromkeys(op.name or type(op).__name__ for op in ops))
+        warnings.warn(
+            f"{who} leaves out the state of the recipe, such as scales, of the converted "
+            f"{names or 'modules'}: model.state_dict() has it, for the model converted again",
+            stacklevel=3,
+        )
+
+
+def _reduced(self: nn.Module, protocol: Any) -> Any:
     layer: Any = layer_in(type(self))
     with _plain(self):
         made, args, *rest = super(layer, self).__reduce_ex__(max(protocol, 2))
@@ -268,6 +297,10 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A converted copy, whose chain reads the copy's children."""
+    caller = sys._getframe(1)
+    asked = caller.f_locals.get("x") if caller.f_code is copy.deepcopy.__code__ else self
+    if asked is not self:  # a wrapper that gives its module's attributes for its own, as PEFT's do
+        return copy._reconstruct(asked, memo, *asked.__reduce_ex__(4))  # type: ignore
     layer: Any = layer_in(type(self))
     states = {name: vars(self)[name] for name in (KEPT_AS, MEMORY) if name in vars(self)}
     inherited: Any = getattr(super(layer, self), "__deepcopy__", None)
@@ -275,7 +308,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         with _plain(self):
             twin = inherited(memo)
     else:
-        twin = copy._reconstruct(self, memo, *_reduce_ex(self, 4))  # type: ignore[attr-defined]
+        twin = copy._reconstruct(self, memo, *_reduced(self, 4))  # type: ignore[attr-defined]
     if layer_in(type(twin)) is None:
         twin.__class__ = type(self)
     vars(twin).update({name: state.again() for name, state in states.items()})
