@@ -740,17 +740,23 @@ class InRows(opfuse.FusedOperation):
         return grad_output * rows.view(grad_output.shape), [()], [()]
 
 
-@pytest.mark.parametrize("channel", [False, True])
-def test_an_output_in_the_shape_of_the_input_can_be_written_to(register, channel):
+@pytest.mark.parametrize(("channel", "given"), [(False, False), (True, False), (True, True)])
+def test_an_output_in_the_shape_of_the_input_can_be_written_to(register, channel, given):
     register(joint_fusions=[opfuse.Fusion([ops.SiLU], InRows)])
-    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    fork = ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=given)
     twice = [fork, ops.AddExtraInput().set_extra_input_channel(0, "x")] if channel else []
     x, factor = torch.randn(2, 3, 4, requires_grad=True), 1 + channel
-    y = opfuse.Sequential(*twice, ops.SiLU())(x)
+    y, *_ = torch.utils._pytree.tree_leaves(opfuse.Sequential(*twice, ops.SiLU())(x))
     y += 1
     y.sum().backward()
     torch.testing.assert_close(y, (factor * x).exp() + 1)
     torch.testing.assert_close(x.grad, factor * (factor * x).exp())
+
+
+def test_several_outputs_in_the_shape_of_the_tokens_can_be_written_to():
+    logits, tokens = torch.randn(2, 3, 4, requires_grad=True), torch.zeros(2, 3, dtype=torch.long)
+    for output in opfuse.Sequential(ops.TokenLogProb(entropy=True))(logits, tokens):
+        output[tokens == 0] = 0.0
 
 
 def test_an_output_that_the_backward_reads_cannot_be_written_to(register, monkeypatch):

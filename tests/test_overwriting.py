@@ -217,12 +217,11 @@ OWN = "the caller of the chain gives the memory"
 GIVEN = "its callers give the memory, and ask"
 LIST = "it is a list"
 ALLOWED = {
-    "opfuse.core.context_managers._Recompute.__exit__": STATE,
-    "opfuse.core.context_managers._Recompute.record": STATE,
     "opfuse.core.engine.execute._run_fused_backward": LIST,
     "opfuse.core.engine.execute.run_backward": LIST,
     "opfuse.core.engine.side_tensors.BackwardExtras.forget_after": STATE,
     "opfuse.core.isolation._tensor.restore": "it puts back what a model held",
+    "opfuse.core.overwriting.put_back": STATE,
     "opfuse.core.precision._library_adds": "it asks a library, once",
     "opfuse.core.precision.add_product": GIVEN,
     "opfuse.core.quantization.quantizer.Quantizer.discard": STATE,

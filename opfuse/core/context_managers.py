@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from .engine.fuser import OperationFuser
 from .engine.program import Program
 from .lock import SETTINGS, Lock
+from .overwriting import put_back, unseen
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.observer import CALIBRATING
@@ -229,7 +230,7 @@ class _Forward(Recorder):
         ops, recipe = fuser._chain.ops, current.recipe
         quantizers = [q for op in ops for q in op._quantizers.of_mode(op, recipe, "forward")]
         self.states.append(
-            [(q, name, getattr(q, name).clone()) for q in quantizers for name in q.state_names]
+            [(q, name, unseen(getattr(q, name))) for q in quantizers for name in q.state_names]
         )
         self.casts.append([(op._weights, op._weights.entries()) for op in ops])
 
@@ -256,7 +257,7 @@ class _Recompute(Recorder):
         current.values, current.weights = self._outside
         while self._after:
             state, value = self._after.pop()
-            state.copy_(value)
+            put_back(state, value)
         while self._casts:
             cache, entries = self._casts.pop()
             cache.put_back(entries)
@@ -271,8 +272,8 @@ class _Recompute(Recorder):
             cache.put_back(entries)
         for quantizer, name, before in next(self._states):
             state = getattr(quantizer, name)
-            self._after.append((state, state.clone()))
-            state.copy_(before)
+            self._after.append((state, unseen(state)))
+            put_back(state, before)
 
 
 def checkpoint_contexts() -> tuple[_Forward, _Recompute]:

@@ -124,3 +124,9 @@ def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def put_back(tensor: Tensor, value: Tensor) -> None:
+    """Write earlier values into a state; no mode sees it, since it is no part of a forward."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        tensor.copy_(value)

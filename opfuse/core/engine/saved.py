@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..quantization import QuantizedTensor, Usage
 from .checks import forward_of, refuse_saved, saved_nothing
 from .program import Program, Recompute
-from .side_tensors import ForwardExtras
+from .side_tensors import ForwardExtras, unbound
 from .step_calls import WithCasts
 
 
@@ -34,7 +33,7 @@ def leave(
         extras: The extra tensors of the pass, or None.
 
     Returns:
-        The output; see :func:`_unbound`.
+        The output; see :func:`opfuse.core.engine.side_tensors.unbound`.
     """
     saved: list[Any] = []
     for index, start, stop in program.saved.ranges:
@@ -62,24 +61,12 @@ def leave(
         func_ctx.shapes = extras.shapes
     func_ctx.save_for_backward(*saved)
     func_ctx.program = program
-    if not program.compiling:
-        func_ctx.materialize_grads = False  # as set_materialize_grads does
-        if x._is_view() and not program.chain.public_outputs:
-            return _unbound(x, (*tensors, *saved))
-    return x
-
-
-def _unbound(output: Tensor, others: Sequence[Any]) -> Tensor:
-    """Turn an output that is a view into an independent tensor, unless others own its memory.
-
-    PyTorch refuses to write in place into a view that a Function returns. A fused op often
-    returns its matrix in the shape of the input, which is such a view; the separate ops do not.
-    """
-    memory = output.untyped_storage()._cdata
-    tensors = [each for each in others if isinstance(each, Tensor)]
-    if type(output) is not Tensor or memory in [t.untyped_storage()._cdata for t in tensors]:
-        return output
-    return torch.ops.aten._unsafe_view.default(output, output.shape)  # type: ignore[no-any-return]
+    if program.compiling:
+        return x
+    func_ctx.materialize_grads = False  # as set_materialize_grads does
+    if extras is not None and program.chain.public_outputs:
+        return extras.unbound(x, (*tensors, *saved))
+    return unbound([x], (*tensors, *saved))[0] if x._is_view() else x
 
 
 def _leave_more(

@@ -103,6 +103,13 @@ class ForwardExtras:
                     "the chain needs: pass in_place=False, or a copy"
                 )
 
+    def unbound(self, x: Tensor, others: Sequence[Any]) -> Tensor:
+        """Make the caller's outputs independent, see :func:`unbound`; return the main one."""
+        slots = self._chain.public_outputs
+        x, *public = unbound([x, *[self._outputs[slot] for slot in slots]], others)
+        self._outputs.update(zip(slots, public, strict=True))
+        return x
+
     def with_outputs(self, output: Tensor, func_ctx: Any) -> Any:
         """The output together with the extra outputs for the caller, if any."""
         slots = self._chain.public_outputs
@@ -189,6 +196,23 @@ def _separate(grads: list[Tensor | None], seen: dict[int, Tensor]) -> None:
     for i, grad in enumerate(grads):
         if grad is not None and seen.setdefault(_memory(grad), grad) is not grad:
             grads[i] = grad.clone()
+
+
+def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
+    """Outputs, those that are views turned into tensors, unless others own their memory.
+
+    PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
+    its matrix in the shape of the input, which is such a view; the separate ops do not.
+    """
+    if not any([type(each) is Tensor and each._is_view() for each in outputs]):
+        return outputs
+    owned = [_memory(each) for each in (*outputs, *others) if isinstance(each, Tensor)]
+    return [
+        torch.ops.aten._unsafe_view.default(each, each.shape)
+        if type(each) is Tensor and each._is_view() and owned.count(_memory(each)) == 1
+        else each
+        for each in outputs
+    ]
 
 
 def _root(tensor: Tensor) -> Tensor | None:

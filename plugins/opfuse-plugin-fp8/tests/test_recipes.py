@@ -1,5 +1,6 @@
 """The recipes in chains: scales over steps, checkpoints, overflow, ranks, and what they refuse."""
 
+import contextlib
 import functools
 import io
 import math
@@ -12,6 +13,7 @@ import pytest
 import torch
 from opfuse_fp8.delayed import update_delayed
 from opfuse_fp8.quantizers import DelayedQuantizer, RescaledTensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import opfuse
 from opfuse import QuantizerRole, ops
@@ -177,8 +179,23 @@ def test_fused_and_separate_steps_agree(name):
             assert (got - expected).norm() <= 0.02 * expected.norm()
 
 
+@contextlib.contextmanager
+def together(*contexts):
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
+def selective():
+    """The contexts of a checkpoint that keeps copies, of which a recomputation makes others."""
+    kept = create_selective_checkpoint_contexts([torch.ops.aten.clone.default])
+    return [together(*pair) for pair in zip(opfuse.checkpoint_contexts(), kept, strict=True)]
+
+
+@pytest.mark.parametrize("contexts", [opfuse.checkpoint_contexts, selective])
 @pytest.mark.parametrize("name", NAMES)
-def test_activation_checkpointing_counts_a_maximum_once(name):
+def test_activation_checkpointing_counts_a_maximum_once(name, contexts):
     runs = []
     for again in (False, True):
         model = chain()
@@ -187,7 +204,7 @@ def test_activation_checkpointing_counts_a_maximum_once(name):
             with opfuse.autocast(name):
                 y = (
                     torch.utils.checkpoint.checkpoint(
-                        model, x, use_reentrant=False, context_fn=opfuse.checkpoint_contexts
+                        model, x, use_reentrant=False, context_fn=contexts
                     )
                     if again
                     else model(x)
