@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -276,13 +278,30 @@ class _Recompute(Recorder):
             put_back(state, before)
 
 
-def checkpoint_contexts() -> tuple[_Forward, _Recompute]:
+@contextlib.contextmanager
+def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
+def checkpoint_contexts(
+    context_fn: Callable[[], Iterable[AbstractContextManager[Any]]] | None = None,
+) -> tuple[AbstractContextManager[Any], ...]:
     """A ``context_fn`` for ``torch.utils.checkpoint``: recompute under the settings of the forward.
 
     The recomputation runs after the ``with`` blocks around the forward have ended (and on a GPU in
     another thread). Without this function it would run without the recipe and update quantizer
     state a second time. A chain under a recipe inside ``torch.utils.checkpoint`` therefore raises
     without it.
+
+    Args:
+        context_fn: Another such function, which applies as well; None: none does. With
+            ``functools.partial`` it may be one of selective checkpointing.
     """
     forward = _Forward()
-    return forward, _Recompute(forward)
+    pair = forward, _Recompute(forward)
+    if context_fn is None:
+        return pair
+    return tuple(_together(*both) for both in zip(pair, context_fn(), strict=True))
