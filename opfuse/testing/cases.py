@@ -92,16 +92,17 @@ class Op:
 
 
 class undrawn(TorchFunctionMode):
-    """For a ``with`` block: Parameters that would be drawn are 0, since a case draws its own.
+    """For a ``with`` block: Parameters that would be drawn have no values; a case draws its own.
 
-    Random numbers for a wide linear take longer than its product.
+    Random numbers for a wide linear take longer than its product, and conditions, which are asked
+    with many wide ones, read no values: memory that nobody writes is not taken.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Clear what would be drawn."""
+        """Leave what would be drawn as it is."""
         given = (*args, *(kwargs or {}).values())
         drawn = func.__name__.endswith("uniform_") and isinstance(given[0], nn.Parameter)
-        return nn.init.zeros_(given[0]) if drawn else func(*args, **(kwargs or {}))
+        return given[0] if drawn else func(*args, **(kwargs or {}))
 
 
 def _made(argument: Any) -> Any:
