@@ -3,9 +3,7 @@
 import importlib
 import typing
 
-from ..core.cast import Cast
-from ..core.identity import Identity
-from ..core.quantize import Quantize
+from ..core.cast import Cast, Identity, Quantize
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cross_entropy import CrossEntropy

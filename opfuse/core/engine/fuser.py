@@ -18,6 +18,7 @@ from ..fusible import Engine, FusibleOperation, bind_engine, dynamo_traces
 from ..introspection import hook_dicts, why_apart
 from ..layout import is_dtensor, run_on_parts
 from ..op_context import ModuleCache
+from ..overwriting import without_modes
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current, is_captured
@@ -338,7 +339,8 @@ class OperationFuser:
                 program = Blocks(self._chain, key)
                 self._programs[key] = (), {(): program}
             elif program is None:
-                made = _never_traced(make_program)(self._chain, self._owner, key, input, params)
+                make = _never_traced(without_modes()(make_program))
+                made = make(self._chain, self._owner, key, input, params)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}

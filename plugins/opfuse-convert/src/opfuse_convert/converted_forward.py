@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from opfuse.core.isolation import without_modes
+from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import MEMORY, ReplacedForward
 from opfuse.core.settings import current
@@ -94,9 +94,9 @@ class ConvertedForward(ReplacedForward):
     def seal(self, module: nn.Module) -> None:
         """Guard the present state of the module."""
         assert self._conversion is not None
-        of = self._conversion
-        self._guard = Guard(module, of.reads, of.constants, of.places, of.splits, of.shapes)
-        self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
+        self._guard = Guard(module, self._conversion)
+        changed = functools.partial(self._changed, self._guard, self._conversion.call)
+        self._watch = Watch(self._guard, changed)
         self._title = title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
@@ -197,10 +197,10 @@ class ConvertedForward(ReplacedForward):
             self._take(module, made)
 
     def _take(self, module: nn.Module, made: Conversion) -> None:
-        """Change to another conversion."""
-        state = self.state()
+        """Change to another conversion, whose chain gets the state of the quantizers."""
+        state, was_loaded = self.state(), self.waiting is not None
         self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
-        if state:
+        if state or was_loaded:
             self.load(state, "")
         self.seal(module)
 
@@ -292,11 +292,8 @@ class ConvertedForward(ReplacedForward):
                 if isinstance(made, str):
                     self.fallback = made
                     return False
-                state, was_loaded = self.state(), self.waiting is not None
-                self._conversion = made
-                if was_loaded:
-                    self.load(state, "")
-            if self._guard is None:
+                self._take(module, made)
+            elif self._guard is None:
                 self.seal(module)
         return True
 

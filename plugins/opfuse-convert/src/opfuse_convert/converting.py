@@ -12,7 +12,7 @@ from torch import nn
 from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import without_modes
+from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 from opfuse.core.sequential import Sequential

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from opfuse.core.isolation import isolated, parametrizations
 from opfuse.core.layout import is_dtensor
 from opfuse.core.settings import Settings, current
 
+from .converter import Conversion
 from .grammar import MISSING, Attributes, Place, key_place
 from .grammar.table import is_same
 from .layers import is_patched
@@ -30,48 +30,29 @@ class Guard:
 
     Args:
         module: The module.
-        reads: Dotted names of the children that the chain replaces; ``""``: the module itself.
-        constants: Pairs of such a name and an attribute whose value the chain has copied.
-        places: The other places that were looked up.
-        splits: How children are split among processes, by name.
-        shapes: Shapes of the module's own parameters, if they differ from the present ones.
+        made: The conversion with the chain, which says what that depends on.
 
     Attributes:
         module: The module.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        reads: Sequence[str],
-        constants: Sequence[tuple[str, str]],
-        places: Sequence[Place] = (),
-        splits: Mapping[str, Any] = types.MappingProxyType({}),
-        shapes: Mapping[str, Any] = types.MappingProxyType({}),
-    ) -> None:
-        self.module, self._splits = module, splits
+    def __init__(self, module: nn.Module, made: Conversion) -> None:
+        self.module, self._splits, reads = module, made.splits, made.reads
         children = [(name, module.get_submodule(name)) for name in reads if name]
         everyone = [("", module), *children]
         self._classes = [(name, of, type(of), op_class(of)) for name, of in everyone]
         self._methods = [(cls, cls.forward, cls.__call__) for *_, cls in self._classes]
         # the hooks of the style that split a module are there, and no others
-        self._hooked = [
-            (name, of, vars(of), _hooks(of) if name in splits else None) for name, of in children
-        ]
-        own = [*_of_children(module, reads), *_of_constants(module, constants)]
-        self._once = {place.key: place for place in (*own, *places)}
+        known = {name: _hooks(of) for name, of in children if name in made.splits}
+        self._hooked = [(name, of, vars(of), known.get(name)) for name, of in children]
+        own = [*_of_children(module, reads), *_of_constants(module, made.constants)]
+        self._once = {place.key: place for place in (*own, *made.places)}
         self._places = [(p.where.get, p.name, p.value, p) for p in self._once.values()]
-        self._params = [
-            (
-                name,
-                of,
-                vars(of),
-                key,
-                (not name and shapes.get(key)) or getattr(param, "shape", None),
-            )
-            for name, of in (everyone if "" in reads else children)
-            for key, param in of._parameters.items()
-        ]
+        self._params: list[tuple[str, Any, dict[str, Any], str, Any]] = []
+        for name, of in everyone if "" in reads else children:
+            shapes = {key: getattr(param, "shape", None) for key, param in of._parameters.items()}
+            shapes |= made.shapes if not name else {}  # these differ from the present ones
+            self._params += [(name, of, vars(of), key, shapes[key]) for key in of._parameters]
 
     def parameters(self) -> tuple[Any, ...]:
         """For each parameter its dtype and whether it needs a gradient; True for a missing one."""
@@ -81,7 +62,7 @@ class Guard:
     def placements(self) -> tuple[Any, ...]:
         """Where the parameters are split among processes, to be compared."""
         found = [(i, of._parameters.get(key)) for i, (_, of, _, key, _) in enumerate(self._params)]
-        return tuple([(i, param.placements) for i, param in found if is_dtensor(param)])  # type: ignore[union-attr]
+        return tuple([(i, param.placements) for i, param in found if is_dtensor(param)])
 
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""
@@ -191,7 +172,7 @@ def calm(module: nn.Module) -> Iterator[None]:
 
     If a parametrization of a parameter is run, its state is put back.
     """
-    values, recorder = current.values, current.recorder
+    values = current.values
     options = tuple([pair for pair in values.options if pair[0] not in ("invariant", "locked")])
     with isolated(*parametrizations([module])), contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -199,11 +180,9 @@ def calm(module: nn.Module) -> Iterator[None]:
         kinds = {"cpu", *[param.device.type for param in module.parameters()]}
         for kind in filter(torch.amp.is_autocast_available, kinds):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        current.values, current.recorder = Settings(options, values.selection), None
-        try:
-            yield
-        finally:
-            current.values, current.recorder = values, recorder
+        settings = Settings(options, values.selection)
+        stack.enter_context(current.temporarily(values=settings, recorder=None))
+        yield
 
 
 def unreadable(module: nn.Module, reads: Sequence[str], splits: Collection[str] = ()) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
 from typing import Any
 
 from torch import nn
+
+from opfuse.core.isolation import sharded_classes
 
 
 def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
@@ -21,14 +22,10 @@ def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
         for name, module in model.named_modules():
             while around and not name.startswith(around[-1][0]):
                 around.pop()[1].reshard()
-            if isinstance(module, _sharded()):
+            if isinstance(module, sharded_classes()):
                 module.unshard()
                 around.append((f"{name}." if name else "", module))
             yield name, module
     finally:
         for _, module in reversed(around):
             module.reshard()
-
-
-def _sharded() -> Any:
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())

@@ -19,7 +19,7 @@ from opfuse.core.isolation import Traces, is_equal
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
 
-from .actions import AsItIsError, put_on, recomputed, take_off
+from .actions import AsItIsError, put_on, take_off, take_tensors
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OWN = (FusibleOperation, Sequential)
@@ -214,8 +214,7 @@ def why_once(module: nn.Module, args: Any, kwargs: Any) -> str:
         if isinstance(part, _NormBase) and part.track_running_stats:
             return f"its {type(part).__name__} tracks statistics"
     try:
-        with torch.no_grad():
-            recomputed(lambda *args, **kwargs: None, args, kwargs, {})
+        take_tensors([], (args, kwargs))
     except AsItIsError as error:
         return str(error)
     return ""
