@@ -13,7 +13,7 @@ from .engine.program import Program
 from .lock import SETTINGS, Lock
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
-from .quantization.observer import CALIBRATING
+from .quantization.quantizer import CALIBRATING
 from .quantization.scale_update import Block
 from .recipes import DEFAULT_RECIPE, offered
 from .settings import Recorder, Setting, Settings, checkpoint_frames, current

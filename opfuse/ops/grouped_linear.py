@@ -15,8 +15,14 @@ from ..core.fusible import ParamSource
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast
 from ..core.quantization import QuantizerRole
-from ._buffers import check_buffer
-from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
+from ._common import (
+    ExtraTensorOperation,
+    WithLaterArguments,
+    check_buffer,
+    check_size,
+    expected,
+    shows,
+)
 from ._main_grad import accumulate_main_grad, is_overridden, main_grads
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
@@ -379,15 +385,11 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         if x is None:
             return dx, [None] * self._count
         if ctx.grad_sum is not None and groups.add_weight_grads(dy, x, *ctx.grad_sum):
-            return dx, self._in_sums(ctx)
+            totals, _ = ctx.grad_sum
+            return dx, [totals] if self.is_stacked else totals
         if self.is_stacked:
             return dx, [groups.stacked_grads(dy, x, self.num_groups)]
         return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
-
-    def _in_sums(self, ctx: Any) -> list[Tensor | None]:
-        """The gradients of the weights, once they were added to ``ctx.grad_sum``."""
-        totals, _ = ctx.grad_sum
-        return [totals] if self.is_stacked else totals
 
     def _bias_grads(
         self, ctx: Any, groups: Groups, dy: Tensor, scales: Tensor | None = None, *biases: Tensor

@@ -22,13 +22,12 @@ from ..core.ranks import Group, Pass
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
-from .job import Job
+from .job import Job, add, check_writable
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
 from .report import Result, TuningReport
 from .trial import Trial
 from .whole import Whole, switched_off
-from .writing import add, check_writable
 
 Progress = Callable[[int, int, str], None]
 

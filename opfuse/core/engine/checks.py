@@ -165,7 +165,8 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 def check_attributes(chain: Chain) -> None:
     """Refuse tensor attributes of an op or its class that need gradients but are not parameters."""
     for i, op in enumerate(chain.ops):
-        for name in _tensors_of((op, *type(op).__mro__)):
+        held = [pair for of in (op, *type(op).__mro__) for pair in [*vars(of).items()]]
+        for name in [name for name, value in held if isinstance(value, Tensor)]:
             value = getattr(op, name)  # not what it hides
             known = name in (op.param_names or ()) or not isinstance(value, Tensor)
             if not known and value.requires_grad and value.is_leaf:
@@ -173,11 +174,6 @@ def check_attributes(chain: Chain) -> None:
                     f"{chain.name(i)} of {chain.title} has the tensor {name!r}, which requires "
                     f"grad and would get none: make it an nn.Parameter, and give its gradient"
                 )
-
-
-def _tensors_of(owners: Sequence[Any]) -> list[str]:
-    """The names under which an object and its classes hold tensors."""
-    return [k for each in owners for k, v in [*vars(each).items()] if isinstance(v, Tensor)]
 
 
 def check_checkpoint(program: Program) -> None:

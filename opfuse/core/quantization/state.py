@@ -145,7 +145,7 @@ class QuantizerStates:
         self._recipe_names[recipe] = op.engine.recipe_name(recipe)
         self._by_recipe[recipe] = made
         try:
-            self._restore(recipe, op, new=True)
+            self._restore(recipe, op)
         except RuntimeError:  # the next call must raise it too
             del self._by_recipe[recipe]
             raise
@@ -287,15 +287,16 @@ class QuantizerStates:
         for recipe in self._by_recipe:
             self._restore(recipe)
 
-    def _restore(self, recipe: Recipe, op: Any = None, *, new: bool = False) -> None:
+    def _restore(self, recipe: Recipe, op: Any = None) -> None:
         """Give the quantizers for ``recipe`` the state that was loaded for it, if any was.
 
-        New ones miss it after any load, and others if the checkpoint has some for another recipe.
+        New ones, of an op that is given, miss it after any load, and others if the checkpoint has
+        some for another recipe.
         """
         state = self._loaded.get(self._text(recipe))
         self.unrestored.discard(recipe)
         if state is None:
-            if (self._was_loaded if new else self._loaded) and any(self._entries(recipe)):
+            if (self._loaded if op is None else self._was_loaded) and any(self._entries(recipe)):
                 self.unrestored.add(recipe)
             return
         targets = self._tensors(recipe)

@@ -17,20 +17,10 @@ from opfuse.core.replaced_forward import MEMORY, ReplacedForward
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement
 
+from . import choosing
 from .building import follow
-from .choosing import (
-    Kind,
-    MeasuredChoice,
-    fits,
-    is_faster_in_graph,
-    is_known_in_graphs,
-    pays_in_graph,
-    title_of,
-    wants_chains_in_graphs,
-)
 from .converter import Conversion, Converter
-from .guard import Guard, calm
-from .in_graphs import Watch
+from .guard import Guard, Watch, calm
 from .layers import is_there
 from .making import built, checked
 from .parallel import localized
@@ -54,7 +44,7 @@ class ConvertedForward(ReplacedForward):
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self.plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
-        self.choice = MeasuredChoice(converter.name, plugin)
+        self.choice = choosing.MeasuredChoice(converter.name, plugin)
 
     @property
     def chain(self) -> nn.Sequential | None:
@@ -97,7 +87,7 @@ class ConvertedForward(ReplacedForward):
         self._guard = Guard(module, self._conversion)
         changed = functools.partial(self._changed, self._guard, self._conversion.call)
         self._watch = Watch(self._guard, changed)
-        self._title = title_of(self._converter.name, module)
+        self._title = choosing.title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
 
@@ -199,7 +189,8 @@ class ConvertedForward(ReplacedForward):
     def _take(self, module: nn.Module, made: Conversion) -> None:
         """Change to another conversion, whose chain gets the state of the quantizers."""
         state, was_loaded = self.state(), self.waiting is not None
-        self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
+        self._conversion = made
+        self.choice = choosing.MeasuredChoice(self._converter.name, self.plugin)
         if state or was_loaded:
             self.load(state, "")
         self.seal(module)
@@ -246,20 +237,20 @@ class ConvertedForward(ReplacedForward):
 
     def in_graphs(self) -> bool:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""
-        if wants_chains_in_graphs(current.values):
+        if choosing.wants_chains_in_graphs(current.values):
             return True
         # under a recipe nothing was measured, and what is exported runs elsewhere
         plain = current.values.recipe is None and not torch.compiler.is_exporting()
         plain = plain and not torch._C._are_functorch_transforms_active()
-        return plain and is_known_in_graphs(self._title, manager.generation)
+        return plain and choosing.is_known_in_graphs(self._title, manager.generation)
 
     def why_not_in_graph(self, module: nn.Module, x: Any, *extras: Any) -> str:
         """Return why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
-        why = fits(self._guard.parameters(), self.chain, x, *extras)  # type: ignore[union-attr]
-        if why or wants_chains_in_graphs(current.values):
+        why = choosing.fits(self._guard.parameters(), self.chain, x, *extras)  # type: ignore[union-attr]
+        if why or choosing.wants_chains_in_graphs(current.values):
             return why
-        given = self.choice, module, self.chain, manager.generation, *Kind.of(x, True)
-        return "" if is_faster_in_graph(*given) else "no chain was measured to be faster"
+        given = self.choice, module, self.chain, manager.generation, *choosing.Kind.of(x, True)
+        return "" if choosing.is_faster_in_graph(*given) else "no chain was measured to be faster"
 
     def own_operations(self, module: nn.Module, *given: Any) -> Any:
         """The conversion's ``separate``."""
@@ -268,12 +259,12 @@ class ConvertedForward(ReplacedForward):
 
     def subject(self, module: nn.Module, x: Any, compiled: bool) -> dict[str, Any]:
         """See :meth:`opfuse_convert.choosing.MeasuredChoice.subject`."""
-        return self.choice.subject(module, self.chain, Kind.of(x, compiled))
+        return self.choice.subject(module, self.chain, choosing.Kind.of(x, compiled))
 
     def declines(self, found: Measurement, compiled: bool) -> bool:
         """Whether the module's own operations run, by what was measured."""
         if compiled:
-            return not pays_in_graph(found)
+            return not choosing.pays_in_graph(found)
         return bool(found.refusal(trades_time=True, prefer="speed"))
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:

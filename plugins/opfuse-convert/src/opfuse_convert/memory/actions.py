@@ -266,10 +266,9 @@ class ModuleMemory:
             return forward(*args, **kwargs)
         if action.what == "compile" and not self._compiles:  # trying takes seconds
             return forward(*args, **kwargs)
-        if action.what == "recompute" and self._once and not is_dynamo_compiling():
-            self.fallback = self._once
-            return forward(*args, **kwargs)
         try:
+            if action.what == "recompute" and self._once and not is_dynamo_compiling():
+                raise AsItIsError(self._once)
             result = action.run(module, forward, args, kwargs)
         except AsItIsError as error:
             if not is_dynamo_compiling():

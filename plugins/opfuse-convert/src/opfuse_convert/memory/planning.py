@@ -21,8 +21,7 @@ from opfuse.tuning.timing import MOST_NOISE
 from opfuse.tuning.whole import switched_off
 
 from .actions import put_on
-from .choosing import Option, Point, front, options_of, pareto
-from .costs import Actions, Costs, acting, named, placed
+from .costs import Actions, Costs, Option, Point, acting, front, named, options_of, pareto, placed
 from .plan import Choice, MemoryPlan
 from .units import Place, Unit, units_of
 

@@ -128,14 +128,10 @@ def _why_other_numbers(unit: Unit) -> str:
     return ""
 
 
-def holds_layers(module: nn.Module) -> bool:
-    """Whether there is a list of modules in a module."""
-    return any(isinstance(m, _LISTS) and not isinstance(m, _OWN) for m in module.modules())
-
-
 def _places(module: nn.Module, path: str) -> Iterator[tuple[Place, list[Place]]]:
     """The places of units below a module, each with those of its parts."""
-    if isinstance(module, _OWN) or not holds_layers(module):
+    lists = [m for m in module.modules() if isinstance(m, _LISTS) and not isinstance(m, _OWN)]
+    if isinstance(module, _OWN) or not lists:
         yield Place(path, module), _parts(module, path)
         return
     if replaced_forward(module) is not None:
