@@ -12,14 +12,22 @@ from torch import Tensor
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
 from ..core.ranks import gather_into, run_collective
-from . import token_log_prob
 from ._common import rows_of
 from .cross_entropy import Spare, capped, widened
 from .distributed import WithProcessGroup
+from .token_log_prob import (
+    RowStatistics,
+    TokenLogProb,
+    TokenNumbers,
+    cooled,
+    gradients_from,
+    grads_of_rows,
+    possible,
+)
 from .vocab_parallel import VocabPart, check_classes
 
 
-class VocabParallelTokenLogProb(WithProcessGroup, token_log_prob.TokenLogProb):
+class VocabParallelTokenLogProb(WithProcessGroup, TokenLogProb):
     """:class:`TokenLogProb` of logits of which each process has its part of the classes.
 
     Takes logits ``(..., classes / processes)``, those of a linear that is split by columns, and the
@@ -91,7 +99,7 @@ class VocabParallelTokenLogProb(WithProcessGroup, token_log_prob.TokenLogProb):
         x, tokens, *kept = ctx.saved_tensors
         if x is None:
             return None, [()], [(None,)]
-        grads = token_log_prob.grads_of_rows((grad_output, *of_extras), tokens)
+        grads = grads_of_rows((grad_output, *of_extras), tokens)
         given = tokens.flatten().long(), grads, kept, ctx.numbers
         dx = self.part.row_gradients(rows_of(x), *given).to(x.dtype)
         return dx.view(x.shape), [()], [(None,)]
@@ -106,7 +114,7 @@ class LogProbPart(VocabPart):
     __slots__ = ()
 
     def row_log_probs(
-        self, logits: Tensor, tokens: Tensor, numbers: token_log_prob.TokenNumbers
+        self, logits: Tensor, tokens: Tensor, numbers: TokenNumbers
     ) -> tuple[tuple[Tensor, ...], Kept]:
         """What the op gives of each row, and what the gradient needs of it.
 
@@ -119,7 +127,7 @@ class LogProbPart(VocabPart):
             The outputs in their order; and of each row logsumexp, entropy, ``log(sum(p^2))`` and
             the top tokens, or None. In fp32 for half precision.
         """
-        z = token_log_prob.cooled(capped(widen(logits), numbers.softcap), numbers)
+        z = cooled(capped(widen(logits), numbers.softcap), numbers)
         counted = tokens != numbers.ignore_index
         classes = logits.shape[1] * self.group.size
         check_classes(tokens, counted, classes, "VocabParallelTokenLogProb: token")
@@ -130,7 +138,7 @@ class LogProbPart(VocabPart):
         if numbers.log_sum_squares:
             sums.append(e.square().sum(-1))
         if numbers.entropy:  # the last, since it may overwrite
-            sums.insert(2, torch.linalg.vecdot(e, token_log_prob.possible(below)))
+            sums.insert(2, torch.linalg.vecdot(e, possible(below)))
         total, picked, *others = self.summed(sums)
         log = total.log()
         lse = largest + log
@@ -169,7 +177,7 @@ class LogProbPart(VocabPart):
         tokens: Tensor,
         grads: Sequence[Tensor | None],
         kept: Kept,
-        numbers: token_log_prob.TokenNumbers,
+        numbers: TokenNumbers,
         spare: Spare = (None, None, None),
     ) -> Tensor:
         """The gradient of this process's logits, in fp32 for half precision.
@@ -184,21 +192,13 @@ class LogProbPart(VocabPart):
         """
         lse, *others = kept
         z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
-        log_p = token_log_prob.cooled(z, numbers, spare[1])
+        log_p = cooled(z, numbers, spare[1])
         log_p = torch.sub(log_p, lse[:, None], out=spare[1])  # type: ignore[index]
         p = torch.exp(log_p, out=spare[2])
-        given = (
-            token_log_prob.RowStatistics(*others),
-            z,
-            token_log_prob.possible(log_p),
-            p,
-            tokens,
-            grads,
-            numbers,
-        )
+        given = RowStatistics(*others), z, possible(log_p), p, tokens, grads, numbers
 
         def places_of(tokens: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
             places, mine = self.places(tokens, logits.shape[1])
             return places, torch.where(mine, shares, 0.0)
 
-        return token_log_prob.gradients_from(*given, places_of, spare)
+        return gradients_from(*given, places_of, spare)

@@ -145,16 +145,15 @@ def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
         for name in names:
             if takes is not None and name not in takes:
                 who, known = f"{chain.name(i)} of {chain.title}", ", ".join(takes) or "none"
-                raise TypeError(
-                    f"{who} does not take the keyword argument {name!r}; it takes {known}"
-                )
+                what = f"does not take the keyword argument {name!r}; it takes {known}"
+                raise TypeError(f"{who} {what}")
 
 
 def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
     """Refuse keyword tensors whose gradient would be lost: only parameters and extras get one."""
     for i, given in enumerate(kwargs):
         for name, value in given.items():
-            if any(tensor.requires_grad for tensor in _tensors_in(value)):
+            if any(tensor.requires_grad for tensor in tensors_in(value)):
                 raise TypeError(
                     f"{chain.name(i)} of {chain.title} got a tensor that requires grad as "
                     f"{name!r}, and a keyword argument gets no gradient: use an extra input, or "
@@ -194,13 +193,13 @@ def check_checkpoint(program: Program) -> None:
         )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tensor, list, tuple or dict, at any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 # Results of an op
@@ -236,9 +235,8 @@ def refuse_gradients(program: Program, index: int, grads: Any) -> None:
     """Refuse gradients for parameters that an op does not have."""
     if any(grad is not None for grad in tuple(grads)):
         who, count = program.chain.name(index), len(tuple(grads))
-        raise RuntimeError(
-            f"{who} has no parameters, but its backward gave {count} gradients for some"
-        )
+        what = f"has no parameters, but its backward gave {count} gradients for some"
+        raise RuntimeError(f"{who} {what}")
 
 
 def refuse_saved(program: Program, index: int, ctx: Any) -> None:

@@ -142,9 +142,8 @@ def run_cut(
         x, *more = result if isinstance(result, tuple) else (result,)
         if len(more) != len(outputs):
             who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
-            raise RuntimeError(
-                f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}"
-            )
+            wanted = f"its output and {len(outputs)} extra outputs"
+            raise RuntimeError(f"{who} must give {wanted}, gave {len(more)}")
         made.update(zip(outputs, more, strict=True))
     public = [made[slot] for slot in chain.public_outputs]
     return (x, *public) if public else x

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 import opfuse
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
+from opfuse.core.engine.checks import tensors_in
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement, Shape
 from opfuse.tuning.job import add, one_line
@@ -28,7 +29,7 @@ from opfuse.tuning.timing import in_rounds
 
 from .actions import Action, attach, take_off
 from .checking import why_not
-from .units import Place, Unit, tensors_in
+from .units import Place, Unit
 
 
 class Option(NamedTuple):
@@ -267,7 +268,7 @@ class Costs:
         At least 0, unless something is compiled. A noise is a share of a step. They come from the
         table if all are there. If not, all are measured, in the same rounds, and go into it.
         """
-        given = tensors_in((unit.args, unit.kwargs))
+        given = [*tensors_in((unit.args, unit.kwargs))]
         wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
         shape = next((tables.shape_of(t) for t in given if t.ndim), Shape(0, 0, True))
         plain: dict[str, Any] = {"plugin": None, "pass": "step", "of": unit.kind}

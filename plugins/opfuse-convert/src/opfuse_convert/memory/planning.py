@@ -109,14 +109,11 @@ def plan_memory(
 
 def _check(model: Any) -> None:
     """Refuse what cannot be planned."""
+    expected = "opfuse.plan_memory expected a"
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"opfuse.plan_memory expected a torch.nn.Module, got {type(model).__name__}"
-        )
+        raise TypeError(f"{expected} torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
-        raise TypeError(
-            "opfuse.plan_memory expected a model that is not compiled: compile it after"
-        )
+        raise TypeError(f"{expected} model that is not compiled: compile it after")
     if any(is_dtensor(p) for p in model.parameters()):
         raise RuntimeError(
             "opfuse.plan_memory: the model is sharded, and each process would measure for itself. "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from opfuse.core.engine.checks import tensors_in
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import hook_kinds, op_class
 from opfuse.core.isolation import Traces, is_equal
@@ -121,7 +122,7 @@ def _why_other_numbers(unit: Unit) -> str:
     results = []
     for _ in range(2):
         with torch.random.fork_rng(), contextlib.suppress(Exception):  # measuring tells it
-            results.append(tensors_in(unit.run()))
+            results.append([*tensors_in(unit.run())])
     same = len(results) == 2 and len(results[0]) == len(results[1])
     if same and not all(map(is_equal, *results)):
         return "its forward gives other numbers when it runs again"
@@ -223,15 +224,6 @@ def _cut(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)([_cut(each) for each in value])
     return {k: _cut(each) for k, each in value.items()} if type(value) is dict else value
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among arguments or results."""
-    if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    if isinstance(value, dict):
-        return tensors_in(list(value.values()))
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _share(units: Sequence[Unit]) -> None:
