@@ -73,9 +73,7 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with without_modes(), torch.random.fork_rng(devices):
-        held = [
-            value for _, value in reachable(owners) if who and isinstance(value, sharded_classes())
-        ]
+        held = [v for _, v in reachable(owners) if who and isinstance(v, sharded_classes())]
         for module in held:
             module.reshard()
         values = [value for _, value in reachable(owners)]  # sharded ones have other parameters

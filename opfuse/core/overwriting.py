@@ -4,7 +4,8 @@ Another may hold a result. A mode sees each one, a ``TorchDispatchMode`` or a ``
 selective activation checkpointing keeps those that its policy names, and returns them when it
 computes again. Hooks of saved tensors see none of those that are asked about here, since autograd
 saves nothing where it does not record. So a forward or a backward overwrites a result only by the
-functions of this module, or where :func:`may_write` says that it may.
+functions of this module, or where :func:`may_write` says that it may. What runs beside the user's
+own calls is seen by no mode, in a block :func:`without_modes`.
 """
 
 from __future__ import annotations
