@@ -17,7 +17,7 @@ from opfuse import Fusion, OneOf, OneOrMore, Optional, Subclasses, ops
 from opfuse.cli import check_plugin as checking
 from opfuse.cli import commands as cli
 from opfuse.cli import declared, scaffold
-from opfuse.core.discovery import installed_plugins
+from opfuse.core.records import installed_plugins
 
 pytestmark = pytest.mark.alone
 

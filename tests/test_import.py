@@ -37,7 +37,7 @@ def test_importing_opfuse_loads_the_core_and_the_ops():
         "opfuse.core",
         "opfuse.ops",
     }
-    assert len(loaded) <= 88
+    assert len(loaded) <= 86
 
 
 def test_names_of_a_package_that_is_not_installed_are_not_offered():

@@ -16,10 +16,9 @@ from fakes import OneByOne, make_plugin
 import opfuse
 from opfuse import Fusion, PluginWarning
 from opfuse.core import plugins, settings
-from opfuse.core.discovery import metadata
 from opfuse.core.plugins import PluginManager
 from opfuse.core.recipes import new_quantizer
-from opfuse.core.records import PluginFilter
+from opfuse.core.records import PluginFilter, metadata
 
 
 class A(opfuse.BasicOperation):

@@ -430,7 +430,7 @@ def test_an_interrupt_keeps_what_is_known(register, quick, folder):
 
 ADDING = """
 import pathlib, sys
-from opfuse.tuning.writing import add
+from opfuse.tuning.job import add
 first = int(sys.argv[2])
 for number in range(first, first + 20):
     found = {"speed": 1.0, "noise": 0.0, "seconds": 0.0, "wrong": "", "rows": number}

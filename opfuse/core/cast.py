@@ -1,14 +1,43 @@
-"""``Cast``: marks where the engine quantizes a tensor between two ops."""
+"""Ops that pass a tensor on as it is, and those that mark where the engine quantizes it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .identity import PassThrough
+from .fusible import declared
+from .introspection import op_class
+from .op import BasicOperation
 from .op_context import Grads, OperationContext, Unread
-from .quantization import QuantizedTensor, Quantizer, Usage
+from .quantization import BOTH, QuantizedTensor, Quantizer, QuantizerRole, Usage
+
+
+class PassThrough(BasicOperation):
+    """An op that returns its input as it is, and its gradient too."""
+
+    saved_names = ()
+    feature_ratio = 1
+    keeps_rows = True
+    batch_invariant = ("rows", "exact")
+    grad_input = "same"
+    differentiable = True
+
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
+        """Return the input, which the engine has cast if the op asks for it; save nothing."""
+        return input_
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Grads]:
+        """``dx = dy``, which the engine has cast if the op asks for it."""
+        return grad_output, ()
+
+
+class Identity(PassThrough):
+    """``y = x``, for any shape."""
 
 
 class Cast(PassThrough):
@@ -56,3 +85,73 @@ class Cast(PassThrough):
     def extra_repr(self) -> str:
         """The quantizer, and the copies it makes."""
         return f"{type(self.quantizer).__name__}, {self.usage}"
+
+
+class Quantize(PassThrough):
+    """Quantizes a tensor under a recipe; without one it is the identity.
+
+    Any shape is accepted and kept. The op only declares its quantizers. The cast is on its edge,
+    where fusions can take it, or is a step of its own. Next to an op that quantizes, it leaves the
+    cast to that op.
+
+    A chain that ends with it returns a :class:`~opfuse.core.quantization.QuantizedActivation`; one
+    that begins with it and quantizes in backward returns such a gradient. A chain whose first op
+    quantizes its input takes the codes as they are, if it would make the same itself.
+    ``torch.compile`` gets their values.
+
+    Args:
+        forward: Quantize the tensor in forward.
+        backward: Quantize the gradient in backward.
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self._enabled = {"forward": bool(forward), "backward": bool(backward)}
+
+    def extra_repr(self) -> str:
+        """The passes in which it quantizes."""
+        return ", ".join(f"{mode}={enabled}" for mode, enabled in self._enabled.items())
+
+    def num_quantizers(self, mode: str) -> int:
+        """One for each pass in which it quantizes."""
+        return int(self._enabled.get(mode, False))
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        """The role of an input, or of the gradient of an output."""
+        tensor = "input" if mode == "forward" else "grad_output"
+        role = QuantizerRole("quantize", tensor, self.name)
+        return [role] * self.num_quantizers(mode)
+
+
+def place_quantize(
+    ops: Sequence[BasicOperation],
+    forward: dict[int, Cast],
+    backward: dict[int, Cast],
+    row_alignment: int | None,
+) -> tuple[str, ...]:
+    """Leave the casts of ``Quantize`` to its neighbours, or make both copies at chain ends.
+
+    Args:
+        ops: The ops of a chain.
+        forward: The casts of the forward, by edge.
+        backward: The casts of the backward.
+        row_alignment: As in :class:`opfuse.Environment`; None: not for training.
+
+    Returns:
+        The facts about the number of rows that the casts depend on.
+    """
+    for i, op in enumerate(ops):
+        if op_class(op) is Quantize and i + 1 in forward:
+            forward.pop(i, None)
+        if op_class(op) is Quantize and i in backward:
+            backward.pop(i + 1, None)
+    keeps_rows, facts = all(declared(op, "keeps_rows") for op in ops), set()
+    for casts, edge, i in ((forward, len(ops) - 1, -1), (backward, 1, 0)):
+        if row_alignment is None or edge not in casts or op_class(ops[i]) is not Quantize:
+            continue
+        quantizer = casts[edge].quantizer
+        if (row_alignment if keeps_rows else 1) % quantizer.row_multiple == 0:
+            casts[edge] = Cast(quantizer, BOTH)
+        if keeps_rows and quantizer.row_multiple > 1:
+            facts.add("row_alignment")
+    return tuple(facts)

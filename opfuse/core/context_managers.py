@@ -16,7 +16,7 @@ from .lock import SETTINGS, Lock
 from .overwriting import put_back, unseen
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
-from .quantization.observer import CALIBRATING
+from .quantization.quantizer import CALIBRATING
 from .quantization.scale_update import Block
 from .recipes import DEFAULT_RECIPE, offered
 from .settings import Recorder, Setting, Settings, checkpoint_frames, current
@@ -95,10 +95,8 @@ class options(Setting):
                 raise TypeError(
                     f"option {name!r}: expected a hashable value, got {value!r}"
                 ) from None
-        if values.get("fusion_limit", 0) < 0:
-            raise ValueError(
-                f"option fusion_limit must not be negative, got {values['fusion_limit']}"
-            )
+        if (limit := values.get("fusion_limit", 0)) < 0:
+            raise ValueError(f"option fusion_limit must not be negative, got {limit}")
         if values.get("prefer", "speed") not in ("speed", "memory"):
             raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
         if values.get("invariant", "batch") != "batch":

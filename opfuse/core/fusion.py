@@ -127,26 +127,21 @@ class Fusion:
             )
         if not self.name:
             object.__setattr__(self, "name", fusion_name(self.build))
+        who = f"fusion {self.name}"
         for element in self.pattern:
-            _check_element(element, self.name)
+            _check_element(element, who)
         if all(isinstance(element, Optional) for element in self.pattern):
-            raise ValueError(
-                f"fusion {self.name}: the pattern {self.pattern!r} is empty or matches nothing"
-            )
+            raise ValueError(f"{who}: the pattern {self.pattern!r} is empty or matches nothing")
         if self.when is not None and not callable(self.when):
-            raise TypeError(
-                f"fusion {self.name}: when is a function of (ops, env), got {self.when!r}"
-            )
+            raise TypeError(f"{who}: when is a function of (ops, env), got {self.when!r}")
         number = isinstance(self.benefit, (int, float, type(None)))
         if not (number or callable(self.benefit)):
-            raise TypeError(
-                f"fusion {self.name}: benefit is a number or a function, got {self.benefit!r}"
-            )
+            raise TypeError(f"{who}: benefit is a number or a function, got {self.benefit!r}")
         if not isinstance(self.priority, int):
-            raise TypeError(f"fusion {self.name}: priority is an int, got {self.priority!r}")
+            raise TypeError(f"{who}: priority is an int, got {self.priority!r}")
         if self.casts and self.names_casts:
             raise ValueError(
-                f"fusion {self.name}: with casts=True its pattern is of the ops alone, and "
+                f"{who}: with casts=True its pattern is of the ops alone, and "
                 f"{self.pattern!r} names Cast"
             )
 
@@ -190,34 +185,28 @@ def fusion_name(fusion: FusionLike | Callable[..., FusedOperation]) -> str:
     return str(getattr(fusion, "__name__", type(fusion).__name__))
 
 
-def _check_element(element: Any, name: str) -> None:
+def _check_element(element: Any, who: str) -> None:
     if isinstance(element, type):
         if not issubclass(element, BasicOperation):
-            raise TypeError(
-                f"fusion {name}: patterns are made of basic ops, {element.__name__} is none"
-            )
+            raise TypeError(f"{who}: patterns are made of basic ops, {element.__name__} is none")
     elif isinstance(element, Subclasses):
         if not isinstance(element.cls, type):
-            raise TypeError(f"fusion {name}: Subclasses takes a class, got {element.cls!r}")
+            raise TypeError(f"{who}: Subclasses takes a class, got {element.cls!r}")
     elif isinstance(element, OneOf):
         if not element.elements:
-            raise ValueError(f"fusion {name}: OneOf() is empty")
+            raise ValueError(f"{who}: OneOf() is empty")
         for inner in element.elements:
             if isinstance(inner, (Optional, OneOrMore)):
-                raise TypeError(
-                    f"fusion {name}: OneOf takes classes, Subclasses and OneOf, got {inner!r}"
-                )
-            _check_element(inner, name)
+                raise TypeError(f"{who}: OneOf takes classes, Subclasses and OneOf, got {inner!r}")
+            _check_element(inner, who)
     elif isinstance(element, (Optional, OneOrMore)):
-        if isinstance(element.element, (Optional, OneOrMore)):
-            raise TypeError(
-                f"fusion {name}: Optional and OneOrMore take a class, Subclasses or OneOf, got "
-                f"{element.element!r}"
-            )
-        _check_element(element.element, name)
+        if isinstance(inner := element.element, (Optional, OneOrMore)):
+            what = "Optional and OneOrMore take a class, Subclasses or OneOf"
+            raise TypeError(f"{who}: {what}, got {inner!r}")
+        _check_element(inner, who)
     else:
         raise TypeError(
-            f"fusion {name}: {element!r} is not a class, Subclasses, OneOf, Optional or OneOrMore"
+            f"{who}: {element!r} is not a class, Subclasses, OneOf, Optional or OneOrMore"
         )
 
 

@@ -12,7 +12,7 @@ import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .fusible import FusibleOperation
 from .introspection import CONVERTED
 from .layout import is_dtensor
+from .overwriting import without_modes
 from .quantization import Quantizer
 from .quantization.state import QuantizerStates
 from .replaced_forward import KEPT_AS, MEMORY
-from .settings import current, is_captured
+from .settings import is_captured
 
 _CONTAINERS = (
     *(dict, collections.OrderedDict, collections.defaultdict, collections.Counter),
@@ -36,7 +37,7 @@ _CONTAINERS = (
 )
 _STRANGERS = {"torch", "triton", *sys.stdlib_module_names}
 """Packages whose objects are not restored: their attributes are not a model's."""
-_MODULE, _OBJECT, _OP, _CLASS = "module", "object", "op", "class"
+_MODULE, _OBJECT, _OP, _CLASS, _GRADIENT = "module", "object", "op", "class", "gradient"
 """The owner of an attribute: of an object or a class, other objects do not count."""
 
 _HOOKS = {*vars(nn.Module())} - {"_buffers", "_modules", "_parameters"}
@@ -72,7 +73,7 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
         )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with without_modes(), torch.random.fork_rng(devices):
-        held = [value for _, value in reachable(owners) if who and isinstance(value, _sharded())]
+        held = [v for _, v in reachable(owners) if who and isinstance(v, sharded_classes())]
         for module in held:
             module.reshard()
         values = [value for _, value in reachable(owners)]  # sharded ones have other parameters
@@ -108,40 +109,6 @@ def parametrizations(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [m.parametrizations for m in every if parametrize.is_parametrized(m)]  # type: ignore[misc]
 
 
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """A block without the caller's modes, apart from a default device."""
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    saved: Any = torch._C._autograd
-    hooks, modes, block, cached = [], [], current.block, {*parametrize._cache}
-    dispatch = torch._C._len_torch_dispatch_stack()
-    with _disable_current_modes() if dispatch else contextlib.nullcontext():
-        ask = saved._top_saved_tensors_default_hooks
-        while saved._saved_tensors_hooks_is_enabled() and (top := ask(True)):
-            hooks.append(top)
-            saved._pop_saved_tensors_default_hooks()
-        while torch._C._len_torch_function_stack():
-            modes.append(torch._C._pop_torch_function_stack())
-        devices = [mode for mode in modes if isinstance(mode, DeviceContext)]
-        for mode in reversed(devices):
-            torch._C._push_on_torch_function_stack(mode)
-        current.block = None  # so that it does not advance the state of what ran here
-        try:
-            yield
-        finally:
-            current.block = block
-            for key in {*parametrize._cache} - cached:
-                del parametrize._cache[key]
-            for _ in devices:
-                torch._C._pop_torch_function_stack()
-            for mode in reversed(modes):
-                torch._C._push_on_torch_function_stack(mode)
-            for top in reversed(hooks):
-                saved._push_saved_tensors_default_hooks(*top)
-
-
 # What a run of a model may change
 
 
@@ -149,8 +116,13 @@ Thing = tuple[str, Any]
 """The dotted name of a tensor, a container, a generator or a class, and it."""
 
 
-def reachable(owners: Iterable[Any], without: tuple[type, ...] = ()) -> list[Thing]:
-    """What the code of objects may change, each once, apart from objects of some classes."""
+def reachable(owners: Iterable[Any], *, whole: bool = True) -> list[Thing]:
+    """What the code of objects may change, each once.
+
+    Args:
+        owners: The objects.
+        whole: Whether gradients and the state of quantizers are among it.
+    """
     generators = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
     if numpy := sys.modules.get("numpy.random"):
         generators["NumPy's random numbers"] = numpy.get_state.__self__
@@ -159,7 +131,8 @@ def reachable(owners: Iterable[Any], without: tuple[type, ...] = ()) -> list[Thi
     while todo:
         name, value, of = todo.pop()
         is_plain = isinstance(value, (str, bytes, int, float, *[type] * (of is not _CLASS)))
-        if id(value) not in found and not is_plain and not isinstance(value, without):
+        is_state = of is _GRADIENT or isinstance(value, QuantizerStates)
+        if id(value) not in found and not is_plain and (whole or not is_state):
             found[id(value)] = name, value  # so it is alive, or ids come again
             todo += _inside(name, value, of)
     return list(found.values())
@@ -187,7 +160,7 @@ def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
         return [(f"{prefix}.{key}".lstrip("."), each, kind) for key, each in pairs]
 
     if isinstance(value, Tensor):
-        return [(f"{prefix}.grad", value.grad, _OP)] if value.is_leaf else []
+        return [(f"{prefix}.grad", value.grad, _GRADIENT)] if value.is_leaf else []
     if type(value) in _CONTAINERS or isinstance(value, tuple):
         return members(value, of)
     if of is _CLASS:
@@ -222,10 +195,9 @@ def _is_plain(value: Any) -> bool:
     return known and isinstance(getattr(value, "__dict__", None), dict)
 
 
-def _sharded() -> tuple[Any, ...]:
-    """The class of modules of FSDP2, which have other parameters until they are sharded again."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return (fsdp.FSDPModule,) if hasattr(fsdp, "FSDPModule") else ()
+def sharded_classes() -> Any:
+    """The classes of modules of FSDP2, which have other parameters until they are sharded again."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
 
 
 # Comparing
@@ -245,47 +217,39 @@ class Traces:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._marked: list[Thing] = []
-        self._containers: list[Thing] = []
-        self._contents: list[dict[Any, Any]] = []
+        self._containers: list[tuple[str, Any, dict[Any, Any]]] = []
 
     def begin(self) -> Callable[[], str]:
         """Begin a call; the result says at its end what it has changed, by name, or ``""``."""
         copies: list[tuple[str, Tensor, Tensor]] = []
-        if not self._containers or _changed(self._containers, self._contents):
-            things = reachable([self._module], without=(QuantizerStates,))
-            things = [
-                t for t in things if not (t[0].endswith(".grad") and isinstance(t[1], Tensor))
-            ]
+        if not self._containers or _changed(self._containers):
+            things = reachable([self._module], whole=False)
             self._marked = [t for t in things if _mark_of(t[1])]
             held = [t for t in things if t[0].rpartition(".")[2] not in _HOOKS]
-            self._containers = [t for t in held if _content_of(t[1]) is not None]
-            self._contents = [_content_of(value) for _, value in self._containers]  # type: ignore[misc]
-            tensors = [
-                t for t in things if isinstance(t[1], Tensor) and not is_captured(t[1].device)
-            ]
-            copies = [(name, part, part.clone()) for name, t in tensors for part in _parts(t)]
-        marked, containers, contents = self._marked, self._containers, self._contents
-        marks = [_mark_of(value) for _, value in marked]
+            self._containers = [(*t, of) for t in held if (of := _content_of(t[1])) is not None]
+            for name, value in things:
+                if isinstance(value, Tensor) and not is_captured(value.device):
+                    copies += [(name, part, part.clone()) for part in _parts(value)]
+        containers = self._containers
+        marks = [(name, value, _mark_of(value)) for name, value in self._marked]
 
         def change() -> str:
-            names = [
-                n for (n, value), mark in zip(marked, marks, strict=True) if _mark_of(value) != mark
-            ]
-            names += filter(None, [_changed(containers, contents)])
+            names = [name for name, value, mark in marks if _mark_of(value) != mark]
+            names += filter(None, [_changed(containers)])
             names += [name for name, part, copy in copies if not is_equal(part, copy)]
             return "".join(names[:1])
 
         return change
 
 
-def _changed(things: Sequence[Thing], contents: Sequence[dict[Any, Any]]) -> str:
+def _changed(containers: Iterable[tuple[str, Any, dict[Any, Any]]]) -> str:
     """The name of the first member of containers that is another one, or ``""``."""
-    for (name, value), old in zip(things, contents, strict=True):
+    for name, value, old in containers:
         new: Any = _content_of(value)
         if new.keys() == old.keys() and all(map(operator.is_, new.values(), map(old.get, new))):
             continue
         for key in [key for key in {**old, **new} if key not in (KEPT_AS, MEMORY)]:
-            one, other = old.get(key, things), new.get(key, things)
+            one, other = old.get(key, containers), new.get(key, containers)
             plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
             gathered = is_dtensor(one) != is_dtensor(other)  # by FSDP2, or sharded again
             if not (one is other or (plain and one == other) or gathered):

@@ -4,21 +4,25 @@ Another may hold a result. A mode sees each one, a ``TorchDispatchMode`` or a ``
 selective activation checkpointing keeps those that its policy names, and returns them when it
 computes again. Hooks of saved tensors see none of those that are asked about here, since autograd
 saves nothing where it does not record. So a forward or a backward overwrites a result only by the
-functions of this module, or where :func:`may_write` says that it may.
+functions of this module, or where :func:`may_write` says that it may. What runs beside the user's
+own calls is seen by no mode, in a block :func:`without_modes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .precision import cast
+from .settings import current
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """The number of active dispatch modes."""
@@ -68,6 +72,38 @@ def may_write(*tensors: Tensor | None) -> bool:
 def _is_default_device(mode: Any) -> bool:
     """Return whether a mode only says where new tensors are; torch imports its class late."""
     return type(mode).__name__ == "DeviceContext" and type(mode).__module__ == "torch.utils._device"
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A block without the caller's modes, apart from a default device."""
+    saved: Any = torch._C._autograd
+    hooks, modes, cached = [], [], {*parametrize._cache}
+    # without the block of a recipe: it is not to advance the state of what ran here
+    with (
+        _disable_current_modes() if dispatch_modes() else contextlib.nullcontext(),
+        current.temporarily(block=None),
+    ):
+        ask = saved._top_saved_tensors_default_hooks
+        while saved._saved_tensors_hooks_is_enabled() and (top := ask(True)):
+            hooks.append(top)
+            saved._pop_saved_tensors_default_hooks()
+        while function_modes():
+            modes.append(torch._C._pop_torch_function_stack())
+        devices = [*filter(_is_default_device, modes)]
+        for mode in reversed(devices):
+            torch._C._push_on_torch_function_stack(mode)
+        try:
+            yield
+        finally:
+            for key in {*parametrize._cache} - cached:
+                del parametrize._cache[key]
+            for _ in devices:
+                torch._C._pop_torch_function_stack()
+            for mode in reversed(modes):
+                torch._C._push_on_torch_function_stack(mode)
+            for top in reversed(hooks):
+                saved._push_saved_tensors_default_hooks(*top)
 
 
 def reusable(result: Tensor, *operands: Tensor) -> Tensor | None:

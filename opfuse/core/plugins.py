@@ -21,7 +21,6 @@ from typing import Any
 import pluggy
 
 from . import hookspecs
-from .discovery import installed_plugins
 from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Recipe
@@ -33,6 +32,7 @@ from .records import (
     check_option,
     check_plugin,
     checked_recipes,
+    installed_plugins,
     is_strict,
     normalize,
 )
@@ -110,14 +110,8 @@ class PluginManager:
     @contextlib.contextmanager
     def unregistered(self) -> Iterator[None]:
         """No fusion registered in code, and no tuning table, for a ``with`` block: for tests."""
-        before, self._registered = self._registered, []
-        tables, self.tables = self.tables, None
-        self.changed()
-        try:
+        with self._with(_registered=[], tables=None):
             yield
-        finally:
-            self._registered, self.tables = before, tables
-            self.changed()
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -125,16 +119,22 @@ class PluginManager:
 
         Registrations made inside the block end with it. Other threads are isolated too.
         """
-        before = self.records, self._registered
-        self.records, self._registered = [], []
+        with self._with(records=[], _registered=[]), using(None):
+            try:
+                yield
+            finally:
+                for record in list(self.records):
+                    self.remove(record)
+
+    @contextlib.contextmanager
+    def _with(self, **values: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         self.changed()
         try:
-            with using(None):
-                yield
+            yield
         finally:
-            for record in list(self.records):
-                self.remove(record)
-            self.records, self._registered = before
+            vars(self).update(before)
             self.changed()
 
     def changed(self) -> None:

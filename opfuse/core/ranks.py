@@ -417,7 +417,9 @@ class Pending:
         self._work, self._talk, self._tensors = None, None, ()
 
 
-def start_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> Pending:
+def start_collective(
+    group: Group, what: str, start: Callable[..., Any], *tensors: Any, later: bool = True
+) -> Pending:
     """Start a collective of ``torch.distributed``, and go on.
 
     All processes must start the collectives of a group in one order.
@@ -427,11 +429,21 @@ def start_collective(group: Group, what: str, start: Callable[..., Any], *tensor
         what: Its name, for messages.
         start: The function, which takes ``group`` and ``async_op``.
         *tensors: Its other arguments.
+        later: Whether it is waited for later. If not, it need not go on beside other work.
 
     Raises:
         RankError: It cannot be started, or another process starts something else, or failed.
     """
-    return _start(group, what, start, tensors, True)
+    talk = take_turn(group, what, tensors)
+    try:
+        # the host can look around meanwhile
+        work = start(*tensors, group=group.given, async_op=later or talk is not None)
+    except RuntimeError as error:
+        if talk is None:
+            raise
+        why = f"{what} failed on {talk.me}: {_first_line(error)}"
+        raise talk.failed(why, talk.started + 1) from error
+    return Pending(work, what, talk, tensors)
 
 
 def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors: Any) -> None:
@@ -446,20 +458,7 @@ def run_collective(group: Group, what: str, start: Callable[..., Any], *tensors:
     Raises:
         RankError: See :meth:`Talk.take_turn` and :meth:`Talk.wait`.
     """
-    _start(group, what, start, tensors, False).wait()
-
-
-def _start(group: Group, what: str, start: Any, tensors: Any, later: bool) -> Pending:
-    """Start it; without waiting if ``later``, or if the host can look around meanwhile."""
-    talk = take_turn(group, what, tensors)
-    try:
-        work = start(*tensors, group=group.given, async_op=later or talk is not None)
-    except RuntimeError as error:
-        if talk is None:
-            raise
-        why = f"{what} failed on {talk.me}: {_first_line(error)}"
-        raise talk.failed(why, talk.started + 1) from error
-    return Pending(work, what, talk, tensors)
+    start_collective(group, what, start, *tensors, later=False).wait()
 
 
 def take_turn(group: Group, what: str, given: tuple[Any, ...]) -> Talk | None:

@@ -107,17 +107,14 @@ class Sequential(nn.Sequential):
             )
         for key, kwargs in op_kwargs.items():
             target: Any = self[key] if isinstance(key, int) else key
+            who = type(target).__name__
             if target not in ops and target not in flatten(ops):
-                raise ValueError(
-                    f"op_kwargs: {type(target).__name__} is not an op of this Sequential"
-                )
+                raise ValueError(f"op_kwargs: {who} is not an op of this Sequential")
             takes = [(op, kwarg_names(op)) for op in flatten([target])]
             for name, value in kwargs.items():
                 takers = [op for op, names in takes if names is None or name in names]
                 if not takers:
-                    raise TypeError(
-                        f"{type(target).__name__} does not take the keyword argument {name!r}"
-                    )
+                    raise TypeError(f"{who} does not take the keyword argument {name!r}")
                 for op in takers:
                     resolved.setdefault(op, {})[name] = value
         return resolved

@@ -6,9 +6,11 @@ backward needs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -94,30 +96,22 @@ class ThreadSettings(threading.local):
     told: list[tuple[Any, BaseException]] | None = None
     running: Any = None
 
-    @property
-    def options(self) -> Options:
-        """The options of planning."""
-        return self.values.options
+    @contextlib.contextmanager
+    def temporarily(self, **values: Any) -> Iterator[None]:
+        """A block in which some attributes have other values."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
-    @property
-    def selection(self) -> str | None:
-        """The selection of plugins, as the user wrote it."""
-        return self.values.selection
-
-    @property
-    def recipe(self) -> Any:
-        """The quantization recipe, or None."""
-        return self.values.recipe
-
-    @property
-    def skip(self) -> tuple[str, ...]:
-        """Name patterns of ops that the recipe does not quantize."""
-        return self.values.skip
-
-    @property
-    def observer(self) -> Any:
-        """The observer of each tensor that the recipe quantizes, or None."""
-        return self.values.observer
+    # parts of the values
+    options: Any = property(lambda self: self.values.options)
+    selection: Any = property(lambda self: self.values.selection)
+    recipe: Any = property(lambda self: self.values.recipe)
+    skip: Any = property(lambda self: self.values.skip)
+    observer: Any = property(lambda self: self.values.observer)
 
 
 current = ThreadSettings()

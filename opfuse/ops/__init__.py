@@ -3,14 +3,11 @@
 import importlib
 import typing
 
-from ..core.cast import Cast
-from ..core.identity import Identity
-from ..core.quantize import Quantize
+from ..core.cast import Cast, Identity, Quantize
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
 from .basic_linear import BasicLinear
 from .cross_entropy import CrossEntropy
 from .distributed import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
-from .dropout import Dropout, TrackedDropout
 from .experts import TokenCombine, TokenDispatch
 from .gated import (
     GEGLU,
@@ -27,7 +24,7 @@ from .grouped_linear import GroupedLinear
 from .linear import Bias, Linear
 from .norm import L2Normalization, LayerNorm, RMSNorm
 from .parallel_linear import ParallelLinear
-from .pointwise import ConstantScale, Reshape
+from .pointwise import ConstantScale, Dropout, Reshape, TrackedDropout
 from .residual import AddExtraInput, MakeExtraOutput, SwapExtraInput
 from .rope import ApplyRoPE, RoPE
 from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU

@@ -31,17 +31,15 @@ def cast_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> list[Tenso
     weights, so a cast has only values: where autograd records what an op does, it is made anew, as
     where a mode sees the operations, which must be the same when they run again.
     """
-    if not may_write() or ctx.saves_params or torch.is_grad_enabled():
-        return [weight.to(ctx.dtype) for weight in weights]
-    if torch.is_inference_mode_enabled() or not torch.is_autocast_cache_enabled():
-        return [weight.to(ctx.dtype) for weight in weights]
-    return [_shared(w, ctx.dtype) if _can_be_shared(w) else w.to(ctx.dtype) for w in weights]
+    shares = may_write() and not (ctx.saves_params or torch.is_grad_enabled())
+    shares = shares and torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+    dtype = ctx.dtype
+    return [_shared(w, dtype) if shares and _can_be_shared(w) else w.to(dtype) for w in weights]
 
 
 def _can_be_shared(weight: Tensor) -> bool:
-    if type(weight) is not nn.Parameter or weight.dtype is not torch.float32:
-        return False
-    if not weight.requires_grad or weight.is_inference():
+    plain = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    if not (plain and weight.requires_grad) or weight.is_inference():
         return False
     return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
 

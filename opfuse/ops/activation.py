@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
-from ..core.identity import PassThrough
+from ..core.cast import PassThrough
 from ..core.op import BasicOperation
 from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import may_write, reusable

@@ -149,7 +149,8 @@ def _check(op: object, name: str, value: Any) -> None:
     who = f"{type(op).__name__} expected"
     if name == "ignore_index" and whole(value) is None:
         raise TypeError(f"{who} a whole number as ignore_index, got {value!r}")
-    if name == "output_dtype" and value is not None and not _is_floating(value):
+    is_floating = isinstance(value, torch.dtype) and value.is_floating_point
+    if name == "output_dtype" and value is not None and not is_floating:
         raise TypeError(f"{who} a floating-point torch.dtype as output_dtype, got {value!r}")
     if name == "reduction" and value not in REDUCTIONS:
         raise ValueError(f"{who} 'mean', 'sum' or 'none' as reduction, got {value!r}")
@@ -159,10 +160,6 @@ def _check(op: object, name: str, value: Any) -> None:
         raise ValueError(f"{who} z_loss of at least 0, got {value!r}")
     if name == "softcap" and value is not None and not value > 0:
         raise ValueError(f"{who} a softcap above 0, or None, got {value!r}")
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point
 
 
 # Parts of rows that fit a core's cache, for formulas of a softmax on a CPU; for fusions too

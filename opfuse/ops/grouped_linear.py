@@ -15,7 +15,6 @@ from ..core.fusible import ParamSource
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast
 from ..core.quantization import QuantizerRole
-from ._buffers import check_buffer
 from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
 from ._main_grad import accumulate_main_grad, is_overridden, main_grads
 from ._quantized_groups import QuantizedGroups
@@ -379,15 +378,11 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         if x is None:
             return dx, [None] * self._count
         if ctx.grad_sum is not None and groups.add_weight_grads(dy, x, *ctx.grad_sum):
-            return dx, self._in_sums(ctx)
+            totals, _ = ctx.grad_sum
+            return dx, [totals] if self.is_stacked else totals
         if self.is_stacked:
             return dx, [groups.stacked_grads(dy, x, self.num_groups)]
         return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
-
-    def _in_sums(self, ctx: Any) -> list[Tensor | None]:
-        """The gradients of the weights, once they were added to ``ctx.grad_sum``."""
-        totals, _ = ctx.grad_sum
-        return [totals] if self.is_stacked else totals
 
     def _bias_grads(
         self, ctx: Any, groups: Groups, dy: Tensor, scales: Tensor | None = None, *biases: Tensor
@@ -449,3 +444,61 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         count = self._count
         pairs = zip(params[:count], grads[:count], strict=True)
         return (*[accumulate_main_grad(self, *pair) for pair in pairs], *grads[count:])
+
+
+def check_buffer(
+    op: object,
+    name: str,
+    buffer: Any,
+    shape: Sequence[int],
+    like: Tensor,
+    read: Sequence[Tensor] = (),
+) -> None:
+    """Refuse a buffer that does not fit the result.
+
+    Args:
+        op: The op.
+        name: The name of the buffer.
+        buffer: The tensor, or None, which always fits.
+        shape: The shape of the result.
+        like: A tensor with the dtype and device of the result.
+        read: Tensors that are read before, and may be read again.
+
+    Raises:
+        TypeError: It is not a tensor.
+        ValueError: It has another shape, dtype or device, is not contiguous, requires grad, or
+            shares memory with a tensor that is read.
+    """
+    if buffer is None:
+        return
+    who = f"{type(op).__name__} expected a tensor as {name}"
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"{who}, got {type(buffer).__name__}")
+    got = f"{buffer.dtype} of shape {tuple(buffer.shape)} on {buffer.device}"
+    wanted = f"{like.dtype} of shape {tuple(shape)} on {like.device}"
+    if got != wanted:
+        raise ValueError(f"{who}, {wanted}, got {got}")
+    if not buffer.is_contiguous():
+        raise ValueError(f"{who} that is contiguous, got strides {buffer.stride()}")
+    if buffer.requires_grad:
+        raise ValueError(f"{who} that does not require grad: pass {name}.detach()")
+    if any(_share_memory(buffer, tensor) for tensor in read):
+        raise ValueError(f"{who} that shares no memory with what the op reads")
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether the memory ranges of two plain tensors overlap."""
+    spans = [_span(tensor) for tensor in (one, other) if type(tensor) in (Tensor, nn.Parameter)]
+    if len(spans) < 2 or one.device != other.device:
+        return False
+    (first, end), (other_first, other_end) = spans
+    return first < other_end and other_first < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The address of its first byte, and that after its last byte."""
+    if not tensor.numel() or tensor.is_meta:
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.cast import Identity
 from ..core.fusible import ParamSource
-from ..core.identity import Identity
 from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
 from ..core.overwriting import may_write, plus_product

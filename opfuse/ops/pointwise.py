@@ -1,15 +1,17 @@
-"""Ops with little or no computation: ConstantScale and Reshape."""
+"""Ops with little or no computation: ConstantScale, Reshape and Dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import Unread
 from ._common import OpGrads, RowwiseOperation, expected, shows, whole
+from ._tensor_parallel import Tracker, check_tracker, forked
 
 
 class ConstantScale(RowwiseOperation):
@@ -88,3 +90,93 @@ class Reshape(BasicOperation):
     def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """The gradient in the input's shape."""
         return grad_output.reshape(ctx.input_shape), ()
+
+
+class Dropout(RowwiseOperation):
+    """Zeroes each element with probability ``p`` and scales the others by ``1 / (1 - p)``.
+
+    See Srivastava et al. 2014. Takes and gives any shape, in the dtype of the input. Draws from
+    torch's generator of the device. In evaluation mode, and for ``p=0``, it is the identity.
+
+    Args:
+        p: Probability of a zero.
+
+    Raises:
+        TypeError: ``p`` is not a real number.
+        ValueError: ``p`` is not between 0 and 1.
+    """
+
+    saved_names = ("mask",)
+    context_names = ("p",)
+    real_numbers = ("p",)
+    feature_ratio = 1
+    grad_input = "same"
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        if not 0 <= self.p <= 1:
+            raise ValueError(expected(self, "a probability p between 0 and 1", repr(p)))
+
+    extra_repr = shows("p")
+
+    @property
+    def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
+        """That of the identity, which it is in evaluation mode."""
+        return () if self.training and self.p else ("rows", "exact")
+
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
+        """The output; saves ``(mask,)``, leaves ``ctx.p``.
+
+        The mask is True where an element stays, and None where all do.
+        """
+        y, mask = input_, None
+        if self.training and self.p:
+            y, mask = torch.native_dropout(input_, self.p, True)
+        if ctx.requires_grad:
+            ctx.p = self.p
+            ctx.save_for_backward(mask if ctx.input_requires_grad else None)
+        return y
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
+        """``dx = dy * mask / (1 - p)``, with the forward's ``p``."""
+        (mask,) = ctx.saved_tensors
+        if mask is None:
+            return grad_output, ()
+        scale = 1 / (1 - ctx.p) if ctx.p < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward.default(grad_output, mask, scale), ()
+
+
+class TrackedDropout(Dropout):
+    """``Dropout`` whose mask each process draws for itself, for the parallel parts of a model.
+
+    No fusion of ``Dropout`` takes it, since those draw in another way.
+
+    Args:
+        p: Probability of a zero.
+        rng_state_tracker_function: As for :class:`BasicLinear`; ``fork()`` is around the draw.
+
+    Raises:
+        TypeError: ``p`` is not a real number, or the other is not a function.
+        ValueError: ``p`` is not between 0 and 1.
+    """
+
+    saved_names = ("mask",)
+    context_names = ("p",)
+    grad_input = "same"
+    keeps_rows = True
+    differentiable = True
+
+    def __init__(self, p: float, rng_state_tracker_function: Tracker) -> None:
+        super().__init__(p)
+        check_tracker(self, rng_state_tracker_function)
+        self._tracker = rng_state_tracker_function
+
+    def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
+                   next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
+        """As the base, with numbers of this process."""
+        with forked(self._tracker):
+            return super().op_forward(ctx, input_)
+
+    op_backward = Dropout.op_backward

@@ -12,22 +12,12 @@ from ..core.op_context import AllGrads, Outputs
 from ..core.overwriting import added, multiplied, reusable, unseen, with_shares
 from ..core.precision import wide, widen
 from ..core.ranks import Group, run_collective
+from . import cross_entropy
 from ._common import rows_of
-from .cross_entropy import (
-    CrossEntropy,
-    LossNumbers,
-    Spare,
-    capped,
-    counts,
-    reduced,
-    row_weights,
-    uncapped,
-    widened,
-)
 from .distributed import WithProcessGroup
 
 
-class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
+class VocabParallelCrossEntropy(WithProcessGroup, cross_entropy.CrossEntropy):
     """:class:`CrossEntropy` of logits of which each process has its part of the classes.
 
     Takes logits ``(..., classes / processes)``, those of a linear that is split by columns, and the
@@ -71,7 +61,7 @@ class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
             ctx.numbers = numbers
             kept = (input_, targets, lse) if ctx.input_requires_grad else (None, None, None)
             ctx.save_for_backward(*kept)
-        return self.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
+        return self.in_dtype(cross_entropy.reduced(losses, targets, numbers), ctx, input_), [()]
 
     def report_reductions(self, ctx: Any, losses: Tensor) -> None:
         """Tell reports what the two reductions send; for fusions too.
@@ -93,7 +83,7 @@ class VocabParallelCrossEntropy(WithProcessGroup, CrossEntropy):
         if x is None:
             return None, [()], [(None,)]
         flat = targets.flatten().long()
-        weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
+        weights = cross_entropy.row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
         dx = self.part.row_gradients(rows_of(x), flat, weights, lse, ctx.numbers).to(x.dtype)
         return dx.view(x.shape), [()], [(None,)]
 
@@ -110,7 +100,7 @@ class VocabPart(NamedTuple):
     rank: int
 
     def row_losses(
-        self, logits: Tensor, targets: Tensor, numbers: LossNumbers
+        self, logits: Tensor, targets: Tensor, numbers: cross_entropy.LossNumbers
     ) -> tuple[Tensor, Tensor]:
         """The loss of each row, 0 where it is ignored, and the ``logsumexp`` over all classes.
 
@@ -122,8 +112,11 @@ class VocabPart(NamedTuple):
         Returns:
             Both of shape ``(rows,)``, in fp32 for half precision.
         """
-        z, classes = capped(widen(logits), numbers.softcap), logits.shape[1] * self.group.size
-        counted = counts(targets, numbers)
+        z, classes = (
+            cross_entropy.capped(widen(logits), numbers.softcap),
+            logits.shape[1] * self.group.size,
+        )
+        counted = cross_entropy.counts(targets, numbers)
         check_classes(targets, counted, classes, "VocabParallelCrossEntropy: target")
         largest = self.largest(z)
         # a row of infinities: the difference is NaN, as torch has it
@@ -146,8 +139,8 @@ class VocabPart(NamedTuple):
         targets: Tensor,
         weights: Tensor,
         lse: Tensor,
-        numbers: LossNumbers,
-        spare: Spare = (None, None, None),
+        numbers: cross_entropy.LossNumbers,
+        spare: cross_entropy.Spare = (None, None, None),
     ) -> Tensor:
         """The gradient of this process's logits, in fp32 for half precision.
 
@@ -160,7 +153,7 @@ class VocabPart(NamedTuple):
             spare: See :func:`opfuse.ops.cross_entropy.parts`.
         """
         _, smoothing, z_loss, softcap, _ = numbers
-        z = capped(widened(logits, spare[0]), softcap, spare[0])
+        z = cross_entropy.capped(cross_entropy.widened(logits, spare[0]), softcap, spare[0])
         below = torch.sub(z, lse.unsqueeze(-1), out=spare[1])
         factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         dz = multiplied(torch.exp(below, out=reusable(below)), factor.unsqueeze(-1))
@@ -170,7 +163,7 @@ class VocabPart(NamedTuple):
         places, mine = self.places(targets, z.shape[1])
         at_places = torch.where(mine, weights * (smoothing - 1), 0.0)
         dz = with_shares(dz, places.unsqueeze(-1), at_places.unsqueeze(-1))
-        return uncapped(dz, z, softcap, spare[0])
+        return cross_entropy.uncapped(dz, z, softcap, spare[0])
 
     def largest(self, z: Tensor) -> Tensor:
         """The largest of each row over all processes."""

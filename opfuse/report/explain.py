@@ -26,11 +26,10 @@ from ..core.records import PluginFilter
 from ..core.replaced_forward import MEMORY, replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
-from .call import Call, Sent
 from .lines import wrap
 from .picture import draw, write
 from .quantized import quantized_by
-from .text import describe
+from .text import Call, Sent, describe
 
 _OWN = "path", "class", "reason"
 

@@ -13,8 +13,7 @@ from string import Template
 from xml.sax.saxutils import escape
 
 from ..core.engine.plan import FusionPlan, PlanStep
-from .call import Call
-from .text import alike_calls, sent_by, title_of, why_none
+from .text import Call, alike_calls, sent_by, title_of, why_none
 
 _CHAR = 7.4  # width of a character of the monospaced font, a little more than the widest of them
 _ROW, _GAP, _CAST, _LINE, _MARGIN, _BETWEEN = 38, 10, 38, 19, 24, 22

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
 from torch import distributed as dist
 
 from ..core.engine.program import Program
 from ..core.lock import causes
 from ..core.plugins import manager
-from ..core.ranks import RankError, first_difference
+from ..core.ranks import Group, RankError, first_difference
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> None:
@@ -34,17 +32,18 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
         raise RuntimeError("check_ranks: torch.distributed is not initialized")
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     try:
-        own = {**causes(), "the plans": _plans()}
+        own: dict[str, Any] = {**causes(), "the plans": _plans()}
     except Exception as error:  # all ranks must learn of it
         own = {"failed": f"{type(error).__name__}: {error}"}
-    facts = _gathered(own, group)
+    talk, own = Group(group).talk, {"what runs": "opfuse.check_ranks", **own}
+    facts = [own] if talk is None else talk.exchange(own)
     for rank, of_rank in zip(ranks, facts, strict=True):
         if "failed" in of_rank:
             raise RuntimeError(f"check_ranks on rank {rank}: {of_rank['failed']}")
     for rank, of_rank in zip(ranks[1:], facts[1:], strict=True):
         both = facts[0]["the plans"].keys() & of_rank["the plans"].keys()  # what both have run
-        pair = [{**of, "the plans": {key: of["the plans"][key] for key in both}}
-                for of in (facts[0], of_rank)]  # fmt: skip
+        named = [{name: of[name] for name in own} for of in (facts[0], of_rank)]
+        pair = [{**of, "the plans": {key: of["the plans"][key] for key in both}} for of in named]
         if difference := first_difference(*pair):
             raise RankError(f"rank {ranks[0]} and rank {rank} differ in {difference}")
 
@@ -62,17 +61,3 @@ def _plans() -> dict[str, list[str]]:
         for name, plan in newest.items():
             found.setdefault(name, set()).add(f"{plan.digest()} {plan}")
     return {name: sorted(plans) for name, plans in sorted(found.items())}
-
-
-def _gathered(facts: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
-    """The facts of every rank, sent as text: ``all_gather_object`` needs NumPy."""
-    device = torch.device("cpu")
-    if "nccl" in dist.get_backend(group):
-        device = torch.device("cuda", torch.cuda.current_device())
-    text = json.dumps(facts).encode()
-    longest = torch.tensor([len(text)], device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
-    padded = torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8).to(device)
-    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(texts, padded, group)
-    return [json.loads(bytes(each.tolist())) for each in texts]

@@ -22,13 +22,12 @@ from ..core.ranks import Group, Pass
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, Shape
-from .job import Job
+from .job import Job, add, check_writable
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
 from .report import Result, TuningReport
 from .trial import Trial
 from .whole import Whole, switched_off
-from .writing import add, check_writable
 
 Progress = Callable[[int, int, str], None]
 
@@ -100,13 +99,10 @@ def tune(
 @contextlib.contextmanager
 def _together(groups: Sequence[Group]) -> Iterator[None]:
     """A block in which the processes of the largest of these groups tune together."""
-    before = current.together, current.running
-    current.together = max(groups, key=lambda group: group.size, default=None)
-    current.running = Pass("tuning", None, {})  # compared once: comparing takes time
-    try:
+    largest = max(groups, key=lambda group: group.size, default=None)
+    running = Pass("tuning", None, {})  # compared once: comparing takes time
+    with current.temporarily(together=largest, running=running):
         yield
-    finally:
-        current.together, current.running = before
 
 
 def _run(
@@ -118,7 +114,6 @@ def _run(
         tables.read_rows(existing)  # refuses a file that is not a table before it measures
         check_writable(existing)
     progress, of = progress or (lambda *unused: None), done + len(candidates) + len(wholes)
-    buffers = {id(b): (b, b.clone()) for candidate in candidates for b in candidate.buffers()}
     batches: tuple[Sequence[Job], ...] = candidates, wholes  # modules with the plans that follow
     for jobs in batches:
         try:
@@ -127,8 +122,6 @@ def _run(
                 job.run()
                 done += 1
         finally:  # whatever ends it, what is known by then is written
-            for buffer, value in buffers.values():
-                buffer.copy_(value)
             for device, path in paths.items():
                 if path is not None:
                     add(path, [job.row() for job in jobs if job.found and job.device == device])
@@ -151,10 +144,6 @@ class _Candidate(Job):
         self._reference: Callable[[], Reference] | None = reference
         self.title, self.device = str(step.source.name), call.program.env.device
         self.subject = call.program.facts.subject(step)
-
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers of the chain's ops, which its runs may write into."""
-        return [buffer for op in self._call.program.chain.ops for buffer in op.buffers()]
 
     def _measure(self) -> Measurement:
         assert self._reference is not None

@@ -145,16 +145,15 @@ def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
         for name in names:
             if takes is not None and name not in takes:
                 who, known = f"{chain.name(i)} of {chain.title}", ", ".join(takes) or "none"
-                raise TypeError(
-                    f"{who} does not take the keyword argument {name!r}; it takes {known}"
-                )
+                what = f"does not take the keyword argument {name!r}; it takes {known}"
+                raise TypeError(f"{who} {what}")
 
 
 def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
     """Refuse keyword tensors whose gradient would be lost: only parameters and extras get one."""
     for i, given in enumerate(kwargs):
         for name, value in given.items():
-            if any(tensor.requires_grad for tensor in _tensors_in(value)):
+            if any(tensor.requires_grad for tensor in tensors_in(value)):
                 raise TypeError(
                     f"{chain.name(i)} of {chain.title} got a tensor that requires grad as "
                     f"{name!r}, and a keyword argument gets no gradient: use an extra input, or "
@@ -165,7 +164,8 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
 def check_attributes(chain: Chain) -> None:
     """Refuse tensor attributes of an op or its class that need gradients but are not parameters."""
     for i, op in enumerate(chain.ops):
-        for name in _tensors_of((op, *type(op).__mro__)):
+        held = [pair for of in (op, *type(op).__mro__) for pair in [*vars(of).items()]]
+        for name in [name for name, value in held if isinstance(value, Tensor)]:
             value = getattr(op, name)  # not what it hides
             known = name in (op.param_names or ()) or not isinstance(value, Tensor)
             if not known and value.requires_grad and value.is_leaf:
@@ -173,11 +173,6 @@ def check_attributes(chain: Chain) -> None:
                     f"{chain.name(i)} of {chain.title} has the tensor {name!r}, which requires "
                     f"grad and would get none: make it an nn.Parameter, and give its gradient"
                 )
-
-
-def _tensors_of(owners: Sequence[Any]) -> list[str]:
-    """The names under which an object and its classes hold tensors."""
-    return [k for each in owners for k, v in [*vars(each).items()] if isinstance(v, Tensor)]
 
 
 def check_checkpoint(program: Program) -> None:
@@ -198,13 +193,13 @@ def check_checkpoint(program: Program) -> None:
         )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tensor, list, tuple or dict, at any depth."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 # Results of an op
@@ -240,9 +235,8 @@ def refuse_gradients(program: Program, index: int, grads: Any) -> None:
     """Refuse gradients for parameters that an op does not have."""
     if any(grad is not None for grad in tuple(grads)):
         who, count = program.chain.name(index), len(tuple(grads))
-        raise RuntimeError(
-            f"{who} has no parameters, but its backward gave {count} gradients for some"
-        )
+        what = f"has no parameters, but its backward gave {count} gradients for some"
+        raise RuntimeError(f"{who} {what}")
 
 
 def refuse_saved(program: Program, index: int, ctx: Any) -> None:

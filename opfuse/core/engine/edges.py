@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..cast import Cast
+from ..cast import Cast, place_quantize
 from ..environment import Environment
 from ..op import BasicOperation
 from ..quantization import Quantizer, Recipe
 from ..quantization.names import why_unquantized
-from ..quantize import place_quantize
 from ..settings import current
 from .chain import Chain
 

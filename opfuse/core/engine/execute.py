@@ -173,7 +173,8 @@ def _begin(
     if not tracing:
         batched = grad_output is not None and is_legacy_batchedtensor(grad_output)
         if grad_extra_outputs and not batched:
-            batched = any(map(_is_batched, grad_extra_outputs))
+            given = [grad for grad in grad_extra_outputs if grad is not None]
+            batched = any(map(is_legacy_batchedtensor, given))
         if batched or torch.is_grad_enabled():
             raise RuntimeError(
                 "opfuse: the backward of a fused chain cannot be differentiated again "
@@ -341,10 +342,6 @@ def run_differentiable(
                 f"declared to be differentiable (BasicOperation.differentiable)"
             )
     return run_forward(None, program, kwargs, x, *tensors)
-
-
-def _is_batched(grad: Tensor | None) -> bool:
-    return grad is not None and is_legacy_batchedtensor(grad)
 
 
 def _begin_late(

@@ -18,18 +18,13 @@ from ..fusible import Engine, FusibleOperation, bind_engine, dynamo_traces
 from ..introspection import hook_dicts, why_apart
 from ..layout import is_dtensor, run_on_parts
 from ..op_context import ModuleCache
+from ..overwriting import without_modes
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current, is_captured
+from . import checks
 from .agreement import Reported, begin_call
 from .chain import Chain
-from .checks import (
-    check_arguments,
-    check_checkpoint,
-    check_constants,
-    check_tensors,
-    refuse_arguments,
-)
 from .execute import Kwargs, apply, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
 from .partition import Cut, cut, run_cut, run_parts
@@ -173,10 +168,10 @@ class OperationFuser:
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
-            refuse_arguments(self._chain, input, extra_inputs)
+            checks.refuse_arguments(self._chain, input, extra_inputs)
         width = self._chain.width
         if width is not None and (not input.ndim or input.shape[-1] != width):
-            refuse_arguments(self._chain, input, extra_inputs)
+            checks.refuse_arguments(self._chain, input, extra_inputs)
         for op in self._watching:
             op._refuse_late_parameters()
         tensors: list[Tensor] = []
@@ -191,7 +186,7 @@ class OperationFuser:
             tensors = self._read_params()
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
-                refuse_arguments(self._chain, input, extra_inputs)
+                checks.refuse_arguments(self._chain, input, extra_inputs)
             tensors += extra_inputs
         return tensors
 
@@ -258,7 +253,7 @@ class OperationFuser:
         if program.recipe is not None:
             _begin_under_recipe(program, input.device)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
-            check_constants(self._chain, kwargs)
+            checks.check_constants(self._chain, kwargs)
         for op, requires_grad in program.called_before:
             op.pre_fuser_forward(requires_grad=requires_grad)
         if (recorder := current.recorder) is not None:
@@ -283,7 +278,7 @@ class OperationFuser:
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Any:
         """Run a chain some of whose ops have hooks."""
-        check_arguments(self._chain, input, extra_inputs)
+        checks.check_arguments(self._chain, input, extra_inputs)
         hooked = [bool(any(hook_dicts(unit))) for unit in self._units]
         name = _cut_untraced(self, FusibleOperation.changes, *hooked)
         return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
@@ -291,7 +286,7 @@ class OperationFuser:
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
         """Raise a clearer error than a kernel's if dtypes or devices do not match."""
         given = input.dtype, input.device, None, extra_inputs, is_dtensor(input)
-        check_tensors(self._chain, self._owner, *given)
+        checks.check_tensors(self._chain, self._owner, *given)
 
     # While torch.compile traces: the same, in code that it can trace and guard
 
@@ -299,7 +294,7 @@ class OperationFuser:
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Any:
         dynamo_traces()  # refuses an old Dynamo
-        check_arguments(self._chain, input, extra_inputs)
+        checks.check_arguments(self._chain, input, extra_inputs)
         training = [unit.training for unit in self._units if not any(hook_dicts(unit))]
         if len(training) != len(self._units):
             return self._run_apart(input, extra_inputs, kwargs)
@@ -338,7 +333,8 @@ class OperationFuser:
                 program = Blocks(self._chain, key)
                 self._programs[key] = (), {(): program}
             elif program is None:
-                made = _never_traced(make_program)(self._chain, self._owner, key, input, params)
+                make = _never_traced(without_modes()(make_program))
+                made = make(self._chain, self._owner, key, input, params)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}
@@ -404,7 +400,7 @@ def _begin_under_recipe(program: Program, device: torch.device) -> None:
             f"see: run {program.chain.title} in eager mode, or under torch.no_grad"
         )
     if not program.compiling:
-        check_checkpoint(program)
+        checks.check_checkpoint(program)
         current.recording = program.recorded  # for ops that request their quantizers themselves
         current.captured = is_captured(device)
         for op in program.chain.ops:

@@ -111,14 +111,11 @@ class Blocks:
         for tensor in (input, *extra_inputs):
             if type(tensor) not in (Tensor, nn.Parameter):
                 self._refuse(f"expected plain tensors, got {type(tensor).__name__}")
-        before, run = current.values, functools.partial(type(fuser).run, fuser)
-        current.values = before._replace(within=self._within)
-        try:
+        run = functools.partial(type(fuser).run, fuser)
+        with current.temporarily(values=current.values._replace(within=self._within)):
             if self._within == "whole":
                 return run(input, *extra_inputs)
             return self._by_rows(run, input, extra_inputs)
-        finally:
-            current.values = before
 
     def _by_rows(self, run: Run, input: Tensor, extra_inputs: Sequence[Tensor]) -> Any:
         lead = input.shape[:-1]
@@ -197,15 +194,12 @@ class Blocks:
         even = torch.arange(0, BLOCK - 1, 2)
         others = [t.index_fill(0, even.to(t.device), torch.inf) if t.is_floating_point() else t
                   for t in others]  # fmt: skip
-        recorder, current.recorder = current.recorder, None
-        try:
+        with current.temporarily(recorder=None):
             one, alike = copied()
             mixed = of_block([torch.cat(pair) for pair in zip(one, others, strict=True)], 0)
             beside = [torch.cat((y[:1], other[:1])) for y, other in zip(alike, mixed, strict=True)]
             few = min([y[0].numel() for y in alike]) < _FEW
             more = [copied()[1] for _ in range(_MORE if few else 0)]
-        finally:
-            current.recorder = recorder
         for y in (y for of_rows in (alike, beside, *more) for y in of_rows):
             bits = y.reshape(len(y), y[0].numel()).contiguous().view(torch.uint8)
             if (bits != bits[0]).any():

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..cast import Identity
 from ..environment import Environment
-from ..identity import Identity
 from ..introspection import op_class
 from ..records import normalize
 from ..tuning_table import NO_TABLE, Entries, Measurement, Table, subject_key

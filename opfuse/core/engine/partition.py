@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -103,17 +104,13 @@ def run_parts(
         extra_inputs: The extra inputs that no channel feeds.
         kwargs: Keyword arguments per basic op, or None.
     """
-    before = current.given
-    if not is_dynamo_compiling():
-        pairs = zip(fuser._params, tensors, strict=False)
-        current.given = {(module, name): tensor for (_, module, name), tensor in pairs}
-    try:
-        if isinstance(program, Cut):
-            return run_cut(program, fuser._chain, input, extra_inputs, kwargs)
-        return program.run(fuser, input, extra_inputs, kwargs)
-    finally:
-        if not is_dynamo_compiling():
-            current.given = before
+    cut = isinstance(program, Cut)
+    run = partial(run_cut, program, fuser._chain) if cut else partial(program.run, fuser)
+    if is_dynamo_compiling():
+        return run(input, extra_inputs, kwargs)
+    pairs = zip(fuser._params, tensors, strict=False)
+    with current.temporarily(given={(module, name): t for (_, module, name), t in pairs}):
+        return run(input, extra_inputs, kwargs)
 
 
 def run_cut(
@@ -145,9 +142,8 @@ def run_cut(
         x, *more = result if isinstance(result, tuple) else (result,)
         if len(more) != len(outputs):
             who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
-            raise RuntimeError(
-                f"{who} must give its output and {len(outputs)} extra outputs, gave {len(more)}"
-            )
+            wanted = f"its output and {len(outputs)} extra outputs"
+            raise RuntimeError(f"{who} must give {wanted}, gave {len(more)}")
         made.update(zip(outputs, more, strict=True))
     public = [made[slot] for slot in chain.public_outputs]
     return (x, *public) if public else x

@@ -85,7 +85,7 @@ def make_program(
     input: Tensor | None,
     tensors: Sequence[Tensor] | None = None,
 ) -> Program:
-    """Make the program for a key.
+    """Make the program for a key, where no mode sees that plugins look at tensors.
 
     Args:
         chain: The chain.
@@ -94,19 +94,6 @@ def make_program(
         input: The input, for its number of rows; None while tracing.
         tensors: The parameters, for their shapes; None: they are looked at.
     """
-    from ..isolation import without_modes
-
-    with without_modes():  # plugins look at tensors, too
-        return _planned(chain, owner, key, input, tensors)
-
-
-def _planned(
-    chain: Chain,
-    owner: nn.Module | None,
-    key: Key,
-    input: Tensor | None,
-    tensors: Sequence[Tensor] | None,
-) -> Program:
     settings = key.settings
     if (lock := dict(settings.options).get("locked")) is not None:
         lock.check()
@@ -148,16 +135,12 @@ def edges_of(
     chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
 ) -> Edges:
     """Create the quantizers of the ops, and ask each op which ones its tensors need."""
-    before = current.values, current.environment, current.recording
-    current.values = settings  # ops read the recipe there; it is not in force while tracing
-    current.environment, current.recording = env, True
-    try:
+    # ops read the recipe in the settings; it is not in force while tracing
+    with current.temporarily(values=settings, environment=env, recording=True):
         for op in chain.ops:
             skipped = matching(op.name, settings.skip)
             op.reset_recipe_state(recipe=None if skipped else env.recipe)
         return find_edges(chain, env, needs, off)
-    finally:
-        current.values, current.environment, current.recording = before
 
 
 def _environment(key: Key, input: Tensor | None) -> Environment:

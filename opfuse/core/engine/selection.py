@@ -386,9 +386,8 @@ def _function_matches(
         source.warn(f"it raised {type(error).__name__}: {error}")
         return []
     if not isinstance(result, (list, tuple)):
-        raise TypeError(
-            f"{source.full_name} must return a list of ops, got {type(result).__name__}"
-        )
+        got = type(result).__name__
+        raise TypeError(f"{source.full_name} must return a list of ops, got {got}")
     found: list[tuple[int, int, FusedOperation]] = []
     start = stop = 0
     for item in result:
@@ -404,23 +403,18 @@ def _function_matches(
 
 def check_expansion(source: FusionSource, fused: Any, ops: Sequence[BasicOperation]) -> None:
     """Raise unless ``fused`` replaces ``ops``, in order, and implements the pass it is for."""
+    who, given = source.full_name, type(fused).__name__
     if not isinstance(fused, FusedOperation):
-        raise TypeError(
-            f"{source.full_name} must build a FusedOperation, got {type(fused).__name__}"
-        )
+        raise TypeError(f"{who} must build a FusedOperation, got {given}")
     _check_order(source, fused.basic_ops, ops)
     for passes in ("forward", "backward"):
         name = f"fuser_{passes}"
         method = getattr(getattr(fused, name), "__func__", None)
         if source.passes in (passes, "joint") and method is getattr(FusedOperation, name):
-            raise TypeError(
-                f"{source.full_name} is a {source.passes} fusion, but {type(fused).__name__} does "
-                f"not implement {name}"
-            )
+            what = f"is a {source.passes} fusion, but {given} does not implement {name}"
+            raise TypeError(f"{who} {what}")
     if fused.recomputes and type(fused).fuser_recompute is FusedOperation.fuser_recompute:
-        raise TypeError(
-            f"{source.full_name}: {type(fused).__name__} recomputes, but has no fuser_recompute"
-        )
+        raise TypeError(f"{who}: {given} recomputes, but has no fuser_recompute")
 
 
 def _check_order(source: FusionSource, got: Iterable[Any], expected: Iterable[Any]) -> None:

@@ -99,11 +99,7 @@ class GroupedTensor(RowGroups):
             check_scale(self, name, "scale_inv")
             check_scale(self, name, "ends")
 
-    @property
-    def usage(self) -> Usage:
-        """Both, if there is any copy: their values are the same."""
-        here = self.rowwise_data is not None or self.columnwise_data is not None
-        return Usage(here, here)
+    usage = ScaledTensor.usage
 
     def cut(self, counts: Sequence[int], quantizers: Sequence[Any]) -> Sequence[ScaledTensor]:
         """See :meth:`RowGroups.cut`; there are no rows of zeros."""

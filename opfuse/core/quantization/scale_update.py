@@ -16,9 +16,8 @@ from torch.autograd import Variable
 from ..ranks import Group
 from ..settings import current, is_captured
 from .names import matching
-from .observer import CALIBRATING
 from .parameter import held_by
-from .quantizer import Quantizer
+from .quantizer import CALIBRATING, Quantizer
 from .recipe import Recipe
 
 
@@ -27,7 +26,7 @@ class PreparedOps:
 
     def __init__(self, ops: Iterable[Any] = ()) -> None:
         self._ops = [weakref.ref(op) for op in ops]
-        self._turns: dict[Any, tuple[list[str], Group, Any]] = {}
+        self._turns: dict[Any, tuple[Group, Any]] = {}
 
     def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
         return PreparedOps, ()
@@ -42,16 +41,14 @@ class PreparedOps:
         Raises:
             RankError: Another process does something else, failed, or did not come.
         """
-        known = self._turns.get((recipe, group, mode))
-        if known is None or known[0] != names:
+        if (key := (recipe, group, mode, *names)) not in self._turns:
             facts = {
                 "the model whose maxima they take together (autocast(amax_reduction_group=...) "
                 "names those that run the same)": {str(i): name for i, name in enumerate(names)}
             }
             name = f"the update of {recipe} after a {mode}", "", "", 0
-            known = names, Group(group), (name, (json.dumps(facts), ()))
-            self._turns[recipe, group, mode] = known
-        _, of, turn = known
+            self._turns[key] = Group(group), (name, (json.dumps(facts), ()))
+        of, turn = self._turns[key]
         if (talk := of.talk) is not None:
             talk.take_turn(of, turn)
 
@@ -102,11 +99,8 @@ class Block:
                 states.unrestored.discard(recipe)
                 if current.observer is not CALIBRATING:  # which is to find the scales
                     self._unrestored.setdefault(recipe, []).append(op)
-        if records:
-            self._add(recipe, chain, env)
-
-    def _add(self, recipe: Recipe, chain: Any, env: Any) -> None:
-        """Remember the ops of a chain that run with grad mode on, or for calibration."""
+        if not records:  # grad mode is off, and nothing is calibrated
+            return
         self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, current.skip)
         self._captured |= current.captured
         if current.observer is not None and current.observer.records:

@@ -287,7 +287,8 @@ class DPO(SequenceLoss):
             of_chosen, of_rejected = _both(those.mean(aligned.detach()).exp(), pairs)
             weights = of_chosen * of_rejected
         loss, gradient = x.new_zeros(()), torch.zeros_like(x)
-        for kind, factor in zip(self.loss_type, self._factors(), strict=True):
+        factors = self.loss_weights or (1.0,) * len(self.loss_type)
+        for kind, factor in zip(self.loss_type, factors, strict=True):
             if kind == "sft":  # of all tokens, none of less weight
                 chosen, _ = _both(those.sum(kept), pairs)
                 share = factor * weights.mean() / lengths[0].sum()
@@ -302,9 +303,6 @@ class DPO(SequenceLoss):
             of_sums = _of_sequences(pairs, *[scale * slope for slope in slopes])
             gradient = gradient + those.spread(of_sums) * shares
         return Found(loss, gradient, _metrics(self.beta, ratios, log_probs) if self.metrics else ())
-
-    def _factors(self) -> tuple[float, ...]:
-        return tuple(self.loss_weights or (1.0,) * len(self.loss_type))
 
     def _shares(self, those: Sequences, pairs: Tensor) -> Tensor:
         """How much of each token's log-probability counts."""

@@ -206,7 +206,7 @@ def test_a_copy_gets_its_chain_while_it_is_traced(chains):
 
 
 def test_where_no_graph_can_ask_it_has_no_chain(chains, monkeypatch):
-    monkeypatch.delattr("opfuse_convert.in_graphs.Watch._is_set_in_trace")
+    monkeypatch.delattr("opfuse_convert.guard.Watch._is_set_in_trace")
     plain, converted = model(), model()
     convert(converted, chains)
     x = torch.randn(4, WIDTH)

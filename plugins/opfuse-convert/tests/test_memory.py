@@ -18,7 +18,7 @@ from families import BERT, GPT2, LLAMA, VIT
 from opfuse_convert import MemoryPlan
 from opfuse_convert.memory import costs, planning
 from opfuse_convert.memory.actions import offloading
-from opfuse_convert.memory.choosing import Option, front, options_of, pareto
+from opfuse_convert.memory.costs import Option, front, options_of, pareto
 from opfuse_convert.memory.units import units_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

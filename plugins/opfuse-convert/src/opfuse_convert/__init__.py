@@ -9,27 +9,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_WHERE = {
-    "Held": "holder",
-    "NOTHING": "building",
-    "ORDINARY": "building",
-    "Conversion": "converter",
-    "ConversionReport": "report",
-    "ConvertedForward": "converted_forward",
-    "Converter": "converter",
-    "MemoryPlan": "memory.plan",
-    "by_reading": "building",
-    "convert": "converting",
-    "converted": "converting",
-    "count_convertible": "converting",
-    "functions_of": "layers",
-    "gated": "leaves",
-    "leaf_of": "leaves",
-    "plan_memory": "memory.planning",
-    "reaches": "layers",
-    "revert": "converting",
+_NAMES = {
+    "building": ("NOTHING", "ORDINARY", "by_reading"),
+    "converted_forward": ("ConvertedForward",),
+    "converter": ("Conversion", "Converter"),
+    "converting": ("convert", "converted", "count_convertible", "revert"),
+    "holder": ("Held",),
+    "layers": ("functions_of", "reaches"),
+    "leaves": ("gated", "leaf_of"),
+    "memory.plan": ("MemoryPlan",),
+    "memory.planning": ("plan_memory",),
+    "report": ("ConversionReport",),
 }
-"""The module of each name, imported at first use."""
+"""The names of each module, which is imported at the first use of one."""
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_WHERE)
 
 

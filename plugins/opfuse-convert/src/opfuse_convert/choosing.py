@@ -8,25 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opfuse import ops
 from opfuse.core import tuning_table as tables
 from opfuse.core.engine.measured import counting, describe
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import standing_for, without_modes
+from opfuse.core.isolation import standing_for
+from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.precision import matmul_precision
 from opfuse.core.records import normalize
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Entries, Measurement, shape_of
-from opfuse.ops import (
-    Activation,
-    AddExtraInput,
-    BasicLinear,
-    LayerNorm,
-    MakeExtraOutput,
-    ParallelLinear,
-    RMSNorm,
-)
 
 _PLAIN = {Tensor, nn.Parameter}
 _MOST = 64
@@ -71,7 +64,7 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
     for op in chain:
         if op.in_features is not None and op.in_features != width:
             return f"its input has {x.shape[-1]} features"
-        if isinstance(op, AddExtraInput):
+        if isinstance(op, ops.AddExtraInput):
             channel = op.extra_input_channels[0]
             if channel is not None and channel in known:
                 other, size = known[channel]
@@ -85,13 +78,13 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
             if size != width:
                 return "the tensors that it adds differ in shape"
             flowing = torch.promote_types(flowing, other)
-        elif isinstance(op, MakeExtraOutput):
+        elif isinstance(op, ops.MakeExtraOutput):
             known[op.extra_output_channels[0]] = flowing, width
         elif autocast:
             own = _own_dtype(op, lower)
             if own is not None and flowing is not own:
                 return f"under autocast {type(op).__name__} gets {flowing}"
-            flowing = lower if isinstance(op, (BasicLinear, ParallelLinear)) else flowing
+            flowing = lower if isinstance(op, (ops.BasicLinear, ops.ParallelLinear)) else flowing
         if op.out_features is not None:
             width = op.out_features
         elif op.feature_ratio is not None and op.feature_ratio != 1:
@@ -103,9 +96,9 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
 
 def _own_dtype(op: Any, lower: torch.dtype) -> torch.dtype | None:
     """The dtype in which an op computes under autocast as PyTorch does; None: any."""
-    if isinstance(op, Activation):
+    if isinstance(op, ops.Activation):
         return lower
-    return torch.float32 if isinstance(op, (LayerNorm, RMSNorm)) else None
+    return torch.float32 if isinstance(op, (ops.LayerNorm, ops.RMSNorm)) else None
 
 
 class Kind(NamedTuple):
@@ -177,24 +170,12 @@ class MeasuredChoice:
         kind, rows = x.device.type, x.shape[:-1]
         shapes = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
         key = (
-            x.dtype,
-            x.shape[-1],
-            rows.numel().bit_length(),
-            x.is_contiguous(),
-            *shapes,
-            x.requires_grad,
-            params,
-            torch.is_grad_enabled(),
+            x.dtype, x.shape[-1], rows.numel().bit_length(), x.is_contiguous(), *shapes,
+            x.requires_grad, params, torch.is_grad_enabled(), kind, module.training,
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-            kind,
-            module.training,
-            torch.are_deterministic_algorithms_enabled(),
-            matmul_precision(kind),
-            torch.get_num_threads(),
-            current.values,
-            manager.generation,
-            FusibleOperation.changes,
-        )
+            torch.are_deterministic_algorithms_enabled(), matmul_precision(kind),
+            torch.get_num_threads(), current.values, manager.generation, FusibleOperation.changes,
+        )  # fmt: skip
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()

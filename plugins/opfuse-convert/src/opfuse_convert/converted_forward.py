@@ -11,26 +11,16 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from opfuse.core.isolation import without_modes
+from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import MEMORY, ReplacedForward
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement
 
+from . import choosing
 from .building import follow
-from .choosing import (
-    Kind,
-    MeasuredChoice,
-    fits,
-    is_faster_in_graph,
-    is_known_in_graphs,
-    pays_in_graph,
-    title_of,
-    wants_chains_in_graphs,
-)
 from .converter import Conversion, Converter
-from .guard import Guard, calm
-from .in_graphs import Watch
+from .guard import Guard, Watch, calm
 from .layers import is_there
 from .making import built, checked
 from .parallel import localized
@@ -54,7 +44,7 @@ class ConvertedForward(ReplacedForward):
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self.plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
-        self.choice = MeasuredChoice(converter.name, plugin)
+        self.choice = choosing.MeasuredChoice(converter.name, plugin)
 
     @property
     def chain(self) -> nn.Sequential | None:
@@ -95,10 +85,10 @@ class ConvertedForward(ReplacedForward):
     def seal(self, module: nn.Module) -> None:
         """Guard the present state of the module."""
         assert self._conversion is not None
-        of = self._conversion
-        self._guard = Guard(module, of.reads, of.constants, of.places, of.splits, of.shapes)
-        self._watch = Watch(self._guard, functools.partial(self._changed, self._guard, of.call))
-        self._title = title_of(self._converter.name, module)
+        self._guard = Guard(module, self._conversion)
+        changed = functools.partial(self._changed, self._guard, self._conversion.call)
+        self._watch = Watch(self._guard, changed)
+        self._title = choosing.title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
 
@@ -198,11 +188,12 @@ class ConvertedForward(ReplacedForward):
             self._take(module, made)
 
     def _take(self, module: nn.Module, made: Conversion) -> None:
-        """Change to another conversion."""
+        """Change to another conversion, whose chain gets the state of the quantizers."""
         state, before = self.state(), self._ops()
-        self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
+        self._conversion = made
+        self.choice = choosing.MeasuredChoice(self._converter.name, self.plugin)
         self.rename(module)
-        for _, op in self._ops():
+        for _, op in self._ops() if before else ():
             op._prepared = before[0][1]._prepared
         if state is not None:
             self.load(state, "")
@@ -250,20 +241,20 @@ class ConvertedForward(ReplacedForward):
 
     def in_graphs(self) -> bool:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""
-        if wants_chains_in_graphs(current.values):
+        if choosing.wants_chains_in_graphs(current.values):
             return True
         # under a recipe nothing was measured, and what is exported runs elsewhere
         plain = current.values.recipe is None and not torch.compiler.is_exporting()
         plain = plain and not torch._C._are_functorch_transforms_active()
-        return plain and is_known_in_graphs(self._title, manager.generation)
+        return plain and choosing.is_known_in_graphs(self._title, manager.generation)
 
     def why_not_in_graph(self, module: nn.Module, x: Any, *extras: Any) -> str:
         """Return why graphs of ``torch.compile`` do not have the chain for an input, or ``""``."""
-        why = fits(self._guard.parameters(), self.chain, x, *extras)  # type: ignore[union-attr]
-        if why or wants_chains_in_graphs(current.values):
+        why = choosing.fits(self._guard.parameters(), self.chain, x, *extras)  # type: ignore[union-attr]
+        if why or choosing.wants_chains_in_graphs(current.values):
             return why
-        given = self.choice, module, self.chain, manager.generation, *Kind.of(x, True)
-        return "" if is_faster_in_graph(*given) else "no chain was measured to be faster"
+        given = self.choice, module, self.chain, manager.generation, *choosing.Kind.of(x, True)
+        return "" if choosing.is_faster_in_graph(*given) else "no chain was measured to be faster"
 
     def own_operations(self, module: nn.Module, *given: Any) -> Any:
         """The conversion's ``separate``."""
@@ -272,12 +263,12 @@ class ConvertedForward(ReplacedForward):
 
     def subject(self, module: nn.Module, x: Any, compiled: bool) -> dict[str, Any]:
         """See :meth:`opfuse_convert.choosing.MeasuredChoice.subject`."""
-        return self.choice.subject(module, self.chain, Kind.of(x, compiled))
+        return self.choice.subject(module, self.chain, choosing.Kind.of(x, compiled))
 
     def declines(self, found: Measurement, compiled: bool) -> bool:
         """Whether the module's own operations run, by what was measured."""
         if compiled:
-            return not pays_in_graph(found)
+            return not choosing.pays_in_graph(found)
         return bool(found.refusal(trades_time=True, prefer="speed"))
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
@@ -296,11 +287,8 @@ class ConvertedForward(ReplacedForward):
                 if isinstance(made, str):
                     self.fallback = made
                     return False
-                state, self._conversion = self.state(), made
-                self.rename(module)
-                if state is not None:
-                    self.load(state, "")
-            if self._guard is None:
+                self._take(module, made)
+            elif self._guard is None:
                 self.seal(module)
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,8 @@ from torch import nn
 from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import without_modes
+from opfuse.core.isolation import sharded_classes
+from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 from opfuse.core.sequential import Sequential
@@ -28,7 +29,6 @@ from .making import alike, built, checked
 from .parallel import with_own
 from .probing import remembering
 from .report import ConversionReport, Converted, Left, measured
-from .sharded import gathered
 
 
 @without_modes()
@@ -270,3 +270,24 @@ def revert(model: nn.Module | Any) -> Any:
 
 
 CORE = Converter(lambda module: True, lambda module, env: by_reading(module), ORDINARY, -100)
+
+
+def gathered(model: nn.Module) -> Generator[tuple[str, nn.Module]]:
+    """``model.named_modules()``, each module while the parameters around it are whole.
+
+    The parameters of a module that ``fully_shard`` was applied to are gathered before it, and
+    sharded again after all modules below it. So at most one module per level is whole at a time.
+    This is a collective: all ranks must convert alike.
+    """
+    around: list[tuple[str, Any]] = []
+    try:
+        for name, module in model.named_modules():
+            while around and not name.startswith(around[-1][0]):
+                around.pop()[1].reshard()
+            if isinstance(module, sharded_classes()):
+                module.unshard()
+                around.append((f"{name}." if name else "", module))
+            yield name, module
+    finally:
+        for _, module in reversed(around):
+            module.reshard()

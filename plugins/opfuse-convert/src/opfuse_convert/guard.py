@@ -1,10 +1,10 @@
-"""Checks at every call that a module is still as it was when it was converted."""
+"""Checks at every call, also of a compiled graph, that a module is as when it was converted."""
 
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from opfuse.core.isolation import isolated, parametrizations
 from opfuse.core.layout import is_dtensor
 from opfuse.core.settings import Settings, current
 
+from .converter import Conversion
 from .grammar import MISSING, Attributes, Place, key_place
 from .grammar.table import is_same
 from .layers import is_patched
@@ -30,48 +31,29 @@ class Guard:
 
     Args:
         module: The module.
-        reads: Dotted names of the children that the chain replaces; ``""``: the module itself.
-        constants: Pairs of such a name and an attribute whose value the chain has copied.
-        places: The other places that were looked up.
-        splits: How children are split among processes, by name.
-        shapes: Shapes of the module's own parameters, if they differ from the present ones.
+        made: The conversion with the chain, which says what that depends on.
 
     Attributes:
         module: The module.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        reads: Sequence[str],
-        constants: Sequence[tuple[str, str]],
-        places: Sequence[Place] = (),
-        splits: Mapping[str, Any] = types.MappingProxyType({}),
-        shapes: Mapping[str, Any] = types.MappingProxyType({}),
-    ) -> None:
-        self.module, self._splits = module, splits
+    def __init__(self, module: nn.Module, made: Conversion) -> None:
+        self.module, self._splits, reads = module, made.splits, made.reads
         children = [(name, module.get_submodule(name)) for name in reads if name]
         everyone = [("", module), *children]
         self._classes = [(name, of, type(of), op_class(of)) for name, of in everyone]
         self._methods = [(cls, cls.forward, cls.__call__) for *_, cls in self._classes]
         # the hooks of the style that split a module are there, and no others
-        self._hooked = [
-            (name, of, vars(of), _hooks(of) if name in splits else None) for name, of in children
-        ]
-        own = [*_of_children(module, reads), *_of_constants(module, constants)]
-        self._once = {place.key: place for place in (*own, *places)}
+        known = {name: _hooks(of) for name, of in children if name in made.splits}
+        self._hooked = [(name, of, vars(of), known.get(name)) for name, of in children]
+        own = [*_of_children(module, reads), *_of_constants(module, made.constants)]
+        self._once = {place.key: place for place in (*own, *made.places)}
         self._places = [(p.where.get, p.name, p.value, p) for p in self._once.values()]
-        self._params = [
-            (
-                name,
-                of,
-                vars(of),
-                key,
-                (not name and shapes.get(key)) or getattr(param, "shape", None),
-            )
-            for name, of in (everyone if "" in reads else children)
-            for key, param in of._parameters.items()
-        ]
+        self._params: list[tuple[str, Any, dict[str, Any], str, Any]] = []
+        for name, of in everyone if "" in reads else children:
+            shapes = {key: getattr(param, "shape", None) for key, param in of._parameters.items()}
+            shapes |= made.shapes if not name else {}  # these differ from the present ones
+            self._params += [(name, of, vars(of), key, shapes[key]) for key in of._parameters]
 
     def parameters(self) -> tuple[Any, ...]:
         """For each parameter its dtype and whether it needs a gradient; True for a missing one."""
@@ -81,7 +63,7 @@ class Guard:
     def placements(self) -> tuple[Any, ...]:
         """Where the parameters are split among processes, to be compared."""
         found = [(i, of._parameters.get(key)) for i, (_, of, _, key, _) in enumerate(self._params)]
-        return tuple([(i, param.placements) for i, param in found if is_dtensor(param)])  # type: ignore[union-attr]
+        return tuple([(i, param.placements) for i, param in found if is_dtensor(param)])
 
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""
@@ -191,7 +173,7 @@ def calm(module: nn.Module) -> Iterator[None]:
 
     If a parametrization of a parameter is run, its state is put back.
     """
-    values, recorder = current.values, current.recorder
+    values = current.values
     options = tuple([pair for pair in values.options if pair[0] not in ("invariant", "locked")])
     with isolated(*parametrizations([module])), contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -199,11 +181,9 @@ def calm(module: nn.Module) -> Iterator[None]:
         kinds = {"cpu", *[param.device.type for param in module.parameters()]}
         for kind in filter(torch.amp.is_autocast_available, kinds):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        current.values, current.recorder = Settings(options, values.selection), None
-        try:
-            yield
-        finally:
-            current.values, current.recorder = values, recorder
+        settings = Settings(options, values.selection)
+        stack.enter_context(current.temporarily(values=settings, recorder=None))
+        yield
 
 
 def unreadable(module: nn.Module, reads: Sequence[str], splits: Collection[str] = ()) -> str:
@@ -226,3 +206,56 @@ def unreadable(module: nn.Module, reads: Sequence[str], splits: Collection[str] 
         if any(hook_dicts(child)) and name and name not in splits:
             return f"{name} has {hook_kinds(child)} hooks"
     return ""
+
+
+UNGUARDED = "this version of PyTorch cannot ask at each call whether a graph still holds"
+
+
+class Watch:
+    """Asks a module's guard while Dynamo traces, and at each call of the graph.
+
+    Dynamo guards what a trace reads. A trace with a chain does not read what the chain depends on:
+    the statements that it replaces, the code and defaults of functions, attributes of classes and
+    variables of closures. So the answer of the eager guard becomes a guard of the graph. If that is
+    impossible, the module's own forward is traced, which is always right.
+
+    Args:
+        guard: The guard of the module.
+        change: ``change()`` describes what has changed, as a sentence; ``""``: nothing.
+    """
+
+    def __init__(self, guard: Guard, change: Callable[[], str]) -> None:
+        self._guard, self._change = guard, change
+        self._ask = functools.partial(_ask, change)  # one object: a graph asks once
+
+    def refusal(self) -> str:
+        """Return why the graph that Dynamo traces must not have the chain, or ``""``."""
+        if why := self._change():
+            return why
+        try:
+            from torch._dynamo.guards import install_guard
+            from torch._dynamo.source import GlobalStateSource
+
+            if self._is_set_in_trace():
+                return "its forward sets what the chain depends on"
+            install_guard(GlobalStateSource().make_guard(self._ask))
+        except (ImportError, AttributeError, AssertionError):
+            return UNGUARDED
+        return ""
+
+    def _is_set_in_trace(self) -> bool:
+        """Whether the trace sets an attribute that the chain depends on."""
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tracing: Any = InstructionTranslator.current_tx()
+        return any(
+            self._guard.depends_on(getattr(of, "value", None), name)
+            for of, names in tracing.output.side_effects.store_attr_mutations.items()
+            for name in names
+        )
+
+
+def _ask(change: Callable[[], str], builder: Any, guard: Any) -> None:
+    """Let the graph hold as long as nothing has changed."""
+    given: Any = lambda unused: not change(), ["opfuse: the modules are as they were"]
+    builder.guard_manager.root.add_lambda_guard(*given, None)

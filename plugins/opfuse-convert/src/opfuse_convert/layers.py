@@ -110,11 +110,8 @@ def reaches(module: nn.Module, function: Any) -> bool:
 def put_before(module: nn.Module, function: Any) -> None:
     """Let one of the functions of a module's own forward look for a conversion first."""
     if (called := _called(module, function)) is not None and not _is_put(called[0]):
-        called[1](
-            _before_that_of(
-                types.SimpleNamespace(of=types.SimpleNamespace(forward=function), replaced=None)
-            )
-        )
+        of = types.SimpleNamespace(forward=function)
+        called[1](_before_that_of(types.SimpleNamespace(of=of, replaced=None)))
 
 
 def take_away(module: nn.Module, function: Any) -> None:

@@ -99,7 +99,7 @@ def remembering() -> Iterator[None]:
 def _maker(module: Any, graph: fx.Graph) -> _Maker | None:
     """The maker of the ops that compute what a module does, or None."""
     params = {key: param for key, param in module._parameters.items() if param is not None}
-    with _quiet():
+    with torch.no_grad(), torch.device("cpu"), using(""):
         if not params:
             if any(_name(node) not in _SMOOTH for node, _ in _of_tensors(graph)):
                 return None
@@ -188,13 +188,6 @@ def looked_up(module: nn.Module) -> tuple[Sequence[Place], fx.Graph]:
     x = graph.placeholder("x")
     reader.each_way(lambda: reader.run(reader.forward_of(held), [held, x], {}))
     return reader.places, graph
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A block without gradients, default device and plugins."""
-    with torch.no_grad(), torch.device("cpu"), using(""):
-        yield
 
 
 def _numbers(dtype: torch.dtype) -> Tensor:

@@ -154,19 +154,17 @@ def measured(model: nn.Module, inputs: Sequence[Any]) -> Measured:
 
     The model stays as it is. A dict as the last input has inputs by name.
     """
-    recorder, graphs = _Fused(), _Fused()
-    is_apart = False
+    recorder = graphs = _Fused()
     by_name = inputs[-1] if isinstance(inputs[-1], dict) else {}
     given = inputs[:-1] if isinstance(inputs[-1], dict) else inputs
     with isolated(model, who="opfuse.convert"), contextlib.ExitStack() as stack:
         with recorder:
             saved = saved_bytes(lambda: model(*given, **by_name), model.parameters())
-        graphs.apart = [] if nothing_in_graphs() else recorder.apart
-        while graphs.apart:  # converted modules inside these run by themselves then
-            stack.enter_context(switched_off(graphs.apart))
-            graphs, is_apart = _Fused(), True
+        apart = [] if nothing_in_graphs() else recorder.apart
+        while apart:  # converted modules inside these run by themselves then
+            stack.enter_context(switched_off(apart))
+            graphs = _Fused()
             with graphs:
                 model(*given, **by_name)
-    return Measured(
-        saved, dict(recorder.counts), dict((graphs if is_apart else recorder).in_graphs)
-    )
+            apart = graphs.apart
+    return Measured(saved, dict(recorder.counts), dict(graphs.in_graphs))

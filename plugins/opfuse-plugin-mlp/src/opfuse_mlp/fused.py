@@ -9,6 +9,7 @@ from typing import Any
 from opfuse_triton.elementwise import passes
 from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
+from torch.nn import functional as F
 
 from opfuse import (
     Environment,
@@ -22,8 +23,6 @@ from opfuse import (
 from opfuse.core.overwriting import may_write, plus_product
 from opfuse.core.quantization import dequantize
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
-
-from . import formulas
 
 Ctxs = list[OperationContext]
 
@@ -81,7 +80,7 @@ class MLP(FusedOperation):
         z = ops[place].operand(activation, self._first(ctxs, x))
         y, _ = self._activate(z, None, None, z.dtype, False)
         y, weight = BasicLinear.operands(second, y)
-        output = formulas.product(y, weight, bias[0].params[0] if bias else None)
+        output = _product(y, weight, bias[0].params[0] if bias else None)
         self._keep_less(ctxs)
         return output, ((),) * len(ops)
 
@@ -89,7 +88,7 @@ class MLP(FusedOperation):
         """The first linear and its bias."""
         linear, *bias = ctxs[self._has_norm : self._act]
         x, weight = BasicLinear.operands(linear, x)
-        return formulas.product(x, weight, bias[0].params[0] if bias else None)
+        return _product(x, weight, bias[0].params[0] if bias else None)
 
     def _keep_less(self, ctxs: Sequence[Any]) -> None:
         """Drop from the contexts of the ops what can be computed again.
@@ -117,7 +116,7 @@ class MLP(FusedOperation):
         grads: list[Any] = [None] * len(ops)
         no_extras = ((),) * len(ops)
         activation, second, *bias = ctxs[place:]
-        dy, dz, sums = formulas.rows_of(grad_output), None, None
+        dy, dz, sums = _rows_of(grad_output), None, None
         dy = dy if second.dtype is None else dy.to(second.dtype)
         if bias and bias[0].param_requires_grad[0]:
             grads[-1] = (dy.sum(0),)
@@ -128,7 +127,7 @@ class MLP(FusedOperation):
                 needs = True, self._needs_sums(ctxs), wanted
                 dz, sums, y = self._of_activation(activation, dy.mm(weight), needs)
             if y is not None:
-                grads[place + 1] = (formulas.grad_of_weight(dy, formulas.rows_of(y)),)
+                grads[place + 1] = (_grad_of_weight(dy, _rows_of(y)),)
         if dz is None:
             return None, grads, no_extras
         del dy, y  # before more is computed
@@ -143,7 +142,7 @@ class MLP(FusedOperation):
         """The gradient of the activation's input, its sums, and the output again, as matrices."""
         op = self._ops[self._act]
         saved, *_ = ctx.saved_tensors  # the norm's tensors come after it
-        z = formulas.rows_of(dequantize(saved))
+        z = _rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
         return self._gradients(numbers, dy, z, *needs, owns=may_write(dy))
 
@@ -164,7 +163,7 @@ class MLP(FusedOperation):
             return None
         x, weight = BasicLinear.saved_operands(linear)
         if linear.param_requires_grad[0]:
-            grads[place] = (formulas.grad_of_weight(dz, self._input(ctxs, x)),)
+            grads[place] = (_grad_of_weight(dz, self._input(ctxs, x)),)
         return None if weight is None else dz.mm(weight)
 
     def _input(self, ctxs: Ctxs, saved: Tensor | None) -> Tensor:
@@ -174,7 +173,7 @@ class MLP(FusedOperation):
             _, *params = ctxs[self._act].saved_tensors  # type: ignore[misc]
             saved = self._norm.again(norm, norm.saved_tensors, params)
             saved = saved if linear.dtype is None else saved.to(linear.dtype)
-        return formulas.rows_of(saved)
+        return _rows_of(saved)
 
 
 class ParallelMLP(MLP):
@@ -198,7 +197,7 @@ class ParallelMLP(MLP):
             x = self._input(ctxs, x)
         parts = op.parts_of(ctx, dz)
         summed = () if sums is None else op.parts_of(ctx, sums.unsqueeze(0))
-        grads[place] = op.param_grads(ctx, parts, lambda dy: formulas.grad_of_weight(dy, x), summed)
+        grads[place] = op.param_grads(ctx, parts, lambda dy: _grad_of_weight(dy, x), summed)
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
             dx = plus_product(dx, dy, weight)
@@ -317,3 +316,21 @@ JOINT = [
         only_recomputes=True,
     ),
 ]
+
+
+# The products, in PyTorch's operations
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """``(..., n)`` with one row dimension, ``(rows, n)``; a view where there can be one."""
+    return tensor if tensor.ndim == 2 else tensor.unsqueeze(0).flatten(0, -2)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias``: ``(..., n)`` times ``(m, n)``, in the dtype of ``x``."""
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def _grad_of_weight(dy: Tensor, x: Tensor) -> Tensor:
+    """``dy.T @ x``: of ``(rows, m)`` and ``(rows, n)``, the gradient ``(m, n)`` of a weight."""
+    return dy.t().mm(x)

@@ -69,10 +69,7 @@ class GroupedMXTensor(RowGroups):
             check_scale(self, f"{way}_data", f"{way}_scale_inv")
             check_scale(self, f"{way}_data", "ends")
 
-    @property
-    def usage(self) -> Usage:
-        """The copies that are here: they hold different values."""
-        return Usage(self.rowwise_data is not None, self.columnwise_data is not None)
+    usage = MXTensor.usage
 
     def cut(self, counts: Sequence[int], quantizers: Sequence[Any]) -> Sequence[MXTensor]:
         """See :meth:`RowGroups.cut`; groups are filled up if there is a columnwise copy."""

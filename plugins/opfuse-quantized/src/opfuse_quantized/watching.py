@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from opfuse.core.quantization import ROWWISE, QuantizedTensor, Quantizer, Usage
-from opfuse.core.quantization.observer import Observer
+from opfuse.core.quantization.quantizer import Observer
 from opfuse.core.settings import Setting, current
 from opfuse.report.lines import table
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ class Action:
         with options(prefer=self.prefer) if self.prefer else contextlib.nullcontext():
             if self.what == "recompute":
                 same, how = _unchanged_forward(module, forward), {"context_fn": checkpoint_contexts}
-                first_run = functools.partial(vars(module)[MEMORY].first_run, module)
-                return recomputed(same, args, kwargs, how, first_run)
+                first = functools.partial(vars(module)[MEMORY].first_run, module, same)
+                return recomputed(same, args, kwargs, how, first)
             with offloading() if self.what == "offload" else contextlib.nullcontext():
                 return forward(*args, **kwargs)
 
@@ -126,13 +126,7 @@ class CompileError(AsItIsError):
     """A forward that cannot be compiled, now or later."""
 
 
-def recomputed(
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    how: Mapping[str, Any],
-    first_run: Callable[..., Any] = lambda forward, args, kwargs: forward(*args, **kwargs),
-) -> Any:
+def recomputed(forward: Any, args: Any, kwargs: Any, how: Any, first_run: Any = None) -> Any:
     """Call a forward and keep only its tensors, wherever they are among the arguments.
 
     ``torch.utils.checkpoint`` saves, and guards against changes in place, what it is given by
@@ -147,10 +141,9 @@ def recomputed(
     first = [] if is_dynamo_compiling() else [(args, kwargs)]
 
     def again(*tensors: Tensor) -> Any:
-        if first:
-            return first_run(forward, *first.pop())
-        args, kwargs = put_tensors(iter(tensors), form)
-        return forward(*args, **kwargs)
+        run = (first and first_run) or forward
+        args, kwargs = first.pop() if first else put_tensors(iter(tensors), form)
+        return run(*args, **kwargs)
 
     return checkpoint(again, *tensors, use_reentrant=False, **how)
 
@@ -273,10 +266,9 @@ class ModuleMemory:
             return forward(*args, **kwargs)
         if action.what == "compile" and not self._compiles:  # trying takes seconds
             return forward(*args, **kwargs)
-        if action.what == "recompute" and self._once and not is_dynamo_compiling():
-            self.fallback = self._once
-            return forward(*args, **kwargs)
         try:
+            if action.what == "recompute" and self._once and not is_dynamo_compiling():
+                raise AsItIsError(self._once)
             result = action.run(module, forward, args, kwargs)
         except AsItIsError as error:
             if not is_dynamo_compiling():
@@ -286,7 +278,7 @@ class ModuleMemory:
             self.fallback = self._once
         return result
 
-    def first_run(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def first_run(self, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the first run of a forward inside of a checkpoint.
 
         Until it ends, everything is kept. If it has changed something then, which a second run

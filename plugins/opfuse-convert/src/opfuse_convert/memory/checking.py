@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opfuse.core.engine.checks import tensors_in
 from opfuse.core.replaced_forward import MEMORY, replaced_forwards
 from opfuse.tuning.comparing import Exact, differ, gradients, in_fp64
 from opfuse.tuning.job import one_line
@@ -16,7 +17,7 @@ from opfuse.tuning.tolerance import difference
 from opfuse.tuning.whole import switched_off
 
 from .actions import put_tensors, take_tensors
-from .units import Unit, tensors_in
+from .units import Unit
 
 _DRAWS = 3
 """Gradients of the results that are tried: noise is within twice other noise for most of them."""

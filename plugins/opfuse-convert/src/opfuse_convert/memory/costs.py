@@ -1,4 +1,7 @@
-"""What each way to run a unit keeps and costs: measured here, read from the table, or estimated."""
+"""What each way to run a unit keeps and costs: measured here, read from the table, or estimated.
+
+And the choice of one for each unit: the least time that a number of bytes allows.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +21,101 @@ from torch.utils.flop_counter import flop_registry
 import opfuse
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
+from opfuse.core.engine.checks import tensors_in
 from opfuse.core.settings import current
 from opfuse.core.tuning_table import Measurement, Shape
-from opfuse.tuning.job import one_line
+from opfuse.tuning.job import add, one_line
 from opfuse.tuning.timing import in_rounds
-from opfuse.tuning.writing import add
 
 from .actions import Action, attach, take_off
 from .checking import why_not
-from .choosing import Option
-from .units import Place, Unit, tensors_in
+from .units import Place, Unit
+
+
+class Option(NamedTuple):
+    """One way to run a unit.
+
+    Attributes:
+        nbytes: The bytes that it keeps.
+        seconds: The seconds that it adds to a step.
+        name: What it is, in words.
+        actions: Pairs of the number of a part and an action.
+    """
+
+    nbytes: int
+    seconds: float
+    name: str = ""
+    actions: tuple[Any, ...] = ()
+
+
+class Point(NamedTuple):
+    """A choice for the units so far, with the least time for its bytes.
+
+    Attributes:
+        nbytes: Bytes of all units.
+        ticks: Microseconds added, by all.
+        before: The point without the last unit; None: there are no units.
+        option: The number of the last unit's option.
+    """
+
+    nbytes: int
+    ticks: int
+    before: Point | None = None
+    option: int = 0
+
+
+def pareto(options: Iterable[Option]) -> list[Option]:
+    """Options, the fewest bytes first, each with less time than all that keep fewer."""
+    best: list[Option] = []
+    for option in sorted(options, key=lambda each: (each.nbytes, each.seconds, each.name)):
+        if not best or option.seconds < best[-1].seconds:
+            best.append(option)
+    return best
+
+
+def front(units: Sequence[Sequence[Option]]) -> list[Point]:
+    """All choices of which none has fewer bytes for the same time or less, the fewest bytes first.
+
+    Units are merged one by one, and what is dominated is dropped at once: that is exact, since what
+    follows adds the same to both.
+
+    Args:
+        units: The options of each unit.
+    """
+    points = [Point(0, 0)]
+    for options in units:
+        ticks = [round(option.seconds * 1e6) for option in options]
+        sums = [
+            (point.nbytes + option.nbytes, point.ticks + tick, number, index)
+            for index, point in enumerate(points)
+            for number, (option, tick) in enumerate(zip(options, ticks, strict=True))
+        ]
+        merged: list[Point] = []
+        for nbytes, total, number, index in sorted(sums):
+            if not merged or total < merged[-1].ticks:
+                merged.append(Point(nbytes, total, points[index], number))
+        points = merged
+    return points
+
+
+def options_of(point: Point, units: Sequence[Sequence[Option]], kinds: Sequence[str]) -> list[int]:
+    """The number of the option of each unit; of units of one kind the earlier ones keep the least.
+
+    Args:
+        point: The choice.
+        units: The options of each unit, those with fewer bytes first.
+        kinds: The kind of each unit.
+    """
+    numbers = [0] * len(units)
+    for place in reversed(range(len(units))):
+        numbers[place] = point.option
+        point = point.before  # type: ignore[assignment]
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, its in enumerate(kinds) if its == kind]
+        for place, number in zip(places, sorted(numbers[p] for p in places), strict=True):
+            numbers[place] = number
+    return numbers
+
 
 Actions = tuple[tuple[Place, Action], ...]
 Those = tuple[tuple[int, Action], ...]
@@ -180,7 +268,7 @@ class Costs:
         At least 0, unless something is compiled. A noise is a share of a step. They come from the
         table if all are there. If not, all are measured, in the same rounds, and go into it.
         """
-        given = tensors_in((unit.args, unit.kwargs))
+        given = [*tensors_in((unit.args, unit.kwargs))]
         wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
         shape = next((tables.shape_of(t) for t in given if t.ndim), Shape(0, 0, True))
         plain: dict[str, Any] = {"plugin": None, "pass": "step", "of": unit.kind}

@@ -21,8 +21,7 @@ from opfuse.tuning.timing import MOST_NOISE
 from opfuse.tuning.whole import switched_off
 
 from .actions import put_on
-from .choosing import Option, Point, front, options_of, pareto
-from .costs import Actions, Costs, acting, named, placed
+from .costs import Actions, Costs, Option, Point, acting, front, named, options_of, pareto, placed
 from .plan import Choice, MemoryPlan
 from .units import Place, Unit, units_of
 
@@ -110,14 +109,11 @@ def plan_memory(
 
 def _check(model: Any) -> None:
     """Refuse what cannot be planned."""
+    expected = "opfuse.plan_memory expected a"
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"opfuse.plan_memory expected a torch.nn.Module, got {type(model).__name__}"
-        )
+        raise TypeError(f"{expected} torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
-        raise TypeError(
-            "opfuse.plan_memory expected a model that is not compiled: compile it after"
-        )
+        raise TypeError(f"{expected} model that is not compiled: compile it after")
     if any(is_dtensor(p) for p in model.parameters()):
         raise RuntimeError(
             "opfuse.plan_memory: the model is sharded, and each process would measure for itself. "

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from opfuse.core.engine.checks import tensors_in
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import hook_kinds, op_class
 from opfuse.core.isolation import Traces, is_equal
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
 
-from .actions import AsItIsError, put_on, recomputed, take_off
+from .actions import AsItIsError, put_on, take_off, take_tensors
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _OWN = (FusibleOperation, Sequential)
@@ -121,21 +122,17 @@ def _why_other_numbers(unit: Unit) -> str:
     results = []
     for _ in range(2):
         with torch.random.fork_rng(), contextlib.suppress(Exception):  # measuring tells it
-            results.append(tensors_in(unit.run()))
+            results.append([*tensors_in(unit.run())])
     same = len(results) == 2 and len(results[0]) == len(results[1])
     if same and not all(map(is_equal, *results)):
         return "its forward gives other numbers when it runs again"
     return ""
 
 
-def holds_layers(module: nn.Module) -> bool:
-    """Whether there is a list of modules in a module."""
-    return any(isinstance(m, _LISTS) and not isinstance(m, _OWN) for m in module.modules())
-
-
 def _places(module: nn.Module, path: str) -> Iterator[tuple[Place, list[Place]]]:
     """The places of units below a module, each with those of its parts."""
-    if isinstance(module, _OWN) or not holds_layers(module):
+    lists = [m for m in module.modules() if isinstance(m, _LISTS) and not isinstance(m, _OWN)]
+    if isinstance(module, _OWN) or not lists:
         yield Place(path, module), _parts(module, path)
         return
     if replaced_forward(module) is not None:
@@ -214,8 +211,7 @@ def why_once(module: nn.Module, args: Any, kwargs: Any) -> str:
         if isinstance(part, _NormBase) and part.track_running_stats:
             return f"its {type(part).__name__} tracks statistics"
     try:
-        with torch.no_grad():
-            recomputed(lambda *args, **kwargs: None, args, kwargs, {})
+        take_tensors([], (args, kwargs))
     except AsItIsError as error:
         return str(error)
     return ""
@@ -228,15 +224,6 @@ def _cut(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)([_cut(each) for each in value])
     return {k: _cut(each) for k, each in value.items()} if type(value) is dict else value
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors among arguments or results."""
-    if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    if isinstance(value, dict):
-        return tensors_in(list(value.values()))
-    return [value] if isinstance(value, Tensor) else []
 
 
 def _share(units: Sequence[Unit]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import filelock
 
-from opfuse.tuning.writing import check_writable, replace
+from opfuse.tuning.job import check_writable, replace
 
 from ..config_tables import FORMAT, Entry, as_key, as_text, read, setting
 from ..recorded import GROUP
