@@ -83,13 +83,9 @@ class ConvertedForward(ReplacedForward):
         """The function that it is for, if that is not the class's forward; see ``Conversion``."""
         return None if self._conversion is None else self._conversion.function
 
-    def again(self) -> ConvertedForward:
+    def again(self, memo: dict[int, Any]) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
-        twin = ConvertedForward(self._converter, self.plugin, None)
-        twin.path = self.path
-        if (state := self.state()) is not None:
-            twin.load(state, "")
-        return twin
+        return self.copied(ConvertedForward(self._converter, self.plugin, None), memo)
 
     @without_modes()
     def seal(self, module: nn.Module) -> None:
@@ -199,13 +195,11 @@ class ConvertedForward(ReplacedForward):
 
     def _take(self, module: nn.Module, made: Conversion) -> None:
         """Change to another conversion."""
-        state, before = self.state(), self._ops()
+        before = self._ops()
         self._conversion, self.choice = made, MeasuredChoice(self._converter.name, self.plugin)
-        self.rename(module)
         for _, op in self._ops():
             op._prepared = before[0][1]._prepared
-        if state is not None:
-            self.load(state, "")
+        self.settle(module)
         self.seal(module)
 
     def _for_these(self, module: nn.Module, site: Site, facts: dict[str, Any]) -> Site:
@@ -296,10 +290,8 @@ class ConvertedForward(ReplacedForward):
                 if isinstance(made, str):
                     self.fallback = made
                     return False
-                state, self._conversion = self.state(), made
-                self.rename(module)
-                if state is not None:
-                    self.load(state, "")
+                self._conversion = made
+                self.settle(module)
             if self._guard is None:
                 self.seal(module)
         return True
