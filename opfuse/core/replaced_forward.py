@@ -10,9 +10,11 @@ chain's quantizers, by :meth:`ReplacedForward.save` and :meth:`ReplacedForward.l
 
 from __future__ import annotations
 
+import copy
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -26,6 +28,12 @@ KEPT_AS = "_opfuse"
 MEMORY = "_opfuse_memory"
 """The name under which a module keeps what it does by ``opfuse.plan_memory``, as an object whose
 ``str()`` says it."""
+
+_STATES: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""For each module that ops of chains read from, their quantizers; other chains have the same."""
+
+
+R = TypeVar("R", bound="ReplacedForward")
 
 
 class ReplacedForward(ABC):
@@ -49,6 +57,7 @@ class ReplacedForward(ABC):
     plugin: tuple[str, str] | None = None
     waiting: dict[str, Any] | None = None
     path: str | None = None
+    _copied: Sequence[Any] = ()  # quantizers of a copy without a chain yet
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool = False) -> None:
         """Write the state of the chain's quantizers into a state dict.
@@ -62,33 +71,73 @@ class ReplacedForward(ABC):
         """
         root = f"{prefix}{KEPT_AS}.chain."
         destination.update({root + key: value for key, value in (self.waiting or {}).items()})
-        for name, op in self._ops():
-            op._quantizers.following(op).save(destination, f"{root}{name}.", keep_vars)
+        for name, states, _ in self._states():
+            states.save(destination, f"{root}{name}.", keep_vars)
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take what :meth:`save` writes out of a state dict, or let it wait for the chain."""
         root = f"{prefix}{KEPT_AS}.chain."
-        self.waiting = None
-        for name, op in self._ops():
-            op._quantizers.following(op).load(state_dict, f"{root}{name}.")
+        self.waiting, self._copied = None, ()
+        for name, states, _ in self._states():
+            states.load(state_dict, f"{root}{name}.")
         if self.chain is None:
             keys = [key for key in state_dict if key.startswith(root)]
             self.waiting = {key[len(root) :]: state_dict.pop(key).clone() for key in keys}
 
-    def state(self) -> dict[str, Any] | None:
-        """The entries of :meth:`save`, for :meth:`load` of another chain of the same module.
+    @property
+    def has_state(self) -> bool:
+        """Whether quantizers of the chain have state, or some waits for it."""
+        return bool(self.waiting) or any(states.has_state for _, states, _ in self._states())
 
-        None: there are none, and nothing was loaded.
+    def settle(self, module: nn.Module) -> None:
+        """Give a chain that was made after the model was prepared its names and its state."""
+        if self.path is not None:
+            parts = module.named_modules(prefix=self.path)
+            for op, name in self.names({part: name for name, part in parts}):
+                op._set_name("_path", name)
+        waiting, self._copied = self.waiting, ()
+        self.share()
+        if waiting is not None:
+            self.load({f"{KEPT_AS}.chain.{key}": value for key, value in waiting.items()}, "")
+
+    def share(self) -> None:
+        """Give the ops of a new chain, which have names, the quantizers of those that read alike.
+
+        An op that cannot have those of the modules that it reads from starts over, and says so.
         """
-        entries: dict[str, Any] = {}
-        self.save(entries, "")
-        loaded = any(op._quantizers.was_loaded for _, op in self._ops())
-        return entries if entries or loaded or self.waiting is not None else None
+        for op, key in zip([op for _, op in self._ops()], self._keys(), strict=True):
+            held = [_STATES.setdefault(module, {}) for module, _ in key[1]]
+            found = held[0].get(_weak(key)) if held else None
+            if found is not None and found.name in (None, op.name):
+                op._quantizers = found
+                continue
+            if any(each.has_state or each.was_loaded for of in held for each in of.values()):
+                op._quantizers.load({}, "")
+            for of in held:
+                of[_weak(key)] = op._quantizers
+
+    def copied(self, twin: R, memo: dict[int, Any]) -> R:
+        """Give copies of the quantizers to the same for a copy of the module, without a chain yet.
+
+        Args:
+            twin: That.
+            memo: The copies by the ids of what was copied, as of ``copy.deepcopy``.
+        """
+        twin.path, twin.waiting, found = self.path, self.waiting, []
+        for name, states, (cls, read, number) in self._states():
+            reads = tuple([(memo[id(m)], key) for m, key in read if id(m) in memo])
+            found.append((name, copy.deepcopy(states, memo), (cls, reads, number)))
+            for module, _ in reads if len(reads) == len(read) else ():
+                _STATES.setdefault(module, {})[_weak(found[-1][2])] = found[-1][1]
+        twin._copied = found
+        return twin
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move the state of the chain as ``nn.Module._apply`` moves the module."""
         for _, op in self._ops():
             op._move_state(fn)
+        for _, states, _ in self._copied:
+            states.apply(fn)
 
     def names(self, paths: dict[nn.Module, str]) -> Iterator[tuple[Any, str]]:
         """The ops of the chain with their names: of the modules they read from, or :attr:`path`.
@@ -99,19 +148,36 @@ class ReplacedForward(ABC):
         chain: Any = self.chain or ()
         for op in chain:
             read = [source.module for source in op._sources.values()]
-            yield op, next((paths[each] for each in read if each in paths), self.path or "")
+            name = next((paths[each] for each in read if each in paths), self.path or "")
+            if not (self.is_out_of_date and op._quantizers.name not in (None, name)):
+                yield op, name
 
-    def rename(self, module: nn.Module) -> None:
-        """Name the ops of a chain that was made after the model was prepared."""
-        if self.path is not None:
-            parts = module.named_modules(prefix=self.path)
-            for op, name in self.names({part: name for name, part in parts}):
-                op._set_name("_path", name)
+    def _states(self) -> Sequence[tuple[str, Any, Any]]:
+        """The quantizers of the ops of the chain, with name and key; of a copy, those it got."""
+        ops = zip(self._ops(), self._keys(), strict=True)
+        return [(n, op._quantizers.following(op), key) for (n, op), key in ops] or self._copied
+
+    def _keys(self) -> list[tuple[type, tuple[tuple[nn.Module, str], ...], int]]:
+        """What tells the quantizers of ops apart: class, what it reads, the how many-th of these.
+
+        It reads nothing if it has no quantizers.
+        """
+        keys: list[Any] = []
+        for _, op in self._ops():
+            sources = op._sources.values() if op.num_quantizers("forward") else ()
+            of = type(op), tuple([(source.module, source.name) for source in sources])
+            keys.append((*of, sum(key[:2] == of for key in keys)))
+        return keys
 
     def _ops(self) -> list[tuple[str, Any]]:
         """The ops of the chain, by name."""
         modules = () if self.chain is None else self.chain.named_modules()
         return [(name, op) for name, op in modules if isinstance(op, BasicOperation)]
+
+    @property
+    def is_out_of_date(self) -> bool:
+        """Whether the module has changed since, so that its own forward runs."""
+        return False
 
     @property
     @abstractmethod
@@ -144,6 +210,12 @@ class ReplacedForward(ABC):
     @abstractmethod
     def declines(self, found: Measurement, compiled: bool) -> bool:
         """Whether the module's own operations run from now on, by what was measured."""
+
+
+def _weak(key: Any) -> Any:
+    """A key that keeps no module alive."""
+    cls, read, number = key
+    return cls, tuple([(weakref.ref(module), name) for module, name in read]), number
 
 
 def replaced_forward(module: nn.Module) -> ReplacedForward | None:

@@ -236,7 +236,7 @@ def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
     others = f"has quantizer state for {loaded}, and none" if loaded else "has none"
     more = f" and {len(names) - 9} more" if len(names) > 9 else ""
     warnings.warn(
-        f"the checkpoint that was loaded {others} for the recipe in force, "
+        f"the checkpoint that was loaded, or the chain before, {others} for the recipe in force, "
         f"{states._text(recipe)}: new scales start over in {', '.join(names[:9])}{more}, and "
         f"others stay as they were. What torch.distributed.checkpoint loads into must have it "
         f"before: call opfuse.assign_names(model, recipe=...) first",

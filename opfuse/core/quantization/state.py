@@ -97,6 +97,7 @@ class QuantizerStates:
         latest: The recipe of the last call under one.
         called: The group of the maxima in that call, and the patterns of ops to skip.
         unrestored: The recipes whose state the last checkpoint did not have, until that was told.
+        name: The name of the op that the quantizers know; None: there are none yet.
     """
 
     def __init__(self) -> None:
@@ -110,6 +111,8 @@ class QuantizerStates:
         self.latest: Recipe | None = None
         self.called: tuple[Any, tuple[str, ...]] = None, ()
         self.unrestored: set[Recipe] = set()
+        self.name: str | None = None
+        self._saved_under = ""  # the prefix of the last save
 
     def use(self, op: Any, recipe: Recipe | None, env: Any = None) -> dict[str, Quantizer]:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist; return them.
@@ -142,7 +145,7 @@ class QuantizerStates:
                         _refuse_captured(found, f"{type(op).__name__} {op.name!r}")
                     check_state(found)
                     made[name] = found
-        self._recipe_names[recipe] = op.engine.recipe_name(recipe)
+        self._recipe_names[recipe], self.name = op.engine.recipe_name(recipe), op.name
         self._by_recipe[recipe] = made
         try:
             self._restore(recipe, op)
@@ -211,8 +214,10 @@ class QuantizerStates:
 
     @property
     def has_state(self) -> bool:
-        """Whether a quantizer has state that persists over steps."""
-        return any(q.state_names for qs in self._by_recipe.values() for q in qs.values())
+        """Whether a quantizer has state that persists over steps, or some waits for one."""
+        return bool(self._loaded) or any(
+            q.state_names for qs in self._by_recipe.values() for q in qs.values()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has other quantizers, and no process group
@@ -269,7 +274,11 @@ class QuantizerStates:
             where = f"{prefix}{_KEY}{hashlib.sha256(text.encode()).hexdigest()[:8]}."
             destination[where + "recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
             for key, value in state.items():
+                saved = destination.get(f"{self._saved_under}{where[len(prefix) :]}{key}")
+                if saved is not None and saved.data_ptr() == value.data_ptr():
+                    value = value.clone()  # another op has the same quantizers
                 destination[where + key] = value if keep_vars else value.detach()
+        self._saved_under = prefix
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take the quantizer state out of ``state_dict``.

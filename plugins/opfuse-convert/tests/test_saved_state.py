@@ -1,10 +1,12 @@
 """What a checkpoint has of a recipe with state, in every way to save one: to the bit, or it is said."""
 
+import contextlib
 import copy
 import io
 import re
 import warnings
 
+import opfuse_convert
 import pytest
 import saved_state
 import torch
@@ -209,12 +211,51 @@ def test_a_conversion_that_goes_says_that_its_state_goes():
     train(model, "fp8-delayed", range(1))
     with pytest.warns(UserWarning, match="revert leaves out the state .* [01].gate, .*state_dict"):
         opfuse.revert(model)
-    opfuse.convert(model)
-    train(model, "fp8-delayed", range(1))
-    model[0].down = nn.Linear(32, 32, bias=False)
-    with pytest.warns(UserWarning, match="convert of what changed .* 0.gate"):
-        opfuse.convert(model)
     opfuse.revert(build("converted"))  # it has none
+
+
+class Wrapper(nn.Module):
+    """A part around a linear layer, as an adapter is."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x).clone()
+
+
+@pytest.mark.parametrize("how", ("copied", "converted"))
+@pytest.mark.parametrize("part", ("gate", "up", "down"))
+def test_a_chain_of_another_structure_has_the_state_of_what_it_reads_or_says_not(part, how):
+    model = build("converted")
+    train(model, "fp8-delayed", range(2))
+    before = copy.deepcopy(state_of(model))
+    setattr(model[0], part, Wrapper(getattr(model[0], part)))
+    if how == "copied":
+        model = copy.deepcopy(model)
+    else:
+        opfuse.convert(model)
+    with contextlib.ExitStack() as stack:
+        if part == "up":  # the gate was quantized together with it
+            stack.enter_context(pytest.warns(UserWarning, match="start over in 0.gate, and"))
+        train(model, "fp8-delayed", range(1))
+    for key, value in before.items():
+        if key.startswith("1.") and key.endswith("recipe"):
+            assert torch.equal(model.state_dict()[key], value)
+
+
+def test_chains_inside_of_a_chain_go_on_with_its_state():
+    model = build("converted")
+    train(model, "fp8-delayed", range(2))
+    twin = copy.deepcopy(model)
+    hook = model[1].register_forward_hook(lambda *args: None)
+    assert same(train(model, "fp8-delayed", range(2, 5)), train(twin, "fp8-delayed", range(2, 5)))
+    reasons = opfuse_convert.converted(model)
+    assert "hooks" in reasons[""] and not reasons["0"] and not opfuse_convert.converted(twin)[""]
+    hook.remove()
+    assert same(train(model, "fp8-delayed", range(5, 7)), train(twin, "fp8-delayed", range(5, 7)))
+    assert same(state_of(model).values(), state_of(twin).values())
 
 
 @pytest.mark.parametrize("kind", ("chain", "converted"))

@@ -73,13 +73,9 @@ class ConvertedForward(ReplacedForward):
         """The function that it is for, if that is not the class's forward; see ``Conversion``."""
         return None if self._conversion is None else self._conversion.function
 
-    def again(self) -> ConvertedForward:
+    def again(self, memo: dict[int, Any]) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
-        twin = ConvertedForward(self._converter, self.plugin, None)
-        twin.path = self.path
-        if (state := self.state()) is not None:
-            twin.load(state, "")
-        return twin
+        return self.copied(ConvertedForward(self._converter, self.plugin, None), memo)
 
     @without_modes()
     def seal(self, module: nn.Module) -> None:
@@ -189,14 +185,12 @@ class ConvertedForward(ReplacedForward):
 
     def _take(self, module: nn.Module, made: Conversion) -> None:
         """Change to another conversion, whose chain gets the state of the quantizers."""
-        state, before = self.state(), self._ops()
+        before = self._ops()
         self._conversion = made
         self.choice = choosing.MeasuredChoice(self._converter.name, self.plugin)
-        self.rename(module)
         for _, op in self._ops() if before else ():
             op._prepared = before[0][1]._prepared
-        if state is not None:
-            self.load(state, "")
+        self.settle(module)
         self.seal(module)
 
     def _for_these(self, module: nn.Module, site: Site, facts: dict[str, Any]) -> Site:

@@ -77,7 +77,6 @@ def convert(
         raise TypeError(f"opfuse.convert({type(model).__name__}) takes no inputs: convert a module")
     before = measured(model, inputs) if inputs else None
     found = Candidates(model, only, skip, verify)
-    warn_lost(found.made, "opfuse.convert of what changed")
     for module, replaced in found.made.items():
         cls: Any = type(module)
         if layer_in(cls) is None:
@@ -90,6 +89,8 @@ def convert(
     for module, replaced in found.made.items():
         replaced.seal(module)
     assign_names(model)
+    for replaced in found.made.values():
+        replaced.share()
     after = measured(model, inputs) if inputs else None
     return ConversionReport(tuple(found.converted), tuple(found.left), before, after)
 

@@ -269,7 +269,7 @@ def _reduce_ex(self: nn.Module, protocol: Any) -> Any:
 def warn_lost(modules: Iterable[nn.Module], who: str) -> None:
     """Warn that the state of the chains of modules is lost, if there is any."""
     states = [vars(module)[KEPT_AS] for module in modules if KEPT_AS in vars(module)]
-    if any(state.state() for state in states):
+    if any(state.has_state for state in states):
         ops = [op for state in states for op in state.chain or () if op._quantizers.has_state]
         names = ", ".join(dict.fromkeys(op.name or type(op).__name__ for op in ops))
         warnings.warn(
@@ -308,7 +308,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin = copy._reconstruct(self, memo, *_reduced(self, 4))  # type: ignore[attr-defined]
     if layer_in(type(twin)) is None:
         twin.__class__ = type(self)
-    vars(twin).update({name: state.again() for name, state in states.items()})
+    vars(twin).update({name: state.again(memo) for name, state in states.items()})
     return twin  # type: ignore[no-any-return]
 
 

@@ -245,7 +245,7 @@ class ModuleMemory:
         said += [f"{self.chain} (its chain)"] if self.chain else []
         return ", ".join(said) + (f"; it ran as it is: {self.fallback}" if self.fallback else "")
 
-    def again(self) -> ModuleMemory:
+    def again(self, memo: Any) -> ModuleMemory:
         """The same for a copy of the module."""
         twin = ModuleMemory(self.own, self.chain)
         twin.note = self.note
