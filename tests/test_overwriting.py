@@ -21,7 +21,7 @@ import opfuse
 from opfuse import ops
 from opfuse.core.authoring import added, may_write, reusable
 from opfuse.core.overwriting import unseen
-from opfuse.testing.checks.holding import Holding
+from opfuse.testing.checks.memory import Holding
 
 aten = torch.ops.aten
 POLICIES = {"mm": [aten.mm.default, aten.addmm.default], "everything": None}

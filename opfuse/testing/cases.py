@@ -128,13 +128,15 @@ def where(cls: type) -> str:
     return f"testing.{cls.__name__}" if own else f"{cls.__module__}.{cls.__qualname__}"
 
 
+def changed(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
+    pairs = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: now for field, now in pairs if now != field.default}
+
+
 def recipe_code(recipe: Recipe) -> str:
     """A recipe as code that makes it again."""
-    given = [
-        f"{field.name}={value!r}"
-        for field in dataclasses.fields(recipe)
-        if (value := getattr(recipe, field.name)) != field.default
-    ]
+    given = (f"{name}={value!r}" for name, value in changed(recipe).items())
     return f"{where(type(recipe))}({', '.join(given)})"
 
 
@@ -202,6 +204,18 @@ def find(plugin: str, passes: str, name: str) -> Subject:
     raise LookupError(f"plugin {plugin!r} offers no {passes} fusion {name!r}")
 
 
+@contextlib.contextmanager
+def seeded(device: str, seed: int) -> Iterator[Callable[[], Tensor]]:
+    """Torch's generator with a seed for a ``with`` block, and a function that gives its state.
+
+    What draws, draws the same with and without a fusion.
+    """
+    gpu = device == "cuda"
+    with torch.random.fork_rng([torch.cuda.current_device()] if gpu else []):
+        (torch.cuda if gpu else torch.default_generator).manual_seed(seed)
+        yield torch.cuda.get_rng_state if gpu else torch.get_rng_state
+
+
 class Built(NamedTuple):
     """The tensors and modules of a case.
 
@@ -209,19 +223,13 @@ class Built(NamedTuple):
         chain: The chain.
         leaves: Input, extra inputs and parameters by name: ``input``, ``extra 0``, ``1.bias``.
         writable: Extra inputs that an op may write into.
-        autocast: The dtype of autocast, or None.
-        prefer: The option of this name.
-        recipe: The recipe that quantizes it, or None.
-        checkpointed: ``torch.utils.checkpoint`` calls it.
+        case: Whose settings are in force in a call; the truth is without autocast.
     """
 
     chain: Sequential
     leaves: dict[str, Tensor]
     writable: set[str]
-    autocast: torch.dtype | None
-    prefer: str = "speed"
-    recipe: Recipe | None = None
-    checkpointed: bool = False
+    case: Case
 
     def named_inputs(self) -> dict[str, Tensor]:
         """Input and extra inputs of one call by name; a copy of what is written into."""
@@ -240,37 +248,35 @@ class Built(NamedTuple):
             for name, param in params_of(op).items()  # type: ignore[arg-type]
         }
 
-    def __call__(self, *inputs: Tensor, chain: Any = None) -> tuple[Tensor, ...]:
-        """Every output of the chain, with torch's generators at the same seed in every call."""
-        device = self.leaves["input"].device
-        with contextlib.ExitStack() as around:
-            around.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            around.enter_context(self.settings())
-            generator = torch.cuda if device.type == "cuda" else torch.default_generator
-            generator.manual_seed(0)  # what draws, draws the same with and without a fusion
-            call = chain or self.chain
-            if self.checkpointed and torch.is_grad_enabled():
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Every output of the chain."""
+        return self.run(inputs or self.inputs(), self.chain)[0]
+
+    def run(self, inputs: Sequence[Tensor], call: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Every output of a call, and the state of torch's generator, seeded before, after it."""
+        with seeded(self.case.device, 0) as state, self.settings():
+            if self.case.checkpointed and torch.is_grad_enabled():
                 how: Any = dict(use_reentrant=False, context_fn=checkpoint_contexts)
                 call = functools.partial(checkpoint, call, **how)
-            result = call(*(inputs or self.inputs()))
-        return result if isinstance(result, tuple) else (result,)
+            result = call(*inputs)
+            return result if isinstance(result, tuple) else (result,), state()
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Autocast, options and the recipe in force, for a ``with`` block."""
-        device = self.leaves["input"].device.type
+        case = self.case
         with contextlib.ExitStack() as around:
-            if self.autocast:
-                around.enter_context(torch.autocast(device, self.autocast))
-            if self.prefer != "speed":
-                around.enter_context(options(prefer=self.prefer))
-            if self.recipe:
-                around.enter_context(quantize(self.recipe))
+            if case.autocast:
+                around.enter_context(torch.autocast(case.device, case.autocast))
+            if case.prefer != "speed":
+                around.enter_context(options(prefer=case.prefer))
+            if case.recipe:
+                around.enter_context(quantize(case.recipe))
             yield
 
 
-NOT_SMALLER = ("rows", "dtype", "residual", "shared", "hidden", "device", "recipe", "least")
-"""Attributes of a case whose default is not smaller than other values."""
+NOT_SMALLER = frozenset("subject ops rows dtype residual shared hidden device recipe least".split())
+"""Attributes of a case that have no default, or whose default is not smaller than others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,14 +352,10 @@ class Case:
     least: int = 1
 
     def __repr__(self) -> str:
-        lines = [f"    {self.subject!r},", f"    ops={_tuple(self.ops)},"]
-        for field in dataclasses.fields(self)[2:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                text = _tuple(value) if field.name in ("before", "after") else repr(value)
-                text = recipe_code(value) if field.name == "recipe" else text
-                lines.append(f"    {field.name}={text},")
-        return "testing.Case(\n" + "\n".join(lines) + "\n)"
+        known: Any = {"ops": _tuple, "before": _tuple, "after": _tuple, "recipe": recipe_code}
+        texts = {name: known.get(name, repr)(value) for name, value in changed(self).items()}
+        lines = [texts.pop("subject"), *(f"{name}={text}" for name, text in texts.items())]
+        return "testing.Case(\n" + "".join(f"    {line},\n" for line in lines) + ")"
 
     def with_(self, **changes: Any) -> Case:
         """The case with some attributes changed."""
@@ -362,8 +364,7 @@ class Case:
     @property
     def varied(self) -> list[str]:
         """The attributes in which it differs from the plainest case of its chain."""
-        names = [f.name for f in dataclasses.fields(self)[2:] if getattr(self, f.name) != f.default]
-        return [name for name in names if name not in NOT_SMALLER]
+        return [name for name in changed(self) if name not in NOT_SMALLER]
 
     @property
     def chain_ops(self) -> tuple[Op, ...]:
@@ -395,9 +396,10 @@ class Case:
         """The dtype of the truth: fp64, or None for the dtypes of the case.
 
         It is None where the numbers drawn depend on the dtype, and under a recipe: what is rounded
-        to a few bits depends on the last bits of what it was.
+        to a few bits depends on the last bits of what it was. And it is where all is fp64.
         """
-        if self.recipe is not None:
+        others = self.autocast or self.param_dtype or self.extra_dtype
+        if self.recipe is not None or (self.dtype is torch.float64 and others is None):
             return None
         return None if self.draws and self.device != "cpu" else torch.float64
 
@@ -482,9 +484,7 @@ class Case:
         for name, leaf in leaves.items():
             leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
-        autocast = self.autocast if dtype is None else None
-        how = self.prefer, self.recipe, self.checkpointed
-        return Built(chain, leaves, names, autocast, *how)
+        return Built(chain, leaves, names, self if dtype is None else self.with_(autocast=None))
 
     def leaf_names(self) -> list[str]:
         """The names of the leaves that could need a gradient."""

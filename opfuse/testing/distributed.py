@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -10,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ..core.context_managers import options
-from .cases import offered
+from .cases import Subject, offered
 from .failures import Declined, Failure
 from .gloo_ranks import check_on_gloo, describe
 from .processes import registered_module
-from .rank_checks import CHECKS, Trial, plan
+from .rank_checks import CHECKS, Trial
 from .report import judge
 from .sharded import LAYERS, ShardedLayer
 
@@ -67,64 +68,41 @@ class DistributedSuite:
 
     def test_takes_something(self) -> None:
         """The plugin offers fusions, one takes a layer, and limits name what there is."""
-        if not offered(self.plugin):
-            pytest.fail(f"plugin {self.plugin!r} offers no fusion, or is not installed", False)
-        names = {layer.name for layer in self.layers}
+        what, names = (
+            "neither a check nor '<layer>: <check>'",
+            {layer.name for layer in self.layers},
+        )
+        problems = (
+            []
+            if offered(self.plugin)
+            else [f"plugin {self.plugin!r} offers no fusion, or is not installed"]
+        )
         for limit in self.limits:
             layer, _, check = limit.rpartition(": ")
             if check not in (*CHECKS, "gloo") or (layer and layer not in names):
-                what = "neither a check nor '<layer>: <check>'"
-                pytest.fail(f"limits names {limit!r}, which is {what}", False)
-        reasons = {layer.name: self._declined(layer, "plan") for layer in self.layers}
-        under_a_recipe = (self._declined(layer, "casts") for layer in self.layers)
-        if all(reasons.values()) and all(under_a_recipe):
+                problems.append(f"limits names {limit!r}, which is {what}")
+        reasons = {layer.name: str(self._found(layer, "plan")) for layer in self.layers}
+        first = [self._found(layer, name) for name in ("plan", "casts") for layer in self.layers]
+        if not problems and all(isinstance(found, Declined) for found in first):
             each = "\n".join(f"{name}: {reason}" for name, reason in reasons.items())
-            pytest.fail(f"no layer is fused:\n{each}", False)
+            problems.append(f"no layer is fused:\n{each}")
+        judge({}, (), "\n".join(problems) or None)
 
-    def _declined(self, layer: ShardedLayer, name: str) -> str:
-        """Why no fusion takes a layer; "" if one does, or fails there."""
-        try:
-            CHECKS[name](Trial(offered(self.plugin), layer))
-        except Declined as reason:
-            return str(reason)
-        except Failure:
-            pass
-        return ""
+    def _found(self, layer: ShardedLayer, check: str) -> Declined | Failure | None:
+        """What a check says of a layer."""
+        return _tried(tuple(offered(self.plugin)), layer, check, repr(self.options))
 
     def test_layer(self, layer: ShardedLayer, rank_check: str) -> None:
         """One check on one layer; skipped where no fusion takes it."""
-        problem = None
-        try:
-            if rank_check not in ("plan", "casts"):  # those say themselves what is not taken
-                self._take(layer)
-            CHECKS[rank_check](Trial(offered(self.plugin), layer))
-        except Declined as reason:
-            pytest.skip(str(reason))
-        except Failure as failure:
-            who = f"plugin {self.plugin!r} fails the check {rank_check!r} on layer {layer.name!r}"
-            problem = f"{who}: {failure}"
-        judge(self.limits, (rank_check, f"{layer.name}: {rank_check}"), problem)
-
-    _plans: ClassVar[dict[ShardedLayer, Exception | None]] = {}
-    """What came of the check of plans, by layer; each class has its own."""
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        cls._plans = {}
-
-    def _take(self, layer: ShardedLayer) -> None:
-        """Skip a layer that no fusion takes, or of which ranks have different plans."""
-        if layer not in self._plans:
-            self._plans[layer] = None
-            try:
-                plan(Trial(offered(self.plugin), layer))
-            except (Declined, Failure) as problem:
-                self._plans[layer] = problem
-        found = self._plans[layer]
-        if isinstance(found, Failure):
+        found = None if rank_check == "casts" else self._found(layer, "plan")
+        if isinstance(found, Failure) and rank_check != "plan":
             pytest.skip("not checked, since 'plan' fails: fix that first")
-        if found is not None:
-            raise found
+        found = found or self._found(layer, rank_check)
+        if isinstance(found, Declined):
+            pytest.skip(str(found))
+        who = f"plugin {self.plugin!r} fails the check {rank_check!r} on layer {layer.name!r}"
+        problem = f"{who}: {found}" if found else None
+        judge(self.limits, (rank_check, f"{layer.name}: {rank_check}"), problem)
 
     @pytest.mark.xdist_group("gloo")
     def test_gloo(self) -> None:
@@ -144,3 +122,14 @@ class DistributedSuite:
         except Failure as failure:
             problem = f"plugin {self.plugin!r} fails {failure}"
         judge(self.limits, ("gloo",), problem)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tried(
+    fusions: tuple[Subject, ...], layer: ShardedLayer, name: str, options_in_force: str
+) -> Declined | Failure | None:
+    try:
+        CHECKS[name](Trial(fusions, layer))
+    except (Declined, Failure) as problem:
+        return problem
+    return None

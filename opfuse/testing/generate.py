@@ -5,7 +5,6 @@ They cover every class, every optional element and every built-in activation.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -23,8 +22,16 @@ from ..core.fusion import Fusion, OneOrMore, Optional
 from ..core.quantization import Recipe, Usage
 from .cases import Case, Op, Subject, is_cast, params_of
 from .failures import Declined
-from .makers import Makers, classes_of, variants_of
-from .placing import environment, matched, next_width_behind, placed, width_behind
+from .placing import (
+    Makers,
+    classes_of,
+    environment,
+    matched,
+    next_width_behind,
+    placed,
+    variants_of,
+    width_behind,
+)
 from .recipes import recipes_for
 from .running import separate
 from .tensors import extra_shape, input_shapes
@@ -140,7 +147,7 @@ class Chains:
     tiles: tuple[Case, ...]
     residual: tuple[Case, ...]
     quantized: tuple[Case, ...]
-    declined: dict[str, str]
+    declined: dict[str, str] = dataclasses.field(compare=False)
     elsewhere: bool = False
     thorough: bool = False
     most_rows: int | None = None
@@ -176,8 +183,8 @@ def make_chains(
     lone = Case(subject, (), device=device, prefer=prefer)
     own = [lone.with_(ops=tuple(example)) for example in examples]
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
-    found: dict[str, list[Case]] = collections.defaultdict(list)
-    found |= {"plain": [*own], "all": [*own]}
+    kinds = "plain", "all", "models", "tiles", "residual", "quantized"
+    found: dict[str, list[Case]] = {kind: [*own] if kind in kinds[:2] else [] for kind in kinds}
     found["quantized"] = [case.with_(recipe=recipe) for case in own for recipe in recipes]
     declined, elsewhere = {}, False
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
@@ -210,7 +217,7 @@ def make_chains(
                 at = 2 * width - 1
                 odd = [placed(base, ops, at) for ops in chains(elements, at, makers)[:1]]
                 again, last = elements is last, elements  # under another recipe
-                found["quantized"] += _quantized(accepted[0], elements, makers, recipes)
+                found["quantized"] += _quantized(accepted[0], elements, recipes)
                 if again and always:  # it casts nothing: all recipes are alike
                     break
                 found["plain"].append(accepted[0])
@@ -218,11 +225,11 @@ def make_chains(
                     odd.append(accepted[0].with_(shared=False))
                 found["all"] += accepted[:1] if again else accepted
                 found["all"] += [case for case in odd if refusal(case) is None]
-                found["residual"] += _residual(accepted[0], elements, makers)
+                found["residual"] += _residual(accepted[0], elements)
                 for width in () if again else widths:
-                    found["models"] += _as_in_models(accepted[0], elements, makers, width)
+                    found["models"] += _as_in_models(accepted[0], elements, width)
                 for number, width in enumerate(() if again else TILES):
-                    high = _as_in_models(accepted[0], elements, makers, width)
+                    high = _as_in_models(accepted[0], elements, width)
                     found["tiles"] += [case.with_(rows=(width,)) for case in high]
                     some = chains(elements, width, makers)
                     some[1:] = some[1:] if thorough else some[1 + number :: len(TILES)]
@@ -238,7 +245,6 @@ def make_chains(
             names = [getattr(element, "__name__", str(element)) for element in elements]
             names += [f"under {type(recipe).__name__}"] if recipe is not None else []
             declined[" + ".join(names)] = str(reason)
-    kinds = "plain", "all", "models", "tiles", "residual", "quantized"
     made_of: Any = {kind: tuple(dict.fromkeys(found[kind])) for kind in kinds}
     elsewhere = elsewhere and not found["all"]
     return Chains(subject, declined=declined, elsewhere=elsewhere, thorough=thorough, **made_of)
@@ -286,9 +292,7 @@ def _structures_and_recipes(
         yield from ((elements, recipe) for recipe in (recipes if casts else (None,)))
 
 
-def _quantized(
-    case: Case, elements: Sequence[Any], makers: Makers, recipes: Sequence[Recipe]
-) -> Iterator[Case]:
+def _quantized(case: Case, elements: Sequence[Any], recipes: Sequence[Recipe]) -> Iterator[Case]:
     """A case between linears that quantize; in fp64, where a last bit hardly moves a code.
 
     There is one for each recipe, with as many rows and features as that takes.
@@ -301,7 +305,8 @@ def _quantized(
     width = case.first_width()
     for recipe in recipes:
         for rows, at in ((case.rows, width), *SHAPES_OF_RECIPES):
-            ops = case.ops if at == width else next(iter(chains(elements, at, makers)), ())
+            made = [case.ops] if at == width else chains(elements, at, dict(case.subject.makers))
+            ops = next(iter(made), ())
             behind = width_behind(ops, at)
             found = case.with_(ops=ops, rows=rows, recipe=recipe)
             before, after = (Op(built_in.BasicLinear, size, size) for size in (at, behind))
@@ -314,16 +319,14 @@ def _quantized(
             break
 
 
-def _as_in_models(
-    case: Case, elements: Sequence[Any], makers: Makers, width: int
-) -> Iterator[Case]:
+def _as_in_models(case: Case, elements: Sequence[Any], width: int) -> Iterator[Case]:
     """Cases that are ``width`` wide, before or after a matrix product.
 
     On its other side they are as wide as usual.
     """
     usual = case.first_width()
     for first, behind in ((width, usual), (usual, width)):
-        for ops in chains(elements, first, {**_products(behind), **makers})[:1]:
+        for ops in chains(elements, first, {**_products(behind), **dict(case.subject.makers)})[:1]:
             wide = first == width or any(width in op.args for op in ops)
             if wide and refusal(found := placed(case, ops, first), runs=True) is None:
                 yield found
@@ -332,24 +335,22 @@ def _as_in_models(
 def _products(out: int) -> Makers:
     """How to make matrix products that give ``out`` features."""
     parts = out - out // 4, out // 4
-    linear = functools.partial(Op, built_in.BasicLinear)
+    linear, beside = functools.partial(Op, built_in.BasicLinear), built_in.ParallelLinear
     return {
         built_in.BasicLinear: lambda at: linear(at, out),
         built_in.LowRankLinear: lambda at: Op(built_in.LowRankLinear, at, out, 2),
-        built_in.ParallelLinear: lambda at: Op(
-            built_in.ParallelLinear, tuple(linear(at, part) for part in parts)
-        ),
+        beside: lambda at: Op(beside, tuple(linear(at, part) for part in parts)),
         built_in.GroupedLinear: lambda at: Op(built_in.GroupedLinear, 3, at, out),
     }
 
 
-def _residual(case: Case, elements: Sequence[Any], makers: Makers) -> Iterator[Case]:
+def _residual(case: Case, elements: Sequence[Any]) -> Iterator[Case]:
     """Cases whose extra input is the chain's own input, out of a channel.
 
     Linears are square, so that shapes fit.
     """
     width = case.first_width()
-    for ops in chains(elements, width, {**makers, **_products(width)}):
+    for ops in chains(elements, width, {**dict(case.subject.makers), **_products(width)}):
         reads = [i for i, op in enumerate(ops) if op.cls.num_extra_inputs]
         forks = [i for i, op in enumerate(ops) if op.cls.num_extra_outputs]
         if not reads or (forks and forks[0] >= reads[0]):

@@ -32,10 +32,8 @@ def install() -> None:
     """
     builder = _builder()
     if not hasattr(builder, _MARK):
-        originals = {
-            name: getattr(builder, name)
-            for name in ("cast_impl", "create_fp_to_fp", "create_dot", "binary_op")
-        }
+        names = "cast_impl", "create_fp_to_fp", "create_dot", "binary_op"
+        originals = {name: getattr(builder, name) for name in names}
         setattr(builder, _MARK, originals)
         _replace(builder, originals)
         _prepare_once()
@@ -124,10 +122,8 @@ def _replace(builder: Any, originals: dict[str, Any]) -> None:  # noqa: C901
     def convert(src: Any, dst_type: Any, *, saturate: bool) -> Any:
         values, dtype = to_torch(src), dtypes[dst_type.scalar]
         if saturate and dtype in _LARGEST and values.dtype not in _LARGEST:
-            values = values.float()
-            values = torch.where(
-                values.isnan(), values, values.clamp(-_LARGEST[dtype], _LARGEST[dtype])
-            )
+            wide, most = values.float(), _LARGEST[dtype]
+            values = torch.where(wide.isnan(), wide, wide.clamp(-most, most))
         return to_handle(values.to(dtype), src.data.shape, dst_type.scalar)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:

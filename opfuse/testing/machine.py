@@ -37,22 +37,17 @@ def is_interpreting() -> bool:
 
 def tiers() -> list[Tier]:
     """The three tiers, as this process can run them."""
-    interpreting = is_interpreting()
-    reference = interpret = ""
-    if importlib.util.find_spec("triton") is None:
-        interpret = "triton is not installed"
-    elif interpreting:
-        reference = "TRITON_INTERPRET is set"
+    reference = interpret = gpu = ""
+    if is_interpreting():
+        reference = gpu = "TRITON_INTERPRET is set"
     else:
         interpret = "it needs a process of its own: TRITON_INTERPRET=1 python -m pytest"
-    gpu = "TRITON_INTERPRET is set" if interpreting else ""
+    if importlib.util.find_spec("triton") is None:
+        reference, interpret = "", "triton is not installed"
     if not torch.cuda.is_available():
         gpu = "torch finds no CUDA device"
-    return [
-        Tier("reference", "cpu", reference),
-        Tier("interpret", "cpu", interpret),
-        Tier("gpu", "cuda", gpu),
-    ]
+    cpus = Tier("reference", "cpu", reference), Tier("interpret", "cpu", interpret)
+    return [*cpus, Tier("gpu", "cuda", gpu)]
 
 
 PROGRAMS = 512

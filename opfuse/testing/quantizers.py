@@ -24,6 +24,7 @@ from ..core.quantization import (
 from ..core.recipes import new_quantizer
 from ..core.sequential import Sequential
 from ..ops import Linear
+from .tensors import same_bits
 
 USAGES = {"rowwise": ROWWISE, "columnwise": COLUMNWISE, "both": BOTH}
 ROLES = ("input", "weight", "grad_output")
@@ -261,10 +262,5 @@ def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def _equal(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     """Return whether two have the same bits in the same copies."""
-    pairs = list(zip(one.tensors(), other.tensors(), strict=True))
-    here = all((a is None) == (b is None) for a, b in pairs)
-    return here and all(
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in pairs
-        if a is not None and b is not None
-    )
+    pairs = zip(one.tensors(), other.tensors(), strict=True)
+    return all(a is b if a is None or b is None else same_bits(a, b) for a, b in pairs)

@@ -208,12 +208,8 @@ def plan(trial: Trial) -> None:
     if taken[0] != taken[-1] or len({*map(tuple, taken)}) > 1:
         raise Failure(f"ranks take different fusions: {' against '.join(map(str, taken))}")
     if not taken[0]:
-        refused = [
-            refusal.reason
-            for found in answers[0].value
-            for refusal in found.refused
-            if refusal.fusion in trial.names
-        ]
+        every = [refusal for found in answers[0].value for refusal in found.refused]
+        refused = [refusal.reason for refusal in every if refusal.fusion in trial.names]
         raise Declined(refused[0] if refused else "no fusion has a pattern that is in its chain")
 
 
@@ -227,10 +223,7 @@ def _taken(trial: Trial, plans: Sequence[Any]) -> list[str]:
     """The names of the fusions that are in the passes that they are for."""
     found = set()
     for each in plans:
-        here = {
-            "forward": {step.fusion for step in each.forward},
-            "backward": {step.fusion for step in each.backward},
-        }
+        here = {way: {step.fusion for step in getattr(each, way)} for way in PASSES}
         here["joint"] = here["forward"] & here["backward"]
         found |= {s.name for s in trial.fusions if s.name in here[s.passes]}
     return sorted(found)
@@ -391,19 +384,18 @@ class _Raises(ops.Identity):
         super().__init__()
         self.passes = passes
 
-    def _fail(self, passes: str) -> None:
+    def _given(self, tensor: Tensor, passes: str) -> Tensor:
         if passes == self.passes and dist.get_rank() == dist.get_world_size() - 1:
             raise ArithmeticError("raised by the conformance kit")
+        return tensor
 
     def op_forward(self, ctx: Any, input_: Tensor, *unread: Any) -> Tensor:
         """Raise, or give the input."""
-        self._fail("forward")
-        return input_
+        return self._given(input_, "forward")
 
     def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
         """Raise, or give the gradient."""
-        self._fail("backward")
-        return grad_output, ()
+        return self._given(grad_output, "backward"), ()
 
 
 def errors(trial: Trial) -> None:
@@ -464,17 +456,13 @@ def _compare_codes(got: Sequence[Step], expected: Sequence[Step]) -> None:
         for name, grad in mine.grads.items():
             pairs[f"the gradient of {name}"] = grad, other.grads[name]
         for what, (one, two) in pairs.items():
-            if one is None or two is None:
-                if one is not two:
-                    raise Failure(f"{what} is None, or the separate ops' is")
-            elif problem := difference(one, two.double(), dtype=torch.float32, roundings=4):
+            if (one is None) != (two is None):
+                raise Failure(f"{what} is None, or the separate ops' is")
+            how: Any = dict(dtype=torch.float32, roundings=4)
+            if one is not None and (problem := difference(one, two.double(), **how)):
                 raise Failure(f"{what} {problem}: other codes?")
 
 
-CHECKS: dict[str, Callable[[Trial], None]] = {
-    check.__name__: check
-    for check in (
-        *(plan, values, bias, replicated, frozen, modes, calls, memory, uneven, errors, casts),
-    )
-}
+_EACH = plan, values, bias, replicated, frozen, modes, calls, memory, uneven, errors, casts
+CHECKS: dict[str, Callable[[Trial], None]] = {check.__name__: check for check in _EACH}
 """The checks by name; the others rest on the first."""

@@ -33,6 +33,7 @@ from ..core.quantization.formats import ScaledTensor, copy_to_read, untransposed
 from ..core.quantization.grouped import GroupedTensor, cast_each
 from ..core.records import PluginRecord
 
+_Out = QuantizedTensor | None
 OVERRIDES = (None, "high_precision", "dequantized")
 NAME = "opfuse-testing"
 """The name of the plugin that offers these recipes."""
@@ -73,9 +74,7 @@ class _PerTensor(Quantizer):
         self.is_gradient = role.tensor_type == "grad_output"
         self.dtype = torch.float8_e5m2 if self.is_gradient else torch.float8_e4m3fn
 
-    def quantize(
-        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
-    ) -> QuantizedTensor:
+    def quantize(self, tensor: Tensor, usage: Usage, out: _Out = None) -> QuantizedTensor:
         return self.scaled(tensor, _scale(_amax(tensor), self.dtype).reshape(1), usage)
 
     def quantize_groups(
@@ -101,9 +100,7 @@ class _Delayed(_PerTensor):
         self.count = torch.zeros(1, **made)
         self.seen, self.casts = nothing_recorded(device), nothing_recorded(device)
 
-    def quantize(
-        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
-    ) -> QuantizedTensor:
+    def quantize(self, tensor: Tensor, usage: Usage, out: _Out = None) -> QuantizedTensor:
         torch.maximum(self.seen, _amax(tensor), out=self.seen)
         self.casts.add_(1)
         return self.scaled(tensor, self.scale.clone(), usage)
@@ -149,9 +146,7 @@ class _PerBlock(Quantizer):
     def __init__(self, role: QuantizerRole, device: torch.device | None) -> None:
         super().__init__()
 
-    def quantize(
-        self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
-    ) -> QuantizedTensor:
+    def quantize(self, tensor: Tensor, usage: Usage, out: _Out = None) -> QuantizedTensor:
         values = _matrix(tensor.detach())
         row, row_scale = self._copy(values) if usage.rowwise else (None, None)
         column, column_scale = self._copy(values.t()) if usage.columnwise else (None, None)

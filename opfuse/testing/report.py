@@ -17,7 +17,7 @@ from .checks.leavings import restored_settings
 from .failures import UNUSED, Declined, Failure, blamed
 from .generate import Chains, fitted
 from .machine import is_interpreting
-from .running import seen, separate
+from .running import checked, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,11 @@ def run(check: str, case: Case) -> None:
 
 def run_all(check: Check, chains: Chains) -> Outcome:
     """Run a check on its cases up to the first failure, and look for a smaller failing case."""
-    token = seen.set(chains.seen)
+    token = checked.set(chains)
     try:
         return _run_all(check, chains)
     finally:
-        seen.reset(token)
+        checked.reset(token)
 
 
 def _run_all(check: Check, chains: Chains) -> Outcome:

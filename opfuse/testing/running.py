@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.engine.fuser import OperationFuser
 from ..core.engine.plan import FusionPlan
@@ -23,7 +24,7 @@ from ..core.fusion import Fusion
 from ..core.plugins import manager
 from ..core.settings import Recorder, Settings, current
 from . import recipes
-from .cases import Built, Case, Subject
+from .cases import Built, Case, Subject, seeded
 from .failures import UNUSED, Declined, Failure, blamed
 
 R = TypeVar("R")
@@ -115,19 +116,10 @@ def forward(
         built: The chain, if it was built before.
         chain: Makes the function to call from the chain.
     """
-    built, states = built or case.build(dtype), list[Tensor]()
-    given, call = built.inputs(), chain(built.chain) if chain else built.chain
-
-    def noting(*inputs: Tensor) -> Any:
-        result = call(*inputs)
-        states.append(_generator_state(case))
-        return result
-
-    return RunResult(built, given, built(*given, chain=noting), states=states[:1])
-
-
-def _generator_state(case: Case) -> Tensor:
-    return torch.get_rng_state() if case.device == "cpu" else torch.cuda.get_rng_state()
+    built = built or case.build(dtype)
+    given = built.inputs()
+    outputs, state = built.run(given, chain(built.chain) if chain else built.chain)
+    return RunResult(built, given, outputs, states=[state])
 
 
 def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunResult:
@@ -146,10 +138,9 @@ def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunRe
     if outputs and wanted:
         leaves = list(wanted.values())
         given: Any = dict(allow_unused=True, retain_graph=retain_graph)
-        with torch.random.fork_rng([] if case.device == "cpu" else [torch.cuda.current_device()]):
-            (torch.default_generator if case.device == "cpu" else torch.cuda).manual_seed(1)
+        with seeded(case.device, 1) as state:
             found = torch.autograd.grad(outputs, leaves, weights, **given)
-            result.states = [*result.states[:1], _generator_state(case)]
+            result.states = [*result.states[:1], state()]
     result.weights = weights
     result.grads = dict(zip(wanted, found, strict=True))
     return result
@@ -207,7 +198,7 @@ def separate(case: Case, dtype: torch.dtype | None = None) -> RunResult:
     """
     if not alone.get():  # whatever watches the fusion, or however it is called
         case = case.with_(subject=case.subject._replace(fusion=_ANY, makers=()))
-    return _separate(case, dtype and case.exact, alone.get())
+    return _separate(case, dtype and case.exact, bool(alone.get()))
 
 
 @functools.lru_cache(maxsize=2048)
@@ -225,10 +216,11 @@ def references(case: Case) -> tuple[RunResult, RunResult]:
     return separate(case), separate(case, torch.float64)
 
 
-seen: contextvars.ContextVar[dict[Any, Any] | None] = contextvars.ContextVar("seen", default=None)
-"""What was found in cases, for all the checks of one run."""
+checked: contextvars.ContextVar[Any] = contextvars.ContextVar("checked", default=None)
+"""The chains whose cases a check runs on, or None."""
 
-alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
+alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
+"""Whether a fusion is compared with "itself"; "lone": the call is one that it is compared with."""
 
 
 @contextlib.contextmanager
@@ -238,6 +230,7 @@ def references_only(case: Case) -> Iterator[None]:
     Raises:
         Declined: It does not take the case either.
     """
+    token = alone.set(alone.get() and "lone")
     try:
         with only(case.subject if alone.get() else None):
             yield
@@ -245,38 +238,53 @@ def references_only(case: Case) -> Iterator[None]:
         raise
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
+    finally:
+        alone.reset(token)
 
 
 @contextlib.contextmanager
 def with_itself() -> Iterator[None]:
     """Compare the fusion with its own lone calls in place of the separate ops."""
-    token = alone.set(True)
+    token = alone.set("itself")
     try:
         yield
     finally:
         alone.reset(token)
 
 
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``before`` and ``after`` with every operation."""
+
+    keeps_no_tensors = True
+
+    def __init__(self, before: Callable[[Any, Any, Any], None] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
+
+    def after(self, func: Any, given: Any, result: Any) -> None:
+        """Look at a result, and at the arguments."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._before is not None:
+            self._before(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self.after(func, (args, kwargs), result)
+        return result
+
+
 Callback = Callable[[FusedOperation, list[Any], Any, Any], None]
 
 
-def watched(
-    case: Case,
-    on_forward: Callback | None = None,
-    on_backward: Callback | None = None,
-    on_recompute: Callback | None = None,
-) -> Case:
-    """The case with a fusion whose fused ops call back after each pass.
+def watched(case: Case, *callbacks: Callback | None) -> Case:
+    """The case with a fusion whose fused ops call back after forward, backward and recomputation.
 
     The callback gets the op, its contexts, the incoming tensor (None where the output is computed
     again) and the result.
     """
-    callbacks = dict(
-        fuser_forward=on_forward, fuser_backward=on_backward, fuser_recompute=on_recompute
-    )
+    given = dict(zip(("fuser_forward", "fuser_backward", "fuser_recompute"), callbacks))  # noqa: B905
 
     def watch(op: FusedOperation) -> FusedOperation:
-        for name, callback in callbacks.items():
+        for name, callback in given.items():
             if callback is not None:
                 vars(op)[name] = types.MethodType(_calling(getattr(op, name), callback), op)
         return op

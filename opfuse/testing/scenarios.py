@@ -1,4 +1,4 @@
-"""The circumstances of cases: each pair of values of two axes, in as few cases as that takes."""
+"""What is checked, and where: each pair of values of two axes, in as few cases as that takes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import inspect
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from ..core.fusion import PASSES
+from ..core.quantization import Recipe
 from ..ops import AddExtraInput, BasicLinear, ConstantScale, MakeExtraOutput
-from ..tuning.tolerance import ROWS
+from ..tuning.tolerance import MORE_ROWS, ROWS
 from .cases import Case, Op, is_cast
-from .generate import DTYPES, fitted, neighbours, refusal
+from .failures import Declined
+from .generate import DTYPES, Chains, fitted, neighbours, refusal
 from .placing import width_behind
 from .tensors import LAYOUTS
 
@@ -28,8 +31,13 @@ TINY = {torch.float32: 2.0**-122, torch.bfloat16: 2.0**-122, torch.float16: 2.0*
 NUMBERS = (0.0, 1.0, -1.0, 2.0, 0.5)
 """Numbers of ops for which an author may have written another way."""
 
+MORE_THAN_MANY = ((20001, 64), (8192, 4096))
+"""Enough rows to show errors of sums, for inputs with at most some number of features."""
+
 _ROWS = ((3,), (), (1,), (2, 3), (5, 51), (2, 1, 3), (127,), (64,), (0,))
 _HALVES = torch.bfloat16, torch.float16
+_HARMLESS = "layout", "params", "training", "prefer"
+"""Axes that the separate ops take in any case."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,7 +104,7 @@ def _axes(case: Case) -> dict[str, list[Any]]:
         "main_only": (False, True) if forks else (False,),
     }
     taken: dict[str, list[Any]] = {
-        name: [value for value in values if refusal(case.with_(**{name: value})) is None]
+        name: [v for v in values if refusal(case.with_(**{name: v}), name in _HARMLESS) is None]
         for name, values in axes.items()
     }
     sets = [sets for sets in frozen_sets(own) if refusal(case.with_(frozen=sets), True) is None]
@@ -203,7 +211,7 @@ def crossed(case: Case) -> Case:
     return case.with_(before=before, after=after, residual=False, crossing=True)
 
 
-# The cases
+# One case in several circumstances
 
 
 @functools.lru_cache(maxsize=1024)
@@ -221,3 +229,118 @@ def in_halves(case: Case) -> tuple[Case, ...]:
     layout, rows = rng.choice(LAYOUTS), rng.choice([rows for rows in ROWS if math.prod(rows)])
     one, other = (case.with_(dtype=dtype) for dtype in rng.sample(_HALVES, 2))
     return one, other.with_(layout=layout, rows=rows, training=rng.random() < 0.5)
+
+
+# Checks, and the cases that they run on
+
+
+class Check(NamedTuple):
+    """One requirement that every fusion is tested for.
+
+    Attributes:
+        name: Its name in reports and limits.
+        run: Raises :class:`Failure` on a fault, :class:`Declined` where the fusion is not for the
+            case.
+        cases: The cases to run it on, plainest first.
+        passes: For fusions of which passes.
+        slow: It compiles, or calls from several threads, so it does not run where kernels are
+            interpreted.
+    """
+
+    name: str
+    run: Callable[[Case], None]
+    cases: Callable[[Chains], Iterable[Case]]
+    passes: tuple[str, ...] = PASSES
+    slow: bool = False
+
+
+FOUND: dict[str, Check] = {}
+"""The checks, as their modules add them."""
+
+
+def check(
+    cases: Callable[[Chains], Iterable[Case]], **options: Any
+) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+    """Add a function to the checks, under its name, with the other attributes of :class:`Check`."""
+
+    def add(run: Callable[[Case], None]) -> Callable[[Case], None]:
+        FOUND[run.__name__] = Check(run.__name__, run, cases, **options)
+        return run
+
+    return add
+
+
+def plain(chains: Chains) -> Iterable[Case]:
+    """One chain per structure of the pattern."""
+    return chains.plain
+
+
+@functools.lru_cache(maxsize=8)
+def scenarios(chains: Chains) -> tuple[Case, ...]:
+    """Every chain; one per structure in every circumstance, shape and place in a chain."""
+    thorough = chains.thorough
+    found = [*chains.all, *chains.tiles, *chains.models, *chains.residual, *numbered(chains)]
+    for case in chains.plain:
+        found += [case.with_(rows=rows) for rows in ROWS + (MORE_ROWS if thorough else ())]
+        half = case.with_(dtype=torch.bfloat16)
+        found += [one.with_(rows=MANY_ROWS) for one in (case, half)]
+        found += [one.with_(gradient=1e6) for one in (case, half)]
+        found += [case.with_(mean=100.0), *_long_sums(case)]
+        for dtype, prefer in itertools.product(_HALVES, ("speed", "memory")):
+            found.append(case.with_(autocast=dtype, prefer=prefer))
+        for scale, dtype in itertools.product((500.0, 2.0**-9), (torch.float16, torch.bfloat16)):
+            found += [case.with_(dtype=dtype, scale=scale)]
+    found += [*map(crossed, chains.residual or chains.plain), *_in_modes(chains)]
+    for case in chains.all:
+        found += in_halves(case)
+        found += [case.with_(rows=(2, 5), layout=of) for of in LAYOUTS] if thorough else []
+    found += [case.with_(dtype=torch.float16) for case in chains.models] if thorough else []
+    for case in chains.plain:
+        found += covered(case, thorough)
+    return tuple(dict.fromkeys(found))
+
+
+def exact(chains: Chains) -> Iterator[Case]:
+    """Scenarios without autocast, and with numbers around 1."""
+    return (case for case in scenarios(chains) if not case.autocast and case.scale == 1)
+
+
+def _long_sums(case: Case) -> Iterator[Case]:
+    """Cases that show errors of a sum over rows: many of one sign, and some that cancel."""
+    width = case.first_width()
+    for rows in [rows for rows, most in MORE_THAN_MANY if width <= most][:1]:
+        yield case.with_(rows=(rows,), positive=True)
+        yield case.with_(rows=(rows,), positive=True, dtype=torch.bfloat16)
+    yield case.with_(rows=(64,), cancelling=True, dtype=torch.float64)
+
+
+def _in_modes(chains: Chains) -> Iterator[Case]:
+    """In evaluation, as a whole or one op of it: chains whose ops look at it."""
+    for case in chains.all:
+        if case.has_modes:
+            yield case.with_(training=False)
+            before, after = neighbours(case)
+            case = case.with_(before=(*before, *case.before), after=(*case.after, *after))
+            for number, op in enumerate(case.chain_ops):
+                if op in case.ops:
+                    yield from (case.with_(training=t, switched=(number,)) for t in (True, False))
+
+
+def numbered(chains: Chains) -> Iterator[Case]:
+    """Chains with other numbers and flags of their ops."""
+    yield from (other for case in chains.plain for other in variants(case))
+
+
+def has_state(case: Case) -> bool:
+    """Return whether the results of its recipe change from call to call."""
+    return case.recipe is not None and type(case.recipe).update is not Recipe.update
+
+
+def decline_state(case: Case) -> None:
+    """Decline recipes whose results change from call to call.
+
+    Raises:
+        Declined: The scales of its recipe follow from earlier calls.
+    """
+    if has_state(case):
+        raise Declined(f"the scales of {type(case.recipe).__name__} change from call to call")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
+from ..core.authoring import saved_bytes
 from ..core.context_managers import autocast as quantize
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
@@ -168,7 +169,7 @@ class Circumstances:
         seed: Of the input.
     """
 
-    layer: ShardedLayer
+    layer: ShardedLayer = dataclasses.field(repr=False)
     rows: tuple[int, ...] = (3,)
     dtype: torch.dtype = torch.float64
     autocast: torch.dtype | None = None
@@ -183,10 +184,6 @@ class Circumstances:
     def with_(self, **changes: Any) -> Circumstances:
         """With some attributes changed."""
         return dataclasses.replace(self, **changes)
-
-    def __str__(self) -> str:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
-        return ", ".join(f"{name}: {value}" for name, value in given.items())
 
 
 @dataclasses.dataclass
@@ -296,19 +293,10 @@ class Shard:
 
     def step(self, calls: Sequence[Any] = ()) -> Step:
         """A forward and a backward; ``calls`` are the collectives of the rank."""
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = self.forward()
-        for leaf in self.leaves().values():
-            kept.pop(leaf.untyped_storage().data_ptr(), None)
-        sent = len(calls)
-        return Step(y.detach(), self.backward(y), sum(kept.values()), sent)
+        made: list[Tensor] = []
+        saved = saved_bytes(lambda: made.append(self.forward()), self.leaves().values())
+        sent, (y,) = len(calls), made
+        return Step(y.detach(), self.backward(y), saved, sent)
 
 
 def _drawing(seed: int) -> Callable[..., Tensor]:

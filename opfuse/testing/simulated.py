@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from ..core.settings import current
+from .tensors import same_bits
 
 R = TypeVar("R")
 NAME = "simulated_gloo"  # it lets a rank look around while it waits, as gloo does
@@ -87,7 +88,6 @@ class Ranks:
         self.changed = threading.Condition()
         self.ended: set[int] = set()
         self.places: dict[Any, dict[int, _Started]] = {}
-        self.messages: dict[Any, Tensor] = {}
 
     def run(self, worker: Callable[..., Any], *args: Any) -> list[Answer]:
         """Call ``worker(rank, *args)`` as each rank, with the settings of this thread."""
@@ -161,6 +161,7 @@ def _make_group(options: Any, _: Any) -> _Group:
     return _Group(_here.ranks, options)
 
 
+@dataclasses.dataclass(eq=False)
 class _Started(dist.Work):
     """A collective that a rank started.
 
@@ -170,45 +171,44 @@ class _Started(dist.Work):
         call: What is recorded.
         inputs: What is sent.
         outputs: Where the result goes.
-        give: ``give(inputs of each rank)`` are the results.
+        give: ``give(inputs of each rank that it waits for)`` are the results.
         alike: What has to be the same on every rank.
+        awaited: The ranks that have to start it, too.
     """
 
-    def __init__(
-        self,
-        group: _Group,
-        key: Any,
-        call: Call,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        give: Callable[[list[Sequence[Tensor]]], Sequence[Tensor]],
-        alike: Any,
-    ) -> None:
+    group: _Group
+    key: Any
+    call: Call
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    give: Callable[[list[Sequence[Tensor]]], Sequence[Tensor]]
+    alike: Any
+    awaited: Sequence[int]
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._group, self._key, self._call, self._give = group, key, call, give
-        self._inputs, self._outputs, self.alike = inputs, outputs, (call.kind, *alike)
-        self.sent = [tensor.detach().clone() for tensor in inputs]
-        self._until = time.monotonic() + SECONDS
-        for tensor in outputs:
+        self.sent = [tensor.detach().clone() for tensor in self.inputs]
+        self.until = time.monotonic() + SECONDS
+        for tensor in self.outputs:
             _spoil(tensor)
-        ranks = group.ranks
+        ranks = self.group.ranks
         with ranks.changed:
-            ranks.places.setdefault(key, {})[group.number] = self
+            ranks.places.setdefault(self.key, {})[self.group.number] = self
             ranks.changed.notify_all()
 
     def _missing(self) -> list[int]:
-        there = self._group.ranks.places[self._key]
-        return [number for number in range(self._group.count) if number not in there]
+        there = self.group.ranks.places[self.key]
+        return [number for number in self.awaited if number not in there]
 
     def _problem(self) -> str:
         """Why it will never end; "" as long as it may."""
-        missing, world = self._missing(), self._group.ranks
-        ended = [number for number in missing if self._group.members[number] in world.ended]
+        missing, world = self._missing(), self.group.ranks
+        ended = [number for number in missing if self.group.members[number] in world.ended]
         if ended:
             return f"rank {ended[0]} ended, and never started it"
-        if missing and time.monotonic() > self._until:
+        if missing and time.monotonic() > self.until:
             return f"rank {missing[0]} has not started it for {SECONDS} seconds"
-        there = world.places[self._key]
+        there = world.places[self.key]
         others = [number for number, other in there.items() if other.alike != self.alike]
         if others:
             other = " ".join(map(str, there[others[0]].alike))
@@ -217,7 +217,7 @@ class _Started(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether waiting takes no time."""
-        with self._group.ranks.changed:
+        with self.group.ranks.changed:
             return not self._missing() or bool(self._problem())
 
     def is_success(self) -> bool:
@@ -230,33 +230,29 @@ class _Started(dist.Work):
         Raises:
             RuntimeError: Another rank ended or starts something else, or the time is over.
         """
-        ranks = self._group.ranks
+        ranks = self.group.ranks
         until = time.monotonic() + (timeout.total_seconds() or 2 * SECONDS)
         with ranks.changed:
             while self._missing() and not self._problem():
                 if time.monotonic() > until:
-                    raise RuntimeError(f"{self._call.kind} is not done within {timeout}")
+                    raise RuntimeError(f"{self.call.kind} is not done within {timeout}")
                 ranks.changed.wait(min(1.0, max(until - time.monotonic(), 0.001)))
             if problem := self._problem():
-                raise RuntimeError(f"{self._call.kind}: {problem}")
-            there = ranks.places[self._key]
-            sent: list[Any] = [there[number].sent for number in range(self._group.count)]
-        if not self._call.waited:
-            self._call.waited = True
-            self._write(self._give(sent))
+                raise RuntimeError(f"{self.call.kind}: {problem}")
+            there = ranks.places[self.key]
+            sent: list[Any] = [there[number].sent for number in self.awaited]
+        if not self.call.waited:
+            self.call.waited = True
+            self._write(self.give(sent))
         return True
 
     def _write(self, results: Sequence[Tensor]) -> None:
-        memory = {tensor.untyped_storage().data_ptr() for tensor in self._outputs}
-        for given, before in zip(self._inputs, self.sent, strict=True):
+        memory = {tensor.untyped_storage().data_ptr() for tensor in self.outputs}
+        for given, before in zip(self.inputs, self.sent, strict=True):
             apart = given.untyped_storage().data_ptr() not in memory
-            self._call.changed |= apart and not _same_bits(given, before)
-        for output, result in zip(self._outputs, results, strict=True):
+            self.call.changed |= apart and not same_bits(given, before)
+        for output, result in zip(self.outputs, results, strict=True):
             output.detach().copy_(result.reshape(output.shape))
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (one, other)))
 
 
 def _spoil(tensor: Tensor) -> None:
@@ -274,12 +270,8 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def _reduced(how: Any, tensors: Sequence[Tensor]) -> Tensor:
     """The tensors of all ranks reduced, one after the other, in their dtype."""
     op = dist.ReduceOp
-    steps: Any = {
-        op.SUM: torch.add,
-        op.AVG: torch.add,
-        op.MAX: torch.maximum,
-        op.MIN: torch.minimum,
-    }
+    steps: Any = {op.SUM: torch.add, op.AVG: torch.add}
+    steps |= {op.MAX: torch.maximum, op.MIN: torch.minimum}
     kind = [known for known in steps if known == getattr(how, "op", how) or how == known]
     if not kind:
         raise NotImplementedError(f"simulated ranks know no reduction {how}")
@@ -329,7 +321,17 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
         call = Call(kind, inputs[0].dtype, round(sent), reduces)
         self._log.append(call)
         key = self._id, next(self._numbers)
-        return _Started(self, key, call, inputs, outputs, give, (inputs[0].dtype, *alike))
+        alike = (kind, call.dtype, *alike)
+        return _Started(self, key, call, inputs, outputs, give, alike, range(self.count))
+
+    def _message(self, kind: str, key: Any, tensors: Any) -> _Started:
+        """One end of the next message with this key, which begins with the rank that sends it."""
+        place = self._id, *key, next(self._messages.setdefault(key, itertools.count()))
+        ends = (tensors, []) if kind == "send" else ([], tensors)
+        call = Call(kind, tensors[0].dtype, _bytes(ends[0]), False)
+        self._log.append(call)
+        give = lambda all_: all_[0] if kind == "recv" else []  # noqa: E731
+        return _Started(self, place, call, *ends, give, ("message", call.dtype), [key[0]])
 
     # What torch.distributed calls; the names changed with torch 2.13
 
@@ -401,58 +403,10 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    def send(self, tensors: Any, to: int, tag: int) -> _Message:
+    def send(self, tensors: Any, to: int, tag: int) -> _Started:
         """Send a tensor to one rank."""
-        return _Message(self, (self.number, to, tag), tensors[0], sends=True)
+        return self._message("send", (self.number, to, tag), tensors)
 
-    def recv(self, tensors: Any, of: int, tag: int) -> _Message:
+    def recv(self, tensors: Any, of: int, tag: int) -> _Started:
         """Receive a tensor of one rank."""
-        return _Message(self, (of, self.number, tag), tensors[0], sends=False)
-
-    def message(self, key: Any) -> Any:
-        """The key of the next message between two ranks."""
-        numbers = self._messages.setdefault(key, itertools.count())
-        return self._id, *key, next(numbers)
-
-
-class _Message(dist.Work):
-    """A tensor on its way from one rank to another."""
-
-    def __init__(self, group: _Group, key: Any, tensor: Tensor, sends: bool) -> None:
-        super().__init__()
-        self._of, self._ranks, self._key = key[0], group.ranks, group.message(key)
-        self._tensor, self._sends, self._members = tensor, sends, group.members
-        self._call = Call(
-            "send" if sends else "recv", tensor.dtype, _bytes([tensor]) * sends, False
-        )
-        group._log.append(self._call)
-        with self._ranks.changed:
-            if sends:
-                self._ranks.messages[self._key] = tensor.detach().clone()
-                self._ranks.changed.notify_all()
-            else:
-                _spoil(tensor)
-
-    def is_completed(self) -> bool:
-        """Whether waiting takes no time."""
-        return self._key in self._ranks.messages or self._members[self._of] in self._ranks.ended
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait for it, and write it.
-
-        Raises:
-            RuntimeError: It did not come.
-        """
-        seconds = timeout.total_seconds() or SECONDS
-        with self._ranks.changed:
-            self._ranks.changed.wait_for(self.is_completed, seconds)
-            if self._key not in self._ranks.messages:
-                raise RuntimeError(f"recv: rank {self._of} sent nothing")
-            sent = self._ranks.messages[self._key]
-        if not self._call.waited:
-            self._call.waited = True
-            if not self._sends:
-                self._tensor.detach().copy_(sent)
-            else:
-                self._call.changed = not _same_bits(self._tensor, sent)
-        return True
+        return self._message("recv", (of, self.number, tag), tensors)

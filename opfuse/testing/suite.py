@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,18 +122,16 @@ class FusionSuite:
     def test_offers_something(self) -> None:
         """There are fusions to test, and the limits name fusions and checks that exist."""
         found = subjects(self.plugin, self.makers)
-        if not found:
-            pytest.fail(
-                f"plugin {self.plugin!r} offers no fusion, or is not installed", pytrace=False
-            )
         known = {f"{subject.name}: {name}" for subject in found for name in CHECKS}
-        for name in self.limits:
-            if name not in {*CHECKS, *PLUGIN_CHECKS, *known}:
-                what = "neither a check nor '<fusion>: <check>'"
-                pytest.fail(f"limits names {name!r}, which is {what}", pytrace=False)
-        for name in self.inexact:
-            if name not in {subject.name for subject in found}:
-                pytest.fail(f"inexact names {name!r}, which is not a fusion", pytrace=False)
+        known |= {*CHECKS, *PLUGIN_CHECKS}
+        problem = f"plugin {self.plugin!r} offers no fusion, or is not installed"
+        problems = [] if found else [problem]
+        for name in [name for name in self.limits if name not in known]:
+            what = "neither a check nor '<fusion>: <check>'"
+            problems.append(f"limits names {name!r}, which is {what}")
+        for name in {*self.inexact} - {subject.name for subject in found}:
+            problems.append(f"inexact names {name!r}, which is not a fusion")
+        judge({}, (), "\n".join(problems) or None)
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
         """One check on every case it is for; skipped where what it rests on fails already."""
@@ -159,12 +158,10 @@ class FusionSuite:
 
     _failed: ClassVar[dict[tuple[str, Subject, str], bool]] = {}
     """The checks of this process, and whether each failed; each class has its own."""
-    _made: ClassVar[dict[tuple[Subject, str], Chains]] = {}
-    """The chains that were made, by fusion and device; each class has its own."""
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        cls._failed, cls._made = {}, {}
+        cls._failed = {}
 
     def _failing(self, tier: Tier, subject: Subject, name: str, known: bool = False) -> str | None:
         """A failing check that another one rests on, unless that is declared as a limit.
@@ -196,11 +193,10 @@ class FusionSuite:
         return run_all(CHECKS[name], chains)
 
     @classmethod
+    @functools.cache
     def chains(cls, subject: Subject, device: str) -> Chains:
         """The chains that a fusion is tested on."""
-        if (subject, device) not in cls._made:
-            cls._made[subject, device] = cls._make(subject, device, cls.thorough)
-        return cls._made[subject, device]
+        return cls._make(subject, device, cls.thorough)
 
     @classmethod
     def _make(cls, subject: Subject, device: str, thorough: bool) -> Chains:

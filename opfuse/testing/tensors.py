@@ -48,6 +48,15 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return part.copy_(tensor)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    # a copy, since one number may have any stride
+    each = (t.detach().clone(memory_format=torch.contiguous_format) for t in (one, other))
+    return torch.equal(*(copy.view(-1).view(torch.uint8) for copy in each))
+
+
 def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shape of each op's input, if that of the first op is ``shape``."""
     shapes = []

@@ -199,7 +199,7 @@ class SavesInAnotherOrder(Forward):
         return result
 
 
-@faulty("saved_state", "is a tensor, although no gradient needs it", "forward", BasicLinear, Bias)
+@faulty("saved_state", "what it saves as 'weight' for op 0", "forward", BasicLinear, Bias)
 class SavesWhatNobodyNeeds(Forward):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         result = super().fuser_forward(basic_op_ctxs, input_)
@@ -752,7 +752,7 @@ class SwallowsErrorsOfItsBackward(Backward):
 
 @faulty(
     "errors",
-    "extra input 0 with one row is accepted, the separate ops raise ValueError",
+    "extra input 0 with one row is accepted, where the separate ops raise ValueError",
     "forward",
     BasicLinear,
     AddExtraInput,

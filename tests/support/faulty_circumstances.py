@@ -9,7 +9,7 @@ import copy
 
 import torch
 from faulty import FAULTS as OTHERS
-from faulty import Forward, Pointwise, faulty
+from faulty import Backward, Forward, Pointwise, faulty
 from torch.nn import functional as F
 
 import opfuse
@@ -536,6 +536,15 @@ class ReadsTheWeightInItsBackward(Both):
         if dx is not None and dx.dtype is torch.float32 and grad_output.dtype is dx.dtype:
             dx = grad_output @ self.basic_ops[0].weight.detach().to(dx.dtype)
         return dx, grads, extras
+
+
+@faulty("unmodified_gradients", "modifies the .grad of bias of op 1", "backward", BasicLinear, Bias)
+class ForgetsAGradient(Backward):
+    """It clears what earlier steps have added up."""
+
+    def grad_bias(self, dy):
+        self.basic_ops[1].bias.grad = None
+        return super().grad_bias(dy)
 
 
 FAULTS = {name: OTHERS.pop(name) for name in [*OTHERS] if name not in KNOWN}

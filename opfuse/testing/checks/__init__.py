@@ -3,8 +3,8 @@
 A failure of a later one may come from a fault that an earlier one found.
 """
 
-from . import calls, features, holding, memory, planning, quantized, values  # noqa: F401  # each adds its checks
-from .registry import FOUND, Check
+from ..scenarios import FOUND, Check
+from . import calls, features, memory, planning, quantized, values  # noqa: F401  # each adds its checks
 
 ORDER = """condition settings pattern same_plan runs codes unmodified_inputs \
 saved_state unmodified_gradients output strides recompute

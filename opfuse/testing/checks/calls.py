@@ -5,11 +5,12 @@ The calls come one after the other, one inside the other, or in threads.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from ..reference import compare_grads, compare_results, describe
 from ..running import (
     Plans,
     RunResult,
+    alone,
     backward,
     both,
     forward,
@@ -33,39 +35,52 @@ from ..running import (
     references_only,
     with_truth,
 )
+from ..scenarios import check, decline_state, plain
 from .leavings import plain_attributes
-from .registry import check, decline_state, plain
 
 R = TypeVar("R")
 
 
+Calls = list[tuple[Case, RunResult]]
+Kind = tuple[int, dict[str, Any]]
+"""How often a call has the rows of the case, and what else is changed in it."""
+
+
 def _calls(
-    case: Case, times: Sequence[int], dtype: torch.dtype | None = None
+    case: Case, kinds: Iterable[Kind], dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Case, Built]]:
-    """Calls of one chain: its rows that many times, and other values in each."""
+    """Calls of one chain, or lone ones, one of each kind, and with other values in each."""
     chain = case.build(dtype)
-    for number, count in enumerate(times):
-        one = case.with_(rows=tuple(count * size for size in case.rows[:1]) + case.rows[1:])
-        fresh = {name: leaf for name, leaf in one.build(dtype).leaves.items() if "." not in name}
-        for leaf in filter(Tensor.is_floating_point, fresh.values()):
+    for number, (times, changes) in enumerate(kinds):
+        chain = case.build(dtype) if alone.get() == "lone" else chain
+        one = case.with_(**changes)
+        one = one.with_(rows=tuple(times * size for size in one.rows[:1]) + one.rows[1:])
+        fresh = one.build(dtype)
+        given = {name: leaf for name, leaf in fresh.leaves.items() if "." not in name}
+        for leaf in filter(Tensor.is_floating_point, given.values()):
             leaf.data.mul_((1.0, -2.5, 1.75)[number % 3])
-        yield one, chain._replace(leaves={**chain.leaves, **fresh})
+        chain.chain.train(one.training)
+        yield one, fresh._replace(chain=chain.chain, leaves={**chain.leaves, **given})
+
+
+def _compare_calls(case: Case, step: Callable[[torch.dtype | None], Calls], who: Any) -> None:
+    """Compare the results of calls, each of which ``who(number)`` tells in a message."""
+    for number, calls in enumerate(zip(*with_truth(case, step), strict=True)):
+        with saying(who(number)):
+            compare_results(calls[0][0], *(result for _, result in calls))
 
 
 @check(plain)
 def interleaved(case: Case) -> None:
     """Forwards with other values and fewer rows, then their backwards: none affects another."""
-    times = 2, 2, 1
-    ones = [one for one, _ in _calls(case, times)]
 
-    def step(dtype: torch.dtype | None) -> list[RunResult]:
-        results = [forward(one, built=built) for one, built in _calls(case, times, dtype)]
-        return [backward(one, result) for one, result in zip(ones, results, strict=True)]
+    def step(dtype: torch.dtype | None) -> Calls:
+        calls = _calls(case, [(2, {}), (2, {}), (1, {})], dtype)
+        results = [(one, forward(one, built=built)) for one, built in calls]
+        return [(one, backward(one, result)) for one, result in results]
 
-    got, expected, truth = with_truth(case, step)
-    for number, one in enumerate(ones):
-        with saying(f"with 3 forwards before their backwards, in number {number + 1}, "):
-            compare_results(one, got[number], expected[number], truth[number])
+    before = "with 3 forwards before their backwards, in number"
+    _compare_calls(case, step, lambda number: f"{before} {number + 1}, ")
 
 
 _KINDS: tuple[tuple[dict[str, Any], Any], ...] = (
@@ -84,74 +99,58 @@ def orders(case: Case) -> None:
     """One chain called in each kind of call after each other kind, with few and many rows."""
     decline_state(case)
     kinds = [kind for kind in _KINDS if refusal(case.with_(**kind[0])) is None]
-    order = [number for i in range(len(kinds)) for j in range(i, len(kinds)) for number in (i, j)]
+    order = [one for i, kind in enumerate(kinds) for other in kinds[i:] for one in (kind, other)]
+    times = 1, 2, 43 if is_interpreting() else 171
+    changes = [(times[number % 3], kind[0]) for number, kind in enumerate(order)]
 
-    def step(dtype: torch.dtype | None) -> list[tuple[Case, RunResult]]:
-        results, built = [], case.build(dtype)
-        for number, (changes, mode) in enumerate(kinds[number] for number in order):
-            one = case.with_(**changes)
-            times = (1, 2, 43 if is_interpreting() else 171)[number % 3]
-            rows = tuple(times * size for size in one.rows[:1]) + one.rows[1:]
-            fresh = one.with_(rows=rows).build(dtype)
-            given = {name: leaf for name, leaf in fresh.leaves.items() if "." not in name}
-            call = fresh._replace(chain=built.chain, leaves={**built.leaves, **given})
-            built.chain.train(one.training)
+    def step(dtype: torch.dtype | None) -> Calls:
+        results = []
+        for (one, built), (_, mode) in zip(_calls(case, changes, dtype), order, strict=True):
             with mode():
-                result = forward(one, built=call)
-                if mode is torch.enable_grad:
-                    result = backward(one, result)
-            results.append((one.with_(rows=rows), result))
+                result = forward(one, built=built)
+                result = backward(one, result) if mode is torch.enable_grad else result
+            results.append((one, result))
         return results
 
-    calls = zip(*with_truth(case, step), strict=True)
-    for number, ((one, mine), (_, other), (_, true)) in enumerate(calls):
-        before = f"after {kinds[order[number - 1]]}, " if number else ""
-        with saying(f"in call {number + 1} of one chain, {before}"):
-            compare_results(one, mine, other, true)
+    def who(number: int) -> str:
+        before = f"after {order[number - 1]}, " if number else ""
+        return f"in call {number + 1} of one chain, {before}"
+
+    _compare_calls(case, step, who)
 
 
 # What is changed between calls, or between forward and backward
 
 
-def _with_constants(chains: Chains) -> Iterator[Case]:
+def _with_constants(chains: Chains) -> Iterable[Case]:
     """One chain per structure, and one for every class of ops that has numbers."""
-    yield from chains.plain
-    seen: set[tuple[type, ...]] = set()
-    for case in chains.all:
-        ops = case.basic_ops()
-        classes = tuple({type(op) for op in ops if _numbers(op)})
-        if classes and (chains.thorough or classes not in seen or case.draws):
-            seen.add(classes)
-            yield case
-
-
-def _numbers(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """The numbers on the ops that decide what they compute, with others to put there."""
-    found: list[tuple[nn.Module, str, Any]] = []
-    for op, name, value in _attributes(chain):
-        if isinstance(value, float):
-            found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
-        elif name == "zero_centered_gamma":
-            found.append((op, name, not value))
-    return found
-
-
-def _attributes(chain: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    for op in chain.modules():
-        yield from ((op, name, value) for name, value in plain_attributes(op).items())
+    kinds = {}
+    for case in reversed(chains.all):  # the plainest of each kind stays
+        classes = frozenset(type(op) for op in case.basic_ops() if _numbers(op))
+        kinds[case if chains.thorough else (classes, case.draws)] = case
+    return dict.fromkeys((*chains.plain, *reversed(kinds.values())))
 
 
 def _others(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Every number, flag and text that an op takes by name, and its mode, with another value."""
-    found = _numbers(chain)
-    for op, name, value in _attributes(chain):
+    found: list[tuple[nn.Module, str, Any]] = []
+    for op in chain.modules():
         taken = inspect.signature(type(op)).parameters
-        optional = name in taken and taken[name].default is not inspect.Parameter.empty
-        if name == "training" or (optional and isinstance(value, bool)):
-            found.append((op, name, not value))
-        elif optional and isinstance(value, (int, str)):
-            found.append((op, name, value + 1 if isinstance(value, int) else f"not {value}"))
-    return [*{(id(op), name): (op, name, value) for op, name, value in found}.values()]
+        for name, value in plain_attributes(op).items():
+            optional = name in taken and taken[name].default is not inspect.Parameter.empty
+            if isinstance(value, float):
+                found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
+            elif name == "training" or (optional and isinstance(value, bool)):
+                found.append((op, name, not value))
+            elif optional:
+                found.append((op, name, value + 1 if isinstance(value, int) else f"not {value}"))
+    return found
+
+
+def _numbers(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """The numbers on the ops that decide what they compute, with others to put there."""
+    others = _others(chain)
+    return [one for one in others if isinstance(one[2], float) or one[1] == "zero_centered_gamma"]
 
 
 def _values_followed(chains: Chains) -> Iterator[Case]:
@@ -236,38 +235,27 @@ def versions(case: Case) -> None:
     """A tensor changed in place before the backward is an error, or changes no gradient."""
     expected, truth = references(case)
     fused(case, grads=False)
-    names = [name for name in expected.built.leaves if name not in expected.built.writable]
 
-    def step(name: str) -> RunResult | None:
-        """The gradients, or None if autograd refuses."""
+    def change(name: str) -> None:
+        """Compare the gradients, if autograd does not refuse."""
         built = case.build()
         given = {name: tensor * 1 for name, tensor in built.named_inputs().items()}
-        outputs = built(*given.values())
-        result = RunResult(built, list(given.values()), outputs)
-        try:
+        result = RunResult(built, list(given.values()), built(*given.values()))
+        with contextlib.suppress(RuntimeError):
             with torch.no_grad():
                 given.get(name, built.leaves[name]).add_(1)
-            return backward(case, result)
-        except RuntimeError:
-            return None
+            compare_grads(case, backward(case, result), expected, truth)
 
-    for name in names:
-        for subject in (None, case.subject):
-            with only(subject):
-                got = step(name)
-            try:
-                if got is not None:
-                    compare_grads(case, got, expected, truth)
-            except Failure as failure:
-                if subject is None:
-                    break  # nor do the separate ops notice
-                what = (
-                    f"where {describe(case, name)} is changed in place "
-                    f"between forward and backward, {failure}"
-                )
-                raise Failure(
-                    f"{what}; save what the op got, not a copy of it over the same memory"
-                ) from failure
+    for name in expected.built.leaves.keys() - expected.built.writable:
+        try:
+            with only(None):
+                change(name)
+        except Failure:  # nor do the separate ops notice
+            continue
+        what = f"where {describe(case, name)} is changed in place between forward and backward, "
+        hint = "; save what the op got, not a copy of it over the same memory"
+        with only(case.subject), saying(what, hint):
+            change(name)
 
 
 # Threads
@@ -321,8 +309,8 @@ def threads(case: Case) -> None:
         raise Declined("threads share torch's generator")
     decline_state(case)
     fused(case)
+    pairs = list(_calls(case, [(1, {}), (1, {})]))
     with references_only(case):
-        pairs = list(_calls(case, (1, 1)))
         expected = [backward(one, forward(one, built=built)) for one, built in pairs]
     results: list[Any] = [None, None]
     with only(case.subject):
@@ -338,19 +326,14 @@ def threads(case: Case) -> None:
                 results[me] = error
 
         call(0)  # what is planned is planned
-        bodies = [
-            threading.Thread(target=turns.run, args=(me, functools.partial(call, me)))
-            for me in (0, 1)
-        ]
+        own = [(me, functools.partial(call, me)) for me in (0, 1)]
+        bodies = [threading.Thread(target=turns.run, args=args) for args in own]
         for body in bodies:
             body.start()
         for body in bodies:
             body.join()
-    for me, got in enumerate(results):
-        hint = "keep nothing of a call on the fused op"
-        if isinstance(got, Exception):
-            raise Failure(
-                f"called from two threads it raises {type(got).__name__}: {got}; {hint}"
-            ) from got
-        with saying("called from two threads, ", f"; {hint}"):
-            compare_results(case, got, expected[me], expected[me])
+    with saying("called from two threads, ", "; keep nothing of a call on the fused op"):
+        for got, other in zip(results, expected, strict=True):
+            if isinstance(got, Exception):
+                raise Failure(f"it raises {type(got).__name__}: {got}") from got
+            compare_results(case, got, other, other)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.quantization import QuantizedTensor
-from ..cases import Built
-from ..failures import Failure
+from ...ops import Cast
+from ..cases import Built, Case
+from ..failures import Declined, Failure
+from ..reference import compare, compare_codes
+from ..tensors import same_bits
 
 _FLAGS = (
     *("cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision", "cudnn.conv.fp32_precision"),
@@ -31,19 +35,15 @@ def _flag(path: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: getattr(owner, name), lambda was: setattr(owner, name, was)
 
 
+_DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+_AUTOCAST = torch.is_autocast_enabled, torch.set_autocast_enabled
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "the deterministic flag": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
+    "the deterministic flag": _DETERMINISTIC,
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "autocast": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda was: torch.set_autocast_enabled("cpu", was),
-    ),
+    "autocast": (functools.partial(_AUTOCAST[0], "cpu"), functools.partial(_AUTOCAST[1], "cpu")),
     **{f"torch.backends.{path}": _flag(path) for path in _FLAGS},
 }
 """Settings of the process: how each is read, and how it is put back."""
@@ -130,16 +130,6 @@ def unchanged(copied: Mapping[str, tuple[Tensor, Tensor]], who: str) -> None:
             raise Failure(f"its {who} modifies {name}")
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape and values, NaN included."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if torch.equal(one.detach(), other):
-        return True
-    nan = one.isnan() & other.isnan() if one.is_floating_point() else torch.zeros_like(one).bool()
-    return bool(((one == other) | nan).all())
-
-
 def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
     """The names of the known tensors, quantized or not, that share memory with this one."""
     memory = memory_of(tensor)
@@ -155,3 +145,88 @@ def parts_of(tensor: Any) -> list[Tensor]:
     """The plain tensors that one consists of."""
     parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
     return [part for part in parts if isinstance(part, Tensor)]
+
+
+# Contexts
+
+
+class Kept:
+    """Keeps what is in each context, and what each saved tensor is an alias of.
+
+    It is called after the forward of each fused op.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[tuple[Any, list[dict[str, Any]]]] = []
+
+    def of(self, case: Case, built: Built) -> list[dict[str, Any]]:
+        """The entries of a chain's own ops and casts, without those of other matches around it.
+
+        Raises:
+            Declined: Other fused ops replace them, or theirs replaces ops around the chain, too.
+        """
+        own = [*built.chain][len(case.before) : len(case.chain_ops) - len(case.after)]
+        found: list[dict[str, Any]] = []
+        for basic, left in self._left:
+            mine = {any(op is one for one in own) for op in basic if not isinstance(op, Cast)}
+            found += left if False not in mine else []
+        if len(found) != len(case.ops):
+            raise Declined("it does not replace the whole chain, and nothing else")
+        return found
+
+    def __call__(self, op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
+        """Keep what a fused op left."""
+        y, extras = result
+        known = {"the input": x, "the output": y}
+        for number, (ctx, outputs) in enumerate(zip(ctxs, extras, strict=True)):
+            known |= {f"parameter {k} of op {number}": t for k, t in enumerate(ctx.params)}
+            known |= {f"extra output {k} of op {number}": t for k, t in enumerate(outputs)}
+        left: list[dict[str, Any]] = []
+        for basic, ctx in zip(op.basic_ops, ctxs, strict=True):
+            saved = ctx.to_save
+            names = basic.saved_names or tuple(f"tensor {k}" for k in range(len(saved or ())))
+            either = getattr(basic, "saves_output", False)  # a fused op may save the input
+            if either and saved is not None:
+                saved = tuple([t if t is None else basic.forward_value(t) for t in saved])
+            entry = {"needed": ctx.requires_grad, "saved": saved, "names": names}
+            entry["aliases"] = [[] if either else aliases(t, known) for t in saved or ()]
+            names = () if isinstance(basic, Cast) else basic.context_names
+            entry["context"] = {name: getattr(ctx, name, None) for name in names}
+            left.append(entry)
+        self._left.append((op.basic_ops, left))
+
+
+def same_contexts(case: Case, got: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Compare what a fused op left in the contexts of ops with what the ops leave.
+
+    Raises:
+        Failure: It is something else.
+    """
+    for number, (op, mine, other) in enumerate(zip(case.ops, got, expected, strict=True)):
+        who = f"op {number} ({op.cls.__name__})"
+        if other["needed"]:
+            _compare_context(case, who, mine, other)
+        elif mine["saved"] is not None:
+            raise Failure(f"it saves tensors for {who}, which takes no part in the backward")
+
+
+def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[str, Any]) -> None:
+    counts = [len(entry["saved"] or ()) for entry in (got, expected)]
+    if counts[0] != counts[1]:
+        names = ", ".join(expected["names"])
+        raise Failure(f"it saves {counts[0]} tensors for {who} instead of {counts[1]}: {names}")
+    for k, name in enumerate(expected["names"]):
+        mine, other = got["saved"][k], expected["saved"][k]
+        what = f"what it saves as {name!r} for {who}"
+        if isinstance(other, QuantizedTensor):
+            compare_codes(case, what, mine, other)
+        else:  # numbers of a kernel may be on the host or not
+            moves = mine is not None and other is not None and not other.is_floating_point()
+            compare(case, what, mine.to(other.device) if moves else mine, other, other)
+        shared = [" and ".join(each["aliases"][k]) or "nothing" for each in (got, expected)]
+        if shared[0] != shared[1]:
+            raise Failure(f"{what} shares memory with {shared[0]}, the basic op's with {shared[1]}")
+    for name, value in expected["context"].items():
+        if (mine := got["context"][name]) != value:
+            left = f"{name}={mine!r} in the context of {who}"
+            raise Failure(f"it leaves {left} instead of {value!r}")

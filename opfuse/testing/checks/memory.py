@@ -1,8 +1,10 @@
-"""Checks of memory: what is kept for the backward, and for how long."""
+"""Checks of memory: what is kept for the backward, for how long, and what is written into."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import random
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -10,17 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ...core.authoring import saved_bytes as count_saved_bytes
 from ...core.op import BasicOperation
 from ..cases import Built, Case
-from ..failures import Failure
+from ..failures import Failure, blamed, saying
 from ..generate import Chains
-from ..running import backward, forward, fused, only
-from ..scenarios import covered
-from .registry import check, plain
+from ..reference import compare_grads
+from ..running import Watching, backward, checked, forward, fused, only
+from ..scenarios import check, covered, decline_state, plain
+from ..tensors import same_bits
 
 
 def saved_bytes_of(case: Case, fused_op: bool) -> int:
@@ -56,24 +60,20 @@ def saved_bytes(case: Case) -> None:
         raise Failure(f"it keeps {mine} bytes for the backward, the separate ops keep {other}")
 
 
-class Births(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Births(Watching):  # type: ignore[no-untyped-call]
     """Weak references to every tensor that comes out of an operation, with its shape."""
 
-    keeps_no_tensors = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors: list[tuple[weakref.ref[Tensor], str]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # a tensor that is only written into is not created here
-        given = {id(tensor) for tensor in tree_leaves((args, kwargs))}
+    def after(self, func: Any, given: Any, result: Any) -> None:
+        """Note what is created, and not only written into."""
+        known = {id(tensor) for tensor in tree_leaves(given)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and id(tensor) not in given:
+            if isinstance(tensor, Tensor) and id(tensor) not in known:
                 what = f"a tensor of shape {tuple(tensor.shape)} made by {func}"
                 self.tensors.append((weakref.ref(tensor), what))
-        return result
 
     def still_there(self, known: set[int]) -> Iterator[str]:
         """The tensors that are still referenced, and by what; known memory does not count."""
@@ -155,3 +155,64 @@ def _all_is_seen(built: Built) -> None:
 
 def _memory(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+class Holding(Watching):  # type: ignore[no-untyped-call]
+    """Holds every new result, as selective checkpointing may, with a copy and its operation."""
+
+    keeps_no_tensors = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[str, Tensor, Tensor]] = []
+        self.operations: dict[Any, None] = {}
+
+    def after(self, func: Any, given: Any, result: Any) -> None:
+        """Hold what is new."""
+        # memory without values, and views of what others may write into, are no results
+        if not any(each.alias_info for each in func._schema.returns) and "empty" not in str(func):
+            found = [each for each in tree_leaves(result) if type(each) is Tensor]
+            self.held += [(str(func), each, each.clone()) for each in found]
+            self.operations |= dict.fromkeys([func] if found else [])
+
+    def changed(self) -> list[str]:
+        """The operations whose results were written into."""
+        return [who for who, tensor, copy in self.held if not same_bits(tensor, copy)]
+
+
+def _of_matrices(chains: Chains) -> Iterator[Case]:
+    every = chains.thorough
+    for case in (*chains.plain, *chains.residual) if every else chains.plain[:1]:
+        yield from (case.with_(rows=rows) for rows in ((2, 3), (6,))[: 1 + every])
+        yield case.with_(rows=(2, 3), dtype=torch.bfloat16)
+
+
+@check(_of_matrices)
+def held_results(case: Case) -> None:
+    """No result is written into that a dispatch mode, such as selective checkpointing's, may hold.
+
+    Gradients are the same where it saves the results of one operation of the forward.
+    """
+    expected = fused(case)
+    built = expected.built
+    with only(case.subject), blamed(), Holding() as mode:
+        result = forward(case, built=built)
+        operations = [*mode.operations]
+        backward(case, result)
+    for who in mode.changed():
+        raise Failure(f"it writes into a result of {who}: ask opfuse.core.authoring.may_write")
+    decline_state(case)
+
+    def call(*given: Tensor) -> Any:
+        with built.settings():  # which are in force again when it computes again
+            return built.chain(*given)
+
+    chains = checked.get()
+    count = len(operations) if chains and chains.thorough else min(1, len(operations))
+    for func in random.Random(str(case)).sample(operations, count):
+        contexts = functools.partial(create_selective_checkpoint_contexts, [func])
+        how: Any = {"use_reentrant": False, "context_fn": contexts}
+        with only(case.subject), blamed(), saying(hint=f", where checkpointing saves {func}"):
+            run = functools.partial(recompute, call, **how)
+            result = forward(case, built=built, chain=lambda _, run=run: run)
+            compare_grads(case, backward(case, result), expected, expected)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.isolation import standing_for
-from ..cases import Case
+from ..cases import Built, Case
 from ..failures import Declined, Failure, blamed, saying
 from ..reference import (
     compare_grads,
@@ -25,10 +25,22 @@ from ..reference import (
     describe,
     where_finite,
 )
-from ..running import Plans, RunResult, alone, backward, forward, only, references, seen, watched
+from ..running import (
+    Plans,
+    RunResult,
+    alone,
+    backward,
+    checked,
+    forward,
+    one_by_one,
+    only,
+    references,
+    watched,
+)
+from ..scenarios import has_state
+from ..tensors import same_bits
 from . import leavings
 from .leavings import aliases, copies, unchanged
-from .registry import has_state
 
 MOST_ROWS = 4096
 """Cases with more rows are called once."""
@@ -41,13 +53,12 @@ def observed(case: Case, *names: str) -> None:
         Declined: The fusion does not take it.
         Failure: It is wrong in this way, or does not run.
     """
-    known, key = seen.get(), (case, alone.get())
-    found = (known or {}).get(key)
-    if found is None:
-        found = _Run(case).found
-    if known is not None:
-        known[key] = found
-    for name in ("", *names):
+    key, chains = (case, alone.get()), checked.get()
+    known = {} if chains is None else chains.seen
+    if key not in known:
+        known[key] = _Run(case).found
+    found = known[key]
+    for name in (*names, ""):
         if name in found:
             kind, text = found[name]
             raise kind(text)
@@ -58,15 +69,17 @@ class _Run:
 
     def __init__(self, case: Case) -> None:
         self.case, self.saves = case, True
+        self.kept: leavings.Kept | None = None
         # the texts alone: an error would keep frames, and with them tensors
         self.found: dict[str, tuple[type[Exception], str]] = {}
         few = math.prod(case.rows) <= MOST_ROWS
         try:
             with blamed():
                 self.expected, self.truth = references(case)
+                by_ops = self._kept_by_ops() if few and case.subject.passes == "forward" else None
                 watching = watched(case, self._forward, self._backward)
                 with only(watching.subject), Plans() as plans:
-                    self._first(plans)
+                    self._first(plans, by_ops)
                     usual = case.rows in ((3,), (case.least,)) and case.width is None
                     if (usual or case.varied) and few and not has_state(case):
                         self._again()
@@ -77,19 +90,38 @@ class _Run:
     def _noting(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Failure as failure:
-            self.found.setdefault(name, (Failure, str(failure)))
+        except (Declined, Failure) as found:
+            self.found.setdefault(name, (type(found), str(found)))
 
-    def _first(self, plans: Plans) -> None:
+    def _kept_by_ops(self) -> tuple[leavings.Kept, Built]:
+        """What the ops leave in their contexts, one by one."""
+        kept = leavings.Kept()
+        case = watched(one_by_one(self.case), kept)
+        built = case.build() if has_state(case) else self.expected.built
+        with only(case.subject), Plans() as plans:
+            forward(case, built=built)
+        plans.require(case)
+        return kept, built
+
+    def _first(self, plans: Plans, by_ops: Any) -> None:
         case, was, self.built = self.case, leavings.settings_now(), self.case.build()
         self.named = {describe(case, name): leaf for name, leaf in self.built.leaves.items()}
         before = copies(self.named)
+        wanted = {name: leaf for name, leaf in self.named.items() if leaf.requires_grad}
+        for leaf in wanted.values():
+            leaf.grad = leaf.detach()  # the same memory, which must not change
+        self.kept = leavings.Kept() if by_ops else None
         self.result = got = forward(case, built=self.built)
+        kept, self.kept = self.kept, None
         plans.require(case)
         with self._noting("settings"):
             leavings.unchanged_settings(was, "forward")
         with self._noting("unmodified_inputs"):
             unchanged(before, "forward")
+        with self._noting("saved_state"):
+            if kept is not None:
+                left = [of.of(case, built) for of, built in ((kept, self.built), by_ops)]
+                leavings.same_contexts(case, *left)
         before = copies({**self.named, **self._saved(), **_outputs(got)})
         backward(case, got)
         with self._noting("settings"):
@@ -99,7 +131,13 @@ class _Run:
             weights = zip(got.weights, self.expected.weights, strict=True)
             given = {f"the incoming gradient of output {k}": two for k, two in enumerate(weights)}
             unchanged({**before, **given}, "backward")
-        finite = [*where_finite(case, got, self.expected, self.truth)]
+            for name, leaf in wanted.items():
+                if leaf.grad is None or leaf.grad.data_ptr() != leaf.data_ptr():
+                    raise Failure(f"its backward modifies the .grad of {name}")
+        self._compare(got)
+
+    def _compare(self, got: RunResult) -> None:
+        case, finite = self.case, [*where_finite(self.case, got, self.expected, self.truth)]
         with self._noting("output"):
             compare_outputs(case, *finite)
         with self._noting("gradients"):
@@ -109,10 +147,8 @@ class _Run:
         with self._noting("generator"):
             for when, mine, other in zip(("forward", "backward"), got.states, self.expected.states):  # noqa: B905  # without a gradient there is one
                 if not torch.equal(mine, other):
-                    raise Failure(
-                        f"its {when} leaves torch's generator in another state than the separate "
-                        "ops do: draw what they draw, nothing where they draw nothing, never seed"
-                    )
+                    what = f"its {when} leaves torch's generator in another state than the ops do"
+                    raise Failure(f"{what}: draw what they draw, and never seed it")
         with self._noting("aliasing"):
             for what, name in sorted(_shared(got) - _shared(self.expected)):
                 raise Failure(f"{name} shares memory with {what}, which the separate ops' does not")
@@ -127,13 +163,16 @@ class _Run:
 
     def _again(self) -> None:
         """More calls of the same chain: without gradients, and as the first."""
-        case, before, made = self.case, copies(self.named), _made(self.result)
-        kept = copies(made)
+        case, before, kept = self.case, copies(self.named), copies(_made(self.result))
         for mode in (torch.no_grad, *(() if case.varied else (torch.inference_mode,))):
             self.saves = False
             with mode():
                 got = forward(case, built=self.built)
+                two = got, got if case.varied else forward(case, built=self.built)
             self.saves = True
+            with self._noting("without_grad"), saying(f"under {mode.__name__}, "):
+                for _, name in self._shared_by(*two):
+                    raise Failure(f"a second call writes into {name} of the first")
             with self._noting("unmodified_inputs"):
                 unchanged(before, f"{mode.__name__} forward")
             with self._noting("output"), saying(f"under {mode.__name__}, "):
@@ -142,21 +181,27 @@ class _Run:
                 compare_outputs(case, *where_finite(case, *results), graphs=False)
         again = backward(case, forward(case, built=self.built))
         with self._noting("aliasing"):
-            for what, tensor in _made(again).items():
-                given = aliases(tensor, self.built.leaves)  # both calls have the same
-                for name in () if given else aliases(tensor, made):
-                    raise Failure(f"{what} shares memory with {name} of an earlier call")
+            for what, name in self._shared_by(self.result, again):
+                raise Failure(f"{what} shares memory with {name} of an earlier call")
             unchanged(kept, "second call")
         with self._noting("repeatable"):
             for what, tensor in _made(again).items():
-                if what in kept and not leavings.same_bits(tensor, kept[what][1]):
+                if what in kept and not same_bits(tensor, kept[what][1]):
                     with saying("in call 2, "):
                         finite = where_finite(case, again, self.expected, self.truth)
                         compare_results(case, *finite)
                     between = "between call 1 and call 2 of the same"
                     raise Failure(f"{what} differs in its last bits {between}")
 
+    def _shared_by(self, first: RunResult, second: RunResult) -> Iterator[tuple[str, str]]:
+        """What a second call made over the memory of the first, which is not of what both got."""
+        for what, tensor in _made(second).items() if first is not second else ():
+            if not aliases(tensor, self.built.leaves):
+                yield from ((what, name) for name in aliases(tensor, _made(first)))
+
     def _forward(self, op: Any, ctxs: Any, x: Tensor, result: Any) -> None:
+        if self.kept is not None:
+            self.kept(op, ctxs, x, result)
         saved = [t for ctx in ctxs for t in ctx.to_save or () if t is not None]
         if saved and not self.saves:
             self.found["without_grad"] = Failure, "under no_grad, it saves tensors"

@@ -21,11 +21,10 @@ from ..placing import environment, matched, placed
 from ..recipes import recipes_for
 from ..reference import compare_results
 from ..running import Plans, backward, forward, fused, only, references
-from ..scenarios import choices
-from .registry import check, every, plain
+from ..scenarios import check, choices, plain
 
 
-@check(every)
+@check(lambda chains: chains.all)
 def pattern(case: Case) -> None:
     """The fusion is used for every chain of its own pattern, or says why not."""
     _plan(case).require(case)
@@ -81,9 +80,8 @@ def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: st
     except Exception as error:
         if not _is_here(env):
             return None
-        raise Failure(
-            f"its condition raised {type(error).__name__}: {error} in {env}{hint}"
-        ) from error
+        what = f"its condition raised {type(error).__name__}: {error}"
+        raise Failure(f"{what} in {env}{hint}") from error
     if answer is not True and not (isinstance(answer, str) and " " in answer.strip()):
         raise Failure(f"its condition returned {answer!r} instead of True or a sentence in {env}")
     if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):
@@ -248,7 +246,7 @@ def same_plan(case: Case) -> None:
         raise Failure(f"planning the same chain again gives another plan\n{text}")
 
 
-@check(every)
+@check(lambda chains: chains.all)
 def runs(case: Case) -> None:
     """The forward runs without an error."""
     fused(case, grads=False)

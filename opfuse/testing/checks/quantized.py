@@ -19,9 +19,9 @@ from ..placing import matched, width_behind
 from ..recipes import variants
 from ..reference import compare_codes, compare_results
 from ..running import RunResult, backward, both, forward, fused, one_by_one, separate, watched
-from ..scenarios import MANY_ROWS, covered
+from ..scenarios import MANY_ROWS, check, covered
+from ..tensors import same_bits
 from .leavings import aliases
-from .registry import check
 
 
 def _casts_its_result(case: Case) -> bool:
@@ -45,19 +45,15 @@ def codes(case: Case) -> None:
         fused(watched(one, *ends), grads=case.subject.passes != "forward")
     for (cast, made), (_, expected) in zip(*given, strict=True):
         if not isinstance(made, QuantizedTensor):
-            raise Failure(
-                "it gives a plain tensor where its pattern has a Cast: its reader casts it, or "
-                "nobody does; give ctx.quantizer(y, ctx.usage) of the cast's context"
-            )
+            hint = "give ctx.quantizer(y, ctx.usage) of the cast's context"
+            raise Failure(f"it gives a plain tensor where its pattern has a Cast: {hint}")
         if not made.usage.covers(cast.usage):
             raise Failure(f"what it casts is good for {made.usage}, {cast.usage} is asked for")
         state = {name: getattr(cast.quantizer, name) for name in cast.quantizer.state_names}
         for name, tensor in zip(made.tensor_names, made.tensors(), strict=True):
             for other in aliases(tensor, state):
-                raise Failure(
-                    f"the {name} of what it casts shares memory with the state {other!r} of the "
-                    f"quantizer, which changes before the backward: copy it"
-                )
+                what = f"shares memory with the state {other!r} of the quantizer"
+                raise Failure(f"the {name} of what it casts {what}, which changes: copy it")
         compare_codes(case, "what it casts", made, expected)
 
 
@@ -104,12 +100,9 @@ def recompute(case: Case) -> None:
 
     def again(op: Any, ctxs: Any, x: Any, result: Any) -> None:
         for one, first in zip(_parts(result), made[-1], strict=True):
-            if case.recipe and one is not None and first is not None and not _same(one, first):
-                raise Failure(
-                    "what it computes again and casts is not bit by bit what it was: compute it "
-                    "in the same way, and cast it with ctx.quantizer.requantize and the scales in "
-                    "the saved_tensors of the cast's context"
-                )
+            if case.recipe and one is not None and first is not None and not same_bits(one, first):
+                what = "what it computes again and casts is not bit by bit what it was"
+                raise Failure(f"{what}: use ctx.quantizer.requantize and the scales that are saved")
 
     def step() -> tuple[list[RunResult], dict[str, Tensor]]:
         result, results = forward(case), []
@@ -126,9 +119,7 @@ def recompute(case: Case) -> None:
 def _lets_go_only_if_asked(case: Case) -> None:
     def look(op: Any, ctxs: Any, x: Any, result: Any) -> None:
         if ctxs[0].recomputable_output is not None:
-            raise Failure(
-                "it leaves recomputable_output on the context where no later op would do without"
-            )
+            raise Failure("it leaves recomputable_output where no later op would do without")
 
     fused(watched(case, look), grads=False)
 
@@ -136,12 +127,6 @@ def _lets_go_only_if_asked(case: Case) -> None:
 def _parts(tensor: Any) -> list[Tensor | None]:
     parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
     return [part if part is None else part.detach().clone() for part in parts]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(
-        *(t.contiguous().flatten().view(torch.uint8) for t in (one, other))
-    )
 
 
 def _under_recipes(chains: Chains) -> Iterator[Case]:
@@ -178,7 +163,5 @@ def _compare_states(got: dict[str, Tensor], expected: dict[str, Tensor], when: s
     for name, other in expected.items():
         if name not in got or not torch.allclose(got[name], other, rtol=1e-5, atol=0.0):
             values = " instead of ".join(str(v.tolist()) for v in (got[name], other))
-            raise Failure(
-                f"{when}, the quantizer state {name} is {values}: cast what the separate ops cast, "
-                "once, with the same quantizer, and let nothing else be recorded"
-            )
+            hint = "cast what the separate ops cast, once, and let nothing else be recorded"
+            raise Failure(f"{when}, the quantizer state {name} is {values}: {hint}")
