@@ -259,14 +259,18 @@ def _shapes(fusion: Any, recipe: Recipe | None) -> Sequence[tuple[tuple[int, ...
 
 def _with_frozen(case: Case) -> Case:
     """The case with frozen parameters, for a fusion that is of no use in training."""
-    named = enumerate(_ops_of(case.with_(rows=(), dtype=torch.float32)))
-    return case.with_(frozen=tuple(f"{n}.{name}" for n, op in named for name in params_of(op)))
+    return case.with_(frozen=tuple(_parts_of(case.with_(**_SAME))[1]))
 
 
 def _taken_by_a_gpu(case: Case) -> bool:
     """Whether some GPU takes it, or will once measured, if a measurement is not all that lacks."""
     speeds = (None, math.inf)[: 1 + (refusal(case, runs=True, measured=math.inf) is not None)]
-    gpu: Any = dict(device=torch.device("cuda"), dtype=torch.bfloat16)
+    return _by_a_gpu(case.with_(dtype=torch.bfloat16), speeds)
+
+
+@functools.lru_cache(maxsize=1024)
+def _by_a_gpu(case: Case, speeds: tuple[float | None, ...]) -> bool:
+    gpu: Any = dict(device=torch.device("cuda"))
     places = itertools.product(((8, 0), (9, 0), (10, 0)), speeds)
     asked = (refusal(case, True, **gpu, capability=at, measured=speed) for at, speed in places)
     return None in asked
@@ -367,8 +371,17 @@ def _residual(case: Case, elements: Sequence[Any]) -> Iterator[Case]:
             yield found.with_(residual=True)
 
 
-# for conditions, which look at ops and leave them as they are
-_ops_of = functools.lru_cache(maxsize=512)(Case.basic_ops)
+_SAME: Any = dict(rows=(), dtype=torch.float32, frozen=(), recipe=None, prefer="speed", least=1)
+"""What changes no op of a case."""
+
+
+@functools.lru_cache(maxsize=512)
+def _parts_of(case: Case) -> tuple[list[Any], dict[str, Any], int | None]:
+    """Ops for conditions, which leave them as they are, their parameters, and the features."""
+    basic = case.basic_ops()
+    named = enumerate(map(params_of, basic))
+    params = {f"{number}.{name}": param for number, of in named for name, param in of.items()}
+    return basic, params, Chain(basic).widths[len(case.before)]
 
 
 def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
@@ -379,11 +392,9 @@ def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
     fusion = case.subject.fusion
     if not isinstance(fusion, Fusion):
         return None
-    basic = _ops_of(case.with_(rows=(), dtype=torch.float32, frozen=()))
-    for number, op in enumerate(basic):
-        for name, param in params_of(op).items():
-            param.requires_grad_(f"{number}.{name}" not in case.frozen)
-    features = Chain(basic).widths[len(case.before)]
+    basic, params, features = _parts_of(case.with_(**_SAME))
+    for name, param in params.items():
+        param.requires_grad_(name not in case.frozen)
     wanted = {"row_alignment": fusion.needs_row_alignment, "rows": fusion.needs_rows}
     names = [name for name, needed in wanted.items() if needed]
     of_rows = rows_of((*names,), torch.empty(*case.rows, 0, device="meta"))
