@@ -30,7 +30,7 @@ def kit():
         yield
 
 
-of_no_state = pytest.mark.filterwarnings("ignore:the checkpoint that was loaded has none")
+of_no_state = pytest.mark.filterwarnings("ignore:the checkpoint that was loaded")
 """For a checkpoint of a model that did not run yet: the first call says that its scales start over."""
 
 
