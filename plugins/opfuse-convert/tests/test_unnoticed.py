@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import random
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -385,6 +386,34 @@ def test_a_patch_of_a_class_is_as_without_a_conversion(through):
 # What runs again
 
 
+WHERE = {"count": 0}  # what is changed outside of any module
+DRAWS = torch.Generator()
+HELD = 0
+
+
+def helper():
+    WHERE["count"] += 1
+    return 0.1 * WHERE["count"]
+
+
+def outer():
+    count = 0
+
+    def inner():
+        nonlocal count
+        count += 1
+        return 0.1 * count
+
+    return inner
+
+
+class Slots:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
 class Later(nn.Module):
     """A layer that begins to change something after some calls."""
 
@@ -394,6 +423,25 @@ class Later(nn.Module):
         self.register_buffer("average", torch.zeros(()))
         self.teacher = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
         self.way, self.begun, self.made, self.deep = way, False, [], {"a": [{"b": 0}]}
+        self.inner, self.slots, self.weak = outer(), Slots(), weakref.WeakKeyDictionary()
+        self.object = types.SimpleNamespace(inner=types.SimpleNamespace(count=0))
+
+    def outside(self):
+        global HELD
+        if self.way == "global":
+            HELD += 1
+            return 0.1 * HELD
+        if self.way == "global generator":
+            return torch.rand(1, generator=DRAWS).item()
+        if self.way in ("helper", "variable of a function"):
+            return helper() if self.way == "helper" else self.inner()
+        if self.way == "slots":
+            self.slots.count += 1
+        elif self.way == "object in an object":
+            self.object.inner.count += 1
+        elif self.way == "weak":
+            self.weak[self.up] = self.weak.get(self.up, 0) + 1
+        return 0.1 * (self.slots.count + self.object.inner.count + self.weak.get(self.up, 0))
 
     def forward(self, x):
         h = torch.nn.functional.gelu(self.up(x))
@@ -411,6 +459,8 @@ class Later(nn.Module):
                 self.__class__.calls += 1
             elif self.way == "list":
                 self.made.append(1)
+            elif self.way in OUTSIDE:
+                h = h * (1 + self.outside())
             else:
                 self.deep["a"][0]["b"] += 1
         return x + self.down(h) + self.average + self.teacher(x)
@@ -433,7 +483,9 @@ class Layers(nn.Module):
         return x
 
 
-WAYS = "buffer", "no version", "another buffer", "teacher", "class", "list", "deep"
+OUTSIDE = [*("global", "global generator", "helper", "variable of a function")]
+OUTSIDE += ["slots", "object in an object", "weak"]
+WAYS = *OUTSIDE, "buffer", "no version", "another buffer", "teacher", "class", "list", "deep"
 
 
 @pytest.mark.costly(8)
@@ -447,7 +499,10 @@ def test_what_changes_something_later_runs_once_from_then_on(way, after):
     assert "recompute" in str(opfuse.explain(model, x))
     found = []
     for each in (plain, model):
+        globals().update(HELD=0), WHERE.update(count=0), DRAWS.manual_seed(0)
         Later.calls, told = 0, []
+        for layer in each.layers:
+            layer.inner = outer()  # a copy has the same
         for step in range(4):
             each.layers[1].begun = step > 0 or after == "the plan"
             loss = each(x).square().mean()
@@ -459,6 +514,51 @@ def test_what_changes_something_later_runs_once_from_then_on(way, after):
         assert str(one[2]) == str(other[2])
     said = str(opfuse.explain(model, x))
     assert "it ran as it is: its forward changes" in said and said.count("its forward changes") == 1
+
+
+def test_what_may_take_the_next_of_an_iterator_runs_once():
+    class Numbers(Later):
+        def __init__(self):
+            super().__init__("")
+            self.numbers = iter(range(100))
+
+        def forward(self, x):
+            return super().forward(x * next(self.numbers))
+
+    model = nn.Sequential(Numbers(), Numbers())
+    with pytest.raises(ValueError, match="its forward changes numbers"):
+        opfuse.plan_memory(model, given(), budget=0.4, measure=False)
+
+
+class Setting(nn.Module):
+    """A layer that counts each attribute that is set, and draws its weight, outside of itself."""
+
+    def __init__(self):
+        super().__init__()
+        vars(self)["set"], self.inner = 0, outer()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.up, "weight", Drawn(), unsafe=True)
+
+    def __setattr__(self, name, value):
+        vars(self)["set"] += 1
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x))) * self.inner()
+
+
+class Drawn(nn.Module):
+    def forward(self, weight):
+        return weight + torch.rand(1, generator=DRAWS)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.ones(2, WIDTH),)])
+def test_what_a_conversion_does_is_not_seen_outside_of_the_model(inputs):
+    model = Setting()
+    before = model.set, DRAWS.get_state().tolist()
+    opfuse.convert(model, *inputs)
+    opfuse.revert(model)
+    assert (model.set, DRAWS.get_state().tolist()) == before and model.inner() == 0.1
 
 
 def test_what_changes_nothing_keeps_no_more_under_a_plan():
