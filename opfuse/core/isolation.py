@@ -5,6 +5,7 @@ Whatever runs or reads a model beside the user's own calls does so in one of the
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import inspect
@@ -12,8 +13,9 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -50,14 +52,16 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
 
     Modes, hooks on saved tensors and a cache of parametrizations that the caller has in force do
     not see the block. Put back are: parameters, buffers, gradients, the attributes of modules and
-    of their classes, and the tensors, arrays and random number generators in them, with the state
-    of quantizers. Lists, tuples, dicts, sets and deques among the attributes are followed to any
-    depth, modules in them too, objects of other classes to their own attributes. The generators of
-    PyTorch, Python and NumPy are as they were.
+    of their classes, variables of outer functions that their methods use, and the tensors, arrays
+    and random number generators in them, with the state of quantizers. Lists, tuples, dicts, sets
+    and deques among the attributes are followed to any depth, modules in them too, objects of other
+    classes to their own attributes. The generators of PyTorch, Python and NumPy are as they were,
+    and those in global variables that methods use.
 
     All tensors are copied, so memory for a second model is needed. A copy is written back only
-    where values differ. What is not restored: globals, what is inside objects in objects, objects
-    of PyTorch's or Python's own classes, sparse tensors, and attributes that opfuse's ops set.
+    where values differ. What is not restored: globals other than generators, what is inside objects
+    in objects, objects of PyTorch's or Python's own classes such as iterators, sparse tensors, and
+    attributes that opfuse's ops set.
 
     Args:
         *owners: Modules, methods of objects, functions, or objects that can be called.
@@ -116,12 +120,14 @@ Thing = tuple[str, Any]
 """The dotted name of a tensor, a container, a generator or a class, and it."""
 
 
-def reachable(owners: Iterable[Any], *, whole: bool = True) -> list[Thing]:
+def reachable(owners: Iterable[Any], *, deep: bool = False) -> list[Thing]:
     """What the code of objects may change, each once.
 
     Args:
         owners: The objects.
-        whole: Whether gradients and the state of quantizers are among it.
+        deep: Whether it is to be compared, not restored. All global variables that code uses and
+            objects in objects are among it then, else generators of random numbers; gradients and
+            the state of quantizers are not.
     """
     generators = {"Python's random numbers": random.getstate.__self__}  # type: ignore[attr-defined]
     if numpy := sys.modules.get("numpy.random"):
@@ -132,9 +138,9 @@ def reachable(owners: Iterable[Any], *, whole: bool = True) -> list[Thing]:
         name, value, of = todo.pop()
         is_plain = isinstance(value, (str, bytes, int, float, *[type] * (of is not _CLASS)))
         is_state = of is _GRADIENT or isinstance(value, QuantizerStates)
-        if id(value) not in found and not is_plain and (whole or not is_state):
+        if id(value) not in found and not is_plain and not (deep and is_state):
             found[id(value)] = name, value  # so it is alive, or ids come again
-            todo += _inside(name, value, of)
+            todo += _inside(name, value, of, deep)
     return list(found.values())
 
 
@@ -151,7 +157,7 @@ def _roots(owner: Any) -> list[Any]:
     return []
 
 
-def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
+def _inside(prefix: str, value: Any, of: str, deep: bool) -> list[tuple[str, Any, str]]:
     """What an object holds, with its names and the kind of its owner."""
 
     def members(held: Any, kind: str) -> list[tuple[str, Any, str]]:
@@ -159,6 +165,13 @@ def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
         pairs = [(key, each) for key, each in pairs if key not in (KEPT_AS, MEMORY)]
         return [(f"{prefix}.{key}".lstrip("."), each, kind) for key, each in pairs]
 
+    if (called := _function_of(value)) is not None:
+        parts = [(prefix, each, _OBJECT) for each in called if each is not value]
+        return parts or [
+            (f"{name} of {prefix}", each, _OBJECT)
+            for name, each in _used(value).items()
+            if deep or name in _cells(value) or _access(each)
+        ]
     if isinstance(value, Tensor):
         return [(f"{prefix}.grad", value.grad, _GRADIENT)] if value.is_leaf else []
     if type(value) in _CONTAINERS or isinstance(value, tuple):
@@ -176,7 +189,42 @@ def _inside(prefix: str, value: Any, of: str) -> list[tuple[str, Any, str]]:
         classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
         found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
         return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
-    return [(prefix, vars(value), _OBJECT)] if of is _MODULE and _is_plain(value) else []
+    return [(prefix, vars(value), _OBJECT)] if (of is _MODULE or deep) and _is_plain(value) else []
+
+
+def _function_of(value: Any) -> list[Any] | None:
+    """The functions that an attribute calls, or the function itself; None: none of an author's."""
+    if isinstance(value, types.FunctionType):
+        return None if _is_of_strangers(value.__module__ or "") else [value]
+    if isinstance(value, property):
+        return [value.fget, value.fset]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    found = [getattr(value, name, None) for name in ("__func__", "__wrapped__", "func")]
+    is_one = isinstance(value, (classmethod, staticmethod, types.MethodType, cached_property))
+    return found if is_one or type(value).__name__ == "_lru_cache_wrapper" else None
+
+
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    """The cells of the variables of outer functions that a function uses, by name."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _used(function: types.FunctionType) -> dict[str, Any]:
+    """The variables that a function uses and others hold: those of its cells, and global ones."""
+    of: dict[str, Any] = function.__globals__
+    found = {name: of[name] for name in _names(function.__code__) if name in of}
+    for name, cell in _cells(function).items():
+        with contextlib.suppress(ValueError):  # one that has no value yet
+            found[name] = cell.cell_contents
+    return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
+
+
+@cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The names in a function's code, and in the functions in it."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 def _attributes(cls: type) -> dict[str, Any]:
@@ -185,8 +233,12 @@ def _attributes(cls: type) -> dict[str, Any]:
 
 
 def _is_strange(cls: type) -> bool:
-    package = cls.__module__.partition(".")[0]
-    return package in _STRANGERS or package.startswith("opfuse") or CONVERTED in vars(cls)
+    return _is_of_strangers(cls.__module__) or CONVERTED in vars(cls)
+
+
+def _is_of_strangers(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in _STRANGERS or package.startswith("opfuse")
 
 
 def _is_plain(value: Any) -> bool:
@@ -223,21 +275,22 @@ class Traces:
         """Begin a call; the result says at its end what it has changed, by name, or ``""``."""
         copies: list[tuple[str, Tensor, Tensor]] = []
         if not self._containers or _changed(self._containers):
-            things = reachable([self._module], whole=False)
+            things = reachable([self._module], deep=True)
             self._marked = [t for t in things if _mark_of(t[1])]
             held = [t for t in things if t[0].rpartition(".")[2] not in _HOOKS]
-            self._containers = [(*t, of) for t in held if (of := _content_of(t[1])) is not None]
+            self._containers = [(*t, of) for t in held if (of := _compared(t[1])) is not None]
             for name, value in things:
                 if isinstance(value, Tensor) and not is_captured(value.device):
                     copies += [(name, part, part.clone()) for part in _parts(value)]
         containers = self._containers
         marks = [(name, value, _mark_of(value)) for name, value in self._marked]
+        advances = [name for name, value, _ in marks if isinstance(value, Iterator)]
 
         def change() -> str:
             names = [name for name, value, mark in marks if _mark_of(value) != mark]
             names += filter(None, [_changed(containers)])
             names += [name for name, part, copy in copies if not is_equal(part, copy)]
-            return "".join(names[:1])
+            return "".join([*names, *advances][:1])
 
         return change
 
@@ -245,16 +298,30 @@ class Traces:
 def _changed(containers: Iterable[tuple[str, Any, dict[Any, Any]]]) -> str:
     """The name of the first member of containers that is another one, or ``""``."""
     for name, value, old in containers:
-        new: Any = _content_of(value)
+        new: Any = _compared(value)
         if new.keys() == old.keys() and all(map(operator.is_, new.values(), map(old.get, new))):
             continue
         for key in [key for key in {**old, **new} if key not in (KEPT_AS, MEMORY)]:
             one, other = old.get(key, containers), new.get(key, containers)
-            plain = isinstance(one, (bool, int, float, str)) and type(one) is type(other)
+            plain = isinstance(one, (bool, int, float, str, bytes)) and type(one) is type(other)
             gathered = is_dtensor(one) != is_dtensor(other)  # by FSDP2, or sharded again
             if not (one is other or (plain and one == other) or gathered):
+                if isinstance(value, types.FunctionType):
+                    return f"{key} of {name}"
                 return f"{name}.{key}".lstrip(".") if isinstance(value, (dict, type)) else name
     return ""
+
+
+def _compared(value: Any) -> dict[Any, Any] | None:
+    """What is compared of an object: the members of a container, of any class, or attributes."""
+    if (content := _content_of(value)) is not None:
+        return content
+    if isinstance(value, (bytearray, array.array)):
+        return {"": bytes(value)}
+    if isinstance(value, (dict, list, set, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        return dict(value.items() if hasattr(value, "items") else enumerate(value))
+    slots = getattr(type(value), "__slots__", None) if not _is_strange(type(value)) else None
+    return {name: getattr(value, name, None) for name in slots} if slots else None
 
 
 def _mark_of(value: Any) -> Any:
@@ -263,6 +330,8 @@ def _mark_of(value: Any) -> Any:
         if value.is_inference() or is_lazy(value):
             return None
         return value._version, value.data_ptr() if type(value) in (Tensor, nn.Parameter) else 0
+    if isinstance(value, Iterator):
+        return True  # nothing tells whether it has advanced
     if (access := _access(value)) is None:
         return None
     state = access[0]()
@@ -280,6 +349,8 @@ def _content_of(value: Any) -> dict[Any, Any] | None:
         return _attributes(value)
     if isinstance(value, QuantizerStates):
         return dict.fromkeys(value._by_recipe)
+    if isinstance(value, types.FunctionType):
+        return _used(value)
     if type(value) not in _CONTAINERS:
         return None
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
@@ -293,6 +364,9 @@ def _refill(value: Any, content: dict[Any, Any]) -> None:
         return
     if isinstance(value, QuantizerStates):
         FusibleOperation.changes += 1  # plans have quantizers that are put away
+    elif isinstance(value, types.FunctionType):
+        for name in content.keys() & _cells(value).keys():
+            _cells(value)[name].cell_contents = content[name]
     elif isinstance(value, type):
         for name in now.keys() - content.keys():
             delattr(value, name)

@@ -149,7 +149,7 @@ class ReplacedForward(ABC):
         for op in chain:
             read = [source.module for source in op._sources.values()]
             name = next((paths[each] for each in read if each in paths), self.path or "")
-            if not (self.is_out_of_date and op._quantizers.name not in (None, name)):
+            if op._quantizers.name in (None, name) or not self.is_out_of_date:
                 yield op, name
 
     def _states(self) -> Sequence[tuple[str, Any, Any]]:

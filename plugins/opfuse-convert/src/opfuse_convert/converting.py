@@ -24,7 +24,7 @@ from .converted_forward import ConvertedForward
 from .converter import Conversion, Converter
 from .guard import calm
 from .holder import Held, as_module
-from .layers import layer_in, layered, put_before, take_away, warn_lost, without_layer
+from .layers import layer_in, layered, put_before, set_class, take_away, warn_lost, without_layer
 from .making import alike, built, checked
 from .parallel import with_own
 from .probing import remembering
@@ -80,7 +80,7 @@ def convert(
     for module, replaced in found.made.items():
         cls: Any = type(module)
         if layer_in(cls) is None:
-            module.__class__ = layered(cls)
+            set_class(module, layered(cls))
         vars(module)[KEPT_AS] = replaced
         if replaced.is_inside:
             with_own(module, type(module))
@@ -266,7 +266,7 @@ def revert(model: nn.Module | Any) -> Any:
             with_own(module, cls)
         if replaced is not None and replaced.function is not None:
             take_away(module, replaced.function)
-        module.__class__ = cls
+        set_class(module, cls)
     return model
 
 

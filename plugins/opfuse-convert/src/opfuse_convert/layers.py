@@ -43,6 +43,11 @@ def original_class(cls: type) -> Any:
     return cls if layer is None else vars(layer)[CONVERTED]
 
 
+def set_class(module: nn.Module, cls: type) -> None:
+    """Change the class of a module, whatever that does when an attribute is set."""
+    object.__setattr__(module, "__class__", cls)
+
+
 def written_forward(cls: type) -> Any:
     """The forward of a class as its author wrote it.
 
@@ -307,7 +312,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     else:
         twin = copy._reconstruct(self, memo, *_reduced(self, 4))  # type: ignore[attr-defined]
     if layer_in(type(twin)) is None:
-        twin.__class__ = type(self)
+        set_class(twin, type(self))
     vars(twin).update({name: state.again(memo) for name, state in states.items()})
     return twin  # type: ignore[no-any-return]
 

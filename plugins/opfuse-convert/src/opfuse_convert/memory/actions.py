@@ -21,7 +21,7 @@ from opfuse.core.isolation import Traces
 from opfuse.core.replaced_forward import KEPT_AS, MEMORY
 from opfuse.tuning.job import one_line
 
-from ..layers import is_traced, layer_in, layered, without_layer
+from ..layers import is_traced, layer_in, layered, set_class, without_layer
 
 _FIXED = (
     *(bool, int, float, complex, str, bytes, enum.Enum),
@@ -317,7 +317,7 @@ def put_on(module: nn.Module, memory: Any) -> None:
     """Let the calls of a module go through a :class:`ModuleMemory`, or what has its methods."""
     cls: Any = type(module)
     if layer_in(cls) is None:
-        module.__class__ = layered(cls)
+        set_class(module, layered(cls))
     vars(module)[MEMORY] = memory
 
 
@@ -339,4 +339,4 @@ def take_off(module: nn.Module) -> None:
     """
     below = type(module) if KEPT_AS in vars(module) else without_layer(type(module))
     vars(module).pop(MEMORY, None)
-    module.__class__ = below
+    set_class(module, below)
