@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse.cli import doctor
 from opfuse.core import tuning_table as tables
-from opfuse.tuning import trial, whole, writing
+from opfuse.tuning import job, trial, whole
 from opfuse.tuning.timing import Timing
 
 WIDTH = 16
@@ -37,7 +37,7 @@ def table(tmp_path, monkeypatch):
     found = dataclasses.asdict(tables.Measurement(1.0, 0.0, 1.0))
     subject |= {"dtype": [None], "options": []}
     row = {"setting": tables.setting(cpu), "subject": subject, "shape": [0, 0, True]}
-    writing.add(tables.path_for(cpu), [row | {"found": found}])
+    job.add(tables.path_for(cpu), [row | {"found": found}])
     tables.reload()
     assert tables.table_for(cpu).entries
     for module in (trial, whole):
