@@ -36,7 +36,9 @@ def test_chains_in_another_order(kind, what, sizes, warm):
         refused(found, "differ in its place", "differ in its tensors", "differ in what its coll")
 
 
-@pytest.mark.parametrize("check", [ranks.copies, ranks.shared, ranks.calls_of_one])
+@pytest.mark.parametrize(
+    "check", [ranks.copies, ranks.shared, ranks.calls_of_one, ranks.calls_apart]
+)
 def test_what_looks_alike(check):
     refused(gloo.together(check), "differ in its place")
 

@@ -37,6 +37,7 @@ _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 5.0  # seconds in which the others say that they failed too
 _BEFORE = "the turns before it"
+_ERA = 1 << 40  # turns, at most, before they are forgotten
 _KEPT = 1 << 14  # turns, at least, by which the next one is predicted
 _talks: WeakKeyDictionary[Any, Talk | None] = WeakKeyDictionary()  # by group
 
@@ -122,7 +123,7 @@ class Talk:
         started: How many collectives this process started, that the host waits for.
         me: This process, for messages.
         broken: The failure that left a collective unfinished; empty: there was none.
-        turn: How many turns it took.
+        turn: The number of the next turn.
         era: An object of the time since they last forgot their turns.
         failures: How many there were, of this process or of another one. What is compared before
             one is not read after it.
@@ -142,13 +143,14 @@ class Talk:
         self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", default)
         # its waits may end before the collective
         self.looks = "gloo" in str(dist.get_backend_config(group))
-        self.started = self.failures = self._compared = 0
+        self.started = self.failures = self._compared = self.turn = 0
         self.broken = ""
         self._forget()
 
     def _forget(self) -> None:
         """Forget all turns, as all processes do at once: what comes next is new to each."""
-        self.turn, self.era = 0, object()
+        # no number twice: a backward may belong to a call from before
+        self.turn, self.era = (self.turn // _ERA + 1) * _ERA, object()
         self._past: list[Any] = []  # the turns
         self._latest: dict[Any, int] = {}  # where in the past a turn, or one by its name, was last
         # where in the past the next turn is, if it is there; a checksum of what is compared later

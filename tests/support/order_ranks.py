@@ -129,6 +129,16 @@ def calls_of_one(rank):
     return outcome(lambda: step(-1 if rank else 1))
 
 
+def calls_apart(rank):
+    """Two calls of one chain, one of them before an error that all processes caught."""
+    chain = Chain("column", new_group(), 8)
+    chain.forward()
+    assert outcome(lambda: chain.forward(x=torch.ones(2 + rank, 8)))[0] == "RankError"
+    chain.forward()
+    chain.outputs = chain.outputs[:: -1 if rank else 1]
+    return outcome(chain.backward)
+
+
 class Fault(torch.autograd.Function):
     """Raises in its backward, if it is told to: an error of the user's own code."""
 
