@@ -43,6 +43,12 @@ def test_what_looks_alike(check):
     refused(gloo.together(check), "differ in its place")
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", ["numbers", "dtype"])
+def test_a_collective_is_compared_before_it_first_runs(what, grad):
+    refused(gloo.together(ranks.hidden, what, grad), "differ in its tensors: '((torch.float")
+
+
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16)], ids=str)
 @pytest.mark.parametrize("kind", ["column", "mlp"])
 def test_an_error_in_a_backward_that_its_user_catches(kind, sizes):
