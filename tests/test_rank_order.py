@@ -68,6 +68,10 @@ def test_a_known_call_and_a_new_one(what, difference):
     refused(gloo.together(ranks.old_and_new, what), difference)
 
 
+def test_a_recomputation_is_no_call():
+    refused(gloo.together(ranks.recomputed), "'chain [ReLU, AllReduce]' against 'chain [ReLU, ")
+
+
 def test_a_pass_that_one_leaves():
     refused(gloo.together(ranks.interrupted), "'AllReduce in the forward of chain [AllReduce")
 

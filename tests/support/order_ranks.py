@@ -164,6 +164,18 @@ def calls_apart(rank):
     return outcome(chain.backward)
 
 
+def recomputed(rank):
+    """A forward that one process runs again in a backward, and the other one for a new batch."""
+    group = new_group()
+    chain = opfuse.Sequential(ops.ReLU(), ops.AllReduce(group))
+    x = torch.ones(4, 8, requires_grad=True)
+    for _ in range(3):
+        y = chain(x)
+        y.sum().backward()
+    y = checkpoint(chain, x, use_reentrant=False) if rank else chain(x)
+    return outcome(y.sum().backward if rank else lambda: chain(x).shape)
+
+
 class Fault(torch.autograd.Function):
     """Raises in its backward, if it is told to: an error of the user's own code."""
 
