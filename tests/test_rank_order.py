@@ -36,9 +36,17 @@ def test_chains_in_another_order(kind, what, sizes, warm):
         refused(found, "differ in its place", "differ in its tensors", "differ in what its coll")
 
 
-@pytest.mark.parametrize("check", [ranks.copies, ranks.shared, ranks.calls_of_one])
+@pytest.mark.parametrize(
+    "check", [ranks.copies, ranks.shared, ranks.calls_of_one, ranks.calls_apart]
+)
 def test_what_looks_alike(check):
     refused(gloo.together(check), "differ in its place")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("what", ["numbers", "dtype"])
+def test_a_collective_is_compared_before_it_first_runs(what, grad):
+    refused(gloo.together(ranks.hidden, what, grad), "differ in its tensors: '((torch.float")
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16)], ids=str)
@@ -58,6 +66,10 @@ def test_an_error_in_a_backward_that_its_user_catches(kind, sizes):
 )
 def test_a_known_call_and_a_new_one(what, difference):
     refused(gloo.together(ranks.old_and_new, what), difference)
+
+
+def test_a_recomputation_is_no_call():
+    refused(gloo.together(ranks.recomputed), "'chain [ReLU, AllReduce]' against 'chain [ReLU, ")
 
 
 def test_a_pass_that_one_leaves():

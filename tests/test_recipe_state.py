@@ -502,6 +502,14 @@ def test_two_ranks_of_which_one_skips_an_op(tmp_path):
     gloo.spawn(recipe_ranks.worker, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "worker", [recipe_ranks.other_than_the_update, recipe_ranks.one_block_or_two]
+)
+def test_maxima_are_a_turn_of_their_group(worker):
+    for told in gloo.together(worker):
+        assert "differ in what runs" in str(told) and "the update of" in str(told)
+
+
 # Recomputation
 
 

@@ -37,6 +37,7 @@ _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 _LOOK = 0.05  # seconds between two looks into the store
 _ANSWER = 5.0  # seconds in which the others say that they failed too
 _BEFORE = "the turns before it"
+_ERA = 1 << 40  # turns, at most, before they are forgotten
 _KEPT = 1 << 14  # turns, at least, by which the next one is predicted
 _talks: WeakKeyDictionary[Any, Talk | None] = WeakKeyDictionary()  # by group
 
@@ -106,11 +107,13 @@ class Pass:
         name: ``"forward"`` or ``"backward"``.
         chain: The chain.
         turns: The turn of the call, by :class:`Talk`; it says which call a backward belongs to.
+        size: The number of elements of the chain's input; 0: there is no chain, and the pass is
+            compared once, whatever its collectives take.
         compared: The eras in which something of the pass was compared.
     """
 
-    def __init__(self, name: str, chain: Any, turns: dict[Any, int]) -> None:
-        self.name, self.chain, self.turns = name, chain, turns
+    def __init__(self, name: str, chain: Any, turns: dict[Any, int], size: int = 0) -> None:
+        self.name, self.chain, self.turns, self.size = name, chain, turns, size
         self.compared: list[object] = []
 
 
@@ -122,7 +125,7 @@ class Talk:
         started: How many collectives this process started, that the host waits for.
         me: This process, for messages.
         broken: The failure that left a collective unfinished; empty: there was none.
-        turn: How many turns it took.
+        turn: The number of the next turn.
         era: An object of the time since they last forgot their turns.
         failures: How many there were, of this process or of another one. What is compared before
             one is not read after it.
@@ -142,15 +145,17 @@ class Talk:
         self._store = dist.distributed_c10d.PrefixStore(f"{name}/{number}", default)
         # its waits may end before the collective
         self.looks = "gloo" in str(dist.get_backend_config(group))
-        self.started = self.failures = self._compared = 0
+        self.started = self.failures = self._compared = self.turn = 0
         self.broken = ""
         self._forget()
 
     def _forget(self) -> None:
         """Forget all turns, as all processes do at once: what comes next is new to each."""
-        self.turn, self.era = 0, object()
+        # no number twice: a backward may belong to a call from before
+        self.turn, self.era = (self.turn // _ERA + 1) * _ERA, object()
         self._past: list[Any] = []  # the turns
         self._latest: dict[Any, int] = {}  # where in the past a turn, or one by its name, was last
+        self._kinds = set[Any]()  # of the collectives that were compared, see _follows
         # where in the past the next turn is, if it is there; a checksum of what is compared later
         self._predicted = self._deferred = 0
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -160,8 +165,8 @@ class Talk:
         """Go on with a turn if it is the predicted one, and compare it otherwise.
 
         The past is followed from where a turn like the last one was. So a process knows a step
-        after it ran once. In a pass of a chain one comparison is enough: what follows from what was
-        compared is compared with the next one.
+        after it ran once. In a pass of a chain one comparison is enough if its collectives were
+        compared before, with any number of rows: what follows is compared with the next one.
 
         Args:
             group: The group.
@@ -172,12 +177,12 @@ class Talk:
         """
         past, place = self._past, self._predicted
         if not past or past[place] != turn:
-            compared = [] if current.running is None else current.running.compared
-            if self.era in compared:
+            if (running := current.running) is not None and self._follows(turn, running):
                 self._deferred = zlib.crc32(repr(turn).encode(), self._deferred)
             else:
                 self._compare({**facts_of(turn), "its place among those made": self._place(group)})
-                compared.append(self.era)
+                if running is not None:
+                    running.compared.append(self.era)
             place = self._latest.get(turn, self._latest.get(turn[0], len(past)))
         else:
             turn = past[place]  # not the same twice in memory
@@ -188,6 +193,23 @@ class Talk:
             del past[:_KEPT], self._orders[_KEPT:]
             self._predicted -= _KEPT
             self._latest = {t: i - _KEPT for t, i in self._latest.items() if i >= _KEPT}
+
+    def _follows(self, turn: Any, running: Pass) -> bool:
+        """Whether a turn follows from what was compared: in its pass, and of its kind before.
+
+        What a collective takes, other than the number of rows, is part of its kind, since an op may
+        give anything. All processes have compared the same kinds.
+        """
+        begun = self.era in running.compared
+        if not running.size or not isinstance(turn[1][1], tuple):  # tuning, or a call
+            return begun
+        takes = tuple([(dtype, numel / running.size) for dtype, numel in turn[1][1]])
+        kind = turn[0], self.number(running.chain.ops[0]), takes
+        known = kind in self._kinds
+        if len(self._kinds) > _KEPT:
+            self._kinds.clear()
+        self._kinds.add(kind)
+        return begun and known
 
     def number(self, op: Any) -> int:
         """The number of an op, or of a group that an op holds, in the order of their first use."""

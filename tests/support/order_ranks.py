@@ -77,6 +77,31 @@ class Chain:
             self.outputs.pop().sum().backward()
 
 
+class To(ops.ReLU):
+    """Gives another dtype than it takes.
+
+    Args:
+        dtype: The dtype.
+    """
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def op_forward(self, ctx, input_, **others):
+        return super().op_forward(ctx, input_, **others).to(self.dtype)
+
+
+def hidden(rank, what, grad):
+    """What a collective takes differs from the first call on, by what an op does; no shape tells."""
+    group = new_group()
+    loss = ops.VocabParallelCrossEntropy(process_group=group, label_smoothing=0.1 * rank)
+    dtype = torch.bfloat16 if rank else torch.half
+    chain = {"numbers": [loss], "dtype": [To(dtype), ops.AllReduce(group)]}[what]
+    x, others = torch.ones(4, 8, requires_grad=grad), [torch.arange(4)] * (what == "numbers")
+    return outcome(lambda: opfuse.Sequential(*chain)(x, *others).dtype)
+
+
 # Two chains in the other order
 
 
@@ -127,6 +152,28 @@ def calls_of_one(rank):
 
     step(1), step(1)
     return outcome(lambda: step(-1 if rank else 1))
+
+
+def calls_apart(rank):
+    """Two calls of one chain, one of them before an error that all processes caught."""
+    chain = Chain("column", new_group(), 8)
+    chain.forward()
+    assert outcome(lambda: chain.forward(x=torch.ones(2 + rank, 8)))[0] == "RankError"
+    chain.forward()
+    chain.outputs = chain.outputs[:: -1 if rank else 1]
+    return outcome(chain.backward)
+
+
+def recomputed(rank):
+    """A forward that one process runs again in a backward, and the other one for a new batch."""
+    group = new_group()
+    chain = opfuse.Sequential(ops.ReLU(), ops.AllReduce(group))
+    x = torch.ones(4, 8, requires_grad=True)
+    for _ in range(3):
+        y = chain(x)
+        y.sum().backward()
+    y = checkpoint(chain, x, use_reentrant=False) if rank else chain(x)
+    return outcome(y.sum().backward if rank else lambda: chain(x).shape)
 
 
 class Fault(torch.autograd.Function):

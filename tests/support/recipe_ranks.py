@@ -50,6 +50,39 @@ def _one_rank_skips_an_op(rank):
     assert found[10:] == [2, 2], found
 
 
+def other_than_the_update(rank):
+    """One process calls a chain, and the other one takes maxima as in the step before."""
+    opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        group, x, told = dist.new_group(), torch.ones(2, 4), []
+        model = opfuse.Sequential(ops.BasicLinear(4, 4))
+        other = opfuse.Sequential(ops.AllReduce(group))
+        opfuse.assign_names(model)
+        for number in range(4):
+            try:
+                if rank and number == 3:
+                    other(x)
+                with opfuse.autocast(RECIPE, amax_reduction_group=group):
+                    model(x)
+            except RuntimeError as error:
+                told.append(str(error))
+    return told
+
+
+def one_block_or_two(rank):
+    """One process takes the maxima of two chains at once, and the other one by one."""
+    opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        layers, x = [ops.BasicLinear(4, 4), ops.AllReduce(dist.new_group())], torch.ones(2, 4)
+        one, other = opfuse.Sequential(*layers), opfuse.Sequential(ops.GELU(), *layers)
+        try:
+            for chains in [(one,), (other,)] if rank else [(one, other)]:
+                with opfuse.autocast(RECIPE):
+                    [chain(x) for chain in chains]
+        except RuntimeError as error:
+            return str(error)
+
+
 def _sharded(rank):
     """FSDP2 writes new values at an old address, without a new version."""
     from torch.distributed.fsdp import fully_shard

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.distributed as dist
 
 import opfuse
+from opfuse.core.authoring import Group, start_collective
 from opfuse.core.quantization import nothing_recorded
 from opfuse.core.quantization.formats import ScaledTensor
 
@@ -21,7 +23,8 @@ class Rounding(opfuse.Recipe):
     def update(self, quantizers, group):
         seen = torch.cat([quantizer.seen for quantizer in quantizers])
         if group is not None:
-            torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX, group)
+            maximum = dist.all_reduce, seen, dist.ReduceOp.MAX
+            start_collective(Group(group), "the maxima", *maximum).wait()
         for quantizer, amax in zip(quantizers, seen, strict=True):
             if quantizer.role.tensor_type != "grad_output" or amax >= 0:
                 quantizer.updates += 1

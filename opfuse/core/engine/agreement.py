@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
@@ -39,17 +40,22 @@ def begin_call(program: Program, input: Tensor, extra_inputs: Sequence[Tensor]) 
     """
     chain, shapes = program.chain, (input.shape, *[extra.shape for extra in extra_inputs])
     running = current.running = Pass("forward", chain, {})
+    again = torch._C._current_graph_task_id() != -1  # a recomputation is no new call
     for group in chain.groups:
         if (talk := group.talk) is not None:
-            known = program.turns.get(talk)
+            known = program.turns.get((talk, again))
             if known is None or known[:2] != (talk.era, shapes):
-                name = chain.title, "", "", tuple([talk.number(op) for op in chain.ops])
-                program.turns[talk] = known = talk.era, shapes, (name, _details(program, shapes))
-            running.turns[talk] = talk.turn
+                what = f"{chain.title}, in a backward" if again else chain.title
+                name = what, "", "", tuple([talk.number(op) for op in chain.ops])
+                uneven = any(op.uneven_rows for op in chain.ops)
+                size = 1 if uneven else input.numel() or 1  # equal on all processes
+                turn = name, _details(program, shapes, uneven)
+                program.turns[talk, again] = known = talk.era, shapes, turn, size
+            running.turns[talk], running.size = talk.turn, known[3]
             talk.take_turn(group, known[2])
 
 
-def _details(program: Program, shapes: Sequence[Any]) -> tuple[str, str]:
+def _details(program: Program, shapes: Sequence[Any], uneven: bool) -> tuple[str, str]:
     """What a call does, as text, and the shapes of what it is called with.
 
     Plans of the steps without collectives may differ, and a process may plan again what the others
@@ -81,7 +87,6 @@ def _details(program: Program, shapes: Sequence[Any]) -> tuple[str, str]:
             if any(collective[step.start : step.start + len(step.basic_ops)])
         ],
     }
-    uneven = any(op.uneven_rows for op in chain.ops)
     sizes = shapes[0][-1:] if uneven else [tuple(shape) for shape in shapes]
     return sys.intern(json.dumps(facts)), f"shapes {sizes}"
 

@@ -294,8 +294,9 @@ class _PipelineInGroup(Pipeline):
     def backward(func_ctx: Any, *grads: Any) -> Any:
         if is_dynamo_compiling():
             return run_backward(func_ctx, *grads)
-        chain, turns = func_ctx.call.chain, func_ctx.call.turns
-        with reported(chain, running=Pass("backward", chain, turns)):
+        call = func_ctx.call
+        running = Pass("backward", call.chain, call.turns, call.size)
+        with reported(call.chain, running=running):
             return run_backward(func_ctx, *grads)
 
 

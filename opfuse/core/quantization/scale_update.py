@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..ranks import Group
+from ..ranks import Group, Pass
 from ..settings import current, is_captured
 from .names import matching
 from .parameter import held_by
@@ -207,10 +207,15 @@ def _advance(recipe: Recipe, ran: _Ran, given: Any, mode: str) -> None:
             if quantizer.pending_names:  # ops may share one
                 parts.setdefault(group, {})[id(quantizer)] = quantizer, op.name
     for group, found in parts.items():
-        if group is not None and (prepared := next(filter(together.get, together), None)):
-            prepared.agree(recipe, group, mode, [name for _, name in found.values()])
-        with torch.no_grad():
-            recipe.update([quantizer for quantizer, _ in found.values()], group)
+        before, current.running = current.running, Pass("update", None, {})  # compared once
+        try:
+            if group is not None:
+                prepared = next(filter(together.get, together), next(iter(together)))
+                prepared.agree(recipe, group, mode, [name for _, name in found.values()])
+            with torch.no_grad():
+                recipe.update([quantizer for quantizer, _ in found.values()], group)
+        finally:
+            current.running = before
 
 
 def _group_of(recipe: Recipe, ran: _Ran, op: Any, prepared: Any) -> Any:

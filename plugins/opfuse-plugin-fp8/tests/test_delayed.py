@@ -6,6 +6,7 @@
 import copy
 import io
 from collections import Counter
+from types import SimpleNamespace
 
 import opfuse_fp8 as fp8
 import pytest
@@ -219,12 +220,14 @@ def test_few_selections_of_rows_are_kept():
 
 
 def test_a_group_takes_the_maxima_in_the_order_of_the_model(monkeypatch):
-    def all_reduce(amaxes, op, group):
+    def start_collective(group, what, start, amaxes, op):
         assert op == torch.distributed.ReduceOp.MAX and group == "a group"
         seen.append(amaxes.tolist())
         amaxes.copy_(amaxes + 1)
+        return SimpleNamespace(wait=list)
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(delayed, "start_collective", start_collective)
+    monkeypatch.setattr(delayed, "Group", str)
     some, seen = quantizers(4), []
     update_delayed(some[2:], None)  # two buffers
     some[1].quantize(torch.tensor([3.0]), BOTH)

@@ -17,7 +17,7 @@ from opfuse_triton import kernels_run
 from torch import Tensor
 
 from opfuse import Quantizer
-from opfuse.core.authoring import is_captured
+from opfuse.core.authoring import Group, is_captured, start_collective
 
 from . import casts
 from .quantizers import DelayedQuantizer
@@ -73,7 +73,9 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
 def _reduce(amaxes: Sequence[Tensor], group: Any) -> None:
     """Take the largest magnitudes over a group, in their order."""
     all_of_them = torch.cat([amax.to(amaxes[0].device) for amax in amaxes])
-    torch.distributed.all_reduce(all_of_them, torch.distributed.ReduceOp.MAX, group)
+    maximum = torch.distributed.ReduceOp.MAX
+    all_reduce = torch.distributed.all_reduce
+    start_collective(Group(group), "the maxima", all_reduce, all_of_them, maximum).wait()
     torch._foreach_copy_(list(amaxes), list(all_of_them.split(1)))
 
 
