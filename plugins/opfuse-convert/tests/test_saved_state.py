@@ -111,7 +111,9 @@ def test_state_that_starts_over_after_a_load_is_told_with_its_ops():
         other = build(kind, 5)
         other.load_state_dict(model.state_dict())
         first = "0, " if kind == "chain" else "0.gate, "
-        says = rf'checkpoint that was loaded.* has none for .*"fp8-delayed".*start over in .*{first}'
+        says = (
+            rf'checkpoint that was loaded.* has none for .*"fp8-delayed".*start over in .*{first}'
+        )
         with pytest.warns(UserWarning, match=says) as seen, torch.no_grad():
             with opfuse.autocast("fp8-delayed"):
                 other(saved_state.batch(0))
