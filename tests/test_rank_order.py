@@ -43,6 +43,10 @@ def test_what_looks_alike(check):
     refused(gloo.together(check), "differ in its place")
 
 
+def test_names_tell_chains_apart_that_were_never_called():
+    refused(gloo.together(ranks.named), "differ in its ops")
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("what", ["numbers", "dtype"])
 def test_a_collective_is_compared_before_it_first_runs(what, grad):

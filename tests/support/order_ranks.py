@@ -164,6 +164,14 @@ def calls_apart(rank):
     return outcome(chain.backward)
 
 
+def named(rank):
+    """Two chains of one structure that were never called, of which each process calls another."""
+    group = new_group()
+    model = torch.nn.ModuleList([Chain("column", group, 8).run for _ in range(2)])
+    opfuse.assign_names(model)
+    return outcome(lambda: model[rank](torch.ones(2, 8)).shape)
+
+
 def recomputed(rank):
     """A forward that one process runs again in a backward, and the other one for a new batch."""
     group = new_group()

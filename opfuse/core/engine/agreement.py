@@ -66,7 +66,7 @@ def _details(program: Program, shapes: Sequence[Any], uneven: bool) -> tuple[str
     steps = [step for of_pass in (plan.forward, plan.backward) for step in of_pass]
     facts = {
         **causes(),
-        "its ops": [chain.name(i) for i in range(len(chain.ops))],
+        "its ops": [f"{chain.name(i)} {op.name}".rstrip() for i, op in enumerate(chain.ops)],
         "what it is called with": {
             "dtype": str(made_from.input_dtype),
             "device": made_from.env.device.type,
