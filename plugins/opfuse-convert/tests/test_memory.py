@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import json
+import os
 import pickle
 import random
 import re
@@ -366,9 +367,10 @@ class Stateful(nn.Module):
             self.made.append(h)
         elif self.way == "held":
             self.held.calls += 1
-        elif self.way == "hidden":
+        elif self.way == "held deep":
             self.held.hidden.calls += 1
-            h = h * self.held.hidden.calls
+        elif self.way == "hidden":
+            h = h * int.from_bytes(os.urandom(4), "little")
         return x + self.down(h)
 
 
@@ -393,6 +395,7 @@ class Layers(nn.Module):
         ("count", "its forward changes calls"),
         ("list", "its forward changes made"),
         ("held", "its forward changes held.calls"),
+        ("held deep", "its forward changes held.hidden.calls"),
         ("hidden", "its forward gives other numbers when it runs again"),
     ],
 )
