@@ -108,7 +108,7 @@ def rows_of(form):
     return (96, 160) if form == "MX" else (131, 201)
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly(1)
 @compiles
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 def test_the_compiled_activation_and_cast_match_the_twin(form, dtype):
@@ -129,7 +129,7 @@ def test_the_compiled_activation_and_cast_match_the_twin(form, dtype):
     assert not function.failed
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly(1)
 @compiles
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
 def test_the_compiled_gradient_and_cast_match_the_twin(form, dtype):
