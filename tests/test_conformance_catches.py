@@ -47,7 +47,7 @@ def first_failure(subject, **given):
     return None
 
 
-@pytest.mark.costly(12)
+@pytest.mark.costly(8)
 @pytest.mark.parametrize("name", faulty_circumstances.FAULTS)
 def test_wrong_in_some_circumstances(name, no_plugins):
     fault = faulty_circumstances.FAULTS[name]
@@ -56,7 +56,7 @@ def test_wrong_in_some_circumstances(name, no_plugins):
     assert re.search(fault.says, str(outcome)) and outcome.failure, str(outcome)
 
 
-@pytest.mark.costly(40)
+@pytest.mark.costly(25)
 @pytest.mark.parametrize("name", faulty.FAULTS)
 def test_each_wrong_fusion_fails_its_check(name, register):
     fault = faulty.FAULTS[name]
@@ -80,7 +80,7 @@ def test_a_sound_recomputation_passes(register):
     assert first_failure(subject) is None
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly(1)
 @pytest.mark.parametrize(("number", "name"), list(enumerate(faulty_casts.SOUND)))
 def test_sound_fusions_with_casts(number, name, register):
     """Those of casts under all recipes; every check under one recipe for the first, or for all."""
@@ -130,7 +130,7 @@ def test_a_sound_fusion_beside_a_wrong_one(register):
         testing.run("together", case)
 
 
-@pytest.mark.costly(8)
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("name", faulty_products.FAULTS)
 def test_wrong_where_two_circumstances_meet(name, no_plugins):
     kind, fusion, checks = faulty_products.FAULTS[name]
@@ -162,7 +162,7 @@ def test_a_fusion_without_a_case(when, says, no_plugins):
 CAUGHT = json.loads((pathlib.Path(__file__).parent / "faults_caught.json").read_text())
 
 
-@pytest.mark.costly(8)
+@pytest.mark.costly(5)
 @pytest.mark.parametrize("fault", faulty_axes.FAULTS, ids=lambda fault: fault.name)
 def test_wrong_along_an_axis(no_plugins, fault):
     subject = testing.Subject("faulty", fault.kind, fault.fusion)
