@@ -52,16 +52,15 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
 
     Modes, hooks on saved tensors and a cache of parametrizations that the caller has in force do
     not see the block. Put back are: parameters, buffers, gradients, the attributes of modules and
-    of their classes, variables of outer functions that their methods use, and the tensors, arrays
-    and random number generators in them, with the state of quantizers. Lists, tuples, dicts, sets
-    and deques among the attributes are followed to any depth, modules in them too, objects of other
-    classes to their own attributes. The generators of PyTorch, Python and NumPy are as they were,
-    and those in global variables that methods use.
+    of their classes, and the tensors, arrays and random number generators in them, with the state
+    of quantizers. Lists, tuples, dicts, sets and deques among the attributes are followed to any
+    depth, modules in them too, objects of other classes to their own attributes. The generators of
+    PyTorch, Python and NumPy are as they were, and those in variables that methods use.
 
     All tensors are copied, so memory for a second model is needed. A copy is written back only
-    where values differ. What is not restored: globals other than generators, what is inside objects
-    in objects, objects of PyTorch's or Python's own classes such as iterators, sparse tensors, and
-    attributes that opfuse's ops set.
+    where values differ. What is not restored: globals and variables of outer functions other than
+    generators, what is inside objects in objects, objects of PyTorch's or Python's own classes such
+    as iterators, sparse tensors, and attributes that opfuse's ops set.
 
     Args:
         *owners: Modules, methods of objects, functions, or objects that can be called.
@@ -170,7 +169,7 @@ def _inside(prefix: str, value: Any, of: str, deep: bool) -> list[tuple[str, Any
         return parts or [
             (f"{name} of {prefix}", each, _OBJECT)
             for name, each in _used(value).items()
-            if deep or name in _cells(value) or _access(each)
+            if deep or _access(each)
         ]
     if isinstance(value, Tensor):
         return [(f"{prefix}.grad", value.grad, _GRADIENT)] if value.is_leaf else []
@@ -316,6 +315,8 @@ def _compared(value: Any) -> dict[Any, Any] | None:
     """What is compared of an object: the members of a container, of any class, or attributes."""
     if (content := _content_of(value)) is not None:
         return content
+    if isinstance(value, types.FunctionType):
+        return _used(value)
     if isinstance(value, (bytearray, array.array)):
         return {"": bytes(value)}
     if isinstance(value, (dict, list, set, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
@@ -349,8 +350,6 @@ def _content_of(value: Any) -> dict[Any, Any] | None:
         return _attributes(value)
     if isinstance(value, QuantizerStates):
         return dict.fromkeys(value._by_recipe)
-    if isinstance(value, types.FunctionType):
-        return _used(value)
     if type(value) not in _CONTAINERS:
         return None
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
@@ -364,9 +363,6 @@ def _refill(value: Any, content: dict[Any, Any]) -> None:
         return
     if isinstance(value, QuantizerStates):
         FusibleOperation.changes += 1  # plans have quantizers that are put away
-    elif isinstance(value, types.FunctionType):
-        for name in content.keys() & _cells(value).keys():
-            _cells(value)[name].cell_contents = content[name]
     elif isinstance(value, type):
         for name in now.keys() - content.keys():
             delattr(value, name)

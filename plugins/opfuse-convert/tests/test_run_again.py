@@ -168,7 +168,7 @@ class Setting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        vars(self)["set"], self.inner = 0, outer()
+        vars(self)["set"] = 0
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         parametrize.register_parametrization(self.up, "weight", Drawn(), unsafe=True)
 
@@ -177,7 +177,7 @@ class Setting(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x):
-        return self.down(torch.nn.functional.gelu(self.up(x))) * self.inner()
+        return self.down(torch.nn.functional.gelu(self.up(x)))
 
 
 class Drawn(nn.Module):
@@ -191,7 +191,7 @@ def test_what_a_conversion_does_is_not_seen_outside_of_the_model(inputs):
     before = model.set, DRAWS.get_state().tolist()
     opfuse.convert(model, *inputs)
     opfuse.revert(model)
-    assert (model.set, DRAWS.get_state().tolist()) == before and model.inner() == 0.1
+    assert (model.set, DRAWS.get_state().tolist()) == before
 
 
 def test_what_changes_nothing_keeps_no_more_under_a_plan():
