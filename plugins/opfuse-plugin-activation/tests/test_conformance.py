@@ -7,7 +7,7 @@ from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
 
 
-@pytest.mark.costly(0.2, always=("output", "gradients"), each=16)
+@pytest.mark.costly(0.15, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "activation"
 

@@ -47,7 +47,7 @@ class Casts(FusionSuite):
         return dataclasses.replace(found, all=some, **one, residual=found.residual[:1])
 
 
-@pytest.mark.costly(0.1, always=("output", "gradients"), each=10)
+@pytest.mark.costly(0.06, always=("output", "gradients"), each=8)
 class TestConformance(FusionSuite):
     """Products under every recipe, casts under one."""
 

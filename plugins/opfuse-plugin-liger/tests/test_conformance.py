@@ -8,7 +8,7 @@ import pytest
 from opfuse.testing import FusionSuite
 
 
-@pytest.mark.costly(0.15, always=("output", "gradients"), each=16)
+@pytest.mark.costly(0.12, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "liger"
     most_rows = 16  # Liger starts a program for each row

@@ -34,7 +34,7 @@ def as_large_as_the_matrices(rows, target, facts):
     return [Config({**tile, "GROUP": 8, **by_tiles})]
 
 
-@pytest.mark.costly(0.15, always=("output", "gradients"), each=16)
+@pytest.mark.costly(0.12, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "linear"
     most_rows = 8  # the loss has a program for each row; other tests have products of more

@@ -11,7 +11,7 @@ from opfuse.testing.machine import is_interpreting
 OPTIONAL = ops.RMSNorm, ops.LayerNorm, ops.Bias
 
 
-@pytest.mark.costly(0.2, always=("output", "gradients"), each=16)
+@pytest.mark.costly(0.15, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "mlp"
 

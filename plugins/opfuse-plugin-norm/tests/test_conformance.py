@@ -22,7 +22,7 @@ def _drawn(x, p, train):
     return (x.to(wide) * factors).to(x.dtype), factors > 0
 
 
-@pytest.mark.costly(0.2, always=("output", "gradients"), each=16)
+@pytest.mark.costly(0.15, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "norm"
 

@@ -8,7 +8,7 @@ import opfuse
 from opfuse.testing import FusionSuite, machine
 
 
-@pytest.mark.costly(0.2, always=("output", "gradients"), each=16)
+@pytest.mark.costly(0.15, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "rope"
     most_rows = 8
