@@ -35,7 +35,7 @@ def opfuse_forward_fusions() -> list[FusionLike]:
             def fuser_forward(self, basic_op_ctxs, input_, **unused):
                 bias, relu = basic_op_ctxs
                 act = self.basic_ops[1]
-                hidden = input_ + bias.params[0].to(input_.dtype)  # as the op: the input decides
+                hidden = (input_ + bias.params[0]).to(input_.dtype)  # as the op: the input decides
                 hidden = act.operand(relu, hidden)  # leaves what the backward reads
                 return hidden.relu(), [(), ()]
 
