@@ -112,7 +112,6 @@ class QuantizerStates:
         self.called: tuple[Any, tuple[str, ...]] = None, ()
         self.unrestored: set[Recipe] = set()
         self.name: str | None = None
-        self._saved_under = ""  # the prefix of the last save
 
     def use(self, op: Any, recipe: Recipe | None, env: Any = None) -> dict[str, Quantizer]:
         """Create the quantizers of ``op`` for ``recipe``, unless they exist; return them.
@@ -246,17 +245,6 @@ class QuantizerStates:
         """The current state for a recipe, by its names in a checkpoint."""
         return {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
 
-    def _apart(self, recipe: Recipe) -> dict[str, Tensor]:
-        """The state for a recipe; a copy of what shares memory with other entries."""
-        found = {}
-        for key, quantizer, name in self._entries(recipe):
-            value = getattr(quantizer, name)
-            mine = f"{id(self)} {key.partition('.')[0]}"  # others may have the same quantizer
-            own = vars(quantizer).setdefault("_saved_by", mine) == mine
-            own &= value.untyped_storage().nbytes() == value.nbytes
-            found[key] = value if own else value.clone()
-        return found
-
     def _text(self, recipe: Recipe) -> str:
         """The text that identifies a recipe in a checkpoint: its registered name and its fields."""
         return recipe.to_json(self._recipe_names[recipe])
@@ -266,19 +254,20 @@ class QuantizerStates:
 
         An entry is the tensor itself, so that one can load in place, unless it shares memory.
         """
-        states = {self._text(recipe): self._apart(recipe) for recipe in self._by_recipe}
-        for text, state in sorted({**self._loaded, **states}.items()):
-            if not state:
+        states: Any = {self._text(recipe): [*self._entries(recipe)] for recipe in self._by_recipe}
+        waiting = {text: [(key, None, key) for key in of] for text, of in self._loaded.items()}
+        for text, entries in sorted({**waiting, **states}.items()):
+            if not entries:
                 continue
             # what else was used does not matter
             where = f"{prefix}{_KEY}{hashlib.sha256(text.encode()).hexdigest()[:8]}."
             destination[where + "recipe"] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-            for key, value in state.items():
-                saved = destination.get(f"{self._saved_under}{where[len(prefix) :]}{key}")
-                if saved is not None and saved.data_ptr() == value.data_ptr():
-                    value = value.clone()  # another op has the same quantizers
+            for key, quantizer, name in entries:
+                if quantizer is None:
+                    value = self._loaded[text][key]
+                else:
+                    value = _own(quantizer, name, where + key, destination)
                 destination[where + key] = value if keep_vars else value.detach()
-        self._saved_under = prefix
 
     def load(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Take the quantizer state out of ``state_dict``.
@@ -338,6 +327,20 @@ class QuantizerStates:
                 else:
                     targets[key].copy_(state[key])
         del self._loaded[text]
+
+
+def _own(quantizer: Quantizer, name: str, key: str, destination: dict[str, Any]) -> Tensor:
+    """The state of a quantizer for a state dict, or a copy if its memory is in there already.
+
+    Ops may have one quantizer, which is saved once for each of them.
+    """
+    value: Tensor = getattr(quantizer, name)
+    saved_as = vars(quantizer).setdefault("_saved_as", {})
+    other = destination.get(saved_as.get(name, key))
+    if other is not None and other.data_ptr() == value.data_ptr():
+        return value.clone()
+    saved_as[name] = key
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def check_state(quantizer: Quantizer) -> None:
