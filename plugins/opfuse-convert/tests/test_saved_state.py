@@ -90,6 +90,17 @@ def test_each_key_is_an_attribute_and_shares_no_storage(kind, recipe):
         storages.add(storage.data_ptr())
 
 
+def test_a_layer_in_many_places_is_in_a_checkpoint_with_storages_of_its_own():
+    layer = saved_state.Gated()
+    model = nn.Sequential(layer, layer, layer, saved_state.Gated())
+    opfuse.convert(model)
+    train(model, "fp8-delayed", range(2))
+    for _ in range(2):
+        state = state_of(model)
+        assert any(key.startswith("2.") for key in state)
+        assert len({value.untyped_storage().data_ptr() for value in state.values()}) == len(state)
+
+
 def test_a_quantizer_of_several_tensors_is_in_a_checkpoint_once_for_each():
     import opfuse_fp8
 
