@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -547,3 +548,9 @@ def test_a_recipe_that_is_not_json_able_is_told_when_it_is_made():
         Odd(dtype=None).to_json()
         == '{"backward_override": null, "dtype": null, "levels": 4, "recipe": "Odd"}'
     )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_context_fn_returns_two_contexts(count):
+    with pytest.raises(ValueError, match=f"checkpoint_contexts: .* two contexts.*returned {count}"):
+        opfuse.checkpoint_contexts(lambda: [contextlib.nullcontext()] * count)

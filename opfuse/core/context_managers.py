@@ -297,9 +297,15 @@ def checkpoint_contexts(
     Args:
         context_fn: Another such function, which applies as well; None: none does. With
             ``functools.partial`` it may be one of selective checkpointing.
+
+    Raises:
+        ValueError: ``context_fn`` does not return two contexts.
     """
     forward = _Forward()
     pair = forward, _Recompute(forward)
     if context_fn is None:
         return pair
-    return tuple(_together(*both) for both in zip(pair, context_fn(), strict=True))
+    if len(others := tuple(context_fn())) != 2:
+        what = "context_fn must return two contexts, those of the forward and of the recomputation"
+        raise ValueError(f"opfuse.checkpoint_contexts: {what}, it returned {len(others)}")
+    return tuple(_together(*both) for both in zip(pair, others, strict=True))

@@ -279,7 +279,7 @@ def warn_lost(modules: Iterable[nn.Module], who: str) -> None:
         names = ", ".join(dict.fromkeys(op.name or type(op).__name__ for op in ops))
         warnings.warn(
             f"{who} leaves out the state of the recipe, such as scales, of the converted "
-            f"{names or 'modules'}: model.state_dict() has it, for the model converted again",
+            f"{names or 'modules'}: only the state_dict() of the converted model has it",
             stacklevel=3,
         )
 
