@@ -242,9 +242,10 @@ def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
     more = f" and {len(names) - 9} more" if len(names) > 9 else ""
     warnings.warn(
         f"the checkpoint that was loaded, or the chain before, {others} for the recipe in force, "
-        f"{states._text(recipe)}: new scales start over in {', '.join(names[:9])}{more}, and "
-        f"others stay as they were. What torch.distributed.checkpoint loads into must have it "
-        f"before: call opfuse.assign_names(model, recipe=...) first",
+        f"{states._text(recipe)}: none was restored in {', '.join(names[:9])}{more}. There scales "
+        f"that were in use stay as they were, and new ones start over. What "
+        f"torch.distributed.checkpoint loads into must have it before: call "
+        f"opfuse.assign_names(model, recipe=...) first",
         stacklevel=3,
     )
 
