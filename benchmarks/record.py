@@ -38,12 +38,34 @@ def _version(name: str) -> str | None:
         return None
 
 
-def gpu_state() -> dict[str, str]:
-    """Clocks, power and temperature now, read and never set."""
-    line = _run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader").partition("\n")[0]
+def begin_state() -> subprocess.Popen[str] | None:
+    """Ask for clocks, power and temperature, which are read and never set; None: nobody knows."""
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    try:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return None
+
+
+def ended_state(asked: subprocess.Popen[str] | None) -> dict[str, str]:
+    """What :func:`begin_state` asked for; it was read some milliseconds after that."""
+    if asked is None:
+        return {}
+    try:
+        line = asked.communicate(timeout=20)[0].partition("\n")[0]
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        return {}
     return (
         dict(zip(QUERY.split(","), map(str.strip, line.split(",")), strict=False)) if line else {}
     )
+
+
+def gpu_state() -> dict[str, str]:
+    """Clocks, power and temperature now."""
+    return ended_state(begin_state())
 
 
 def load() -> float | None:

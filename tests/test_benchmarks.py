@@ -1,8 +1,6 @@
 """The benchmark harness, on tiny shapes and with made-up times; and the gates that every run of the tests passes."""
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import pathlib
 import re
@@ -13,28 +11,12 @@ from collections import Counter
 import fp32
 import pytest
 import torch
+from checkout import ROOT
 from rounding import RoundingPlugin, round_to
 
 import opfuse
-from opfuse import ops
-from opfuse.core.authoring import matmul_precision
-
-ROOT = pathlib.Path(__file__).parents[1]
-
-
-def _package():
-    """The package by its path: the checkout must not be on ``sys.path``, where it would hide the installed opfuse."""
-    place = ROOT / "benchmarks"
-    spec = importlib.util.spec_from_file_location(
-        "benchmarks", place / "__init__.py", submodule_search_locations=[str(place)]
-    )
-    sys.modules["benchmarks"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["benchmarks"])
-
-
-_package()
-from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import (  # noqa: E402
+from benchmarks import __main__ as command
+from benchmarks import (
     chains,
     from_wheels,
     measure,
@@ -46,8 +28,10 @@ from benchmarks import (  # noqa: E402
     special,
     steps,
 )
-from benchmarks.cases import CASES, TITLES, Case, Goal, expand, goal  # noqa: E402
-from benchmarks.run import Harness, select, together  # noqa: E402
+from benchmarks.cases import CASES, TITLES, Case, Goal, expand, goal
+from benchmarks.run import Harness, select, together
+from opfuse import ops
+from opfuse.core.authoring import matmul_precision
 
 CPU = torch.device("cpu")
 

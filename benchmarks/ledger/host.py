@@ -13,6 +13,7 @@ import contextlib
 import cProfile
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -70,17 +71,25 @@ def profiled(step: Callable[[], Any]) -> dict[str, tuple[int, float]]:
     """The calls of each function of opfuse and its plugins in one step, and microseconds."""
     with cProfile.Profile() as profile:
         step()
+    sources = _sources()
     found: dict[str, tuple[int, float]] = {}
     for entry in profile.getstats():
         code = entry.code
-        parts = [] if isinstance(code, str) else Path(code.co_filename).parts
-        last = [i for i, part in enumerate(parts) if part.startswith("opfuse")]
-        if last and not isinstance(code, str):
-            place = "/".join(parts[last[-1] :])
-            name = f"{place}:{code.co_firstlineno} {code.co_name}"
+        if isinstance(code, str):
+            continue
+        file = Path(code.co_filename)
+        for folder in sources.intersection(file.parents):
+            name = f"{file.relative_to(folder.parent)}:{code.co_firstlineno} {code.co_name}"
             calls, time = found.get(name, (0, 0.0))
             found[name] = calls + entry.callcount, time + 1e6 * entry.inlinetime
     return found
+
+
+def _sources() -> set[Path]:
+    """The folders of the packages that are imported: an environment may have such a name, too."""
+    packages = [module for name, module in sys.modules.items() if name.startswith("opfuse")]
+    tops = [module for module in packages if "." not in module.__name__]
+    return {Path(path) for module in tops for path in getattr(module, "__path__", ())}
 
 
 def main(arguments: list[str] | None = None) -> None:

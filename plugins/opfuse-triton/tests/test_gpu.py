@@ -298,10 +298,10 @@ def test_each_plugin_has_a_share_of_the_budget_and_then_the_rest(monkeypatch):
         returncode = None
 
         def __init__(self, arguments, log):
-            name, _, self.out, seconds, *done = arguments
-            began.append((name, float(seconds), done))
+            name, _, self.out, seconds, *wanted = arguments
+            began.append((name, float(seconds), wanted))
             self.end = clock.time + (10 if name == "second" else float(seconds))
-            part = "counts" if name == "second" else "later" if "scale" in done else "scale"
+            part = "counts" if name == "second" else "scale" if "scale" in wanted else "later"
             self.row = {"part": part, "plugin": name, "wrong": []}
 
         def poll(self):
@@ -318,21 +318,62 @@ def test_each_plugin_has_a_share_of_the_budget_and_then_the_rest(monkeypatch):
     )
     assert [name for name, *_ in began[:4]] == ["first", "third", "second", "first"]
     shares = [seconds for _, seconds, _ in began[:3]]
-    assert all(160 < seconds < 230 for seconds in shares) and began[3][2] == ["scale"]
+    assert (
+        all(160 < seconds < 230 for seconds in shares)
+        and began[3][2][0] == "scale: rows=3 features=40"
+    )
     assert found["seconds"] < 620 and set(found["plugins"]) == set(lists)
 
 
 @interpreted
 def test_no_part_begins_after_the_deadline():
     rows, clock = [], FakeClock()
-    worker.run("toys", "gpu_toys:SOUND", rows.append, clock, 12.0)
+    names = [part.name for part in measuring.parts(toys.SOUND, False)]
+    worker.run("toys", "gpu_toys:SOUND", rows.append, clock, 12.0, names)
     assert [row["part"] for row in rows if "part" in row] == ["scale", "scale: rows=3 features=40"]
     (odd,) = [row for row in rows if "judged" in row]
     assert odd["judged"] == 4 and rows[-1]["seconds"] == 1.0 and clock.time < 20
     rows.clear()
-    worker.run("toys", "gpu_toys:SOUND", rows.append, FakeClock(), 3.0)
+    worker.run("toys", "gpu_toys:SOUND", rows.append, FakeClock(), 3.0, names)
     (row,) = [row for row in rows if "judged" in row]
     assert row["judged"] + row["left"] == 4 and row["left"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (["odd"], ["scale", "later"]),
+        (["odd", ["later"]], ["later"]),
+        (["real", ["scale"]], ["scale: rows=3 features=40"]),
+        (["", ["later"]], ["later", "later: rows=3 features=40"]),
+        (["", ["unknown"]], []),
+    ],
+)
+@interpreted
+def test_what_is_not_asked_for_is_neither_run_nor_missed(wanted, names):
+    clock, began = FakeClock(), []
+
+    class Ending:
+        """It has done everything at once."""
+
+        returncode = 0
+
+        def __init__(self, arguments, log):
+            began.append(arguments[4:])
+            rows = [{"part": each, "plugin": arguments[0], "wrong": []} for each in arguments[4:]]
+            pathlib.Path(arguments[2]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def poll(self):
+            return 0
+
+    asked = measuring.Wanted(*wanted)
+    found = session.session(
+        "gpu_toys:SOUND", 200, lambda report: None, asked, begin=Ending, now=clock.now
+    )
+    assert [row["part"] for row in found["rows"]] == names and began == [names] * bool(names)
+    assert found["left"] == {"gpu_toys:SOUND": []} and found["ended"] == []
+    compiled = {case.name for _, case, *_ in ahead.work(["gpu_toys:SOUND"], asked)}
+    assert compiled == {name.partition(":")[0] for name in names}
 
 
 def test_calls_are_captured_on_a_stream_of_their_own(monkeypatch):
@@ -395,7 +436,7 @@ def test_what_is_launched_is_compiled_on_all_cores_first(tmp_path):
         now=clock.now,
     )  # fmt: skip
     assert clock.time > 20 and len(began) == len(os.sched_getaffinity(0))
-    assert [command[4] for command in began] == [str(number) for number in range(len(began))]
+    assert [command[5] for command in began] == [str(number) for number in range(len(began))]
     assert ahead.Target(**json.loads(began[0][3])) == TARGETS[90]
 
 
@@ -404,7 +445,7 @@ def test_compiling_ahead_fills_the_cache_of_what_runs_later(tmp_path):
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     target = json.dumps(dataclasses.asdict(TARGETS[90]))
-    command = [sys.executable, "-m", "opfuse_triton.gpu.ahead", target, "0", "1", "gpu_toys:SOUND"]
+    command = [sys.executable, "-m", "opfuse_triton.gpu.ahead", target, '["", []]', "0", "1", "gpu_toys:SOUND"]  # fmt: skip
     subprocess.run(command, env=environ, check=True, timeout=200)
     assert len(list(tmp_path.rglob("scale_kernel.cubin"))) >= 3  # its candidates
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pathlib
 import sys
 import textwrap
@@ -80,8 +79,17 @@ def check_command(
 @click.option(
     "--tables", type=_PATH, help="Folder of the fastest configurations; default: the report's."
 )
+@click.option(
+    "--only", type=click.Choice(["odd", "real"]), help="Only the odd shapes, or the real."
+)
+@click.option("--case", "cases", multiple=True, help="Only the cases of this name; repeatable.")
 def gpu_command(
-    plugin: str | None, budget: float, report: pathlib.Path, tables: pathlib.Path | None
+    plugin: str | None,
+    budget: float,
+    report: pathlib.Path,
+    tables: pathlib.Path | None,
+    only: str | None,
+    cases: tuple[str, ...],
 ) -> None:
     """Compare and time every kernel case of PLUGIN, or of all plugins, on this GPU.
 
@@ -97,8 +105,10 @@ def gpu_command(
     ):
         raise click.ClickException("opfuse_triton gpu needs Triton and a GPU that torch can use")
     from opfuse.core.tuning_table import file_name, kernels_path
+    from opfuse.tuning.job import replace
 
     from .gpu import winners
+    from .gpu.measuring import Wanted
     from .gpu.session import host, session
     from .gpu.table import lines
 
@@ -106,12 +116,12 @@ def gpu_command(
     table = (tables or report.parent) / f"{file_name(device)}.kernels.json"
 
     def keep(found: dict[str, Any]) -> None:
-        report.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        replace(report, found)
         winners.write(table, [one for row in found["rows"] for one in row.get("entries", ())])
 
     try:
         winners.write(table, ())  # what cannot be written is told before, not after
-        found = session(plugin, budget, keep)
+        found = session(plugin, budget, keep, Wanted(only or "", cases))
     except (ValueError, ImportError, AttributeError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
     for line in lines(found):

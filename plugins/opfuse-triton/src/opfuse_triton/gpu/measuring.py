@@ -42,7 +42,27 @@ class Part(NamedTuple):
     compiled: bool = False
 
 
-def parts(cases: Sequence[KernelCase], on_gpu: bool) -> list[Part]:
+class Wanted(NamedTuple):
+    """What of all parts is asked for.
+
+    Attributes:
+        only: ``"odd"``: the odd shapes; ``"real"``: the real ones; ``""``: both.
+        cases: Names of cases; none: all of them.
+    """
+
+    only: str = ""
+    cases: Sequence[str] = ()
+
+    def takes(self, case: KernelCase, odd: bool) -> bool:
+        """Whether a case is asked for, at odd or at real shapes."""
+        named = not self.cases or case.name in self.cases
+        return named and self.only in ("", "odd" if odd else "real")
+
+
+EVERYTHING = Wanted()
+
+
+def parts(cases: Sequence[KernelCase], on_gpu: bool, wanted: Wanted = EVERYTHING) -> list[Part]:
     """The parts in the order of the cases' turns: each case at its odd shapes, then the real ones.
 
     ``torch.compile``, which takes seconds for each shape, comes after all of them, first at the
@@ -53,8 +73,9 @@ def parts(cases: Sequence[KernelCase], on_gpu: bool) -> list[Part]:
         cases = [case for case in cases if case.fits(here)]
     found, last = [], list[tuple[int, Part]]()
     for case in sorted(cases, key=lambda case: case.turn):
-        found.append(Part(case.name, case))
-        for number, shape in enumerate(case.shapes if on_gpu else case.small[:1]):
+        found += [Part(case.name, case)] * wanted.takes(case, True)
+        shapes = case.shapes if on_gpu else case.small[:1]
+        for number, shape in enumerate(shapes if wanted.takes(case, False) else ()):
             name = f"{case.name}: {describe(shape)}"
             found.append(Part(name, case, shape))
             if on_gpu and _separate(case, shape):

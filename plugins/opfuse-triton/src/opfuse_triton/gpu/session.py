@@ -22,7 +22,7 @@ from ..machine import is_interpreting
 from ..recorded import case_lists, load_cases
 from ..targets import current_target
 from .ahead import compile_ahead
-from .measuring import parts
+from .measuring import EVERYTHING, Wanted, parts
 
 SILENCE = 120.0
 """Seconds without a line after which a process counts as hanging: compiling takes less."""
@@ -51,6 +51,7 @@ def session(
     plugin: str | None,
     budget: float,
     keep: Callable[[Row], None],
+    wanted: Wanted = EVERYTHING,
     *,
     begin: Spawn = spawn,
     now: Callable[[], float] = time.monotonic,
@@ -64,6 +65,7 @@ def session(
         plugin: As for :func:`opfuse_triton.checking.check`.
         budget: Seconds for everything.
         keep: Called with the report so far after each part.
+        wanted: What is measured.
         begin: Starts a worker.
         now: The clock.
         wait: Sleeps.
@@ -86,12 +88,13 @@ def session(
     report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "seconds": 0.0}
     report["plugins"] = dict.fromkeys(order, 0.0)
     report["left"] = {
-        name: [part.name for part in parts(of_plugin, not is_interpreting())]
+        name: [part.name for part in parts(of_plugin, not is_interpreting(), wanted)]
         for name, of_plugin in cases.items()
     }
+    order = [name for name in order if report["left"][name]]
     if not is_interpreting():
         target = current_target(torch.cuda.current_device())
-        compile_ahead(lists.values(), target, budget * COMPILING)
+        compile_ahead(lists.values(), target, budget * COMPILING, wanted)
         report["compiled"] = now() - began
     workers = _Workers(report, keep, begin, now, wait, works or device_works, silence)
     # first each plugin has its share of the time, then what the others left
@@ -127,19 +130,17 @@ class _Workers:
             for number in itertools.count():
                 if (seconds := until - self.now()) <= START:
                     return
-                over = {row["part"] for row in report["rows"] if row["plugin"] == name}
-                over |= {row["part"] for row in report["ended"] if row["plugin"] == name}
                 out = pathlib.Path(folder, f"{number}.jsonl")
                 out.touch()
-                arguments = [name, where, str(out), str(seconds - SPARE), *sorted(over)]
+                arguments = [name, where, str(out), str(seconds - SPARE), *left[name]]
                 process = self.begin(arguments, out.with_suffix(".log"))
                 part, how = self.follow(process, out, until)
+                over = {row["part"] for row in report["rows"] if row["plugin"] == name}
                 if how not in ("", OUT_OF_TIME):
                     log = out.with_suffix(".log").read_text(errors="replace").strip()
                     ended = {"plugin": name, "part": part, "how": how}
                     report["ended"].append(ended | {"said": log.splitlines()[-3:]})
                     over.add(part)
-                over |= {row["part"] for row in report["rows"] if row["plugin"] == name}
                 left[name] = [part for part in left[name] if part not in over]
                 if how in ("", OUT_OF_TIME):
                     return

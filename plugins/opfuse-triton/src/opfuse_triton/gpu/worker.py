@@ -26,7 +26,7 @@ def run(
     write: Callable[[dict[str, Any]], None],
     clock: Clock,
     deadline: float,
-    skip: Collection[str] = (),
+    wanted: Collection[str],
 ) -> None:
     """Judge and time every case.
 
@@ -36,10 +36,10 @@ def run(
         write: Called with ``{"begins": part}`` before each step of a part, and with its row.
         clock: The clock, and the device.
         deadline: No part begins after that, by the clock.
-        skip: Parts that are left out: they are done, or ended an earlier process.
+        wanted: Names of the parts: not those that are done, or ended an earlier process.
     """
     for part in parts(load_cases(where), clock.device.type == "cuda"):
-        if part.name in skip or clock.now() > deadline:
+        if part.name not in wanted or clock.now() > deadline:
             continue
         tell = functools.partial(write, {"begins": part.name})
         tell()
@@ -55,8 +55,8 @@ def run(
         write(row | {"part": part.name, "plugin": plugin, "took": took})
 
 
-def main(plugin: str, where: str, out: str, seconds: str, *skip: str) -> None:
-    """Run as a process, with the parts that are left out at the end."""
+def main(plugin: str, where: str, out: str, seconds: str, *wanted: str) -> None:
+    """Run as a process, with the names of the parts at the end."""
     device = torch.device("cpu" if is_interpreting() else "cuda")
     clock = Clock(device)
     if is_interpreting():
@@ -69,7 +69,7 @@ def main(plugin: str, where: str, out: str, seconds: str, *skip: str) -> None:
 
         if device.type == "cuda":
             write({"limits": clock.limits()})
-        run(plugin, where, write, clock, time.monotonic() + float(seconds), skip)
+        run(plugin, where, write, clock, time.monotonic() + float(seconds), wanted)
 
 
 if __name__ == "__main__":
