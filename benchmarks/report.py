@@ -324,42 +324,95 @@ def on_gpu(timed: dict[str, Any]) -> dict[str, list[str]]:
     """The parts of the page about kernels on a GPU: each case where most others were timed."""
     copied, product = timed["limits"]
     lines = ["| | at | us | share | separate | compile | Liger |", "|---|---|---|---|---|---|---|"]
+    for case, row, ratios in timed_cases(timed):
+        share = (row["flops"] / product or row["floor"] / copied) / row["seconds"]
+        shown = ["" if of is None else f"{of:.2f}" for of in ratios]
+        first = [case, row["part"].rpartition(": ")[2], f"{row['seconds'] * 1e6:.0f}"]
+        lines.append(f"| {' | '.join([*first, f'{share:.0%}', *shown])} |")
+    limits = f"{copied / 1e12:.1f} TB/s, and {product / 1e12:.0f} TFLOP/s in bf16"
+    return {"kernels": lines, "compared": [compared_in(timed)], "limits": [limits]}
+
+
+def timed_cases(timed: dict[str, Any]) -> Iterator[tuple[str, Row, list[float | None]]]:
+    """Each case that was timed on a GPU, at the shape where most others were.
+
+    Yields:
+        Its plugin and name, its row, and how many times as long PyTorch's operations, what
+        ``torch.compile`` makes of them, and Liger's kernel take.
+    """
     apart = {row["part"]: row["compiled"] for row in timed["rows"] if "compiled" in row}
     cases: dict[str, Row] = {}
     for row in timed["rows"]:
+        if not isinstance(row.get("seconds"), float):
+            continue
         case = f"{row['plugin']}: {row['part'].rpartition(': ')[0]}"
-        known = len([of for of in row.get("others", {}).values() if isinstance(of, float)])
-        if "seconds" in row and known > cases.get(case, {"known": -1})["known"]:
+        known = len([of for of in row["others"].values() if isinstance(of, float)])
+        if known > cases.get(case, {"known": -1})["known"]:
             cases[case] = row | {"known": known}
     for case, row in cases.items():
-        seconds, others = row["seconds"], row["others"]
-        rate = row["flops"] / product if row["flops"] else row["floor"] / copied
+        others = row["others"]
         liger = next((of for name, of in others.items() if name.startswith("liger")), None)
         compiled = others.get("compiled", apart.get(f"{row['part']}, torch.compile"))
-        ratios = others.get("separate"), compiled, liger
-        shown = [f"{of / seconds:.2f}" if isinstance(of, float) else "" for of in ratios]
-        first = [case, row["part"].rpartition(": ")[2], f"{seconds * 1e6:.0f}"]
-        lines.append(f"| {' | '.join([*first, f'{rate / seconds:.0%}', *shown])} |")
-    odd = sum(row.get("judged", 0) for row in timed["rows"])
-    real = sum("judged" not in row for row in timed["rows"])
+        found = others.get("separate"), compiled, liger
+        yield case, row, [of / row["seconds"] if isinstance(of, float) else None for of in found]
+
+
+def behind_in(timed: dict[str, Any]) -> list[str]:
+    """Names of the cases that something else is faster than, without their plugins."""
+    return [
+        case.partition(": ")[2]
+        for case, _, ratios in timed_cases(timed)
+        if any(of is not None and of < 1 for of in ratios)
+    ]
+
+
+def compared_in(timed: dict[str, Any]) -> str:
+    """At how many shapes results were compared on a GPU, and how many were wrong."""
     wrong = sum(len(row["wrong"]) for row in timed["rows"])
-    said = (
-        f"Compared with PyTorch's at {odd} odd shapes and dtypes, aligned and not, and at {real} "
-    )
+    said = "Compared with PyTorch's at {odd} odd shapes and dtypes, aligned and not, and at {real} "
     said += f"real shapes, three runs each: {wrong or 'none'} differ."
-    limits = f"{copied / 1e12:.1f} TB/s, and {product / 1e12:.0f} TFLOP/s in bf16"
-    return {"kernels": lines, "compared": [said], "limits": [limits]}
+    return said.format(**sizes_in(timed["rows"]))
+
+
+def sizes_in(rows: Iterable[Row]) -> dict[str, int]:
+    """The numbers of odd and of real shapes; what is compiled runs at real shapes of others."""
+    rows = list(rows)
+    odd = sum(row.get("judged", 0) for row in rows)
+    return {"odd": odd, "real": sum(not {"judged", "compiled"} & {*row} for row in rows)}
 
 
 def of_step(run: dict[str, Any]) -> list[str]:
     """The table of a training step on a GPU."""
     lines = ["| | ms | speed | in a graph | peak GB | loss |", "|---|---|---|---|---|---|"]
+    rows = {row["way"]: row for row in run["rows"]}
+    for way, row in rows.items():
+        if "ms" not in row:
+            lines.append(f"| {way} | {row['why']} | | | | |")
+        elif not way.endswith("-graph"):
+            speed = row.get("speed") or row.get("eager_ms", run["rows"][0]["ms"]) / row["ms"]
+            graph = row.get("graph_ms") or rows.get(f"{way}-graph", {}).get("ms")
+            cells = [f"{row['ms']:.1f}", f"{speed:.2f}", f"{graph:.1f}" if graph else ""]
+            cells += [f"{row['peak_gb']:.2f}" if "peak_gb" in row else "", f"{row['loss']:.4f}"]
+            lines.append(f"| {' | '.join([way, *cells])} |")
+    return lines
+
+
+def launches_of(run: dict[str, Any]) -> list[str]:
+    """How many kernels a step launches, and how long they compute, way by way.
+
+    Where a file has the first kernels alone, with the number of all events, these are the least.
+    """
+    lines = []
     for row in run["rows"]:
-        speed = f"{row.get('eager_ms', run['rows'][0]['ms']) / row['ms']:.2f}"
-        graph = f"{row['graph_ms']:.1f}" if "graph_ms" in row else ""
-        milliseconds = f"{row['ms']:.1f}"
-        rest = graph, f"{row['peak_gb']:.2f}", f"{row['loss']:.4f}"
-        lines.append(f"| {' | '.join([row['way'], milliseconds, speed, *rest])} |")
+        if not (found := row.get("kernels")):
+            continue
+        (_, ms, events), *kernels = found
+        named, taken = (sum(row[at] for row in kernels) for at in (2, 1))
+        text = (
+            f"- {row['way']}, a step of {row['ms']:.1f} ms: {named:,} kernels took {taken:.1f} ms"
+        )
+        more = f"; {events - named} more events, kernels or not, took {ms - taken:.1f} ms"
+        lines.append(text + more * (events > named))
     return lines
 
 

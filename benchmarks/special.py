@@ -229,11 +229,11 @@ def launch(case: Case, device: torch.device) -> Numbers:
     found = [plugin.launcher for plugin in plugins if hasattr(plugin, "launcher")]
     if not found:
         raise NotBuilt(
-            "no plugin has a launcher; python -m benchmarks.probes launcher times Triton's"
+            "no plugin has a launcher; python benchmarks/launcher.py compares two without a GPU"
         )
     if device.type != "cuda":
         raise Skip("a launch needs a GPU")
-    from .probes.kernels import nothing
+    from .nothing import nothing
 
     given = (*[torch.empty(64, device=device, dtype=torch.int32)] * 8, 3, 4)
     mine = found[0](nothing)

@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from opfuse_triton import TARGETS, Launch, Target, target
@@ -187,6 +188,32 @@ def llama(sizes: Sizes, *, convert: bool) -> Callable[[], Any]:
     return step_of(layer.to("meta"), sizes, position_embeddings=(angles, angles))
 
 
+def around_blocks(*, convert: bool) -> Callable[[], None]:
+    """A step of a Llama without blocks: the embedding, the angles, a norm, the head and the loss.
+
+    It is small, and has one launch for what a large one has: the head's rows are taken at once up
+    to some thousands.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, num_hidden_layers=0, vocab_size=512, use_cache=False
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    if convert:
+        opfuse.convert(model)
+    model.to("meta")
+    tokens = torch.empty(2, 128, dtype=torch.int64, device="meta")
+
+    def step() -> None:
+        model.zero_grad()
+        # it looks at values
+        with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda ids: None):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return step
+
+
 def step_of(module: nn.Module, sizes: Sizes, **given: Any) -> Callable[[], None]:
     """A forward and backward of a module on one sequence, with no gradient there before."""
     module.to(device="meta", dtype=torch.bfloat16)
@@ -214,6 +241,10 @@ def rows(sizes: Sizes) -> Iterator[tuple[str, Counted]]:
     yield "Block, converted, delayed FP8", count(converted, recipe)
     yield "Block, converted, delayed FP8, measured", count(converted, recipe, measured=True)
     fused = step_of(chain(sizes), sizes)
+    around = around_blocks(convert=True)
+    yield "Around the blocks, eager", count(around_blocks(convert=False))
+    yield "Around the blocks, converted", count(around)
+    yield "Around the blocks, converted, delayed FP8", count(around, recipe)
     yield "MLP, eager", count(step_of(EagerMLP(sizes), sizes))
     yield "MLP, chain", count(fused)
     yield "MLP, chain, measured", count(fused, measured=True)
