@@ -4,9 +4,11 @@ python benchmarks/gpu_hour.py --minutes 14
 
 Each part is a process with a limit of its own. It writes its file while it runs; when it ends, or
 is ended, what it has written goes into ``gpu-hour.json``, and what a page can say of it into
-``gpu-hour.md``. A part for which too little time is left is skipped, and the file says so. Nothing
-is installed and nothing is fetched: opfuse, its plugins, torch, Triton and transformers must be
-there. Without a GPU everything runs on the CPU, tiny and with interpreted kernels, to try it.
+``gpu-hour.md``, over what is there. A part for which too little time is left is skipped, and the
+file says so. Where no command may last so long, ``--parts`` runs some, each time into a folder of
+its own. Nothing is installed and nothing is fetched: opfuse, its plugins, torch, Triton and
+transformers must be there. Without a GPU everything runs on the CPU, tiny and with interpreted
+kernels, to try it.
 """
 
 from __future__ import annotations
@@ -58,9 +60,12 @@ class Part(NamedTuple):
 
 def parts() -> list[Part]:
     """All parts, the first of which matters most."""
-    stored = json.loads((report.RESULTS / "h100-kernels.json").read_text(encoding="utf-8"))
     kernels = ["-m", "opfuse_triton", "gpu", "--report", "{out}", "--budget", "{seconds}", "--only"]
-    behind = [word for name in report.behind_in(stored) for word in ("--case", name)]
+    behind = [
+        word
+        for name in report.behind_in(report.stored("h100-kernels"))
+        for word in ("--case", name)
+    ]
     step = [str(ROOT / "benchmarks" / "gpu_step.py"), "--kernels", "--limit", "{seconds}"]
     sliced = [str(ROOT / "benchmarks" / "slices.py"), "--out", "{out}"]
     return [
@@ -188,6 +193,7 @@ def hour(
     until = now() + seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = about("gpu-hour", device) | {"seconds": seconds, "parts": []}
+    out = out.resolve()  # a part runs elsewhere
     out.mkdir(parents=True, exist_ok=True)
     for part in parts:
         left = min(part.limit, until - now())

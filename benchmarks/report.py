@@ -37,6 +37,11 @@ def load(path: str | pathlib.Path) -> Run:
     raise SystemExit(f"expected what python -m benchmarks --out FILE wrote, got {path}: {reason}")
 
 
+def stored(name: str) -> Run:
+    """What a file of ``benchmarks/results`` holds."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def runs_in(folder: pathlib.Path) -> dict[pathlib.Path, Run]:
     """The runs of a folder.
 
@@ -311,8 +316,9 @@ def written(runs: list[Run]) -> tuple[str, str]:
         "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in pairs)],
         "alone": alone([row for row in rows if row["id"] == "L3"]),
         "unknown": unknown(runs, rows),
-        **on_gpu(json.loads((RESULTS / "h100-kernels.json").read_text(encoding="utf-8"))),
-        "steps": of_step(json.loads((RESULTS / "h100-step.json").read_text(encoding="utf-8"))),
+        **on_gpu(stored("h100-kernels")),
+        "steps": of_step(stored("h100-step")),
+        "launches": launches_of(stored("h100-step-kernels")),
     }
     text = PAGE.read_text(encoding="utf-8")
     return text.format(**{name: "\n".join(lines) for name, lines in parts.items()}), digest(
@@ -414,6 +420,33 @@ def launches_of(run: dict[str, Any]) -> list[str]:
         more = f"; {events - named} more events, kernels or not, took {ms - taken:.1f} ms"
         lines.append(text + more * (events > named))
     return lines
+
+
+def ran_on_gpu() -> dict[str, list[str]]:
+    """What READMEs say of a GPU, by package; "" is that of the repository.
+
+    This is the one place for it: the stored runs. A test holds the READMEs to it.
+    """
+    timed, run = stored("h100-kernels"), stored("h100-step")
+    ran = f"ran on one {timed['host']['device'].split()[1]}"
+    plugins = sorted({row["plugin"] for row in timed["rows"]})
+    found: dict[str, list[str]] = {}
+    for name in plugins:
+        sizes = sizes_in(row for row in timed["rows"] if row["plugin"] == name)
+        shapes = "{odd} odd shapes and dtypes and {real} real shapes".format(**sizes)
+        found[f"opfuse-plugin-{name}"] = [f"{ran}, at {shapes}"]
+    rows = {row["way"]: row for row in run["rows"]}
+    speeds = {
+        way: f"{row.get('eager_ms', rows['eager']['ms']) / row['ms']:.2f} times"
+        for way, row in rows.items()
+    }
+    step = f"{speeds['converted']} as fast as in eager PyTorch"
+    found["opfuse-plugin-transformers"] = [f"training step of a converted Llama {ran}", step]
+    graph = rows["eager"]["graph_ms"] / rows["fp8"]["graph_ms"]
+    others = f"with Liger-Kernel {speeds['liger']}, and with `torch.compile` {speeds['compile']}"
+    in_fp8 = f"In FP8 it was {speeds['fp8']} as fast, and {graph:.2f} times in a CUDA graph"
+    found[""] = [f"{ran}. There a training step of a converted Llama was {step}, {others}", in_fp8]
+    return found
 
 
 def first(rows: list[Row], name: str, of: str, den: str) -> Row | None:

@@ -1,7 +1,7 @@
 """What runs in the next hour on a GPU, tried without one."""
 
 import json
-import subprocess
+import re
 import time
 
 import pytest
@@ -11,15 +11,13 @@ from checkout import ROOT
 import opfuse
 
 pytest.importorskip("opfuse_triton")
-from opfuse_triton.__main__ import gpu_command  # noqa: E402
-from opfuse_triton.recorded import case_lists, load_cases  # noqa: E402
+from opfuse_triton.__main__ import gpu_command
+from opfuse_triton.recorded import case_lists, load_cases
 
-from benchmarks import gpu_hour, gpu_step, report, slices  # noqa: E402
-from benchmarks.ledger import host  # noqa: E402
+from benchmarks import gpu_hour, gpu_step, report, slices
+from benchmarks.ledger import host
 
-RESULTS = ROOT / "benchmarks" / "results"
-STORED = json.loads((RESULTS / "h100-kernels.json").read_text(encoding="utf-8"))
-STEP = json.loads((RESULTS / "h100-step.json").read_text(encoding="utf-8"))
+STORED, STEP = report.stored("h100-kernels"), report.stored("h100-step")
 
 
 def test_only_functions_of_opfuse_count_wherever_the_environment_is(tmp_path):
@@ -112,7 +110,7 @@ def test_no_round_begins_when_the_time_is_over():
 
 
 @pytest.mark.filterwarnings("ignore:::transformers")
-def test_ways_share_weights_and_compute_the_same(no_plugins):
+def test_ways_share_weights_and_compute_the_same():
     pytest.importorskip("transformers")
     from transformers import masking_utils
 
@@ -266,10 +264,35 @@ def test_the_stored_results_give_the_lines_of_a_page():
     assert gpu_hour.odd_lines(STORED | {"left": {}})[0].startswith("- NVIDIA H100")
     assert len(gpu_hour.kernel_lines(STORED)) > 100 and "RoPE" in report.behind_in(STORED)
     assert any(line.startswith("| converted | 47.5") for line in report.of_step(STEP))
-    profile = json.loads((RESULTS / "h100-step-kernels.json").read_text(encoding="utf-8"))
-    (bf16, fp8), new = report.launches_of(profile), {"way": "eager", "ms": 2.0}
+    (bf16, fp8), new = (
+        report.launches_of(report.stored("h100-step-kernels")),
+        {"way": "eager", "ms": 2.0},
+    )
     assert "276 kernels" in bf16 and "690 more events" in bf16 and "310 kernels" in fp8
     new["kernels"] = [["all", 1.0, 2], ["one", 1.0, 2]]
     assert report.launches_of({"rows": [new]}) == [
         "- eager, a step of 2.0 ms: 2 kernels took 1.0 ms"
     ]
+
+
+# The READMEs
+
+
+def readme(package):
+    path = ROOT / "plugins" / package / "README.md" if package else ROOT / "README.md"
+    return " ".join(path.read_text(encoding="utf-8").replace("**", "").split())
+
+
+@pytest.mark.parametrize("package", report.ran_on_gpu())
+def test_a_readme_says_what_the_stored_runs_say_of_a_gpu(package):
+    text = readme(package)
+    for claim in report.ran_on_gpu()[package]:
+        assert claim in text, f"expected {claim!r}"
+    denied = re.findall(r"[^.]*(?:not run|never ran|never run|no run) on (?:a|any) GPU[^.]*", text)
+    assert not denied
+
+
+def test_no_other_readme_tells_of_shapes_on_a_gpu():
+    packages = {path.parent.name for path in (ROOT / "plugins").glob("*/README.md")}
+    others = packages - {*report.ran_on_gpu()}
+    assert others and not [name for name in others if "real shapes" in readme(name)]
