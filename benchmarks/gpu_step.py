@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import json
 import pathlib
 import random
@@ -34,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,6 +44,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 import opfuse  # noqa: E402
+from benchmarks import report  # noqa: E402
 from benchmarks.measure import failure, spread  # noqa: E402
 from benchmarks.record import about, begin_state, ended_state  # noqa: E402
 from opfuse.tuning.job import replace  # noqa: E402
@@ -221,6 +221,7 @@ def with_liger(model: Any) -> Callable[[], contextlib.AbstractContextManager[Any
 def captured(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """A step from a CUDA graph."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
@@ -332,20 +333,6 @@ def summary(way: str, rounds: list[list[Row]]) -> Row:
     }  # fmt: skip
 
 
-def lines(result: Row) -> Iterator[str]:
-    """The table that is printed."""
-    yield f"{'':18} {'ms':>8} {'speed':>6} {'Python':>7} {'MHz':>5} {'peak GB':>8} {'loss':>9}"
-    for row in result["rows"]:
-        if "ms" not in row or "loss" not in row:
-            yield f"{row['way']:18} {row['why']}"
-            continue
-        speed, peak = row["speed"] or float("nan"), row.get("peak_gb", float("nan"))
-        clock = f"{row['python_ms']:7.2f} {row['sm_mhz'] or '':>5} {peak:8.2f} {row['loss']:9.5f}"
-        yield f"{row['way']:18} {row['ms']:8.2f} {speed:6.3f} {clock} {row.get('why', '')}"
-        for name, ms, count in row.get("kernels", ())[:25]:
-            yield f"{ms:27.2f} ms {count:5}x {name[:70]}"
-
-
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -370,13 +357,11 @@ def main(arguments: list[str] | None = None) -> None:
         if asked.out:
             replace(asked.out, base | found)
 
-    rounds = functools.partial(rounds_of, kernels=asked.kernels, seed=asked.seed)
-    left = lambda: end - time.monotonic()  # noqa: E731
-    print(
-        "\n".join(
-            lines(rounds(Bench(sizes, device), asked.ways.split(","), asked.rounds, left, keep))
-        )
-    )
+    found = rounds_of(
+        Bench(sizes, device), asked.ways.split(","), asked.rounds, lambda: end - time.monotonic(),
+        keep, kernels=asked.kernels, seed=asked.seed,
+    )  # fmt: skip
+    print("\n".join([*report.of_step(found), "", *report.launches_of(found)]))
 
 
 if __name__ == "__main__":

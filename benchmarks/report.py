@@ -389,15 +389,19 @@ def sizes_in(rows: Iterable[Row]) -> dict[str, int]:
 
 def of_step(run: dict[str, Any]) -> list[str]:
     """The table of a training step on a GPU."""
-    lines = ["| | ms | speed | in a graph | peak GB | loss |", "|---|---|---|---|---|---|"]
+    shown = {"Python ms": "python_ms", "MHz": "sm_mhz"}  # of runs that have them
+    shown = {title: of for title, of in shown.items() if any(of in row for row in run["rows"])}
+    titles = "ms", "speed", "in a graph", *shown, "peak GB", "loss"
+    lines = [f"| | {' | '.join(titles)} |", f"|{'---|' * (len(titles) + 1)}"]
     rows = {row["way"]: row for row in run["rows"]}
     for way, row in rows.items():
         if "ms" not in row:
-            lines.append(f"| {way} | {row['why']} | | | | |")
+            lines.append(f"| {way} | {row['why']} |{' |' * (len(titles) - 1)}")
         elif not way.endswith("-graph"):
             speed = row.get("speed") or row.get("eager_ms", run["rows"][0]["ms"]) / row["ms"]
             graph = row.get("graph_ms") or rows.get(f"{way}-graph", {}).get("ms")
             cells = [f"{row['ms']:.1f}", f"{speed:.2f}", f"{graph:.1f}" if graph else ""]
+            cells += [f"{row[of]:.1f}" if row.get(of) else "" for of in shown.values()]
             cells += [f"{row['peak_gb']:.2f}" if "peak_gb" in row else "", f"{row['loss']:.4f}"]
             lines.append(f"| {' | '.join([way, *cells])} |")
     return lines

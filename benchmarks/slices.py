@@ -49,13 +49,10 @@ Call = Callable[[], torch.Tensor]
 
 def products(left: torch.Tensor, right: torch.Tensor) -> dict[str, Call]:
     """PyTorch's functions for a product of codes with one scale each."""
-    one, kind = torch.ones((), device=left.device), F.ScalingType.TensorWise
-    scales, dtype = (one, kind, one, kind), torch.bfloat16
-    older = {"scale_a": one, "scale_b": one, "out_dtype": dtype, "use_fast_accum": True}
+    one, kind, dtype = torch.ones((), device=left.device), F.ScalingType.TensorWise, torch.bfloat16
+    older = {"scale_a": one, "scale_b": one, "out_dtype": dtype}
     return {
-        "scaled_mm": lambda: F.scaled_mm(
-            left, right.t(), *scales, output_dtype=dtype, use_fast_accum=True
-        ),
+        "scaled_mm": lambda: F.scaled_mm(left, right.t(), one, kind, one, kind, output_dtype=dtype),
         "_scaled_mm": lambda: torch._scaled_mm(left, right.t(), **older),
     }
 

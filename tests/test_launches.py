@@ -84,6 +84,17 @@ def test_a_block_launches_no_more_than_eager_pytorch():
     assert eager["mm"] == converted["mm"] + converted["addmm"] == 21
 
 
+def test_a_model_launches_no_more_than_eager_pytorch_around_its_blocks():
+    pytest.importorskip("transformers")
+    pytest.importorskip("opfuse_transformers")
+    eager, converted = (
+        launches.count(launches.around_blocks(convert=way)) for way in (False, True)
+    )
+    assert not eager.triton and converted.triton["loss_kernel"] == 1
+    assert eager.torch["mm"] == converted.torch["mm"] == 3  # of the head
+    assert all_of(converted).total() < all_of(eager).total()
+
+
 def test_under_delayed_fp8_a_chain_launches_no_more_than_eager_pytorch(eager, chain):
     """Each weight is cast by one kernel, as are two tensors that nothing else casts."""
     found = launches.count(chain, opfuse_fp8.DelayedScaling())
