@@ -345,8 +345,8 @@ def test_no_part_begins_after_the_deadline():
         (["odd"], ["scale", "later"]),
         (["odd", ["later"]], ["later"]),
         (["real", ["scale"]], ["scale: rows=3 features=40"]),
-        (["", ["later"]], ["later", "later: rows=3 features=40"]),
-        (["", ["unknown"]], []),
+        ([None, ["later"]], ["later", "later: rows=3 features=40"]),
+        ([None, ["unknown"]], []),
     ],
 )
 @interpreted
@@ -445,7 +445,7 @@ def test_compiling_ahead_fills_the_cache_of_what_runs_later(tmp_path):
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     target = json.dumps(dataclasses.asdict(TARGETS[90]))
-    command = [sys.executable, "-m", "opfuse_triton.gpu.ahead", target, '["", []]', "0", "1", "gpu_toys:SOUND"]  # fmt: skip
+    command = [sys.executable, "-m", "opfuse_triton.gpu.ahead", target, '[null, []]', "0", "1", "gpu_toys:SOUND"]  # fmt: skip
     subprocess.run(command, env=environ, check=True, timeout=200)
     assert len(list(tmp_path.rglob("scale_kernel.cubin"))) >= 3  # its candidates
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import pathlib
 import sys
 import textwrap
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
 from .machine import is_interpreting
 
-_PATH = click.Path(path_type=pathlib.Path)
+_PATH = click.Path(path_type=Path)
 
 
 @click.group()
@@ -27,7 +27,7 @@ def main() -> None:
 @click.option("--report", type=_PATH, help="Write a report, as JSON.")
 @click.option("--verify", type=_PATH, help="Compile nothing: compare a report with the sources.")
 def check_command(
-    plugin: str | None, candidates: bool, report: pathlib.Path | None, verify: pathlib.Path | None
+    plugin: str | None, candidates: bool, report: Path | None, verify: Path | None
 ) -> None:
     """Compile what PLUGIN launches for every target: registers, spills, instructions, accesses.
 
@@ -67,11 +67,7 @@ def check_command(
 @main.command("gpu")
 @click.argument("plugin", required=False)
 @click.option(
-    "--budget",
-    type=click.FloatRange(min=60),
-    default=300,
-    show_default=True,
-    help="Seconds, at most.",
+    "--budget", type=click.FloatRange(60), default=300, show_default=True, help="Seconds, at most."
 )
 @click.option(
     "--report", type=_PATH, default="gpu.json", show_default=True, help="Written after each part."
@@ -79,17 +75,10 @@ def check_command(
 @click.option(
     "--tables", type=_PATH, help="Folder of the fastest configurations; default: the report's."
 )
-@click.option(
-    "--only", type=click.Choice(["odd", "real"]), help="Only the odd shapes, or the real."
-)
+@click.option("--only", type=click.Choice(["odd", "real"]), help="Only the shapes of this kind.")
 @click.option("--case", "cases", multiple=True, help="Only the cases of this name; repeatable.")
 def gpu_command(
-    plugin: str | None,
-    budget: float,
-    report: pathlib.Path,
-    tables: pathlib.Path | None,
-    only: str | None,
-    cases: tuple[str, ...],
+    plugin: str | None, budget: float, report: Path, tables: Path | None, **wanted: Any
 ) -> None:
     """Compare and time every kernel case of PLUGIN, or of all plugins, on this GPU.
 
@@ -100,9 +89,8 @@ def gpu_command(
     """
     import torch
 
-    if importlib.util.find_spec("triton") is None or not (
-        torch.cuda.is_available() or is_interpreting()
-    ):
+    has_device = torch.cuda.is_available() or is_interpreting()
+    if importlib.util.find_spec("triton") is None or not has_device:
         raise click.ClickException("opfuse_triton gpu needs Triton and a GPU that torch can use")
     from opfuse.core.tuning_table import file_name, kernels_path
     from opfuse.tuning.job import replace
@@ -121,7 +109,7 @@ def gpu_command(
 
     try:
         winners.write(table, ())  # what cannot be written is told before, not after
-        found = session(plugin, budget, keep, Wanted(only or "", cases))
+        found = session(plugin, budget, keep, Wanted(**wanted))
     except (ValueError, ImportError, AttributeError, OSError) as error:
         raise click.ClickException(" ".join(str(error).split())) from error
     for line in lines(found):

@@ -74,7 +74,6 @@ def judge(case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, Tenso
         return "it has no twin to be compared with"
     rounded = several(twin(**_copies(inputs)))
     truth = _in_fp64(twin, inputs) or rounded
-    gemm = bool(case.gemms)
     for name, got, own, true in zip(names, runs[0], rounded, truth, strict=True):
         rounds = got.dtype.is_floating_point and not case.exact
         if rounds and _are_powers_of_2(got) and _are_powers_of_2(own):  # scales are codes, too
@@ -90,7 +89,7 @@ def judge(case: KernelCase, shape: Mapping[str, int], inputs: Mapping[str, Tenso
             if differing > most or far > farthest:
                 of = f"{differing} of {got.numel()} codes, by up to {steps.max():.0f} steps"
                 return f"{name} differs from its twin in {of}"
-        elif wrong := difference(got, true, rounded=own, dtype=got.dtype, gemm=gemm):
+        elif wrong := difference(got, true, rounded=own, dtype=got.dtype, gemm=bool(case.gemms)):
             return f"{name} {wrong}"
     return ""
 

@@ -18,6 +18,7 @@ from .timing import Clock, bound
 from .winners import entry, speed_entry
 
 Row = dict[str, Any]
+Shape = Mapping[str, int]
 Given = TypeVar("Given")
 GAIN = 1.02
 """How many times as fast as the default a configuration must be, to be put into a table."""
@@ -38,7 +39,7 @@ class Part(NamedTuple):
 
     name: str
     case: KernelCase
-    shape: Mapping[str, int] | None = None
+    shape: Shape | None = None
     compiled: bool = False
 
 
@@ -46,17 +47,17 @@ class Wanted(NamedTuple):
     """What of all parts is asked for.
 
     Attributes:
-        only: ``"odd"``: the odd shapes; ``"real"``: the real ones; ``""``: both.
+        only: ``"odd"``: the odd shapes; ``"real"``: the real ones; None: both.
         cases: Names of cases; none: all of them.
     """
 
-    only: str = ""
+    only: str | None = None
     cases: Sequence[str] = ()
 
     def takes(self, case: KernelCase, odd: bool) -> bool:
         """Whether a case is asked for, at odd or at real shapes."""
         named = not self.cases or case.name in self.cases
-        return named and self.only in ("", "odd" if odd else "real")
+        return named and self.only in (None, "odd" if odd else "real")
 
 
 EVERYTHING = Wanted()
@@ -83,7 +84,7 @@ def parts(cases: Sequence[KernelCase], on_gpu: bool, wanted: Wanted = EVERYTHING
     return found + [part for _, part in sorted(last, key=lambda one: one[0])]
 
 
-def variants(case: KernelCase) -> Iterator[tuple[str, Mapping[str, int], torch.dtype, int]]:
+def variants(case: KernelCase) -> Iterator[tuple[str, Shape, torch.dtype, int]]:
     """Where a case is judged besides the real shapes: name, shape, dtype, and offset."""
     for dtype in case.dtypes:
         for offset in (0, 1):
@@ -111,7 +112,7 @@ def judge_variants(case: KernelCase, clock: Clock, deadline: float, tell: Tell) 
     return row
 
 
-def _judged(case: KernelCase, shape: Mapping[str, int], clock: Clock, *how: Any) -> str:
+def _judged(case: KernelCase, shape: Shape, clock: Clock, *how: Any) -> str:
     """Return what is wrong with a case, or with running it; ``how``: dtype and offset of inputs."""
     return _or_why(lambda: judge(case, shape, case.inputs(shape, clock.device, *how)))
 
@@ -129,12 +130,7 @@ def _or_why(call: Callable[[], Given]) -> Given | str:
 
 
 def measure(
-    plugin: str,
-    case: KernelCase,
-    shape: Mapping[str, int],
-    clock: Clock,
-    deadline: float,
-    tell: Tell,
+    plugin: str, case: KernelCase, shape: Shape, clock: Clock, deadline: float, tell: Tell
 ) -> Row:
     """Judge and time a case at a real shape.
 
@@ -183,7 +179,7 @@ def measure(
     return row
 
 
-def measure_compiled(case: KernelCase, shape: Mapping[str, int], clock: Clock) -> Row:
+def measure_compiled(case: KernelCase, shape: Shape, clock: Clock) -> Row:
     """Time ``torch.compile`` of the separate operations.
 
     Returns:
@@ -195,7 +191,7 @@ def measure_compiled(case: KernelCase, shape: Mapping[str, int], clock: Clock) -
     return {"compiled": _or_why(lambda: clock.seconds(bound(call, sets))), "wrong": []}
 
 
-def _sets(case: KernelCase, shape: Mapping[str, int], clock: Clock) -> list[dict[str, Any]]:
+def _sets(case: KernelCase, shape: Shape, clock: Clock) -> list[dict[str, Any]]:
     """Sets of inputs that do not fit into the cache together."""
     nbytes = sum(operand.nbytes for operand in case.tensors(**shape).values())
     return [case.inputs(shape, clock.device) for _ in range(clock.sets(nbytes))]
@@ -209,7 +205,7 @@ def _speed(row: Row) -> float | None:
 
 
 def _recorded(
-    case: KernelCase, shape: Mapping[str, int], clock: Clock
+    case: KernelCase, shape: Shape, clock: Clock
 ) -> tuple[CaseRun, dict[Any, list[Mapping[str, Any]]]]:
     """The launches of a case, and the facts with which each kernel was asked to configure."""
     questions: list[tuple[Any, Mapping[str, Any]]] = []
@@ -227,7 +223,7 @@ def _recorded(
 
 def _fastest(
     case: KernelCase,
-    shape: Mapping[str, int],
+    shape: Shape,
     clock: Clock,
     kernel: Any,
     facts: Mapping[str, Any],
@@ -259,19 +255,19 @@ def _fastest(
             tried.append({"config": config, "seconds": seconds})
             if isinstance(seconds, float) and seconds * GAIN < usual:
                 taken.append((seconds, config))
-    faults: list[str] = []
-    for seconds, config in sorted(taken, key=lambda one: one[0]):
-        with kernel.pinned(config):
+    faults, found = list[str](), (usual, default)
+    for one in sorted(taken, key=lambda one: one[0]):
+        with kernel.pinned(one[1]):
             fault = _judged(case, shape, clock)
         if not fault:
-            found = {"config": config, "seconds": seconds, "faults": faults}
-            return {**found, "default": default, "tried": tried}
-        faults.append(f"{kernel.name} with {settings_as_text(config)}: {fault}")
-    found = {"config": default, "seconds": usual, "faults": faults}
-    return {**found, "default": default, "tried": tried} if len(possible) > 1 else {}
+            found = one
+            break
+        faults.append(f"{kernel.name} with {settings_as_text(one[1])}: {fault}")
+    best = {"config": found[1], "seconds": found[0], "faults": faults, "default": default}
+    return best | {"tried": tried} if len(possible) > 1 else {}
 
 
-def _separate(case: KernelCase, shape: Mapping[str, int]) -> Callable[..., Any] | None:
+def _separate(case: KernelCase, shape: Shape) -> Callable[..., Any] | None:
     """The separate operations, if they can run: instead, a case may count their bytes."""
     counts = case.separate and isinstance(case.separate(**case.inputs(shape)), int)
     return None if counts else case.separate

@@ -83,8 +83,7 @@ def session(
     began = now()
     lists = case_lists(plugin)
     cases = {name: load_cases(where) for name, where in lists.items()}
-    turns = {name: min(case.turn for case in of_plugin) for name, of_plugin in cases.items()}
-    order = sorted(lists, key=lambda name: (turns[name], name))
+    order = sorted(lists, key=lambda name: (min(case.turn for case in cases[name]), name))
     report: Row = {"host": host(), "budget": budget, "rows": [], "ended": [], "seconds": 0.0}
     report["plugins"] = dict.fromkeys(order, 0.0)
     report["left"] = {
@@ -164,8 +163,7 @@ class _Workers:
                     self.keep(self.report)
             read = len(lines)
             if ended:
-                code = process.returncode
-                return (part, f"exit status {code}") if code else ("", "")
+                return part, f"exit status {process.returncode}" if process.returncode else ""
             if self.now() - last > self.silence or self.now() > until:
                 process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it

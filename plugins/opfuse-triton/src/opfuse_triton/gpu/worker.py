@@ -51,8 +51,7 @@ def run(
             row = measure_compiled(part.case, part.shape, clock)
         else:
             row = measure(plugin, part.case, part.shape, clock, deadline, tell)
-        took = time.monotonic() - began
-        write(row | {"part": part.name, "plugin": plugin, "took": took})
+        write(row | {"part": part.name, "plugin": plugin, "took": time.monotonic() - began})
 
 
 def main(plugin: str, where: str, out: str, seconds: str, *wanted: str) -> None:
