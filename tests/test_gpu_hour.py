@@ -110,14 +110,22 @@ def test_no_round_begins_when_the_time_is_over():
     assert "| other | no time |" in text and "| half | 5." in text
 
 
-@pytest.mark.filterwarnings("ignore:::transformers")
-def test_ways_share_weights_and_compute_the_same():
+@pytest.fixture
+def masking(monkeypatch):
+    """transformers' module of masks, as it is again afterwards."""
     pytest.importorskip("transformers")
-    from transformers import masking_utils
+    from transformers import masking_utils as module
 
-    kept = masking_utils.find_packed_sequence_indices
+    name = "find_packed_sequence_indices"
+    monkeypatch.setattr(module, name, getattr(module, name))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:::transformers")
+def test_ways_share_weights_and_compute_the_same(masking):
+    kept = masking.find_packed_sequence_indices
     bench = gpu_step.Bench(gpu_step.TINY, torch.device("cpu"))
-    assert masking_utils.find_packed_sequence_indices is not kept
+    assert masking.find_packed_sequence_indices is not kept  # it would wait for a GPU
     before = [param.clone() for param in bench.model.parameters()]
     losses = {}
     for name in ("eager", "converted"):
@@ -129,17 +137,41 @@ def test_ways_share_weights_and_compute_the_same():
     params = list(bench.model.parameters())
     assert all(map(torch.equal, before, params)) and len(bench.optimizer.state) == len(params)
     assert bench.shared_bytes() > 3 * sum(param.nbytes for param in params)
-    masking_utils.find_packed_sequence_indices = kept
 
 
-def test_slices_are_compared_with_their_copies():
-    rows = [row for begin in (0, 1) for row in slices.compared(16, 96, begin, 32, 48)]
-    assert [row["product"] for row in rows] == ["scaled_mm", "_scaled_mm"] * 2
-    for row in rows:
-        assert row["same"] and row["wrong_by"] < 0.01 and row["speed"] > 0, row
-    refused = list(slices.compared(16, 40, 0, 33, 48))
-    text = "\n".join(slices.lines([*rows, *refused]))
-    assert text.count("| yes |") == 4 + sum("us" in row for row in refused)
+@pytest.mark.filterwarnings("ignore:::transformers")
+def test_the_script_of_the_step_writes_what_a_page_reads(masking, tmp_path, capsys):
+    gpu_step.main(["--ways", "eager,unknown-graph", "--rounds", "1", "--kernels", "--out", str(tmp_path / "step.json")])  # fmt: skip
+    found = json.loads((tmp_path / "step.json").read_text())
+    (eager, graph), sizes = found["rows"], gpu_step.Sizes(**found["sizes"])
+    assert sizes == gpu_step.TINY and "RuntimeError" in graph["why"]
+    assert eager["turns"] == len(found["rounds"]) == 2 and eager["kernels"] == [["all", 0.0, 0]]
+    text = "\n".join(gpu_hour.step_lines(found))
+    assert "| eager | " in text and text in capsys.readouterr().out
+
+
+def test_slices_are_compared_with_their_copies_in_a_part_of_the_hour(tmp_path):
+    """The part as it is, in a process of its own."""
+    (part,) = [part for part in gpu_hour.parts() if part.name == "slices"]
+    (row,) = gpu_hour.hour([part], 600, tmp_path)["parts"]
+    assert row["state"] == "done", row
+    rows = row["result"]["rows"]
+    assert [each["product"] for each in rows] == ["scaled_mm", "_scaled_mm"] * len(slices.TINY)
+    for each in rows:
+        assert each["same"] and each["wrong_by"] < 0.01 and each["speed"] > 0, each
+    text = (tmp_path / "gpu-hour.md").read_text()
+    assert text.startswith("## slices: done") and text.count("| yes |") == len(rows)
+
+
+def test_a_slice_that_pytorch_refuses_says_why(monkeypatch):
+    def refused():
+        raise RuntimeError("a row must begin | at 16 bytes")
+
+    monkeypatch.setattr(slices, "products", lambda left, right: {"scaled_mm": refused})
+    (row,) = slices.compared(16, 96, 1, 32, 48)
+    assert row["why"] == "RuntimeError: a row must begin | at 16 bytes" and "us" not in row
+    *_, line = slices.lines([row])
+    assert line.endswith("| RuntimeError: a row must begin / at 16 bytes |")
 
 
 # The hour
