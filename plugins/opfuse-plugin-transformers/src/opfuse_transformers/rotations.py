@@ -157,7 +157,7 @@ class Rotary:
             return None
         if (cos.shape, cos.dtype) != (sin.shape, sin.dtype) or cos.ndim != turn.ndim - 1:
             return None
-        if any([a not in (1, b) for a, b in zip(cos.shape, lead, strict=False)]):
+        if any([a not in (1, b) for a, b in zip(cos.shape[:-1], lead, strict=False)]):
             return None
         if cos.requires_grad or sin.requires_grad:
             return None
