@@ -291,6 +291,57 @@ def test_a_name_that_stands_for_something_else_is_left_alone(models, monkeypatch
     assert not paths(opfuse.convert(models.make("llama")))
 
 
+class Gated(torch.nn.Module):
+    """Attention without its product: a gate that a chain replaces, and a rotation."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 8
+        self.gate, self.act = torch.nn.Linear(8, 8), torch.nn.SiLU()
+
+    def forward(self, x, cos, sin):
+        q = self.act(self.gate(x))
+        q, k = llama(q, x, cos, sin)
+        return q + k
+
+
+def test_a_forward_with_other_chains_has_both(ran):
+    module = Gated()
+    twin = copy.deepcopy(module)
+    report = opfuse.convert(twin)
+    assert next(row.ops for row in report.converted)[:2] == ("BasicLinear", "Bias")
+    x, cos, sin = torch.randn(2, 3, 5, 8, requires_grad=True), *torch.randn(2, 2, 5, 8)
+    results = []
+    for each in (module, twin):
+        y = each(x, cos, sin)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *each.parameters()])])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert len(ran) == 1 and opfuse.converted(twin) == {"": ""}
+
+
+COUNTED = 0
+
+
+def test_a_forward_that_sets_globals_is_left_alone(models):
+    class Counting(type(models.make("llama").model.layers[0].self_attn)):
+        def forward(self, q, k, cos, sin):
+            global COUNTED
+            COUNTED += 1
+            return llama(q, k, cos, sin)
+
+    assert not rotations.Rotations(Counting(models.make("llama").config, 0)).found
+
+
+def test_transforms_of_functions_run_the_function(ran):
+    rotary = rotations.Rotary(llama)
+    q, k, cos, sin = *torch.randn(2, 3, 1, 4, 5, 8), *torch.randn(2, 1, 5, 8)
+    mapped = torch.vmap(lambda q, k: rotary.call([], q, k, cos, sin))(q, k)
+    for got, expected in zip(mapped, llama(q[:, 0], k[:, 0], cos, sin), strict=True):
+        torch.testing.assert_close(got[:, 0], expected)
+    assert not ran
+
+
 def test_a_renamed_function_keeps_its_defaults_and_variables():
     number = 5
 

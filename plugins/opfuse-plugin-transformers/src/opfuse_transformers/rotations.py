@@ -8,6 +8,8 @@ rotation. While a forward that calls one runs, its name stands for a chain.
 
 from __future__ import annotations
 
+import dataclasses
+import dis
 import functools
 import inspect
 import itertools
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from opfuse_convert import Conversion
 from opfuse_convert.grammar import Place, Reader, Unreadable, function_places
+from opfuse_convert.site import Site
 from torch import Tensor, fx, nn
 
 from opfuse import Environment, Sequential
@@ -28,6 +31,8 @@ from opfuse.core.plugins import manager
 from opfuse.core.settings import current
 from opfuse.ops import ApplyRoPE, SwapExtraInput
 from opfuse.ops.rope import Rotation, rotated
+
+from . import chunks
 
 _ORDINARY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -150,6 +155,8 @@ class Rotary:
     ) -> Any:
         """The result of the chain; None: the function runs."""
         if any([type(x) is not Tensor for x in (*given, cos, sin)]):
+            return None
+        if torch._C._are_functorch_transforms_active():
             return None
         x, lead = given[0], _lead(given[0], turn)
         dtype = self._dtypes.get((x.dtype, cos.dtype))
@@ -334,6 +341,8 @@ class Rotations:
         self.seen: list[Any] = []
         if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
             return
+        if any(_sets_globals(forward.__code__)):  # it would set those of another function
+            return
         names = forward.__globals__
         for name in dict.fromkeys(forward.__code__.co_names):
             function = names.get(name)
@@ -353,9 +362,23 @@ class Rotations:
 
     def run(self, module: Any, args: Any, kwargs: Any) -> Any:
         """The forward of a module's class, in which the names of the functions stand for chains."""
+        return self.within(self._forward)(module, *args, **kwargs)
+
+    def within(self, forward: Any) -> Any:
+        """A forward in which the names of the functions stand for chains, for one call."""
         self.seen = seen = []
         names = {name: functools.partial(one.call, seen) for name, one in self.found.items()}
-        return renamed(self._forward, names)(module, *args, **kwargs)
+        return renamed(forward, names)
+
+
+def _sets_globals(code: types.CodeType) -> Iterator[bool]:
+    yield any(
+        "_GLOBAL" in each.opname and "LOAD" not in each.opname
+        for each in dis.get_instructions(code)
+    )
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _sets_globals(inner)
 
 
 def renamed(function: Any, names: Mapping[str, Any]) -> Any:
@@ -379,10 +402,28 @@ def _size_of(module: nn.Module) -> int:
 
 
 def build(module: Any, env: Environment) -> Conversion:
-    """The chains of the rotations, and the forward in which their names stand for these."""
-    call = _Call(Rotations(module))
-    first, *others = call.rotations.chains(_size_of(module))
-    return Conversion(first, (), call, also=others, places=call.rotations.places)
+    """The chains of the rotations, and the forward in which their names stand for these.
+
+    If a chain can replace other statements of the forward, that is in it, too.
+    """
+    rotations, made = Rotations(module), chunks.build(module, env)
+    first, *others = rotations.chains(_size_of(module))
+    site = made.call if isinstance(made, Conversion) else None
+    if isinstance(site, Site):
+        site.forward = _around(rotations, site.forward)
+        places = [*made.places, *rotations.places]
+        return dataclasses.replace(made, places=places, also=[first, *others])
+    return Conversion(first, (), _Call(rotations), places=rotations.places, also=others)
+
+
+def _around(rotations: Rotations, forward: Any) -> Any:
+    @functools.wraps(forward)
+    def rotating(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(module, *args, **kwargs)
+        return rotations.within(forward)(module, *args, **kwargs)
+
+    return rotating
 
 
 class _Call:
