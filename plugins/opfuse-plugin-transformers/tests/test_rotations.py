@@ -93,7 +93,7 @@ def cohere(q, k, cos, sin, unsqueeze_dim=1):
 def pairs(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     q_a, q_b = q.chunk(2, dim=-1)
-    k_a, k_b = k.chunk(2, dim=-1)
+    k_a, k_b = torch.chunk(k, 2, dim=-1)
     turned = torch.cat((q_a * cos - q_b * sin, q_b * cos + q_a * sin), -1)
     return turned, torch.cat((k_a * cos - k_b * sin, k_b * cos + k_a * sin), -1)
 

@@ -235,7 +235,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 _CALLS = {
     *(operator.add, operator.sub, operator.mul, operator.neg, operator.getitem, operator.floordiv),
-    *(torch.add, torch.sub, torch.mul, torch.neg, torch.cat, torch.stack, getattr),
+    *(torch.add, torch.sub, torch.mul, torch.neg, torch.cat, torch.chunk, torch.stack, getattr),
 }
 _METHODS = frozenset(
     "add chunk flatten float mul neg repeat_interleave size sub to type_as unsqueeze".split()
