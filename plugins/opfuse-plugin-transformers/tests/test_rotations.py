@@ -36,14 +36,14 @@ def fused():
 def ran(monkeypatch):
     """The chains that ran, by their first op."""
     found = []
-    one = rotations.Rotary._is_fused
+    one = rotations.Rotary.call
 
-    def is_fused(self, chain, *values):
-        fused = one(self, chain, *values)
-        found.extend([chain[0]] * fused)
-        return fused
+    def call(self, seen, *args, **kwargs):
+        result = one(self, seen, *args, **kwargs)
+        found.extend(chain[0] for chain in seen[len(seen) - 1 :])
+        return result
 
-    monkeypatch.setattr(rotations.Rotary, "_is_fused", is_fused)
+    monkeypatch.setattr(rotations.Rotary, "call", call)
     return found
 
 

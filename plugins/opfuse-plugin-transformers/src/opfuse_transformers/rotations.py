@@ -86,7 +86,7 @@ class Rotary:
             self.turns = dict(self._recognised())
             self._dtypes = dict(self._results()) if self.turns else {}
         self._chains: dict[Any, Any] = {}
-        self._fused: dict[Any, bool] = {}
+        self._known: dict[Any, Any] = {}
 
     @property
     def is_known(self) -> bool:
@@ -143,24 +143,45 @@ class Rotary:
             *args: The arguments.
             **kwargs: Those by name.
         """
-        ndim = args[0].ndim if args and type(args[0]) is Tensor else 0
-        turn = self.turns.get(_way(len(args), kwargs, ndim)) if ndim else None
-        found = None
-        if turn is not None:
-            found = self._rotated(turn, args[: turn.count], *args[turn.count :], seen)
-        return self.function(*args, **kwargs) if found is None else found
+        ready = self._ready(args, kwargs)
+        if ready is None:
+            return self.function(*args, **kwargs)
+        turn, dtype, chain = ready
+        *given, cos, sin = args
+        cos, sin, _ = turn.of(cos, sin)
+        # keys come in, and queries are swapped in for them
+        *others, first = [x.to(dtype).movedim(turn.heads, -2) for x in given]
+        seen.append(chain)
+        found = [y.movedim(-2, turn.heads) for y in _tuple(chain(first, cos, sin, *others))]
+        return tuple(found) if turn.count == 2 else found[0]
 
-    def _rotated(
-        self, turn: Turn, given: Sequence[Any], cos: Any, sin: Any, seen: list[Any]
-    ) -> Any:
-        """The result of the chain; None: the function runs."""
-        if any([type(x) is not Tensor for x in (*given, cos, sin)]):
+    def _ready(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What :meth:`_prepared` gives, remembered for arguments of these shapes and dtypes."""
+        if len(args) < 3 or any([type(x) is not Tensor for x in args]):
+            return None
+        if any([type(x) is not int for x in kwargs.values()]):
             return None
         if torch._C._are_functorch_transforms_active():
             return None
-        x, lead = given[0], _lead(given[0], turn)
+        facts = tuple([(x.shape, x.dtype, x.requires_grad) for x in args])
+        of = args[0].device
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(of.type), current.values
+        key = facts, (*kwargs.items(),), of, modes, manager.generation
+        if key not in self._known:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[key] = self._prepared(args, kwargs)
+        return self._known.get(key)
+
+    def _prepared(self, args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
+        """What a call computes, its dtype, and the chain for it; None: the function runs."""
+        x, *_, cos, sin = args
+        turn = self.turns.get(_way(len(args), kwargs, x.ndim))
         dtype = self._dtypes.get((x.dtype, cos.dtype))
-        if dtype is None or any([(y.dtype, _lead(y, turn)) != (x.dtype, lead) for y in given]):
+        if turn is None or dtype is None:
+            return None
+        lead, given = _lead(x, turn), args[: turn.count]
+        if any([(y.dtype, _lead(y, turn)) != (x.dtype, lead) for y in given]):
             return None
         if (cos.shape, cos.dtype) != (sin.shape, sin.dtype) or cos.ndim != turn.ndim - 1:
             return None
@@ -171,14 +192,11 @@ class Rotary:
         cos, sin, width = turn.of(cos, sin)
         if width % 2 or width > lead[-1] or (width < lead[-1] and not turn.is_partial):
             return None
-        rows = [y.to(dtype).movedim(turn.heads, -2) for y in given]
-        # keys come in, and queries are swapped in for them
-        chain, values = self.chain(turn, lead[-1], width), (rows[-1], cos, sin, *rows[:-1])
-        if not self._is_fused(chain, *values):
-            return None
-        seen.append(chain)
-        found = [y.movedim(-2, turn.heads) for y in _tuple(chain(*values))]
-        return tuple(found) if turn.count == 2 else found[0]
+        chain = self.chain(turn, lead[-1], width)
+        *others, first = [y.to(dtype).movedim(turn.heads, -2) for y in given]
+        plan = plan_of(chain, first, cos, sin, *others)
+        is_fused = plan is not None and len(plan.forward) == 1
+        return (turn, dtype, chain) if is_fused else None
 
     def chain(self, turn: Turn, size: int, width: int) -> Any:
         """The chain for heads of a size, of which so many features turn."""
@@ -193,33 +211,10 @@ class Rotary:
             self._chains[key] = Sequential(*turning[:-1])
         return self._chains[key]
 
-    def _is_fused(self, chain: Any, *values: Tensor) -> bool:
-        """Whether a plugin computes a whole chain for values like these."""
-        x = values[0]
-        facts = [(each.shape, each.stride(), each.requires_grad) for each in values]
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), x.dtype
-        key = (
-            id(chain),
-            current.values,
-            manager.generation,
-            x.device,
-            values[1].dtype,
-            modes,
-            *facts,
-        )
-        found = self._fused.get(key)
-        if found is None:
-            if len(self._fused) >= _MOST:
-                self._fused.clear()
-            plan = plan_of(chain, *values)
-            self._fused[key] = found = plan is not None and len(plan.forward) == 1
-        return found
 
-
-def _way(count: int, kwargs: Mapping[str, Any], ndim: int) -> Any:
-    """The key of a way to call a function; None: it is not a known one."""
-    is_known = all([type(value) is int for value in kwargs.values()])
-    return (count, (*kwargs.items(),), ndim) if is_known else None
+def _way(count: int, kwargs: Mapping[str, Any], ndim: int) -> tuple[Any, ...]:
+    """The key of a way to call a function."""
+    return count, (*kwargs.items(),), ndim
 
 
 def _lead(x: Tensor, turn: Turn) -> tuple[int, ...]:
