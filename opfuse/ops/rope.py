@@ -13,7 +13,7 @@ from ..core.precision import wide
 from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, check_size, expected, shows
 
 Turns = tuple[Tensor, Tensor]
-"""Cosine and sine of each pair, ``(..., rotary_dim / 2)``."""
+"""Cosine and sine of each pair, ``(..., rotary_dim / 2)``, or of each feature."""
 
 
 class Rotation(NamedTuple):
@@ -60,7 +60,7 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
         if given[0] is None:
             return None, [()], of_extras
         cos, sin = self._turns(given, ctx.rotation, grad_output.dtype)
-        return rotated(grad_output, cos, -sin, ctx.rotation), [()], of_extras
+        return rotated(grad_output, cos, sin, ctx.rotation, back=True), [()], of_extras
 
 
 class RoPE(_Rotary):
@@ -129,8 +129,9 @@ class ApplyRoPE(_Rotary):
     """:class:`RoPE` with the cosines and sines given, as ``transformers`` passes them to layers.
 
     Takes ``(..., heads, head_dim)`` and two extra inputs, ``cos`` and ``sin``, whose last dimension
-    is ``rotary_dim`` (both numbers of a pair have the same, as ``transformers`` lays them out) or
-    half of it, and whose others fit the dimensions before the heads, or are broadcast to them.
+    is ``rotary_dim`` (one for each feature, as ``transformers`` lays them out) or half of it (one
+    for each pair), and whose others fit the dimensions before the heads, or are broadcast to them.
+    A pair ``(a, b)`` becomes ``(a cos_a - b sin_a, b cos_b + a sin_b)``.
     Computes in the widest dtype of the three, in fp32 for half precision, and gives the dtype of
     the input. ``cos`` and ``sin`` get no gradient. ``transformers`` rounds each product in half
     precision; this op rounds once.
@@ -172,13 +173,8 @@ class ApplyRoPE(_Rotary):
 
     @staticmethod
     def _turns(given: Sequence[Tensor], rotation: Rotation, dtype: torch.dtype) -> Turns:
-        count = rotation.rotary_dim // 2
-        found = []
-        for of_rows in given:
-            if of_rows.shape[-1] != count:
-                of_rows = of_rows[..., ::2] if rotation.interleaved else of_rows[..., :count]
-            found.append(of_rows.to(wide(of_rows.dtype)))
-        return found[0], found[1]
+        cos, sin = [table.to(wide(table.dtype)) for table in given]
+        return cos, sin
 
 
 def _check_fits(op: object, name: str, shape: torch.Size, input_: Tensor) -> None:
@@ -192,23 +188,36 @@ def _check_fits(op: object, name: str, shape: torch.Size, input_: Tensor) -> Non
         raise ValueError(expected(op, what, tuple(shape)))
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
-    """Each pair ``(a, b)`` as ``(a cos - b sin, b cos + a sin)``, in the dtype of ``x``.
+def rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation, *, back: bool = False
+) -> Tensor:
+    """Each pair ``(a, b)`` as ``(a cos_a - b sin_a, b cos_b + a sin_b)``, in the dtype of ``x``.
 
     Args:
         x: ``(..., heads, head_dim)``.
-        cos: ``(..., rotary_dim / 2)``, without the heads, in fp32 or wider.
+        cos: ``(..., rotary_dim / 2)``, one for a pair, or ``(..., rotary_dim)``, one for a feature,
+            without the heads, in fp32 or wider.
         sin: As ``cos``.
         rotation: The pairing of features.
+        back: Multiply by the transposed matrix, as the gradient is.
     """
     count, dtype = rotation.rotary_dim, torch.promote_types(wide(x.dtype), cos.dtype)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turned = x[..., :count].to(dtype)
-    if rotation.interleaved:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        y = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    else:
-        a, b = turned[..., : count // 2], turned[..., count // 2 :]
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    a, b = _pairs(x[..., :count].to(dtype), rotation)
+    (cos_a, cos_b), (sin_a, sin_b) = [
+        _pairs(table.unsqueeze(-2), rotation)
+        if table.shape[-1] == count
+        else (table.unsqueeze(-2),) * 2
+        for table in (cos, sin)
+    ]
+    if back:
+        sin_a, sin_b = -sin_b, -sin_a
+    pairs = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    y = torch.stack(pairs, -1).flatten(-2) if rotation.interleaved else torch.cat(pairs, -1)
     y = y.to(x.dtype)
     return y if count == x.shape[-1] else torch.cat((y, x[..., count:]), -1)
+
+
+def _pairs(x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """The first and the second numbers of the pairs of features."""
+    half = rotation.rotary_dim // 2
+    return (x[..., ::2], x[..., 1::2]) if rotation.interleaved else (x[..., :half], x[..., half:])

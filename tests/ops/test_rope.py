@@ -103,6 +103,23 @@ def test_as_the_rotation_of_llama():
     torch.testing.assert_close(ops.RoPE(DIM)(x, positions), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_whole_tables_may_differ_within_a_pair(kind, near):
+    x, _ = draw((2, 5), (2, 5))
+    count, woven = kind.get("rotary_dim", DIM), kind.get("interleaved")
+    cos, sin = torch.randn(2, 2, 5, count, dtype=torch.float64)
+    turned = x[..., :count]
+    if woven:
+        other = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        other = torch.cat((-turned[..., count // 2 :], turned[..., : count // 2]), -1)
+    turned = turned * cos.unsqueeze(-2) + other * sin.unsqueeze(-2)
+    expected = torch.cat((turned, x[..., count:]), -1)
+    y, dy = apply(kind)(x, cos, sin), torch.randn_like(expected)
+    near(y, expected)
+    near(torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(expected, x, dy)[0])
+
+
 def test_positions_and_tables_are_shared_by_their_names():
     x, positions = draw((5,), (5,))
     first, second = (ops.RoPE(DIM).set_extra_input_name(0, "positions") for _ in range(2))

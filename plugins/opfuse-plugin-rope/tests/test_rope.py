@@ -74,10 +74,8 @@ def angles(shape, kind, tables, whole=True):
     if not tables:
         return [positions.to(DEVICE)]
     count = kind.get("rotary_dim", DIM)
-    angle = torch.randn(*shape, count // 2, generator=generator)
-    if whole:
-        woven = kind.get("interleaved")
-        angle = angle.repeat_interleave(2, -1) if woven else torch.cat((angle, angle), -1)
+    # in whole tables the two numbers of a pair differ
+    angle = torch.randn(*shape, count if whole else count // 2, generator=generator)
     return [angle.cos().to(DEVICE), angle.sin().to(DEVICE)]
 
 

@@ -41,6 +41,7 @@ class Conversion:
             its forward by one that calls its own with local parameters. The chain replaces that.
         function: The function that the chain is for, if that is not the forward of the class, but
             among those of the module's own (:func:`opfuse_convert.functions_of`).
+        also: Further chains that ``call`` runs, without parameters; the report names their ops.
 
     Raises:
         TypeError: ``chain`` is not a :class:`opfuse.Sequential`, or ``call`` is not a function.
@@ -56,6 +57,7 @@ class Conversion:
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     function: Any = None
+    also: Sequence[nn.Sequential] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.chain, nn.Sequential):

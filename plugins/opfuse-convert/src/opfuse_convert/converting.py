@@ -155,7 +155,9 @@ class Candidates:
                 continue
             made = self._built(name, module, converter)
             if isinstance(made, Conversion):
-                ops = tuple(op_class(op).__name__ for op in made.chain)
+                ops = tuple(
+                    op_class(op).__name__ for each in (made.chain, *made.also) for op in each
+                )
                 row = Converted(name, cls.__name__, ops, converter.name, plugin and plugin[0])
                 self.converted.append(row)
                 self.made[module] = ConvertedForward(converter, plugin, made)

@@ -74,9 +74,8 @@ def _by(run: Any, what: _What) -> Callable[..., tuple[Tensor, ...]]:
     """A case by the kernels or by their twins."""
 
     def compute(cos: Tensor, sin: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
-        step = 2 if what.interleaved else 1
         half = cos.shape[-1] // 2
-        angles = Angles(cos, sin, None, 1, cos.shape[0], half, what.interleaved, step)
+        angles = Angles(cos, sin, None, 1, cos.shape[0], half, what.interleaved, True)
         heads = [
             Heads(
                 *(given[side], given[side].dtype, what.norm, given.get(f"{side}_weight")),
@@ -104,19 +103,17 @@ def _separate(what: _What) -> Callable[..., tuple[Tensor, ...]]:
     def compute(cos: Tensor, sin: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
         half = cos.shape[-1] // 2
         rotation = Rotation(0.0, what.interleaved, 2 * half)
-        pairs = slice(0, None, 2) if what.interleaved else slice(0, half)
         made: list[Tensor | None] = []
         for side in what.sides:
             x, weight = given[side], given.get(f"{side}_weight")
-            of_side = cos[..., pairs], sin[..., pairs]
             if what.norm and not what.back:
                 x, _, _, rstd = norm_twins.forward(
                     x, None, weight, None, 1e-6, norm, None, False, True
                 )
-                made += [rotated(x, *of_side, rotation), rstd]
+                made += [rotated(x, cos, sin, rotation), rstd]
                 continue
             dy = given[f"{side}_dy"] if what.norm else x
-            dy = rotated(dy, of_side[0], -of_side[1] if what.back else of_side[1], rotation)
+            dy = rotated(dy, cos, sin, rotation, back=what.back)
             if not what.norm:
                 made.append(dy)
                 continue

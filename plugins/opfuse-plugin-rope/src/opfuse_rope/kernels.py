@@ -55,20 +55,25 @@ def _store_pairs(
 @triton.jit
 def _angles(
     cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride,
-    HALF: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cosine and sine of each pair: read, or of positions times frequencies."""
+    """Cosines and sines of both numbers of each pair: read, or of positions times frequencies."""
     row = token // inner % period
     pair = tl.arange(0, BLOCK)[None, :]
-    if frequencies_ptr is None:
-        at, inside = row * stride + pair * STEP, some & (pair < HALF)
+    if frequencies_ptr is None and WHOLE:
+        cos, cos_b = _pairs(cos_ptr, row * stride, some, HALF, INTERLEAVED, BLOCK)
+        sin, sin_b = _pairs(sin_ptr, row * stride, some, HALF, INTERLEAVED, BLOCK)
+    elif frequencies_ptr is None:
+        at, inside = row * stride + pair, some & (pair < HALF)
         cos = tl.load(cos_ptr + at, inside, other=0.0).to(tl.float32)
         sin = tl.load(sin_ptr + at, inside, other=0.0).to(tl.float32)
+        cos_b, sin_b = cos, sin
     else:
         position = tl.load(cos_ptr + row, some, other=0).to(tl.float32)
         angle = position * tl.load(frequencies_ptr + pair, pair < HALF, other=0.0)
         cos, sin = tl.cos(angle), tl.sin(angle)
-    return cos, sin
+        cos_b, sin_b = cos, sin
+    return cos, sin, cos_b, sin_b
 
 
 @triton.jit
@@ -88,7 +93,8 @@ def _scale(
 
 @triton.jit
 def _rotate(
-    x_ptr, y_ptr, weight_ptr, rstd_ptr, token, some, group, heads, by_token, by_head, eps, cos, sin,
+    x_ptr, y_ptr, weight_ptr, rstd_ptr, token, some, group, heads, by_token, by_head, eps,
+    cos, sin, cos_b, sin_b,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, MOVES: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -125,7 +131,7 @@ def _rotate(
                 if weight_ptr is not None:
                     rest *= of_rest
         turned = a * cos - b * sin
-        _store_pairs(y_ptr, to, turned, b * cos + a * sin, inside, HALF, INTERLEAVED, BLOCK)
+        _store_pairs(y_ptr, to, turned, b * cos_b + a * sin_b, inside, HALF, INTERLEAVED, BLOCK)
         if MOVES:
             tl.store(
                 y_ptr + to + column, rest.to(y_ptr.dtype.element_ty), inside & (column < DIM)
@@ -140,28 +146,29 @@ def rope_kernel(
     Q_NORM: tl.constexpr, Q_ZERO_CENTERED: tl.constexpr, Q_MOVES: tl.constexpr,
     K_NORM: tl.constexpr, K_ZERO_CENTERED: tl.constexpr, K_MOVES: tl.constexpr,
     BACK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Queries and keys, normalized if there is a norm, and rotated; with ``BACK``, rotated back."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     some = token < tokens
-    cos, sin = _angles(
-        cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride, HALF, STEP, BLOCK
+    cos, sin, cos_b, sin_b = _angles(
+        cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride,
+        HALF, INTERLEAVED, WHOLE, BLOCK,
     )  # fmt: skip
     if BACK:
-        sin = -sin
+        sin, sin_b = -sin_b, -sin
     group, groups = tl.program_id(1), tl.cdiv(q_heads, HEADS)
     if group < groups:
         _rotate(
             q_ptr, q_out_ptr, q_weight_ptr, q_rstd_ptr, token, some, group, q_heads,
-            q_by_token, q_by_head, q_eps, cos, sin,
+            q_by_token, q_by_head, q_eps, cos, sin, cos_b, sin_b,
             Q_NORM, Q_ZERO_CENTERED, Q_MOVES, DIM, HALF, INTERLEAVED, HEADS, BLOCK, REST,
         )  # fmt: skip
     elif k_ptr is not None:
         _rotate(
             k_ptr, k_out_ptr, k_weight_ptr, k_rstd_ptr, token, some, group - groups, k_heads,
-            k_by_token, k_by_head, k_eps, cos, sin,
+            k_by_token, k_by_head, k_eps, cos, sin, cos_b, sin_b,
             K_NORM, K_ZERO_CENTERED, K_MOVES, DIM, HALF, INTERLEAVED, HEADS, BLOCK, REST,
         )  # fmt: skip
 
@@ -169,7 +176,7 @@ def rope_kernel(
 @triton.jit
 def _gradient(
     dy_ptr, x_ptr, dx_ptr, weight_ptr, rstd_ptr, sums_ptr, token, some, group, heads,
-    by_token, by_head, cos, sin,
+    by_token, by_head, cos, sin, cos_b, sin_b,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -188,7 +195,7 @@ def _gradient(
         inside = some & (head < heads)
         to = (token * heads + head) * DIM
         dy_a, dy_b = _pairs(dy_ptr, to, inside, HALF, INTERLEAVED, BLOCK)
-        a, b = dy_a * cos + dy_b * sin, dy_b * cos - dy_a * sin
+        a, b = dy_a * cos + dy_b * sin_b, dy_b * cos_b - dy_a * sin
         if 2 * HALF < DIM:
             there = inside & (column < DIM)
             rest = tl.load(dy_ptr + to + column, there, other=0.0).to(tl.float32)
@@ -240,26 +247,27 @@ def rope_norm_backward_kernel(
     cos_ptr, sin_ptr, frequencies_ptr, tokens, inner, period, stride,
     Q_NORM: tl.constexpr, Q_ZERO_CENTERED: tl.constexpr,
     K_NORM: tl.constexpr, K_ZERO_CENTERED: tl.constexpr,
-    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, STEP: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The gradients of queries and keys before their norms, and sums for those of the weights."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     some = token < tokens
-    cos, sin = _angles(
-        cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride, HALF, STEP, BLOCK
+    cos, sin, cos_b, sin_b = _angles(
+        cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride,
+        HALF, INTERLEAVED, WHOLE, BLOCK,
     )  # fmt: skip
     group, groups = tl.program_id(1), tl.cdiv(q_heads, HEADS)
     if group < groups:
         _gradient(
             q_dy_ptr, q_ptr, q_dx_ptr, q_weight_ptr, q_rstd_ptr, q_sums_ptr, token, some, group,
-            q_heads, q_by_token, q_by_head, cos, sin,
+            q_heads, q_by_token, q_by_head, cos, sin, cos_b, sin_b,
             Q_NORM, Q_ZERO_CENTERED, DIM, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK, REST,
         )  # fmt: skip
     elif k_dy_ptr is not None:
         _gradient(
             k_dy_ptr, k_ptr, k_dx_ptr, k_weight_ptr, k_rstd_ptr, k_sums_ptr, token, some,
-            group - groups, k_heads, k_by_token, k_by_head, cos, sin,
+            group - groups, k_heads, k_by_token, k_by_head, cos, sin, cos_b, sin_b,
             K_NORM, K_ZERO_CENTERED, DIM, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK, REST,
         )  # fmt: skip
 
@@ -307,7 +315,7 @@ def _constants(given: Sequence[Heads], angles: Angles) -> dict[str, Any]:
         "DIM": first.x.shape[-1],
         "HALF": angles.half,
         "INTERLEAVED": angles.interleaved,
-        "STEP": angles.step,
+        "WHOLE": angles.whole,
     }
 
 

@@ -77,7 +77,7 @@ class Angles(NamedTuple):
         period: Rows after which they begin again.
         half: Pairs of a head.
         interleaved: As for :class:`opfuse.ops.RoPE`.
-        step: Features of a table from one pair to the next.
+        whole: Whether tables have a number for each feature, and not for each pair.
     """
 
     cos: Tensor
@@ -87,7 +87,7 @@ class Angles(NamedTuple):
     period: int
     half: int
     interleaved: bool
-    step: int
+    whole: bool
 
     def arguments(self, tokens: int) -> tuple[Any, ...]:
         """The arguments of the kernels."""
@@ -137,14 +137,14 @@ def angles_of(
         frequencies: Called with the rotation and the device, for the frequencies.
     """
     tables, half = isinstance(op, ApplyRoPE), rotation.rotary_dim // 2
-    step = 1
+    whole = False
     if tables:
         if not all(type(t) in _PLAIN and t.dtype in DTYPES for t in given):
             return None
         cos, sin = given
         if cos.shape != sin.shape or cos.shape[-1:] not in ((half,), (2 * half,)):
             return None
-        step = 2 if rotation.interleaved and cos.shape[-1] == 2 * half else 1
+        whole = cos.shape[-1] == 2 * half
     shape = given[0].shape[:-1] if tables else given[0].shape
     if len(shape) > len(lead) or not half:
         return None
@@ -154,17 +154,17 @@ def angles_of(
         return None
     first, last = (own[0], own[-1] + 1) if own else (len(lead), len(lead))
     if any(padded[i] != lead[i] for i in range(first, last)):  # ones between others
-        whole = (*lead, *given[0].shape[-1:]) if tables else lead
-        given, first, last = [t.expand(whole) for t in given], 0, len(lead)
+        every = (*lead, *given[0].shape[-1:]) if tables else lead
+        given, first, last = [t.expand(every) for t in given], 0, len(lead)
     inner, period = lead[last:].numel(), lead[first:last].numel()
     if tables:
         given = [t.detach().reshape(-1, t.shape[-1]) for t in given]
         if given[0].stride() != given[1].stride() or given[0].stride(1) != 1:
             given = [t.contiguous() for t in given]
-        return Angles(given[0], given[1], None, inner, period, half, rotation.interleaved, step)
+        return Angles(given[0], given[1], None, inner, period, half, rotation.interleaved, whole)
     positions = given[0].reshape(-1).contiguous()
     found = frequencies(rotation, positions.device)
-    return Angles(positions, positions, found, inner, period, half, rotation.interleaved, 1)
+    return Angles(positions, positions, found, inner, period, half, rotation.interleaved, False)
 
 
 def frequencies_of(rotation: Any, device: torch.device) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from opfuse.ops.rope import Rotation, rotated
+
 from .layouts import Angles, Heads
 
 
@@ -94,17 +96,10 @@ def _turned(x: Tensor, angles: Angles, back: bool) -> Tensor:
     rows = torch.arange(lead.numel(), device=x.device) // angles.inner % angles.period
     dtype = _wide(x)
     if angles.frequencies is None:
-        pairs = slice(0, count, 2) if angles.step == 2 else slice(0, angles.half)
-        cos, sin = angles.cos[rows, pairs].to(dtype), angles.sin[rows, pairs].to(dtype)
+        cos, sin = angles.cos[rows].to(dtype), angles.sin[rows].to(dtype)
     else:
         angle = angles.cos[rows].to(dtype).unsqueeze(-1) * angles.frequencies.to(dtype)
         cos, sin = angle.cos(), angle.sin()
-    cos, sin = (t.view(*lead, 1, angles.half) for t in (cos, -sin if back else sin))
-    turned, rest = x[..., :count].to(dtype), x[..., count:].to(dtype)
-    if angles.interleaved:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        y = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    else:
-        a, b = turned[..., : angles.half], turned[..., angles.half :]
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-    return torch.cat((y, rest), -1)
+    cos, sin = (table.view(*lead, table.shape[-1]) for table in (cos, sin))
+    rotation = Rotation(0.0, angles.interleaved, count)
+    return rotated(x.to(dtype), cos, sin, rotation, back=back)

@@ -28,14 +28,15 @@ def opfuse_converters() -> list[Any]:
     """For attention, experts, LoRA, losses and log-probabilities, and forwards with chunks."""
     from opfuse_convert import ORDINARY, Converter
 
-    from . import attention, chunks, experts, head, lora, trl
+    from . import attention, chunks, experts, head, lora, rotations, trl
 
     return [
-        Converter(attention.is_attention, attention.build, "projections of attention"),
+        Converter(attention.is_attention, attention.build, "projections and rotation of attention"),
         Converter(experts.is_experts, experts.build, "experts"),
         Converter(trl.is_fused, trl.build, "log-probabilities for trl"),
         Converter(trl.is_trainer, trl.about, "trainer"),
         Converter(head.is_causal, head.build, "loss; logits when they are read"),
         Converter(lora.LINEAR, lora.build, "linear layer with LoRA"),
+        Converter(rotations.rotates, rotations.build, "rotation of queries and keys", -90),
         Converter(chunks.is_of_transformers, chunks.build, ORDINARY, -95),
     ]

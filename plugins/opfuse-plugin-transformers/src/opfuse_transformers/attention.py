@@ -5,7 +5,8 @@ is, on a stand-in for the module whose three projections return their parts of o
 The stand-in shares everything else with the module.
 
 Unless it is quantized, one product has been no faster than three on a CPU: the gradients of its
-parts are joined. So it runs only under a recipe, or where an option says so.
+parts are joined. So it runs only under a recipe, or where an option says so. The rotations of
+queries and keys are chains in any case, see :mod:`.rotations`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from opfuse.ops import ParallelLinear
 
 from . import standin
 from .parallel import splits
+from .rotations import UNFUSED, Rotations
 
 _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
@@ -62,9 +64,15 @@ def build(module: Any, env: Environment) -> Conversion | str:
         split(product, how)
         places = [place for leaf in leaves.values() for place in leaf.places]
     always = env.options.get("transformers.projections") == "joined"
-    call, separate = _AttentionCall(names, product.sizes, always), _AttentionSeparate(names)
+    rotations = Rotations(module)
+    call = _AttentionCall(names, product.sizes, always, rotations)
     shared = {} if how is None else dict.fromkeys(names, how)
-    return Conversion(Sequential(product), names, call, separate, places=places, splits=shared)
+    return Conversion(
+        *(Sequential(product), names, call, _AttentionSeparate(names)),
+        places=[*places, *rotations.places],
+        splits=shared,
+        also=rotations.chains(module.head_dim) if hasattr(module, "head_dim") else (),
+    )
 
 
 def _own(module: nn.Module) -> Any:
@@ -90,19 +98,28 @@ class _AttentionCall:
 
     why = _apart = ""
 
-    def __init__(self, names: tuple[str, ...], sizes: Sequence[int], always: bool) -> None:
+    def __init__(
+        self, names: tuple[str, ...], sizes: Sequence[int], always: bool, rotations: Rotations
+    ) -> None:
         self._names, self._sizes, self._always = names, sizes, always
+        self._rotations = rotations
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
         self.why = self._apart
         if not self._always and current.recipe is None:
             self.why = "its projections are joined under a recipe alone"
+        rotates = bool(self._rotations.found) and not torch.compiler.is_compiling()
+        run = self._rotations.run if rotates else standin.forward
         if self.why:
-            return NotImplemented
+            if not rotates:
+                return NotImplemented
+            result = run(module, args, kwargs)
+            self.why = "" if self._rotations.seen else f"{self.why}, and {UNFUSED}"
+            return result
         shared = _Shared(chain, [module._modules[name] for name in self._names], self._sizes)
         parts = {name: _Projection(shared, number) for number, name in enumerate(self._names)}
-        result = standin.run(module, parts, {}, args, kwargs)
+        result = standin.run(module, parts, {}, args, kwargs, run)
         if shared.asked != {0, 1, 2}:
             self._apart = "its projections are not those of one tensor"
         return result

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from opfuse.core.authoring import op_class
 
 
+def forward(module: Any, args: Any, kwargs: Any) -> Any:
+    """Run the forward of a module's class."""
+    return op_class(module).forward(module, *args, **kwargs)
+
+
 def run(
-    module: Any, parts: dict[str, Any], attributes: dict[str, Any], args: Any, kwargs: Any
+    module: Any,
+    parts: dict[str, Any],
+    attributes: dict[str, Any],
+    args: Any,
+    kwargs: Any,
+    of_class: Callable[[Any, Any, Any], Any] = forward,
 ) -> Any:
     """The forward of a module's class, on an object of the class that shares the rest with it.
 
@@ -21,12 +32,13 @@ def run(
         attributes: Replacements of some of its attributes.
         args: The arguments of the call.
         kwargs: Those by name.
+        of_class: Runs the forward.
     """
     others = {**attributes, "_modules": {**module._modules, **parts}}
     before = {**vars(module), **others}
     twin = object.__new__(type(module))
     object.__setattr__(twin, "__dict__", {**before})
-    result = op_class(module).forward(twin, *args, **kwargs)
+    result = of_class(twin, args, kwargs)
     after = vars(twin)
     # the module itself may have been written to as well, by a hook of a child, say
     for key, value in after.items():

@@ -28,6 +28,8 @@ from opfuse.core.authoring import op_class, plan_of, wide
 from opfuse.ops import BasicLinear, Bias, TokenLogProb
 from opfuse.ops.token_log_prob import row_log_probs
 
+from .rotations import renamed
+
 OPTION = "transformers.log_probs"
 _HOME, _ADDS, _NAME = "trl.trainer.utils", "add_fused_lm_head", "_ChunkedLogProbFunction"
 _TAKES = (
@@ -230,10 +232,7 @@ class _Call:
         if self.why:
             return NotImplemented
         of, instead = self._function, types.SimpleNamespace(apply=functools.partial(self._of, run))
-        names = {**of.__globals__, _NAME: instead}
-        here = types.FunctionType(of.__code__, names, of.__name__, of.__defaults__, of.__closure__)
-        here.__kwdefaults__ = of.__kwdefaults__
-        return here(module, *args, **kwargs)
+        return renamed(of, {_NAME: instead})(module, *args, **kwargs)
 
     def _of(self, run: Any, *given: Any) -> Any:
         """What trl's function gives: by the chain, if that needs no logits."""

@@ -31,9 +31,9 @@ relu relu6 rms_norm selu sigmoid silu softmax softplus softsign tanh
 _METHODS = """
 abs add bfloat16 chunk clamp clamp_max clamp_min contiguous cos detach dim div double erf exp
 expand expand_as eq flatten float ge gt half le log lt masked_fill matmul max mean min movedim mul
-narrow ne neg new_ones new_zeros numel permute pow reciprocal repeat reshape rsqrt select sigmoid
-sign sin size softmax split sqrt square squeeze sub sum t tanh to transpose type_as unbind unflatten
-unsqueeze var view view_as where
+narrow ne neg new_ones new_zeros numel permute pow reciprocal repeat repeat_interleave reshape
+rsqrt select sigmoid sign sin size softmax split sqrt square squeeze sub sum t tanh to transpose
+type_as unbind unflatten unsqueeze var view view_as where
 """
 _MATH = """
 acos asin atan ceil cos erf exp floor fabs log log10 log2 pow sin sqrt tan tanh
