@@ -33,7 +33,7 @@ def test_finetune_llama_lowers_the_loss(options):
     first, last = map(float, found.groups())
     assert last < first - (0.3 if options == ("--lora",) else 1)
     ran, of = re.search(r"chains ran in (\d+) of (\d+)", result.stdout).groups()
-    assert int(ran) == int(of) - (0 if options == ("--lora",) else 2)  # both attentions
+    assert int(ran) == int(of) - 2  # both attentions
     # with adapters in the MLP, the sum before the norm leaves what could be a layer's chain
     norms_alone = options == ("--lora",)
     assert ("LlamaRMSNorm x 5" if norms_alone else "LlamaDecoderLayer x 2") in result.stdout

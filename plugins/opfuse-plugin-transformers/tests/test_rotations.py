@@ -36,14 +36,14 @@ def fused():
 def ran(monkeypatch):
     """The chains that ran, by their first op."""
     found = []
-    one = rotations.Rotary.call
+    one = rotations.Turning.call
 
     def call(self, seen, *args, **kwargs):
         result = one(self, seen, *args, **kwargs)
         found.extend(chain[0] for chain in seen[len(seen) - 1 :])
         return result
 
-    monkeypatch.setattr(rotations.Rotary, "call", call)
+    monkeypatch.setattr(rotations.Turning, "call", call)
     return found
 
 
@@ -124,6 +124,7 @@ KNOWN = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_functions_of_the_library_are_known_by_what_they_compute(function, dtype, ran):
     rotary = rotations.Rotary(function)
+    turning = rotations.Turning(rotary)
     count = 1 if function is one else 2
     turn = rotary.turns[2 + count, (), 4]
     assert (turn.heads, turn.interleaved, turn.tables, turn.is_partial) == KNOWN[function]
@@ -133,7 +134,7 @@ def test_functions_of_the_library_are_known_by_what_they_compute(function, dtype
         given = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(count)]
         tables = [torch.randn(2, 5, width).to(of_table) for _ in range(2)]
         results = []
-        for run in (lambda *args: rotary.call([], *args), function):
+        for run in (lambda *args: turning.call([], *args), function):
             ys = run(*given, *tables)
             ys = ys if isinstance(ys, tuple) else (ys,)
             dys = [torch.ones_like(y) for y in ys]
@@ -203,7 +204,7 @@ def test_what_computes_something_else_is_left_alone(function):
     ["more heads of keys", "one sequence of tables", "decoding", "trained", "wide", "too long"],
 )
 def test_calls_of_other_shapes(change, ran):
-    rotary, lead = rotations.Rotary(llama), (2, 5)
+    turning, lead = rotations.Turning(rotations.Rotary(llama)), (2, 5)
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)
     cos, sin = torch.randn(2, *lead, 8)
     if change == "one sequence of tables":
@@ -217,7 +218,7 @@ def test_calls_of_other_shapes(change, ran):
     elif change == "too long":
         q = q[:, :, :1]
     assert len(ran) == 0
-    for got, expected in zip(rotary.call([], q, k, cos, sin), llama(q, k, cos, sin), strict=True):
+    for got, expected in zip(turning.call([], q, k, cos, sin), llama(q, k, cos, sin), strict=True):
         torch.testing.assert_close(got, expected)
     assert len(ran) == (change in ("more heads of keys", "one sequence of tables", "decoding"))
 
@@ -334,9 +335,9 @@ def test_a_forward_that_sets_globals_is_left_alone(models):
 
 
 def test_transforms_of_functions_run_the_function(ran):
-    rotary = rotations.Rotary(llama)
+    turning = rotations.Turning(rotations.Rotary(llama))
     q, k, cos, sin = *torch.randn(2, 3, 1, 4, 5, 8), *torch.randn(2, 1, 5, 8)
-    mapped = torch.vmap(lambda q, k: rotary.call([], q, k, cos, sin))(q, k)
+    mapped = torch.vmap(lambda q, k: turning.call([], q, k, cos, sin))(q, k)
     for got, expected in zip(mapped, llama(q[:, 0], k[:, 0], cos, sin), strict=True):
         torch.testing.assert_close(got[:, 0], expected)
     assert not ran
@@ -352,11 +353,17 @@ def test_a_renamed_function_keeps_its_defaults_and_variables():
     assert (made(1), made(1, more=3), function(1)) == (108, 109, 9)
 
 
+def test_layers_have_chains_of_their_own(models):
+    twin = models.make("phi3")
+    opfuse.convert(twin)
+    first, second = (layer.self_attn._opfuse.chain for layer in twin.model.layers)
+    assert first is not second and first[0].name != second[0].name
+
+
 def test_no_plugin_fuses_them_and_the_report_says_so(models, ran):
-    model = models.make("llama")
+    model = models.make("phi3")
     twin = copy.deepcopy(model)
     opfuse.convert(twin)
     with opfuse.plugins.using("-rotating,-rope,-inductor"):
         models.step(twin)
-    why = opfuse.converted(twin)["model.layers.0.self_attn"]
-    assert why.endswith(rotations.UNFUSED) and not ran
+    assert opfuse.converted(twin)["model.layers.0.self_attn"] == rotations.UNFUSED and not ran

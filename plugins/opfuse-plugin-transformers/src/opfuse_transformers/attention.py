@@ -25,7 +25,7 @@ from opfuse.ops import ParallelLinear
 
 from . import standin
 from .parallel import splits
-from .rotations import UNFUSED, Rotations
+from .rotations import Rotations
 
 _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
@@ -115,7 +115,7 @@ class _AttentionCall:
             if not rotates:
                 return NotImplemented
             result = run(module, args, kwargs)
-            self.why = "" if self._rotations.seen else f"{self.why}, and {UNFUSED}"
+            self.why = "" if self._rotations.seen else self.why
             return result
         shared = _Shared(chain, [module._modules[name] for name in self._names], self._sizes)
         parts = {name: _Projection(shared, number) for number, name in enumerate(self._names)}

@@ -76,7 +76,9 @@ class Rotary:
 
     Attributes:
         turns: What it computes, by the ways to call it, see :func:`_way`; none: it is unknown.
-        places: What that depends on.
+        dtypes: The dtype of its results by those of what is rotated and of the tables. What is
+            rotated is cast to that before.
+        places: What all this depends on.
     """
 
     def __init__(self, function: types.FunctionType) -> None:
@@ -84,9 +86,7 @@ class Rotary:
         self.places: list[Place] = []
         with torch.no_grad(), torch.device("cpu"):
             self.turns = dict(self._recognised())
-            self._dtypes = dict(self._results()) if self.turns else {}
-        self._chains: dict[Any, Any] = {}
-        self._known: dict[Any, Any] = {}
+            self.dtypes = dict(self._results()) if self.turns else {}
 
     @property
     def is_known(self) -> bool:
@@ -121,10 +121,7 @@ class Rotary:
         return all(map(_is_plain, graph.nodes))
 
     def _results(self) -> Iterator[tuple[Any, torch.dtype]]:
-        """The dtype of its results by those of what is rotated and of the tables.
-
-        What is rotated is cast to that before. So it may only be a wider one.
-        """
+        """The dtypes, where they are no narrower than that of what is rotated."""
         (_, given, ndim), turn = next(iter(self.turns.items()))
         width = 4 if turn.tables == "pairs" else 8
         for of_x, of_table in itertools.product(_DTYPES, _DTYPES):
@@ -134,6 +131,19 @@ class Rotary:
             dtype = found[0].dtype
             if torch.promote_types(dtype, of_x) is dtype and found[-1].dtype is dtype:
                 yield (of_x, of_table), dtype
+
+
+class Turning:
+    """A function that rotates, in the forward of one module, with the chains for its calls.
+
+    Args:
+        rotary: What is known of the function.
+    """
+
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        self._chains: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
 
     def call(self, seen: list[Any], *args: Any, **kwargs: Any) -> Any:
         """What the function gives: by the chain, if a plugin fuses that.
@@ -145,7 +155,7 @@ class Rotary:
         """
         ready = self._ready(args, kwargs)
         if ready is None:
-            return self.function(*args, **kwargs)
+            return self._rotary.function(*args, **kwargs)
         turn, dtype, chain = ready
         *given, cos, sin = args
         cos, sin, _ = turn.of(cos, sin)
@@ -176,8 +186,8 @@ class Rotary:
     def _prepared(self, args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """What a call computes, its dtype, and the chain for it; None: the function runs."""
         x, *_, cos, sin = args
-        turn = self.turns.get(_way(len(args), kwargs, x.ndim))
-        dtype = self._dtypes.get((x.dtype, cos.dtype))
+        turn = self._rotary.turns.get(_way(len(args), kwargs, x.ndim))
+        dtype = self._rotary.dtypes.get((x.dtype, cos.dtype))
         if turn is None or dtype is None:
             return None
         lead, given = _lead(x, turn), args[: turn.count]
@@ -197,6 +207,10 @@ class Rotary:
         plan = plan_of(chain, first, cos, sin, *others)
         is_fused = plan is not None and len(plan.forward) == 1
         return (turn, dtype, chain) if is_fused else None
+
+    def first_chain(self, size: int) -> Any:
+        """The chain for heads of a size, all of which turn."""
+        return self.chain(next(iter(self._rotary.turns.values())), size, size)
 
     def chain(self, turn: Turn, size: int, width: int) -> Any:
         """The chain for heads of a size, of which so many features turn."""
@@ -332,7 +346,8 @@ class Rotations:
 
     def __init__(self, module: nn.Module) -> None:
         forward = op_class(module).forward
-        self._forward, self.found, self.places = forward, {}, []
+        self._forward, self.places = forward, []
+        self.found: dict[str, Turning] = {}
         self.seen: list[Any] = []
         if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
             return
@@ -346,14 +361,13 @@ class Rotations:
             if function not in _KNOWN or not _KNOWN[function].is_known:
                 _KNOWN[function] = Rotary(function)
             if _KNOWN[function].turns:
-                self.found[name] = _KNOWN[function]
+                self.found[name] = Turning(_KNOWN[function])
                 self.places += [Place(names, name, function, name), *_KNOWN[function].places]
         self.places += function_places(forward) if self.found else []
 
     def chains(self, size: int) -> list[Any]:
         """The chains for heads of a size."""
-        turns = [(one, next(iter(one.turns.values()))) for one in self.found.values()]
-        return [one.chain(turn, size, size) for one, turn in turns]
+        return [one.first_chain(size) for one in self.found.values()]
 
     def run(self, module: Any, args: Any, kwargs: Any) -> Any:
         """The forward of a module's class, in which the names of the functions stand for chains."""
