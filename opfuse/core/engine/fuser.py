@@ -219,18 +219,8 @@ class OperationFuser:
         device = _CPU if input.is_cpu else input.device
         if _any_autocast():
             autocast = _autocast_dtype(input, device)
-        settings = current.values
-        if _functorch_active() or forward_ad._current_level >= 0:
-            settings = _settings_of(input, tensors)
-        grads: tuple[bool, ...] | None = None
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            # an empty comprehension takes longer than this check
-            others = [t.requires_grad for t in tensors] if tensors else ()
-            grads = (input.requires_grad, *others)
-        key = _key(
-            grads, input.dtype, device, autocast, training, _deterministic(), False, kwargs,
-            extra_inputs, settings,
-        )  # fmt: skip
+        how = device, autocast, training, _deterministic(), False
+        key = _key(input, tensors, extra_inputs, kwargs, *how)
         last, program = self._last
         if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
             program = self._program(key, input, tensors[: len(self._params)])
@@ -303,15 +293,9 @@ class OperationFuser:
         for op in self._watching:
             op._refuse_late_parameters()
         tensors = [*self._read_params(), *extra_inputs]
-        settings = current.values
-        if _functorch_active() or forward_ad._current_level >= 0:
-            settings = _settings_of(input, tensors)
-        grads: tuple[bool, ...] | None = None
-        if torch.is_grad_enabled():
-            grads = (input.requires_grad, *[t.requires_grad for t in tensors])
         autocast = _autocast_dtype(input, input.device)
-        how = autocast, training, torch.are_deterministic_algorithms_enabled(), True
-        *key, _ = _key(grads, input.dtype, input.device, *how, kwargs, extra_inputs, None)
+        how = input.device, autocast, training, torch.are_deterministic_algorithms_enabled(), True
+        *key, settings = _key(input, tensors, extra_inputs, kwargs, *how)
         program = getattr(self, _plan_untraced(self, *settings, *key))
         return self._run_special(program, input, tensors, extra_inputs, kwargs)
 
@@ -347,22 +331,29 @@ class OperationFuser:
 
 
 def _key(
-    grads: tuple[bool, ...] | None,
-    dtype: torch.dtype,
+    input: Tensor,
+    tensors: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs | None,
     device: torch.device,
     autocast: torch.dtype | None,
     training: Sequence[bool],
     deterministic: bool,
     compiling: bool,
-    kwargs: Kwargs | None,
-    extra_inputs: Sequence[Tensor],
-    settings: Settings | None,
 ) -> tuple[Any, ...]:
     """The fields of :class:`Key`; a lookup needs only a plain tuple, which is faster."""
+    settings = current.values
+    if _functorch_active() or forward_ad._current_level >= 0:
+        settings = _settings_of(input, tensors)
+    grads: tuple[bool, ...] | None = None
+    if torch.is_grad_enabled() and (compiling or not torch.is_inference_mode_enabled()):
+        # an empty comprehension takes longer than this check
+        others = [t.requires_grad for t in tensors] if tensors else ()
+        grads = (input.requires_grad, *others)
     names = tuple([tuple(given) for given in kwargs]) if kwargs else None
     extras = tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None
     return (
-        grads, dtype, device, autocast, tuple(training), manager.generation,
+        grads, input.dtype, device, autocast, tuple(training), manager.generation,
         FusibleOperation.changes, deterministic, compiling, names, extras, settings,
     )  # fmt: skip
 
