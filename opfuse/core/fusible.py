@@ -394,7 +394,6 @@ _DECLARED: dict[str, Any] = {
     "differentiable": False,
     "keeps_rows": False,
     "casts_input": False,
-    "splits_backward": False,
     "takes_params": None,
     "batch_invariant": (),
 }

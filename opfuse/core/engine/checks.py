@@ -219,7 +219,6 @@ def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
             "a tuple of the gradients of its input, of the parameters and of the extra inputs of "
             "each op"
         ),
-        "fuser_backward_with_output": "a tuple of what fuser_backward gives and of its output",
     }
     raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
 

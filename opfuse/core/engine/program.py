@@ -10,11 +10,10 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..cast import Cast
 from ..fusible import declared
 from ..fusion import Fusion
 from ..op import BasicOperation
@@ -27,7 +26,7 @@ from .invariant import InParts
 from .measured import Facts
 from .plan import FusionPlan
 from .step import Step
-from .step_calls import InRange, WithCasts
+from .step_calls import InRange
 
 
 class PooledContext:
@@ -132,23 +131,6 @@ class SavedState:
         return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(open_ops))
 
 
-class Recompute(NamedTuple):
-    """How the input of an op is computed again instead of being kept.
-
-    Attributes:
-        start: First basic op of the fused op before it.
-        run: The ``fuser_recompute`` of that fused op.
-        place, position: Index of the input among the op's saved tensors, and among all of them.
-        cast: The cast to repeat, if it is a step of its own.
-    """
-
-    start: int
-    run: Callable[..., Any]
-    place: int
-    position: int
-    cast: Cast | None
-
-
 class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
@@ -214,7 +196,11 @@ class Program:
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
         self._set_outputs()
         self.saved = SavedState.of(chain, first_backward, undeclared)
-        self.recomputing = self._recomputing()
+        firsts, again = dict((i, first) for i, first, _ in self.saved.ranges), {}
+        for step in self.backward:
+            if (how := step.recompute) is not None:
+                again[step.start] = how._replace(position=firsts[step.start] + how.place)
+        self.recomputing = again
         left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
         self.leaves_more = self.has_extras or any(left)
         self.pool = self._new_pool(contexts)
@@ -261,7 +247,6 @@ class Program:
             steps = [copy.copy(step) for step in getattr(self, name)]
             for step in [step for step in steps if step.source]:
                 step.run = InRange(step, name, step.run)
-                step.with_output = step.with_output and InRange(step, name, step.with_output)
             setattr(twin, name, tuple(steps))
         return twin
 
@@ -302,24 +287,6 @@ class Program:
         default = BasicOperation.pre_fuser_forward
         pairs = [(op, of["requires_grad"]) for op, of in zip(self.chain.ops, contexts, strict=True)]
         return [pair for pair in pairs if type(pair[0]).pre_fuser_forward is not default]
-
-    def _recomputing(self) -> dict[int, Recompute]:
-        starts = {i: start for i, start, _ in self.saved.ranges}
-        fused = {step.start: step for step in self.forward if step.stop > step.start}
-        casts: dict[int, Any] = {s.start: s.matched[0] for s in self.forward if s.start == s.stop}
-        found = {}
-        for step in self.backward:
-            if (first := step.recompute) is not None:
-                place = declared(self.chain.ops[step.start], "saved_names").index("input")
-                before, cast = fused[first], casts.get(step.start)
-                run: Any = before.op.fuser_recompute
-                if self.chain.groups:
-                    run = Reported(run, self.chain, before)
-                if before.casts:
-                    run = WithCasts(run, before.matched)
-                position = starts[step.start] + place
-                found[step.start] = Recompute(first, run, place, position, cast)
-        return found
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
         # functions are the fusions of Transformer Engine: their ops may write anything

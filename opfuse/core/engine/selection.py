@@ -190,8 +190,6 @@ class _Finder:
             return
         for found in self._found(source):
             benefit = 0 if taken.overlapping(found) else self._benefit(found)
-            if getattr(source.fusion, "only_recomputes", False) and not isinstance(benefit, str):
-                benefit = self._spares_nothing(found, taken) or benefit
             if isinstance(benefit, str):
                 self.refuse(found, benefit)
             else:
@@ -199,19 +197,6 @@ class _Finder:
                 yield found
         if isinstance(source.fusion, Fusion):
             self._refuse_uncovered(source, source.fusion)
-
-    def _spares_nothing(self, step: Step, taken: Taken) -> str:
-        """Return why computing a step's output again would save no memory, or ``""``."""
-        if self.facts.assumed:
-            return ""
-        needs, behind = self.facts.needs, self.ops[step.stop : step.stop + 1]
-        keeping = ["input" in (declared(op, "saved_names") or ()) for op in behind]
-        if keeping != [True] or not any(needs.params[step.stop]):
-            return "no op after it keeps its output for the gradient of a parameter"
-        before = [t for t in taken if t.stop == step.start and t.passes != "backward"]
-        if any(getattr(t.source.fusion.build, "recomputes", False) for t in before):
-            return "the fusion before it computes its input again, which it would have to keep"
-        return ""
 
     def _found(self, source: FusionSource) -> Iterator[Step]:
         """The matches of a fusion: the ops with the casts of its pass, or the ops alone.

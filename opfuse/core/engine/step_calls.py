@@ -101,28 +101,6 @@ def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
     return run
 
 
-class TrackedCast:
-    """The forward step of a cast whose input may be computed again instead of being kept.
-
-    Args:
-        cast: The cast.
-        fused: The ``fuser_forward`` that replaces it alone, or None.
-    """
-
-    def __init__(self, cast: Cast, fused: Any = None) -> None:
-        self.__self__, self.__name__, self._fused = cast, "op_forward", fused
-
-    def __call__(self, ctx: Any, x: Any) -> Any:
-        """Cast it, and record input and result on the context of the op that asked for it."""
-        if self._fused is None:
-            made = self.__self__.op_forward(ctx, x)
-        else:
-            none = dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-            made, _ = self._fused((), x, basic_op_extra_inputs=(), basic_op_kwargs=(), **none)
-        ctx.cast_input = x, made
-        return made
-
-
 class InRange:
     """Wraps the method of a fused step in a range that ``torch.profiler`` shows.
 

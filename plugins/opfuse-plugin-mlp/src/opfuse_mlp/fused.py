@@ -313,7 +313,6 @@ JOINT = [
         priority=_LAST,
         name="recomputed norm",
         trades_time=True,
-        only_recomputes=True,
     ),
 ]
 
