@@ -25,7 +25,7 @@ from .chain import Chain
 from .invariant import InParts
 from .measured import Facts
 from .plan import FusionPlan
-from .step import Step
+from .step import Recompute, Step
 from .step_calls import InRange
 
 
@@ -196,11 +196,7 @@ class Program:
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
         self._set_outputs()
         self.saved = SavedState.of(chain, first_backward, undeclared)
-        firsts, again = dict((i, first) for i, first, _ in self.saved.ranges), {}
-        for step in self.backward:
-            if (how := step.recompute) is not None:
-                again[step.start] = how._replace(position=firsts[step.start] + how.place)
-        self.recomputing = again
+        self.recomputing = self._recomputing()
         left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
         self.leaves_more = self.has_extras or any(left)
         self.pool = self._new_pool(contexts)
@@ -287,6 +283,14 @@ class Program:
         default = BasicOperation.pre_fuser_forward
         pairs = [(op, of["requires_grad"]) for op, of in zip(self.chain.ops, contexts, strict=True)]
         return [pair for pair in pairs if type(pair[0]).pre_fuser_forward is not default]
+
+    def _recomputing(self) -> dict[int, Recompute]:
+        firsts = {i: first for i, first, _ in self.saved.ranges}
+        return {
+            step.start: how._replace(position=firsts[step.start] + how.place)
+            for step in self.backward
+            if (how := step.recompute) is not None
+        }
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
         # functions are the fusions of Transformer Engine: their ops may write anything
