@@ -27,7 +27,7 @@ from .agreement import Reported, begin_call
 from .chain import Chain
 from .execute import Kwargs, apply, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
-from .partition import Cut, cut, run_cut, run_parts
+from .partition import Partition, cut
 from .planner import Key, make_program, rows_of
 from .program import Program
 
@@ -70,7 +70,7 @@ class OperationFuser:
         self._units = [unit for unit in units if unit is not owner]
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | Cut | Blocks | None] = (None, None)  # no key is None
+        self._last: tuple[Any, Program | Partition | None] = (None, None)  # no key is None
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
@@ -212,7 +212,7 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor],
         training: Sequence[bool],
         kwargs: Kwargs | None,
-    ) -> Program | Cut | Blocks:
+    ) -> Program | Partition:
         """Return the program for a call: the last one, an earlier one, or a new one."""
         autocast = None
         # creating and comparing a device takes longer than this check
@@ -228,15 +228,15 @@ class OperationFuser:
 
     def _run_special(
         self,
-        program: Program | Cut | Blocks,
+        program: Program | Partition,
         input: Tensor,
         tensors: list[Tensor],
         extra_inputs: Sequence[Tensor],
         kwargs: Kwargs | None,
     ) -> Any:
         """Run a program that needs more than its steps."""
-        if isinstance(program, (Cut, Blocks)):
-            return run_parts(program, self, input, tensors, extra_inputs, kwargs)
+        if isinstance(program, Partition):
+            return program.run_with(tensors, self, input, extra_inputs, kwargs)
         program.check_lock()
         if self._chain.groups and not program.compiling:
             begin_call(program, input, extra_inputs)
@@ -271,7 +271,7 @@ class OperationFuser:
         checks.check_arguments(self._chain, input, extra_inputs)
         hooked = [bool(any(hook_dicts(unit))) for unit in self._units]
         name = _cut_untraced(self, FusibleOperation.changes, *hooked)
-        return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
+        return getattr(self, name).run(self, input, extra_inputs, kwargs)
 
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
         """Raise a clearer error than a kernel's if dtypes or devices do not match."""
@@ -303,13 +303,13 @@ class OperationFuser:
 
     def _program(
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
-    ) -> Program | Cut | Blocks:
+    ) -> Program | Partition:
         key = Key(*given)  # a lookup needs only a plain tuple, which is faster
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
             facts, programs = self._programs.get(key, ((), {}))
-            program: Program | Cut | Blocks | None = programs.get(rows_of(facts, input))
+            program: Program | Partition | None = programs.get(rows_of(facts, input))
             if program is None and any(why_apart(unit) for unit in self._units):
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
                 self._programs[key] = (), {(): program}
