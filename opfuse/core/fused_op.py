@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from .environment import Environment
 from .fusible import FusibleOperation
 from .op import BasicOperation, is_direct
-from .op_context import AllGrads, Extras, Outputs, asks_for_quantizers, in_channel, summed
+from .op_context import AllGrads, Extras, Outputs, in_channel, summed
 from .overwriting import may_write
 from .quantization import Quantizer
 
@@ -228,7 +228,7 @@ class FusedOperation(_Fixed, FusibleOperation):
         found: list[tuple[Any, Any, Any]] = []
         for op in self.basic_ops:
             plain = not (op.num_extra_inputs or op.num_extra_outputs)
-            forward = plain and is_direct(op, "forward") and not any(asks_for_quantizers(op))
+            forward = plain and is_direct(op, "forward")
             backward = plain and is_direct(op, "backward")
             passes: Any = op.op_forward if forward else None, op.op_backward if backward else None
             found.append((op, *passes))

@@ -526,8 +526,13 @@ class BasicOperation(FusibleOperation):
 
 
 def is_direct(op: Any, pass_name: str) -> bool:
-    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``."""
+    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``.
+
+    One that asks for quantizers gets them from ``fuser_forward``.
+    """
     method = f"fuser_{pass_name}"
     if not isinstance(op, BasicOperation) or method in vars(op):
+        return False
+    if pass_name == "forward" and any(asks_for_quantizers(op)):
         return False
     return getattr(type(op), method) is getattr(BasicOperation, method)

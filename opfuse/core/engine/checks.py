@@ -278,6 +278,6 @@ def forward_of(program: Program, index: int) -> str:
 
 def _by(program: Program, run: Any) -> str:
     """The name of an op in errors, with its origin."""
-    op = type(getattr(run, "__self__", None) or run.op).__name__
+    op = type(run.__self__).__name__
     steps = (*program.plan.forward, *program.plan.backward)
     return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
