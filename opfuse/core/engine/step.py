@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..cast import Cast
@@ -100,9 +99,3 @@ class Step:
     def passes(self) -> str:
         """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
         return str(self.source.passes) if self.source else "joint"
-
-    @property
-    def places(self) -> Iterator[tuple[str, int]]:
-        """The ops and edges that it covers, each with the pass."""
-        passes = ("forward", "backward") if self.passes == "joint" else (self.passes,)
-        return itertools.product(passes, range(self.begin, self.end))
