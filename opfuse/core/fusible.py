@@ -432,18 +432,6 @@ def declared(op: nn.Module, name: str) -> Any:
     return _DECLARED[name] if replaced else getattr(op, name)
 
 
-def numbers_of(op: Any) -> list[str]:
-    """Return those of an op's ``context_names`` that are numbers of the op, not of a call."""
-    found = []
-    for name in declared(op, "context_names"):
-        try:
-            value = op.context_value(name)
-        except AttributeError:
-            continue
-        found += [] if isinstance(value, Tensor) else [name]
-    return found
-
-
 class Engine(NamedTuple):
     """The parts of the engine that ops use, though it is imported after them.
 

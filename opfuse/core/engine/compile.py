@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cast import Cast
-from ..fusible import declared, numbers_of
+from ..fusible import declared
 from ..introspection import op_class
 from ..quantization import Quantizer
 from ..quantization.parameter import note_of
@@ -127,7 +128,16 @@ def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, Any, str]
     """The numbers of a fused step's ops that their backward, from op ``first`` on, reads."""
     places = range(max(step.start, first), step.stop if step.source else 0)  # an op sets its own
     ops = [(i, chain.ops[i]) for i in places]
-    return tuple([(i, op, name) for i, op in ops for name in numbers_of(op)])
+    named = [(i, op, name) for i, op in ops for name in declared(op, "context_names")]
+    return tuple([each for each in named if _is_number(*each[1:])])
+
+
+def _is_number(op: Any, name: str) -> bool:
+    """Return whether one of an op's ``context_names`` is a number of the op, not of a call."""
+    try:
+        return not isinstance(op.context_value(name), Tensor)
+    except AttributeError:
+        return False
 
 
 def _let_recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> None:
