@@ -18,27 +18,20 @@ from .program import Program
 # Arguments of a call
 
 
-def refuse_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> NoReturn:
-    """Say what is wrong with the arguments of a call."""
+def check_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> None:
+    """Refuse non-tensors, the wrong number of extra inputs, and a wrong width."""
     who, count = f"{chain.title} expected", len(chain.external_inputs)
     if len(extra_inputs) != count:
         wanting = ", ".join(chain.takers()) or "no op takes one"
         raise ValueError(f"{who} {count} extra inputs, got {len(extra_inputs)} ({wanting})")
     if not isinstance(input, Tensor):
         raise TypeError(f"{who} a tensor, got {type(input).__name__}")
-    if not all(isinstance(tensor, Tensor) for tensor in extra_inputs):
-        got = ", ".join(type(tensor).__name__ for tensor in extra_inputs)
+    if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
+        got = ", ".join([type(tensor).__name__ for tensor in extra_inputs])
         raise TypeError(f"{who} tensors as extra inputs, got {got}")
-    what = f"{chain.width} features in the last dimension, got shape {tuple(input.shape)}"
-    raise ValueError(f"{who} {what}")
-
-
-def check_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> None:
-    """Refuse non-tensors, the wrong number of extra inputs, and a wrong width."""
-    wrong = not isinstance(input, Tensor) or len(extra_inputs) != len(chain.external_inputs)
-    wrong = wrong or not all([isinstance(tensor, Tensor) for tensor in extra_inputs])
-    if wrong or (chain.width is not None and (not input.ndim or input.shape[-1] != chain.width)):
-        refuse_arguments(chain, input, extra_inputs)
+    if chain.width is not None and (not input.ndim or input.shape[-1] != chain.width):
+        what = f"{chain.width} features in the last dimension, got shape {tuple(input.shape)}"
+        raise ValueError(f"{who} {what}")
 
 
 def check_tensors(

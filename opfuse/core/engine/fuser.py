@@ -102,13 +102,8 @@ class OperationFuser:
 
     # The latest plan, in Transformer Engine's form
 
-    @property
-    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        return self._ops_of("forward")
-
-    @property
-    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        return self._ops_of("backward")[::-1]
+    _forward_ops = property(lambda self: self._ops_of("forward"))
+    _backward_ops = property(lambda self: self._ops_of("backward")[::-1])
 
     def _ops_of(self, pass_name: str) -> list[tuple[FusibleOperation, list[int]]]:
         steps = getattr(self._last[1], pass_name, ())
@@ -168,10 +163,10 @@ class OperationFuser:
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
-            checks.refuse_arguments(self._chain, input, extra_inputs)
+            checks.check_arguments(self._chain, input, extra_inputs)
         width = self._chain.width
         if width is not None and (not input.ndim or input.shape[-1] != width):
-            checks.refuse_arguments(self._chain, input, extra_inputs)
+            checks.check_arguments(self._chain, input, extra_inputs)
         for op in self._watching:
             op._refuse_late_parameters()
         tensors: list[Tensor] = []
@@ -186,7 +181,7 @@ class OperationFuser:
             tensors = self._read_params()
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
-                checks.refuse_arguments(self._chain, input, extra_inputs)
+                checks.check_arguments(self._chain, input, extra_inputs)
             tensors += extra_inputs
         return tensors
 

@@ -88,7 +88,9 @@ def _leave_more(
     if program.accumulating:
         func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
     if program.watcher is not None:
-        program.watcher(program, _per_op(program, ctxs, saved))
+        found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
+        found |= {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
+        program.watcher(program, found)
 
 
 def restore_more(
@@ -103,12 +105,6 @@ def restore_more(
         for index, ctx in func_ctx.left.items():
             vars(ctxs[index]).update(vars(ctx))
             ctxs[index].saved_tensors = tensors[slice(*ctx.saved_range)]
-
-
-def _per_op(program: Program, ctxs: Sequence[Any], saved: Sequence[Any]) -> dict[int, Any]:
-    """The saved tensors of each op."""
-    found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
-    return found | {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
 
 
 def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:

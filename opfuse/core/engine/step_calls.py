@@ -243,20 +243,13 @@ class Watched:
         contexts = ctxs if isinstance(ctxs, list) else [ctxs]
         backward = self.__name__.endswith("backward")
         first, kept, extra, name = _BACKWARD if backward else _FORWARD
-        if not (backward and contexts[-1].owns_grad_output):
-            yield from _plain(first, x)
-        for ctx in contexts:
-            for tensor in (ctx.saved_tensors or ()) if backward else ctx.params:
-                yield from _plain(kept, tensor)
-        for of_op in () if self._in_place else given.get(name, ()):
-            for tensor in of_op:
-                yield from _plain(extra, tensor)
-
-
-def _plain(what: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    for tensor in value.tensors() if isinstance(value, QuantizedTensor) else (value,):
-        if tensor is not None:
-            yield what, tensor
+        held = [] if backward and contexts[-1].owns_grad_output else [(first, [x])]
+        held += [(kept, ctx.saved_tensors if backward else ctx.params) for ctx in contexts]
+        held += [] if self._in_place else [(extra, of_op) for of_op in given.get(name, ())]
+        for what, values in held:
+            for value in values or ():
+                parts = value.tensors() if isinstance(value, QuantizedTensor) else (value,)
+                yield from [(what, tensor) for tensor in parts if tensor is not None]
 
 
 def _state(tensor: Tensor) -> tuple[int, Tensor]:
