@@ -1,7 +1,6 @@
 """What a fused op computes again instead of keeping it: what is saved, that the numbers stay, and where it is not done."""
 
 import itertools
-from typing import ClassVar
 
 import faulty
 import pytest
@@ -172,36 +171,7 @@ def test_who_recomputes_says_how(register):
         opfuse.Sequential(ops.GELU())(torch.ones(2))
 
 
-# The output again, together with the backward
-
-
-class Beside(Joint):
-    """The same, whose backward gives the output too; it counts which of the two ways was taken."""
-
-    taken: ClassVar = []
-
-    def again(self, x):
-        self.taken.append("alone")
-        return super().again(x)
-
-    def fuser_backward_with_output(self, basic_op_ctxs, grad_output, **given):
-        self.taken.append("beside")
-        y = Joint.again(self, basic_op_ctxs[0].saved_tensors[0])
-        return self.fuser_backward(basic_op_ctxs, grad_output, **given), y.to(grad_output.dtype)
-
-
-@pytest.fixture
-def beside(register, monkeypatch):
-    monkeypatch.setattr(Beside, "taken", [])
-    register(joint_fusions=[opfuse.Fusion((ops.GELU,), Beside, name="gelu")])
-    return Beside.taken
-
-
-class Overriding(ops.BasicLinear):
-    """Says nothing about what its backward does, since it is another one."""
-
-    def op_backward(self, ctx, grad_output):
-        return super().op_backward(ctx, grad_output)
+# Linears behind, and calls of other kinds
 
 
 def side_by_side(bias):
@@ -212,93 +182,51 @@ BEHIND = {
     "a linear": lambda: ops.BasicLinear(5, 6),
     "a linear with a bias": lambda: ops.Linear(5, 6),
     "linears side by side": lambda: side_by_side(bias=False),
+    "linears side by side with biases": lambda: side_by_side(bias=True),
 }
-
-
-def check_ways(chain, x, taken, expected):
-    got = gradients(chain, x)
-    assert taken == expected
-    for mine, want in zip(got, separate(lambda: gradients(chain, x)), strict=True):
-        torch.testing.assert_close(mine, want)
 
 
 @pytest.mark.parametrize("rows", [(3,), (2, 3), (0,), (1,), (2, 3, 2)])
 @pytest.mark.parametrize("behind", BEHIND)
-def test_a_linear_behind_waits_for_its_input(beside, behind, rows):
+def test_a_linear_behind_keeps_no_input(fused, behind, rows):
     torch.manual_seed(0)
     chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), BEHIND[behind]())
     x = torch.randn(*rows, 4, requires_grad=True)
     assert saved(chain, x)[0].count((*rows, 5)) == 1  # the input of GELU
-    check_ways(chain, x, beside, ["beside"])
+    for mine, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(mine, want)
 
 
-def test_sums_that_would_be_computed_twice_do_not_wait(beside):
+@pytest.mark.parametrize("behind", BEHIND)
+def test_for_frozen_linears_nothing_is_computed_again(fused, behind, monkeypatch):
+    monkeypatch.setattr(faulty.Recomputing, "again", None)
+    chain = opfuse.Sequential(ops.GELU(), BEHIND[behind]()).requires_grad_(False)
+    x = torch.randn(3, 5, requires_grad=True)
+    assert saved(chain, x)[0].count((3, 5)) == 1  # the input of GELU
+    for mine, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(mine, want)
+
+
+def test_a_norm_behind_keeps_no_input_if_its_weight_is_frozen(fused):
     torch.manual_seed(0)
-    chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), side_by_side(bias=True))
-    check_ways(chain, torch.randn(3, 4, requires_grad=True), beside, ["alone"])
+    chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), ops.RMSNorm(5))
+    chain[2].requires_grad_(False)
+    x = torch.randn(3, 4, requires_grad=True)
+    assert saved(chain, x)[0].count((3, 5)) == 1  # the input of GELU
+    for mine, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
+        torch.testing.assert_close(mine, want)
 
 
-def test_a_backward_of_its_own_does_not_wait(beside):
-    class Saying(Overriding):
-        saved_names = ("input", "weight")
-
-    assert ops.BasicLinear(1, 1).splits_backward and not Saying(1, 1).splits_backward
-    torch.manual_seed(0)
-    chain = opfuse.Sequential(ops.Linear(4, 5), ops.GELU(), Saying(5, 6))
-    check_ways(chain, torch.randn(3, 4, requires_grad=True), beside, ["alone"])
-
-
-@pytest.mark.parametrize("frozen", ["weight", "all before", "debug"])
-def test_nothing_waits_if_frozen_or_under_debug(beside, frozen):
-    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=frozen != "all before")
-    chain[1].requires_grad_(frozen != "weight")
-    with opfuse.options(debug=frozen == "debug"):
-        check_ways(chain, x, beside, ["alone"] if frozen == "debug" else [])
-
-
-def test_a_call_that_does_not_agree_waits_for_nothing(beside, monkeypatch):
-    monkeypatch.setattr(
-        Beside, "fuser_forward", lambda self, ctxs, x, **unused: keeping(self, ctxs, x)
-    )
-
-    def keeping(self, ctxs, x):
-        result = Joint.fuser_forward(self, ctxs, x)
-        ctxs[0].recomputable_output = None
-        return result
-
-    check_ways(make(4, 5), torch.randn(3, 4, requires_grad=True), beside, [])
-
-
-def test_waiting_in_a_graph_that_is_retained_and_in_a_checkpoint(beside):
-    chain, x = make(4, 4, 4), torch.randn(3, 4, requires_grad=True)
-    y = chain(x)
-    leaves = [x, *chain.parameters()]
-    results = [torch.autograd.grad(y.sum(), leaves, retain_graph=True) for _ in range(2)]
-    y = checkpoint(chain, x, use_reentrant=False)
-    results.append(torch.autograd.grad(y.sum(), leaves))
-    assert beside == ["beside"] * 6
-    for first, second, third in zip(*results, strict=True):
-        assert torch.equal(first, second) and torch.equal(first, third)
-
-
-def test_under_autocast_a_waiting_linear_gives_fp32_gradients(beside):
+def test_under_autocast_a_linear_behind_gives_fp32_gradients(register):
+    register(forward_fusions=[opfuse.Fusion((ops.GELU,), faulty.Recomputing, name="gelu")])
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = chain(x)
     got = torch.autograd.grad(y.float().sum(), [x, *chain.parameters()])
-    assert beside == ["beside"] and [g.dtype for g in got] == [torch.float32] * 3
+    assert [g.dtype for g in got] == [torch.float32] * 3
 
 
-def test_a_profiler_names_the_fusion_that_gives_its_output(beside):
-    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
-    with torch.profiler.profile() as profile:
-        gradients(chain, x)
-    assert beside == ["beside"]
-    names = [event.key for event in profile.key_averages()]
-    assert [name for name in names if name.startswith("gelu") and "backward" in name]
-
-
-def test_a_loss_that_does_not_use_the_output(beside):
+def test_a_loss_that_does_not_use_the_output(fused):
     torch.manual_seed(0)
     fork = ops.MakeExtraOutput()
     chain = opfuse.Sequential(fork, ops.GELU(), ops.Linear(4, 5))
@@ -313,27 +241,3 @@ def test_a_loss_that_does_not_use_the_output(beside):
         both, torch.autograd.grad(y.sum() + extra.sum(), [x, *chain.parameters()]), strict=True
     ):
         torch.testing.assert_close(mine, want)
-
-
-@pytest.mark.parametrize("given", ["nothing", "no output", "the gradients alone"])
-def test_what_it_must_give_beside_its_backward(beside, monkeypatch, given):
-    def wrong(self, basic_op_ctxs, grad_output, **others):
-        result = self.fuser_backward(basic_op_ctxs, grad_output, **others)
-        return {"nothing": None, "no output": (result, None), "the gradients alone": result}[given]
-
-    wrong.__name__ = "fuser_backward_with_output"
-    monkeypatch.setattr(Beside, "fuser_backward_with_output", wrong)
-    chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(TypeError, match="fuser_backward_with_output .*and of its output"):
-        gradients(chain, x)
-
-
-def test_a_subclass_with_another_backward_has_no_output_beside_it(register):
-    class Other(Beside):
-        taken: ClassVar = []
-
-        def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-            return super().fuser_backward(basic_op_ctxs, grad_output)
-
-    register(joint_fusions=[opfuse.Fusion((ops.GELU,), Other, name="gelu")])
-    check_ways(make(4, 5), torch.randn(3, 4, requires_grad=True), Other.taken, ["alone"])

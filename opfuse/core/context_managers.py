@@ -41,7 +41,7 @@ class options(Setting):
     tensor that is not its own), ``prefer``, ``locked``, ``invariant``, and
     ``chains_under_compile=True`` (``torch.compile`` traces the chains of converted modules; by
     default it traces their own ``forward``, which it compiles faster and often better). A plugin's
-    option is named after the plugin: ``options(**{"linear.recompute": True})``. Values must be
+    option is named after the plugin: ``options(**{"mlp.keep_norm": True})``. Values must be
     hashable: they are part of the plan's key.
 
     ``locked=PATH`` names a file that ``opfuse freeze`` or :func:`opfuse.freeze` wrote. Chains then

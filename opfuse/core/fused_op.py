@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from .environment import Environment
 from .fusible import FusibleOperation
 from .op import BasicOperation, is_direct
-from .op_context import AllGrads, Extras, Outputs, asks_for_quantizers, in_channel, summed
+from .op_context import AllGrads, Extras, Outputs, in_channel, summed
 from .overwriting import may_write
 from .quantization import Quantizer
 
@@ -67,10 +67,6 @@ class FusedOperation(_Fixed, FusibleOperation):
             A next op that saves this very tensor as its ``"input"`` then does not keep it, and
             still finds it in its backward. ``fuser_forward`` agrees to that at each call, see
             :attr:`OperationContext.may_recompute`.
-        fuser_backward_with_output: Optional method of a joint fusion that recomputes. It takes the
-            arguments of ``fuser_backward`` and returns a pair: the result of ``fuser_backward``,
-            and the output again. It replaces ``fuser_recompute`` and ``fuser_backward`` if the
-            next op :attr:`~BasicOperation.splits_backward`: one pass over memory instead of two.
         overlaps: Whether the collectives among its ops run beside other work.
         casts: Whether it performs the casts that a recipe wants between its ops. For fusions that
             are plain functions; :class:`opfuse.Fusion` has an argument for it.
@@ -94,7 +90,6 @@ class FusedOperation(_Fixed, FusibleOperation):
     notes: str = ""
     recomputes: bool = False
     overlaps: bool = False
-    fuser_backward_with_output: Callable[..., tuple[Any, Tensor]] | None = None
     casts: bool = False
     fallback: str = ""
 
@@ -233,7 +228,7 @@ class FusedOperation(_Fixed, FusibleOperation):
         found: list[tuple[Any, Any, Any]] = []
         for op in self.basic_ops:
             plain = not (op.num_extra_inputs or op.num_extra_outputs)
-            forward = plain and is_direct(op, "forward") and not any(asks_for_quantizers(op))
+            forward = plain and is_direct(op, "forward")
             backward = plain and is_direct(op, "backward")
             passes: Any = op.op_forward if forward else None, op.op_backward if backward else None
             found.append((op, *passes))

@@ -394,7 +394,6 @@ _DECLARED: dict[str, Any] = {
     "differentiable": False,
     "keeps_rows": False,
     "casts_input": False,
-    "splits_backward": False,
     "takes_params": None,
     "batch_invariant": (),
 }
@@ -431,18 +430,6 @@ def declared(op: nn.Module, name: str) -> Any:
     """Return an op's declaration about its passes; none holds if the op itself replaced a pass."""
     replaced = any([method in vars(op) for method in _PASSES])  # which torch.compile can trace
     return _DECLARED[name] if replaced else getattr(op, name)
-
-
-def numbers_of(op: Any) -> list[str]:
-    """Return those of an op's ``context_names`` that are numbers of the op, not of a call."""
-    found = []
-    for name in declared(op, "context_names"):
-        try:
-            value = op.context_value(name)
-        except AttributeError:
-            continue
-        found += [] if isinstance(value, Tensor) else [name]
-    return found
 
 
 class Engine(NamedTuple):

@@ -87,9 +87,6 @@ class Fusion:
             ask it again with ``env.rows``.
         trades_time: The fusion saves memory at the cost of time. It is used under the option
             ``prefer="memory"``, or if ``opfuse tune`` found it not to be slower.
-        only_recomputes: The fusion only computes its output again, so that the next op need not
-            keep it. It is not used if that op keeps no input, or if the fusion before it could
-            recompute its own input.
         needs_recipe: The fusion is useful only under a quantization recipe. Without one it is not
             considered, and no report names it.
         casts: The fused op itself performs the casts that a recipe wants between its ops. The
@@ -112,7 +109,6 @@ class Fusion:
     needs_row_alignment: bool = False
     needs_rows: bool = False
     trades_time: bool = False
-    only_recomputes: bool = False
     needs_recipe: bool = False
     casts: bool = False
     batch_invariant: bool = False

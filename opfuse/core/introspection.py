@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -104,7 +104,7 @@ def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
     own = type(op)
     if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
         return None
-    for name in methods or _methods_of(cls, vars(op) if own is cls else _names_on(cls)):
+    for name in methods or _methods_of(cls, op):
         if name in vars(op):
             return name
         given = _on_class(cls, name)
@@ -126,20 +126,14 @@ def _on_class(cls: type, name: str) -> Any:
     return None
 
 
-def _names_on(cls: type) -> Iterator[str]:
-    """The names of a class's attributes, its own and inherited ones, without those of a module."""
-    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    yield from dict.fromkeys(name for base in bases for name in vars(base))
-
-
-def _methods_of(cls: type, names: Iterable[str]) -> Iterator[str]:
-    """Those of the names that are methods of a class, its own or one of opfuse's classes."""
-    known = set[str]().union(*map(vars, cls.__mro__))
-    for name in [name for name in names if name in known]:
-        if not name.startswith("__") and not hasattr(nn.Module, name):
-            value = _on_class(cls, name)
-            if callable(value) or hasattr(value, "__get__"):
-                yield name
+def _methods_of(cls: type, op: nn.Module) -> Iterator[str]:
+    """The methods of a class that an op may override: on the instance, if the class is its own."""
+    own = dict.fromkeys(name for base in cls.__mro__ for name in vars(base))
+    names = vars(op) if type(op) is cls else own
+    for name in [name for name in names if not hasattr(nn.Module, name) and name[:2] != "__"]:
+        value = _on_class(cls, name)
+        if callable(value) or hasattr(value, "__get__"):
+            yield name
 
 
 def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:

@@ -204,16 +204,11 @@ def _function_of(value: Any) -> list[Any] | None:
     return found if is_one or type(value).__name__ == "_lru_cache_wrapper" else None
 
 
-def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """The cells of the variables of outer functions that a function uses, by name."""
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
 def _used(function: types.FunctionType) -> dict[str, Any]:
     """The variables that a function uses and others hold: those of its cells, and global ones."""
     of: dict[str, Any] = function.__globals__
     found = {name: of[name] for name in _names(function.__code__) if name in of}
-    for name, cell in _cells(function).items():
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # one that has no value yet
             found[name] = cell.cell_contents
     return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}

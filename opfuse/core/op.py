@@ -67,10 +67,6 @@ class BasicOperation(FusibleOperation):
         autocast_dtype: The value of ``ctx.dtype`` under autocast, unless the next op
             ``casts_input``; None: autocast's own dtype.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
-        splits_backward: Whether ``op_backward`` can run in two calls, so that the previous op can
-            compute the input again in between. With None for ``"input"`` among the
-            ``saved_tensors`` it returns only the gradient of the input; with None for all others,
-            only those of the parameters.
         recomputes: Whether :meth:`op_recompute` can return the output again, so that a next op
             that saves it as its ``"input"`` need not. Where ``ctx.may_recompute``, the forward then
             saves what that takes, and sets ``ctx.recomputable_output`` to the output.
@@ -106,7 +102,6 @@ class BasicOperation(FusibleOperation):
     params_in_compute_dtype: bool = False
     autocast_dtype: ClassVar[torch.dtype | None] = None
     casts_input: ClassVar[bool] = False
-    splits_backward: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     collective_group: Group | None = None
     uneven_rows: ClassVar[bool] = False
@@ -531,8 +526,13 @@ class BasicOperation(FusibleOperation):
 
 
 def is_direct(op: Any, pass_name: str) -> bool:
-    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``."""
+    """Return whether a basic op's ``fuser_forward``, or backward, only calls ``op_forward``.
+
+    One that asks for quantizers gets them from ``fuser_forward``.
+    """
     method = f"fuser_{pass_name}"
     if not isinstance(op, BasicOperation) or method in vars(op):
+        return False
+    if pass_name == "forward" and any(asks_for_quantizers(op)):
         return False
     return getattr(type(op), method) is getattr(BasicOperation, method)

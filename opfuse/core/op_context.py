@@ -47,8 +47,6 @@ class OperationContext:
         quantizers: This op's own quantizers by name: ``"input"``, ``"weight"``, ``"grad_output"``,
             or as its roles say; empty without a recipe.
         weights: The casts of its weights; see :meth:`quantized_weight`.
-        cast_input: The input of a cast and its result, if the input of this op may be computed
-            again (forward only).
         saves_params: Whether the op may save a parameter as it is, and not as autocast cast it:
             the backward casts it again. True under ``options(prefer="memory")``, if all parameters
             of the op are registered Parameters that need a gradient. See
@@ -78,7 +76,6 @@ class OperationContext:
         self.next_op_input_quantizer: Quantizer | None = None
         self.quantizers: dict[str, Quantizer] = {}
         self.weights: WeightCache | None = None
-        self.cast_input: tuple[Tensor, Any] | None = None
         self.saves_params: bool = False
         self.saved_tensors: tuple[Any, ...] | None = None
         self.to_save: tuple[Any, ...] | None = None

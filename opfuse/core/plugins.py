@@ -108,18 +108,12 @@ class PluginManager:
             self.changed()
 
     @contextlib.contextmanager
-    def unregistered(self) -> Iterator[None]:
-        """No fusion registered in code, and no tuning table, for a ``with`` block: for tests."""
-        with self._with(_registered=[], tables=None):
-            yield
-
-    @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
         """Hide all plugins and fusions registered in code for a ``with`` block, for tests.
 
         Registrations made inside the block end with it. Other threads are isolated too.
         """
-        with self._with(records=[], _registered=[]), using(None):
+        with self.temporarily(records=[], _registered=[]), using(None):
             try:
                 yield
             finally:
@@ -127,7 +121,8 @@ class PluginManager:
                     self.remove(record)
 
     @contextlib.contextmanager
-    def _with(self, **values: Any) -> Iterator[None]:
+    def temporarily(self, **values: Any) -> Iterator[None]:
+        """A block in which some attributes have other values, for tests."""
         before = {name: getattr(self, name) for name in values}
         vars(self).update(values)
         self.changed()

@@ -59,7 +59,8 @@ class Shape(NamedTuple):
 def shape_of(x: torch.Tensor) -> Shape:
     """The shape under which an input is looked up."""
     rows = x.shape[:-1].numel()
-    return Shape(rows and 1 << rows.bit_length() - 1, x.shape[-1], x.is_contiguous())
+    features = x.shape[-1] if x.ndim else 1
+    return Shape(rows and 1 << rows.bit_length() - 1, features, x.is_contiguous())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,6 @@ from torch import Tensor, nn
 from ..core.op import BasicOperation
 
 
-def is_overridden(op: BasicOperation, cls: type, *methods: str) -> bool:
-    """Whether an op has other methods than its class in this library, or one of its own."""
-    return any(
-        getattr(type(op), name) is not getattr(cls, name) or name in vars(op) for name in methods
-    )
-
-
 def main_grads(
     op: BasicOperation, weights: Sequence[Any]
 ) -> tuple[list[Tensor | None] | None, float]:

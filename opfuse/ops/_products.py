@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
 from ..core.settings import current
+from ._common import rows_of
 
 _TILE, _TILE_OF_HALF = 4, 32
 """Multiples of the features that a CPU's libraries multiply at once."""
@@ -77,9 +78,6 @@ def quantized_backward(
         dy = ctx.quantizers["grad_output"](dy, Usage(weights[0] is not None, x is not None))
     read = _read_by_backward(override)
 
-    def rows(tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(0).flatten(0, -2)
-
     def plain(tensor: Any, usage: Usage) -> Tensor:
         if override is None:
             wide: Tensor = tensor.widened(usage)
@@ -95,7 +93,9 @@ def quantized_backward(
     if x is not None:
         parts, x = torch.split_with_sizes(plain(dy, COLUMNWISE), sizes, -1), plain(x, read)
         wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
-        grads = [rows(dy).t().mm(rows(x)).to(dtype) if wanted else None for dy, wanted in wants]
+        grads = [
+            rows_of(dy).t().mm(rows_of(x)).to(dtype) if wanted else None for dy, wanted in wants
+        ]
     return dx, tuple(grads)
 
 

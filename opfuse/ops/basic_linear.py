@@ -12,6 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..core.fusible import ParamSource
+from ..core.introspection import overridden
 from ..core.op_context import OperationContext, Unread
 from ..core.precision import add_product, adds_itself
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
@@ -26,7 +27,7 @@ from ._common import (
     rows_of,
     shows,
 )
-from ._main_grad import accumulate_main_grad, is_overridden, main_grads
+from ._main_grad import accumulate_main_grad, main_grads
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
 from ._tensor_parallel import SplitLayer, TensorParallel, check_tracker, forked
@@ -118,7 +119,6 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
 
     saved_names = ("input", "weight")
     takes_params = ("weight",)
-    splits_backward = True
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
 
     def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
         """The ``main_grad`` of the weight, and 0 where it is replaced; None: it does not fit."""
-        if is_overridden(self, BasicLinear, "op_backward", "accumulate_grads"):
+        if overridden(self, BasicLinear, "op_backward", "accumulate_grads"):
             return None  # it may change the gradient
         totals, beta = main_grads(self, params[:1])
         return None if totals is None else (totals[0], beta)

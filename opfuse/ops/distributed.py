@@ -13,7 +13,7 @@ from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import unseen
 from ..core.ranks import Group, gather_into, run_collective, scatter_into
 from ..core.settings import current
-from ._common import OpGrads, check_size, expected, shows
+from ._common import OpGrads, check_size, expected
 
 
 class WithProcessGroup(BasicOperation):
@@ -36,6 +36,11 @@ class WithProcessGroup(BasicOperation):
     def process_group(self) -> Any:
         """The process group; None: all processes."""
         return self._group.given
+
+    def extra_repr(self) -> str:
+        """What another base shows, and the number of processes."""
+        shown = super().extra_repr(), f"process_group_size={self.process_group_size}"
+        return ", ".join(filter(None, shown))
 
     def report(self, ctx: Any, forward: float, backward: float) -> None:
         """Tell reports what this process sends, by the algorithms of a ring; for fusions too.
@@ -63,8 +68,6 @@ class _Collective(WithProcessGroup):
     _back: Callable[[Tensor], Tensor]
     # bytes that a process sends there and back, over those of its input
     _ratios: ClassVar[Any]
-
-    extra_repr = shows("process_group_size")
 
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip

@@ -28,8 +28,6 @@ class _Exchange(WithProcessGroup, ExtraTensorOperation):
     feature_ratio = 1
     uneven_rows = True
 
-    extra_repr = shows("process_group_size")
-
     def _send(self, x: Tensor, routes: Tensor) -> Tensor:
         """Rows in the order of all experts, to their processes; there sorted by expert."""
         came = self._all_to_all(x, *routes.sum(-1).unbind())

@@ -12,11 +12,12 @@ from torch.compiler import is_compiling
 
 from ..core.extra_dtypes import is_kind, refuse_kind
 from ..core.fusible import ParamSource
+from ..core.introspection import overridden
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import cast
 from ..core.quantization import QuantizerRole
 from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
-from ._main_grad import accumulate_main_grad, is_overridden, main_grads
+from ._main_grad import accumulate_main_grad, main_grads
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
 from ._tensor_parallel import check_tracker, forked
@@ -426,7 +427,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
         None also where groups share a weight: they are multiplied at the same time.
         """
-        if is_overridden(self, GroupedLinear, "fuser_backward", "backward_in", "accumulate_grads"):
+        if overridden(self, GroupedLinear, "fuser_backward", "backward_in", "accumulate_grads"):
             return None  # it may change the gradients
         weights = params[: self._count]
         known = [id(weight) for weight in weights if weight is not None]

@@ -98,11 +98,6 @@ class ParallelLinear(LinearOperation):
         assert self.param_names is not None
         return ("input", *self.param_names[: len(self.sizes)])
 
-    @property
-    def splits_backward(self) -> bool:  # type: ignore[override]
-        """Without biases: their gradients would be computed twice."""
-        return not any(self.biased)
-
     @classmethod
     def reading(
         cls,

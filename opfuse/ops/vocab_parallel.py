@@ -44,10 +44,6 @@ class VocabParallelCrossEntropy(WithProcessGroup, cross_entropy.CrossEntropy):
         rank = dist.get_rank(process_group)
         self.part = VocabPart(self._group, rank if self._group.size > 1 else 0)
 
-    def extra_repr(self) -> str:
-        """The numbers and the number of processes."""
-        return f"{super().extra_repr()}, process_group_size={self.process_group_size}"
-
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:

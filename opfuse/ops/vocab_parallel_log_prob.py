@@ -54,10 +54,6 @@ class VocabParallelTokenLogProb(WithProcessGroup, TokenLogProb):
         rank = dist.get_rank(process_group)
         self.part = LogProbPart(self._group, rank if self._group.size > 1 else 0)
 
-    def extra_repr(self) -> str:
-        """The numbers and the number of processes."""
-        return f"{super().extra_repr()}, process_group_size={self.process_group_size}"
-
     def check_tokens(self, tokens: Tensor, shape: torch.Size) -> None:
         """As :meth:`TokenLogProb.check_tokens`, for the classes of all processes."""
         whole = [*shape[:-1], *[size * self.process_group_size for size in shape[-1:]]]

@@ -38,7 +38,8 @@ def only(*fusions: Subject | None) -> Iterator[None]:
     """
     settings = current.values
     options = tuple(option for option in settings.options if "." in option[0])
-    with manager.unregistered(), recipes.offered(), warnings.catch_warnings():
+    bare = manager.temporarily(_registered=[], tables=None)
+    with bare, recipes.offered(), warnings.catch_warnings():
         warnings.simplefilter("error", PluginWarning)
         for subject in filter(None, fusions):
             manager.register_fusion(subject.passes, subject.fusion, False)

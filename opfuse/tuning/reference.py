@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.engine.execute import Pipeline, run_forward
-from ..core.engine.planner import rows_of
 from ..core.engine.program import Program
 from ..core.op import BasicOperation
-from ..core.tuning_table import Shape
+from ..core.tuning_table import shape_of
 from .clock import Clock
 from .comparing import as_tuple, gradients
 from .parts import MeasuredCall, compiled, part_program
@@ -68,7 +67,7 @@ class Reference:
         self._drawn: dict[tuple[int, ...], Tensor] = {}
         self.clock, self.rows = Clock.of(x.device), x.shape[:-1].numel()
         self.first = self._set()
-        self.shape = Shape(*rows_of(Shape._fields, self.first.leaves[0]))
+        self.shape = shape_of(self.first.leaves[0])
 
     # Inputs
 

@@ -13,7 +13,6 @@ from torch import nn
 from ..core import tuning_table as tables
 from ..core.context_managers import options
 from ..core.engine.fuser import OperationFuser
-from ..core.engine.planner import rows_of
 from ..core.engine.program import Program
 from ..core.engine.step import Step
 from ..core.isolation import isolated
@@ -21,7 +20,7 @@ from ..core.plugins import manager
 from ..core.ranks import Group, Pass
 from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
-from ..core.tuning_table import Measurement, Shape
+from ..core.tuning_table import Measurement, shape_of
 from .job import Job, add, check_writable
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
@@ -194,7 +193,7 @@ class _Collector(Recorder):
             reference = functools.cache(functools.partial(Reference, call, of))
             for step, its in zip(steps, extents, strict=True):
                 candidate = _Candidate(call, step, reference)
-                if its == of and self._is_new(candidate, rows_of(Shape._fields, x)):
+                if its == of and self._is_new(candidate, shape_of(x)):
                     self.candidates.append(candidate)
 
     def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:

@@ -161,17 +161,6 @@ class RecomputesInRows(Recomputing):
         return super().again(x).flatten()
 
 
-@faulty("recompute", "gradient", "joint", GELU)
-class GivesWhatItGotBesideItsBackward(Recomputing):
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        (x,) = basic_op_ctxs[0].saved_tensors
-        return self.basic_ops[0].backward_value(grad_output, x), [()], [()]
-
-    def fuser_backward_with_output(self, basic_op_ctxs, grad_output, **given):
-        result = self.fuser_backward(basic_op_ctxs, grad_output, **given)
-        return result, basic_op_ctxs[0].saved_tensors[0]
-
-
 @faulty("recompute", "where no later op would do without", "forward", GELU)
 class LetsGoUnasked(Pointwise):
     recomputes = True

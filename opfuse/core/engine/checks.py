@@ -18,27 +18,20 @@ from .program import Program
 # Arguments of a call
 
 
-def refuse_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> NoReturn:
-    """Say what is wrong with the arguments of a call."""
+def check_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> None:
+    """Refuse non-tensors, the wrong number of extra inputs, and a wrong width."""
     who, count = f"{chain.title} expected", len(chain.external_inputs)
     if len(extra_inputs) != count:
         wanting = ", ".join(chain.takers()) or "no op takes one"
         raise ValueError(f"{who} {count} extra inputs, got {len(extra_inputs)} ({wanting})")
     if not isinstance(input, Tensor):
         raise TypeError(f"{who} a tensor, got {type(input).__name__}")
-    if not all(isinstance(tensor, Tensor) for tensor in extra_inputs):
-        got = ", ".join(type(tensor).__name__ for tensor in extra_inputs)
+    if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
+        got = ", ".join([type(tensor).__name__ for tensor in extra_inputs])
         raise TypeError(f"{who} tensors as extra inputs, got {got}")
-    what = f"{chain.width} features in the last dimension, got shape {tuple(input.shape)}"
-    raise ValueError(f"{who} {what}")
-
-
-def check_arguments(chain: Chain, input: Any, extra_inputs: Sequence[Any]) -> None:
-    """Refuse non-tensors, the wrong number of extra inputs, and a wrong width."""
-    wrong = not isinstance(input, Tensor) or len(extra_inputs) != len(chain.external_inputs)
-    wrong = wrong or not all([isinstance(tensor, Tensor) for tensor in extra_inputs])
-    if wrong or (chain.width is not None and (not input.ndim or input.shape[-1] != chain.width)):
-        refuse_arguments(chain, input, extra_inputs)
+    if chain.width is not None and (not input.ndim or input.shape[-1] != chain.width):
+        what = f"{chain.width} features in the last dimension, got shape {tuple(input.shape)}"
+        raise ValueError(f"{who} {what}")
 
 
 def check_tensors(
@@ -219,7 +212,6 @@ def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
             "a tuple of the gradients of its input, of the parameters and of the extra inputs of "
             "each op"
         ),
-        "fuser_backward_with_output": "a tuple of what fuser_backward gives and of its output",
     }
     raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
 
@@ -279,6 +271,6 @@ def forward_of(program: Program, index: int) -> str:
 
 def _by(program: Program, run: Any) -> str:
     """The name of an op in errors, with its origin."""
-    op = type(getattr(run, "__self__", None) or run.op).__name__
+    op = type(run.__self__).__name__
     steps = (*program.plan.forward, *program.plan.backward)
     return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)

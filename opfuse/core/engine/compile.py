@@ -10,23 +10,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..cast import Cast
-from ..environment import Environment
-from ..fusible import declared, numbers_of
+from ..fusible import declared
 from ..introspection import op_class
 from ..quantization import Quantizer
 from ..quantization.parameter import note_of
+from .agreement import Reported
 from .chain import Chain
-from .edges import Edges, Needs, View
+from .edges import Edges, View
 from .measured import Facts
 from .plan import FusionPlan, PlanStep
 from .program import Program
 from .selection import Selection
-from .step import Step
-from .step_calls import TrackedCast, finish, lone_step
-
-_BESIDE = "fuser_backward_with_output"
+from .step import Recompute, Step
+from .step_calls import WithCasts, finish, lone_step
 
 
 def compile_program(facts: Facts, choice: Selection) -> Program:
@@ -44,18 +43,12 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
         finish(step, "forward", facts)
         step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
         step.note = note_of(step.matched, env.recipe)
-    recomputable = {
-        step.stop: step for step in forward if step.stop > step.start and step.op.recomputes
-    }
-    behind = {step.begin: step for step in forward if step.begin % 2 == 0}
     before: Step | None = None
     for step in backward:
         step.owns = before is not None and _leaves_owned(before)
         finish(step, "backward", facts)
-        if step.start in recomputable and step.start not in undeclared:
-            _let_recompute(step, facts, recomputable[step.start], behind.get(2 * step.start))
-        if before is not None:
-            _let_wait(before, step, needs, env)
+        if step.start not in undeclared:
+            _let_recompute(step, facts, forward)
         before = step
     contexts = _context_values(facts, forward, backward)
     steps = forward, backward
@@ -81,7 +74,7 @@ def _context_values(
 ) -> list[dict[str, Any]]:
     """The attributes that the engine sets on each context; see :class:`OperationContext`."""
     env, needs, edges = facts.env, facts.needs, facts.edges
-    recomputing = {step.recompute for step in backward}
+    recomputing = {step.recompute.start for step in backward if step.recompute}
     # a fused op that begins with a cast takes a plain tensor, which must not be quantized before
     inside = {step.begin for step in forward if step.source}
     inside_backward = {step.end - 1 for step in backward if step.source}
@@ -135,54 +128,50 @@ def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, Any, str]
     """The numbers of a fused step's ops that their backward, from op ``first`` on, reads."""
     places = range(max(step.start, first), step.stop if step.source else 0)  # an op sets its own
     ops = [(i, chain.ops[i]) for i in places]
-    return tuple([(i, op, name) for i, op in ops for name in numbers_of(op)])
+    named = [(i, op, name) for i, op in ops for name in declared(op, "context_names")]
+    return tuple([each for each in named if _is_number(*each[1:])])
 
 
-def _let_recompute(step: Step, facts: Facts, before: Step, behind: Step | None) -> None:
-    """Mark in a backward step that its input need not be kept, or why it is kept.
+def _is_number(op: Any, name: str) -> bool:
+    """Return whether one of an op's ``context_names`` is a number of the op, not of a call."""
+    try:
+        return not isinstance(op.context_value(name), Tensor)
+    except AttributeError:
+        return False
 
-    Args:
-        step: The backward step.
-        facts: What the plan is made from.
-        before: The forward step that computed the input, and can compute it again.
-        behind: The forward step that begins with the cast of the input, if there is one.
+
+def _let_recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> None:
+    """Let a backward step do without its input, if the forward step before can compute it again.
+
+    The step notes where only the cast of the input is in the way.
     """
-    if step.start == step.stop:
+    before = next((s for s in forward if s.start < s.stop == step.start), None)
+    if before is None or not before.op.recomputes or step.start == step.stop:
         return
     first = facts.chain.ops[step.start]
-    if "input" not in (declared(first, "saved_names") or ()):
+    names, params = declared(first, "saved_names") or (), first.param_names
+    if "input" not in names:
         return
-    if declared(first, "splits_backward") and not any(facts.needs.params[step.start]):
-        return  # nobody reads it
-    if before.end % 2 or behind is None:  # its output is the op's input
-        kept = ""
-    elif behind.stop > behind.start:
+    if params and {*names} <= {"input", *params} and not any(facts.needs.params[step.start]):
+        return  # a frozen linear keeps none
+    cast: Any = None
+    kept = ""
+    behind = next((s for s in forward if s.begin == 2 * step.start), None)
+    if behind is not None and behind.stop > behind.start:
         kept = f"{type(behind.op).__name__} casts it inside"
-    elif not (cast := behind.casts[0][1]).quantizer.requantizes:
+    elif behind is not None and not (cast := behind.matched[0]).quantizer.requantizes:
         by = type(cast.quantizer).__name__
         kept = f"{by} cannot cast it again with the scale of the forward"
-    else:
-        kept, fused = "", behind.run if behind.source else None
-        behind.direct, behind.run = True, TrackedCast(cast, fused)
     if kept:
         step.note = f"its input is not computed again: {kept}"
-    else:
-        step.prepares, step.recompute = True, before.start
-
-
-def _let_wait(step: Step, following: Step, needs: Needs, env: Environment) -> None:
-    """Let a backward step wait for its input, if the next one recomputes that on the way."""
-    fused: Any = following.op
-    split = step.direct and declared(step.op, "splits_backward") and all(needs.params[step.start])
-    if not split or step.recompute != following.start or following.end != step.begin - 1:
         return
-    plain = not (following.casts or env.recipe or env.options.get("debug"))
-    if following.source and following.passes == "joint" and plain:
-        # overriding only fuser_backward invalidates fuser_backward_with_output
-        places = [vars(each).keys() for each in (fused, *type(fused).__mro__)]
-        first = next(keys for keys in places if keys & {"fuser_backward", _BESIDE})
-        following.with_output = fused.fuser_backward_with_output if _BESIDE in first else None
-        step.waits = following.with_output is not None
+    run: Any = before.op.fuser_recompute
+    if facts.chain.groups:
+        run = Reported(run, facts.chain, before)
+    if before.casts:
+        run = WithCasts(run, before.matched)
+    step.prepares = True
+    step.recompute = Recompute(before.start, run, names.index("input"), cast)
 
 
 def _leaves_owned(step: Step) -> bool:

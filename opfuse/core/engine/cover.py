@@ -17,7 +17,7 @@ def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -
     of them were measured here, others are taken in place of those where they gain more.
     """
     chosen: list[Step] = []
-    for group in overlapping(candidates):
+    for group in grouped(candidates):
         cover = _best_of(group, [(0, step.benefit) for step in group], length)
         if all(step.measured is not None for step in group):
             found: list[Measurement] = [step.measured for step in group]
@@ -44,7 +44,7 @@ def ahead(steps: Sequence[Step], others: Sequence[Step], prefer: str) -> str:
     return "save more memory" if saved > less else ""
 
 
-def overlapping(candidates: Sequence[Step]) -> Iterator[list[Step]]:
+def grouped(candidates: Sequence[Step]) -> Iterator[list[Step]]:
     """The candidates in groups, none of which overlaps another."""
     group: list[Step] = []
     end = 0
@@ -95,12 +95,12 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
         prefer: The option ``prefer``.
     """
     others = [step for step in others if step is not joint and not _preceded(step, others)]
-    (near,) = [group for group in overlapping([joint, *others]) if joint in group]
+    (near,) = [group for group in grouped([joint, *others]) if joint in group]
     near.remove(joint)
     if not near or any(step.measured is None for step in (joint, *near)):
         return ""
     without = _brought(near, length, prefer)
-    beside = _brought([step for step in near if not _overlap(step, joint)], length, prefer)
+    beside = _brought([step for step in near if not overlapping(joint, [step])], length, prefer)
     if not (what := ahead(without, [*beside, joint], prefer)):
         return ""
     one_pass = all(step.passes != "joint" for step in near)
@@ -111,11 +111,13 @@ def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str
 def _preceded(step: Step, others: Sequence[Step]) -> bool:
     """Return whether a candidate of higher precedence may take one of its ops."""
     rivals = [o for o in others if o.passes != "joint" and o.source.rank < step.source.rank]
-    return step.passes == "joint" and any(_overlap(rival, step) for rival in rivals)
+    return step.passes == "joint" and bool(overlapping(step, rivals))
 
 
-def _overlap(one: Step, other: Step) -> bool:
-    return one.begin < other.end and other.begin < one.end
+def overlapping(step: Step, others: Sequence[Step]) -> list[Step]:
+    """The candidates among others that cover the same op or edge in the same pass."""
+    found = [o for o in others if o.begin < step.end and step.begin < o.end]
+    return [o for o in found if "joint" in (step.passes, o.passes) or step.passes == o.passes]
 
 
 def _brought(candidates: Sequence[Step], length: int, prefer: str) -> list[Step]:
@@ -124,7 +126,7 @@ def _brought(candidates: Sequence[Step], length: int, prefer: str) -> list[Step]
     for name in PASSES:
         free = [step for step in candidates if step.passes == name]
         joint = [step for step in chosen if step.passes == "joint"]
-        free = [step for step in free if not any(_overlap(step, other) for other in joint)]
+        free = [step for step in free if not overlapping(step, joint)]
         chosen += best_cover(free, length, prefer)
     return chosen
 

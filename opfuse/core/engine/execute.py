@@ -24,7 +24,7 @@ from ..settings import current
 from .agreement import reported
 from .checks import as_many, refuse_gradients, refuse_none, refuse_result
 from .program import Program
-from .saved import leave, parameter_gradients, rebuilt, recompute, restore_more
+from .saved import leave, rebuilt, recompute, restore_more
 from .side_tensors import BackwardExtras, ForwardExtras
 from .step import Step
 from .step_calls import separate
@@ -132,13 +132,10 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if program.accumulating and not tracing:
         _offer_sums(func_ctx, ctxs, steps, reached)
     grads: list[Any] = [None] * len(ctxs)
-    waiting = None  # the gradient of a step whose input the next one recomputes
     for step in steps:
         start, run = step.start, step.run
         if step.prepares:
-            if step.waits and start in func_ctx.dropped:
-                waiting = dy
-            elif step.recompute is not None:
+            if step.recompute is not None:
                 recompute(program, ctxs, start, func_ctx.dropped)
             dy = _prepare(step, dy)
         if step.direct:
@@ -150,8 +147,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
             except ValueError:
                 refuse_result(program, run, result)
         else:
-            dy = _run_fused_backward(program, step, ctxs, dy, grads, extras, waiting)
-            waiting = None
+            dy = _run_fused_backward(program, step, ctxs, dy, grads, extras)
         if dy is None and start > program.last_without_gradient:
             refuse_none(program, run, start)
     if program.recipe is not None and isinstance(dy, QuantizedTensor):
@@ -209,20 +205,10 @@ def _run_fused_backward(
     dy: Any,
     grads: list[Any],
     extras: BackwardExtras | None,
-    waiting: Any,
 ) -> Any:
-    """Run the backward of a fused step; return the gradient of its input.
-
-    If the preceding step waits, with the gradient ``waiting``, it gets its input.
-    """
+    """Run the backward of a fused step; return the gradient of its input."""
     given = extras.given(step) if extras and step.has_extras else step.no_extras
-    run: Any = step.run if waiting is None else step.with_output
-    result = run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
-    if waiting is not None:
-        if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], Tensor):
-            refuse_result(program, run, result)
-        result, output = result
-        grads[step.stop] = parameter_gradients(program, ctxs, step.stop, output, waiting)
+    result = step.run(ctxs[step.start : step.stop], dy, basic_op_grad_extra_outputs=given)
     if type(result) is not tuple or len(result) != 3:
         refuse_result(program, step.run, result)
     dx, of_params, of_extras = result

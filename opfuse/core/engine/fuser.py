@@ -27,7 +27,7 @@ from .agreement import Reported, begin_call
 from .chain import Chain
 from .execute import Kwargs, apply, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
-from .partition import Cut, cut, run_cut, run_parts
+from .partition import Partition, cut
 from .planner import Key, make_program, rows_of
 from .program import Program
 
@@ -70,7 +70,7 @@ class OperationFuser:
         self._units = [unit for unit in units if unit is not owner]
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | Cut | Blocks | None] = (None, None)  # no key is None
+        self._last: tuple[Any, Program | Partition | None] = (None, None)  # no key is None
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
@@ -102,13 +102,8 @@ class OperationFuser:
 
     # The latest plan, in Transformer Engine's form
 
-    @property
-    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        return self._ops_of("forward")
-
-    @property
-    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        return self._ops_of("backward")[::-1]
+    _forward_ops = property(lambda self: self._ops_of("forward"))
+    _backward_ops = property(lambda self: self._ops_of("backward")[::-1])
 
     def _ops_of(self, pass_name: str) -> list[tuple[FusibleOperation, list[int]]]:
         steps = getattr(self._last[1], pass_name, ())
@@ -168,10 +163,10 @@ class OperationFuser:
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
-            checks.refuse_arguments(self._chain, input, extra_inputs)
+            checks.check_arguments(self._chain, input, extra_inputs)
         width = self._chain.width
         if width is not None and (not input.ndim or input.shape[-1] != width):
-            checks.refuse_arguments(self._chain, input, extra_inputs)
+            checks.check_arguments(self._chain, input, extra_inputs)
         for op in self._watching:
             op._refuse_late_parameters()
         tensors: list[Tensor] = []
@@ -186,7 +181,7 @@ class OperationFuser:
             tensors = self._read_params()
         if extra_inputs:
             if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
-                checks.refuse_arguments(self._chain, input, extra_inputs)
+                checks.check_arguments(self._chain, input, extra_inputs)
             tensors += extra_inputs
         return tensors
 
@@ -212,25 +207,15 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor],
         training: Sequence[bool],
         kwargs: Kwargs | None,
-    ) -> Program | Cut | Blocks:
+    ) -> Program | Partition:
         """Return the program for a call: the last one, an earlier one, or a new one."""
         autocast = None
         # creating and comparing a device takes longer than this check
         device = _CPU if input.is_cpu else input.device
         if _any_autocast():
             autocast = _autocast_dtype(input, device)
-        settings = current.values
-        if _functorch_active() or forward_ad._current_level >= 0:
-            settings = _settings_of(input, tensors)
-        grads: tuple[bool, ...] | None = None
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            # an empty comprehension takes longer than this check
-            others = [t.requires_grad for t in tensors] if tensors else ()
-            grads = (input.requires_grad, *others)
-        key = _key(
-            grads, input.dtype, device, autocast, training, _deterministic(), False, kwargs,
-            extra_inputs, settings,
-        )  # fmt: skip
+        how = device, autocast, training, _deterministic(), False
+        key = _key(input, tensors, extra_inputs, kwargs, *how)
         last, program = self._last
         if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
             program = self._program(key, input, tensors[: len(self._params)])
@@ -238,15 +223,15 @@ class OperationFuser:
 
     def _run_special(
         self,
-        program: Program | Cut | Blocks,
+        program: Program | Partition,
         input: Tensor,
         tensors: list[Tensor],
         extra_inputs: Sequence[Tensor],
         kwargs: Kwargs | None,
     ) -> Any:
         """Run a program that needs more than its steps."""
-        if isinstance(program, (Cut, Blocks)):
-            return run_parts(program, self, input, tensors, extra_inputs, kwargs)
+        if isinstance(program, Partition):
+            return program.run_with(tensors, self, input, extra_inputs, kwargs)
         program.check_lock()
         if self._chain.groups and not program.compiling:
             begin_call(program, input, extra_inputs)
@@ -281,7 +266,7 @@ class OperationFuser:
         checks.check_arguments(self._chain, input, extra_inputs)
         hooked = [bool(any(hook_dicts(unit))) for unit in self._units]
         name = _cut_untraced(self, FusibleOperation.changes, *hooked)
-        return run_cut(getattr(self, name), self._chain, input, extra_inputs, kwargs)
+        return getattr(self, name).run(self, input, extra_inputs, kwargs)
 
     def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
         """Raise a clearer error than a kernel's if dtypes or devices do not match."""
@@ -303,15 +288,9 @@ class OperationFuser:
         for op in self._watching:
             op._refuse_late_parameters()
         tensors = [*self._read_params(), *extra_inputs]
-        settings = current.values
-        if _functorch_active() or forward_ad._current_level >= 0:
-            settings = _settings_of(input, tensors)
-        grads: tuple[bool, ...] | None = None
-        if torch.is_grad_enabled():
-            grads = (input.requires_grad, *[t.requires_grad for t in tensors])
         autocast = _autocast_dtype(input, input.device)
-        how = autocast, training, torch.are_deterministic_algorithms_enabled(), True
-        *key, _ = _key(grads, input.dtype, input.device, *how, kwargs, extra_inputs, None)
+        how = input.device, autocast, training, torch.are_deterministic_algorithms_enabled(), True
+        *key, settings = _key(input, tensors, extra_inputs, kwargs, *how)
         program = getattr(self, _plan_untraced(self, *settings, *key))
         return self._run_special(program, input, tensors, extra_inputs, kwargs)
 
@@ -319,13 +298,13 @@ class OperationFuser:
 
     def _program(
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
-    ) -> Program | Cut | Blocks:
+    ) -> Program | Partition:
         key = Key(*given)  # a lookup needs only a plain tuple, which is faster
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
             facts, programs = self._programs.get(key, ((), {}))
-            program: Program | Cut | Blocks | None = programs.get(rows_of(facts, input))
+            program: Program | Partition | None = programs.get(rows_of(facts, input))
             if program is None and any(why_apart(unit) for unit in self._units):
                 program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
                 self._programs[key] = (), {(): program}
@@ -347,22 +326,29 @@ class OperationFuser:
 
 
 def _key(
-    grads: tuple[bool, ...] | None,
-    dtype: torch.dtype,
+    input: Tensor,
+    tensors: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs | None,
     device: torch.device,
     autocast: torch.dtype | None,
     training: Sequence[bool],
     deterministic: bool,
     compiling: bool,
-    kwargs: Kwargs | None,
-    extra_inputs: Sequence[Tensor],
-    settings: Settings | None,
 ) -> tuple[Any, ...]:
     """The fields of :class:`Key`; a lookup needs only a plain tuple, which is faster."""
+    settings = current.values
+    if _functorch_active() or forward_ad._current_level >= 0:
+        settings = _settings_of(input, tensors)
+    grads: tuple[bool, ...] | None = None
+    if torch.is_grad_enabled() and (compiling or not torch.is_inference_mode_enabled()):
+        # an empty comprehension takes longer than this check
+        others = [t.requires_grad for t in tensors] if tensors else ()
+        grads = (input.requires_grad, *others)
     names = tuple([tuple(given) for given in kwargs]) if kwargs else None
     extras = tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None
     return (
-        grads, dtype, device, autocast, tuple(training), manager.generation,
+        grads, input.dtype, device, autocast, tuple(training), manager.generation,
         FusibleOperation.changes, deterministic, compiling, names, extras, settings,
     )  # fmt: skip
 

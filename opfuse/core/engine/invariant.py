@@ -24,6 +24,7 @@ from ..introspection import op_class, why_apart
 from ..precision import matmul_precision
 from ..settings import Options, current
 from .chain import Chain
+from .partition import Partition
 
 BLOCK = 64
 """The number of rows in a block."""
@@ -56,7 +57,7 @@ def refuse_apart(modules: Iterable[nn.Module]) -> None:
             raise RuntimeError(f'{who} {why}, and promises nothing to invariant="batch"')
 
 
-class Blocks:
+class Blocks(Partition):
     """Replaces the program of a chain in this mode: cuts the rows of a call into blocks.
 
     Args:
@@ -66,11 +67,6 @@ class Blocks:
     Raises:
         RuntimeError: The chain promises nothing, or the call asks for more than a forward.
     """
-
-    row_facts: tuple[str, ...] = ()
-    rows: tuple[Any, ...] = ()
-    is_plain = False
-    recipe = None
 
     def __init__(self, chain: Chain, key: Any) -> None:
         self._chain, recipe = chain, key.settings.recipe
@@ -98,14 +94,7 @@ class Blocks:
         raise RuntimeError(f'{self._chain.title}, with invariant="batch": {why}')
 
     def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
-        """Run a call.
-
-        Args:
-            fuser: The fuser of the chain.
-            input: The input.
-            extra_inputs: The extra inputs.
-            kwargs: Keyword arguments per basic op, which are refused.
-        """
+        """Run a call, which may have no keyword arguments."""
         if kwargs and any(kwargs):
             self._refuse("keyword arguments may be about all rows")
         for tensor in (input, *extra_inputs):

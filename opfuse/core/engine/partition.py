@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,14 +33,72 @@ class Part(NamedTuple):
     outputs: tuple[Slot, ...]
 
 
-class Cut(NamedTuple):
-    """Replaces the program of a chain that is cut."""
+class Partition:
+    """Replaces the program of a chain that runs as several calls, each with its own program."""
 
-    parts: tuple[Part, ...]
     row_facts: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
-    is_plain: bool = False
+    is_plain = False
     recipe: Any = None
+
+    def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
+        """Run a call.
+
+        Args:
+            fuser: The fuser of the whole chain.
+            input: Its input.
+            extra_inputs: The extra inputs that no channel feeds.
+            kwargs: Keyword arguments per basic op, or None.
+        """
+        raise NotImplementedError
+
+    def run_with(self, tensors: Sequence[Tensor], fuser: Any, input: Tensor, *given: Any) -> Any:
+        """As :meth:`run`, with parameters that were read, which may change a state.
+
+        Args:
+            tensors: The parameters that its parts take, too.
+            fuser: As for :meth:`run`, as the rest.
+            input: The input.
+            *given: The other arguments.
+        """
+        if is_dynamo_compiling():
+            return self.run(fuser, input, *given)
+        pairs = zip(fuser._params, tensors, strict=False)
+        with current.temporarily(given={(module, name): t for (_, module, name), t in pairs}):
+            return self.run(fuser, input, *given)
+
+
+class Cut(Partition):
+    """A chain that is cut at some of its ops.
+
+    Args:
+        parts: The parts, which run one after the other.
+    """
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.parts = parts
+
+    def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
+        """Run the parts; channels between them carry tensors and gradients."""
+        chain: Chain = fuser._chain
+        x: Any = input
+        given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
+        made: dict[Slot, Any] = {}
+        for run, start, stop, inputs, outputs in self.parts:
+            extras = [given[s] if s in given else made[chain.sources[s]] for s in inputs]
+            here: dict[str, Any] = {}
+            if kwargs is not None and any(kwargs[start:stop]):
+                own = [kwargs[i] for i in chain.own if start <= i < stop]
+                here = own[0] if isinstance(run, BasicOperation) else {"basic_op_kwargs": own}
+            result = run(x, *extras, **here)
+            x, *more = result if isinstance(result, tuple) else (result,)
+            if len(more) != len(outputs):
+                who = op_class(run).__name__ if isinstance(run, nn.Module) else "part of the chain"
+                wanted = f"its output and {len(outputs)} extra outputs"
+                raise RuntimeError(f"{who} must give {wanted}, gave {len(more)}")
+            made.update(zip(outputs, more, strict=True))
+        public = [made[slot] for slot in chain.public_outputs]
+        return (x, *public) if public else x
 
 
 def cut(
@@ -84,66 +141,3 @@ def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
         if slot in chain.arguments or chain.sources[slot][0] < start:
             taken.setdefault(chain.arguments.get(slot, slot), slot)
     return list(taken.values())
-
-
-def run_parts(
-    program: Any,
-    fuser: Any,
-    input: Tensor,
-    tensors: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-    kwargs: Sequence[dict[str, Any]] | None,
-) -> Any:
-    """Run a :class:`Cut`, or blocks of rows; a parameter is read once, which may change a state.
-
-    Args:
-        program: The one or the other.
-        fuser: The fuser of the whole chain.
-        input: Its input.
-        tensors: The parameters that its parts take, too.
-        extra_inputs: The extra inputs that no channel feeds.
-        kwargs: Keyword arguments per basic op, or None.
-    """
-    cut = isinstance(program, Cut)
-    run = partial(run_cut, program, fuser._chain) if cut else partial(program.run, fuser)
-    if is_dynamo_compiling():
-        return run(input, extra_inputs, kwargs)
-    pairs = zip(fuser._params, tensors, strict=False)
-    with current.temporarily(given={(module, name): t for (_, module, name), t in pairs}):
-        return run(input, extra_inputs, kwargs)
-
-
-def run_cut(
-    cut: Cut,
-    chain: Chain,
-    input: Tensor,
-    extra_inputs: Sequence[Tensor],
-    kwargs: Sequence[dict[str, Any]] | None,
-) -> Any:
-    """Run the parts one after the other; channels between them carry tensors and gradients.
-
-    Args:
-        cut: The parts.
-        chain: The whole chain.
-        input: Input of the first part.
-        extra_inputs: The extra inputs that no channel feeds.
-        kwargs: Keyword arguments per basic op, or None.
-    """
-    x: Any = input
-    given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
-    made: dict[Slot, Any] = {}
-    for run, start, stop, inputs, outputs in cut.parts:
-        extras = [given[slot] if slot in given else made[chain.sources[slot]] for slot in inputs]
-        here: dict[str, Any] = {}
-        if kwargs is not None and any(kwargs[start:stop]):
-            own = [kwargs[i] for i in chain.own if start <= i < stop]
-            here = own[0] if isinstance(run, BasicOperation) else {"basic_op_kwargs": own}
-        result = run(x, *extras, **here)
-        x, *more = result if isinstance(result, tuple) else (result,)
-        if len(more) != len(outputs):
-            who = op_class(run).__name__ if isinstance(run, nn.Module) else "a part of the chain"
-            wanted = f"its output and {len(outputs)} extra outputs"
-            raise RuntimeError(f"{who} must give {wanted}, gave {len(more)}")
-        made.update(zip(outputs, more, strict=True))
-    public = [made[slot] for slot in chain.public_outputs]
-    return (x, *public) if public else x

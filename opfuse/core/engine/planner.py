@@ -18,7 +18,7 @@ from ..quantization.names import check_names, matching
 from ..recipes import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
-from ..tuning_table import NO_TABLE, device_name, table_for
+from ..tuning_table import NO_TABLE, device_name, shape_of, table_for
 from .chain import Chain
 from .checks import check_attributes, check_kwargs, check_tensors
 from .compile import compile_program
@@ -69,12 +69,8 @@ def rows_of(facts: tuple[str, ...], input: Tensor | None) -> tuple[Any, ...]:
     """Facts about the rows of an input, named as in :class:`Environment`."""
     known: dict[str, Any] = {"row_alignment": 1}
     if input is not None:
-        rows = input.shape[:-1].numel()
-        known["row_alignment"] = math.gcd(rows, _MOST_ALIGNED)
-        known["rows"] = rows and 1 << rows.bit_length() - 1
-        known["features"] = input.shape[-1] if input.ndim else 1
-        if "contiguous" in facts:
-            known["contiguous"] = input.is_contiguous()
+        alignment = math.gcd(input.shape[:-1].numel(), _MOST_ALIGNED)
+        known = {"row_alignment": alignment, **shape_of(input)._asdict()}
     return tuple([known.get(fact) for fact in facts])
 
 

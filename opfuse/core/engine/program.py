@@ -10,11 +10,10 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..cast import Cast
 from ..fusible import declared
 from ..fusion import Fusion
 from ..op import BasicOperation
@@ -26,8 +25,8 @@ from .chain import Chain
 from .invariant import InParts
 from .measured import Facts
 from .plan import FusionPlan
-from .step import Step
-from .step_calls import InRange, WithCasts
+from .step import Recompute, Step
+from .step_calls import InRange
 
 
 class PooledContext:
@@ -130,23 +129,6 @@ class SavedState:
             ranges.append((i, position, position + len(names)))
             position += len(names)
         return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(open_ops))
-
-
-class Recompute(NamedTuple):
-    """How the input of an op is computed again instead of being kept.
-
-    Attributes:
-        start: First basic op of the fused op before it.
-        run: The ``fuser_recompute`` of that fused op.
-        place, position: Index of the input among the op's saved tensors, and among all of them.
-        cast: The cast to repeat, if it is a step of its own.
-    """
-
-    start: int
-    run: Callable[..., Any]
-    place: int
-    position: int
-    cast: Cast | None
 
 
 class Program:
@@ -261,7 +243,6 @@ class Program:
             steps = [copy.copy(step) for step in getattr(self, name)]
             for step in [step for step in steps if step.source]:
                 step.run = InRange(step, name, step.run)
-                step.with_output = step.with_output and InRange(step, name, step.with_output)
             setattr(twin, name, tuple(steps))
         return twin
 
@@ -304,22 +285,12 @@ class Program:
         return [pair for pair in pairs if type(pair[0]).pre_fuser_forward is not default]
 
     def _recomputing(self) -> dict[int, Recompute]:
-        starts = {i: start for i, start, _ in self.saved.ranges}
-        fused = {step.start: step for step in self.forward if step.stop > step.start}
-        casts: dict[int, Any] = {s.start: s.matched[0] for s in self.forward if s.start == s.stop}
-        found = {}
-        for step in self.backward:
-            if (first := step.recompute) is not None:
-                place = declared(self.chain.ops[step.start], "saved_names").index("input")
-                before, cast = fused[first], casts.get(step.start)
-                run: Any = before.op.fuser_recompute
-                if self.chain.groups:
-                    run = Reported(run, self.chain, before)
-                if before.casts:
-                    run = WithCasts(run, before.matched)
-                position = starts[step.start] + place
-                found[step.start] = Recompute(first, run, place, position, cast)
-        return found
+        firsts = {i: first for i, first, _ in self.saved.ranges}
+        return {
+            step.start: how._replace(position=firsts[step.start] + how.place)
+            for step in self.backward
+            if (how := step.recompute) is not None
+        }
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
         # functions are the fusions of Transformer Engine: their ops may write anything

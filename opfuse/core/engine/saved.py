@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..cast import Cast
 from ..quantization import QuantizedTensor, Usage
+from ..quantization.quantizer import same_quantizer
 from .checks import forward_of, refuse_saved, saved_nothing
-from .program import Program, Recompute
+from .program import Program
 from .side_tensors import ForwardExtras, unbound
 from .step_calls import WithCasts
 
@@ -86,7 +88,9 @@ def _leave_more(
     if program.accumulating:
         func_ctx.accumulating = [tensors[first:last] for _, first, last in program.accumulating]
     if program.watcher is not None:
-        program.watcher(program, _per_op(program, ctxs, saved))
+        found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
+        found |= {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
+        program.watcher(program, found)
 
 
 def restore_more(
@@ -101,12 +105,6 @@ def restore_more(
         for index, ctx in func_ctx.left.items():
             vars(ctxs[index]).update(vars(ctx))
             ctxs[index].saved_tensors = tensors[slice(*ctx.saved_range)]
-
-
-def _per_op(program: Program, ctxs: Sequence[Any], saved: Sequence[Any]) -> dict[int, Any]:
-    """The saved tensors of each op."""
-    found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
-    return found | {i: saved[slice(*ctxs[i].saved_range)] for i in program.saved.undeclared}
 
 
 def _take_attributes(program: Program, ctxs: Sequence[Any]) -> list[Any]:
@@ -154,10 +152,7 @@ def _drop_recomputable(
     for index, how in program.recomputing.items():
         output, ctxs[how.start].recomputable_output = ctxs[how.start].recomputable_output, None
         kept: Any = saved[how.position]
-        if how.cast is not None:
-            plain, cast = ctxs[index].cast_input or (None, None)
-            output, ctxs[index].cast_input = cast if plain is output else None, None
-        if output is None or not _is_of(kept, output):
+        if output is None or not _is_of(kept, output, how.cast):
             continue
         quantized = isinstance(kept, QuantizedTensor)
         dropped[index] = kept.copies if quantized else Usage()
@@ -169,7 +164,7 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
     """Restore an input that was not kept, after the input of the op that computes it."""
     if index not in dropped:
         return
-    how: Recompute = program.recomputing[index]
+    how = program.recomputing[index]
     saved: tuple[Any, ...] = ctxs[index].saved_tensors
     shell, usage = saved[how.place], dropped[index]
     quantized = isinstance(shell, QuantizedTensor)
@@ -184,23 +179,17 @@ def recompute(program: Program, ctxs: Sequence[Any], index: int, dropped: dict[i
         ctxs[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
 
 
-def parameter_gradients(
-    program: Program, ctxs: Sequence[Any], index: int, input_: Tensor, grad_output: Tensor
-) -> Any:
-    """Compute the parameter gradients of an op that waited until its input was recomputed."""
-    ctx, place = ctxs[index], program.recomputing[index].place
-    nothing = [None] * len(ctx.saved_tensors)
-    ctx.saved_tensors = (*nothing[:place], input_, *nothing[place + 1 :])
-    return program.chain.ops[index].op_backward(ctx, grad_output)[1]
-
-
 # Quantized tensors among saved ones: their parts as plain tensors, which autograd can keep
 
 
-def _is_of(kept: Any, output: Any) -> bool:
-    """Return whether an op saved this very tensor or, if it is quantized, copies of it."""
-    if not isinstance(kept, QuantizedTensor) or not isinstance(output, QuantizedTensor):
-        return kept is output
+def _is_of(kept: Any, output: Any, cast: Cast | None) -> bool:
+    """Return whether an op saved this very tensor, copies of it, or what a cast makes of it."""
+    if not isinstance(kept, QuantizedTensor):
+        return kept is output and cast is None
+    if cast is not None:
+        return same_quantizer(kept.quantizer, cast.quantizer)
+    if not isinstance(output, QuantizedTensor):
+        return False
     return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
 
 

@@ -29,7 +29,7 @@ from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation
 from ..records import FusionSource
 from ..tuning_table import Measurement
-from .cover import beaten, best_cover, conflict
+from .cover import beaten, best_cover, conflict, overlapping
 from .edges import View
 from .measured import Facts, counting
 from .plan import Refusal
@@ -37,25 +37,6 @@ from .step import Step
 
 logger = logging.getLogger("opfuse")
 _MOST = 1e6  # of a benefit: sums stay exact
-
-
-class Taken(list[Step]):
-    """The candidates taken so far, indexed by place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._at: dict[tuple[str, int], Step] = {}
-
-    def take(self, candidates: Iterable[Step]) -> None:
-        """Add candidates that overlap none of these."""
-        for candidate in candidates:
-            self.append(candidate)
-            self._at.update(dict.fromkeys(candidate.places, candidate))
-
-    def overlapping(self, candidate: Step) -> list[Step]:
-        """The taken candidates that cover the same op in the same pass."""
-        found = [self._at[place] for place in candidate.places if place in self._at]
-        return list(dict.fromkeys(found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,21 +66,21 @@ def choose(
     finder = _Finder(facts, excluded)
     prefer, length = finder.prefer, finder.length
     candidates: list[Step] = []
-    taken = Taken()
+    taken: list[Step] = []
     ordered = sorted(sources, key=_precedence)
     for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
         positions, group = zip(*of_class, strict=True)
         found = [step for source in group for step in finder.candidates(source, taken)]
         candidates += found
         free = finder.not_beaten(found, ordered[positions[-1] :], taken)
-        taken.take(best_cover(free, length, prefer))
+        taken += best_cover(free, length, prefer)
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept = taken[:limit]
     won, fitting = {*kept}, {*taken}
     for loser in [step for step in candidates if step not in won]:
         limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
         why = limited or finder.beaten.get(loser)
-        lost = (why, None) if why else conflict(loser, taken.overlapping(loser), prefer)
+        lost = (why, None) if why else conflict(loser, overlapping(loser, taken), prefer)
         finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
     return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
@@ -107,7 +88,7 @@ def choose(
 
 def find_candidates(facts: Facts, sources: Iterable[FusionSource]) -> list[Step]:
     """Every candidate of a chain, including overlapping ones; see :func:`choose`."""
-    return _Finder(facts).peek(sources, Taken())
+    return _Finder(facts).peek(sources, [])
 
 
 def _place(refusal: Refusal) -> tuple[Any, ...]:
@@ -138,18 +119,18 @@ class _Finder:
         keeping = [declared(op, "keeps_rows") for op in self.ops]
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
 
-    def peek(self, sources: Iterable[FusionSource], taken: Taken) -> list[Step]:
+    def peek(self, sources: Iterable[FusionSource], taken: Sequence[Step]) -> list[Step]:
         """The candidates of some sources, without recording refusals."""
         finder = dataclasses.replace(self, refused=[])
         return [
             step
             for source in sources
             for step in finder.candidates(source, taken)
-            if not taken.overlapping(step)
+            if not overlapping(step, taken)
         ]
 
     def not_beaten(
-        self, found: Sequence[Step], later: Sequence[FusionSource], taken: Taken
+        self, found: Sequence[Step], later: Sequence[FusionSource], taken: Sequence[Step]
     ) -> list[Step]:
         """Drop candidates that overlap taken ones, or that others beat by measurement.
 
@@ -161,7 +142,7 @@ class _Finder:
             later: The fusions that choose after them.
             taken: The candidates taken so far.
         """
-        free = [step for step in found if not taken.overlapping(step)]
+        free = [step for step in found if not overlapping(step, taken)]
         joint = [step for step in free if step.passes == "joint" and step.measured]
         trades = [step for step in joint if self._trade(step)["trades_time"]]
         alike = [source for source in later if joint and source.rank == joint[0].source.rank]
@@ -179,7 +160,7 @@ class _Finder:
         self.refused.append(Refusal(*where, reason, source.distribution, lost_to))
         logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource, taken: Taken) -> Iterator[Step]:
+    def candidates(self, source: FusionSource, taken: Sequence[Step]) -> Iterator[Step]:
         """The candidates of a fusion; it is asked only where none of higher precedence is."""
         if source.passes == "backward" and not self.env.requires_grad:
             return
@@ -189,9 +170,7 @@ class _Finder:
             source.warn("a joint fusion makes its casts itself: its pattern must not name Cast")
             return
         for found in self._found(source):
-            benefit = 0 if taken.overlapping(found) else self._benefit(found)
-            if getattr(source.fusion, "only_recomputes", False) and not isinstance(benefit, str):
-                benefit = self._spares_nothing(found, taken) or benefit
+            benefit = 0 if overlapping(found, taken) else self._benefit(found)
             if isinstance(benefit, str):
                 self.refuse(found, benefit)
             else:
@@ -199,19 +178,6 @@ class _Finder:
                 yield found
         if isinstance(source.fusion, Fusion):
             self._refuse_uncovered(source, source.fusion)
-
-    def _spares_nothing(self, step: Step, taken: Taken) -> str:
-        """Return why computing a step's output again would save no memory, or ``""``."""
-        if self.facts.assumed:
-            return ""
-        needs, behind = self.facts.needs, self.ops[step.stop : step.stop + 1]
-        keeping = ["input" in (declared(op, "saved_names") or ()) for op in behind]
-        if keeping != [True] or not any(needs.params[step.stop]):
-            return "no op after it keeps its output for the gradient of a parameter"
-        before = [t for t in taken if t.stop == step.start and t.passes != "backward"]
-        if any(getattr(t.source.fusion.build, "recomputes", False) for t in before):
-            return "the fusion before it computes its input again, which it would have to keep"
-        return ""
 
     def _found(self, source: FusionSource) -> Iterator[Step]:
         """The matches of a fusion: the ops with the casts of its pass, or the ops alone.

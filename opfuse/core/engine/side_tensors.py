@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from ..extra_dtypes import is_kind, refuse_kind
+from ..op_context import summed
 from ..quantization import QuantizedTensor
 from ..quantization.activation import plain
 from .chain import Chain, Slot
@@ -157,9 +158,8 @@ class BackwardExtras:
                 source = chain.sources.get((i, k))
                 if source is None:
                     self._of_inputs[i, k] = grad
-                elif source[0] < step.start and grad is not None:
-                    before = self._of_outputs.get(source)
-                    self._of_outputs[source] = grad if before is None else before + grad
+                elif source[0] < step.start:
+                    self._of_outputs[source] = summed(self._of_outputs.get(source), grad)
 
     def last_given(self) -> int:
         """The last op whose extra output gets a gradient; -1 if there is none."""
@@ -181,9 +181,7 @@ class BackwardExtras:
         """The gradients that precede and follow those of the parameters; no two share memory."""
         of_arguments: list[Tensor | None] = [None] * len(self._chain.external_inputs)
         for slot, number in self._chain.arguments.items():
-            if (grad := self._of_inputs.get(slot)) is not None:
-                before = of_arguments[number]
-                of_arguments[number] = grad if before is None else before + grad
+            of_arguments[number] = summed(of_arguments[number], self._of_inputs.get(slot))
         ends = [dx, *of_arguments]
         if not is_dynamo_compiling():
             first = self._grad_output

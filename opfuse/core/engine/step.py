@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..cast import Cast
 from ..op import BasicOperation
+
+
+class Recompute(NamedTuple):
+    """How the input of an op is computed again instead of being kept.
+
+    Attributes:
+        start: First basic op of the step before it.
+        run: The ``fuser_recompute`` of that step.
+        place, position: Index of the input among the op's saved tensors, and among all of them.
+        cast: The cast to repeat, if it is a step of its own.
+    """
+
+    start: int
+    run: Callable[..., Any]
+    place: int
+    cast: Any
+    position: int = -1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,13 +54,8 @@ class Step:
         numbers: Values to set on the contexts of its basic ops before it runs: ``(place, op,
             name)`` (forward of a fused op only).
         owns: Whether the incoming gradient may be overwritten (backward only).
-        with_output: The method of a fused op that returns its output again together with its
-            gradients, if the preceding step waits for that (backward only).
-        waits: Whether a basic op returns the gradient of its input first, and those of its
-            parameters after the next step, which computes its input again (backward only).
         note: A further remark for reports.
-        recompute: First basic op of the preceding fused op, if that can compute the input again
-            (backward only).
+        recompute: How the preceding step computes the input again, if it can (backward only).
     """
 
     source: Any
@@ -65,9 +76,7 @@ class Step:
     no_extras: tuple[tuple[()], ...] = ()
     numbers: tuple[tuple[int, Any, str], ...] = ()
     owns: bool = False
-    recompute: int | None = None
-    with_output: Callable[..., Any] | None = None
-    waits: bool = False
+    recompute: Recompute | None = None
     note: str = ""
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
@@ -90,9 +99,3 @@ class Step:
     def passes(self) -> str:
         """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
         return str(self.source.passes) if self.source else "joint"
-
-    @property
-    def places(self) -> Iterator[tuple[str, int]]:
-        """The ops and edges that it covers, each with the pass."""
-        passes = ("forward", "backward") if self.passes == "joint" else (self.passes,)
-        return itertools.product(passes, range(self.begin, self.end))

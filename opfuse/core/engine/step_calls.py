@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..cast import Cast
 from ..introspection import op_class
 from ..op import BasicOperation, is_direct
-from ..op_context import OperationContext, asks_for_quantizers
+from ..op_context import OperationContext
 from ..quantization import QuantizedTensor
 from ..quantization.quantizer import same_quantizer
 from .measured import Facts
@@ -36,7 +35,7 @@ def finish(step: Step, pass_name: str, facts: Facts) -> None:
     step.given = any(facts.kwargs[step.start : step.stop])
     step.direct = not step.given and not step.has_extras and is_direct(op, pass_name)
     if forward:
-        step.run = _with_quantizers(op) if step.direct else op.fuser_forward
+        step.run = op.op_forward if step.direct else op.fuser_forward
         step.takes_quantized = step.start in facts.edges.forward and step.begin % 2 == 1
         step.width = facts.chain.later_widths.get(step.start)
     else:
@@ -83,44 +82,6 @@ def _call_cast(step: Step, forward: bool) -> None:
     """Decide how a cast step is called; a loop passes the context of the op that asked for it."""
     step.direct, step.takes_quantized = forward, True
     step.run = step.op.op_forward if forward else step.op.fuser_backward
-
-
-def _with_quantizers(op: BasicOperation) -> Callable[..., Any]:
-    """Return ``op_forward`` with two arguments; the quantizers come from its context."""
-    forward: Any = op.op_forward
-    by_position, by_name = asks_for_quantizers(op)
-    if not (by_position or by_name):
-        return forward  # type: ignore[no-any-return]
-
-    @functools.wraps(forward)
-    def run(ctx: OperationContext, x: Any) -> Any:
-        before = [getattr(ctx, name) for name in by_position]
-        return forward(ctx, x, *before, **{name: getattr(ctx, name) for name in by_name})
-
-    run.op = op  # type: ignore[attr-defined]
-    return run
-
-
-class TrackedCast:
-    """The forward step of a cast whose input may be computed again instead of being kept.
-
-    Args:
-        cast: The cast.
-        fused: The ``fuser_forward`` that replaces it alone, or None.
-    """
-
-    def __init__(self, cast: Cast, fused: Any = None) -> None:
-        self.__self__, self.__name__, self._fused = cast, "op_forward", fused
-
-    def __call__(self, ctx: Any, x: Any) -> Any:
-        """Cast it, and record input and result on the context of the op that asked for it."""
-        if self._fused is None:
-            made = self.__self__.op_forward(ctx, x)
-        else:
-            none = dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
-            made, _ = self._fused((), x, basic_op_extra_inputs=(), basic_op_kwargs=(), **none)
-        ctx.cast_input = x, made
-        return made
 
 
 class InRange:
@@ -263,8 +224,7 @@ class Watched:
     """
 
     def __init__(self, method: Callable[..., Any], who: str, in_place: bool) -> None:
-        self.__self__: Any = getattr(method, "__self__", None) or method.op  # type: ignore[attr-defined]
-        self.__name__ = method.__name__
+        self.__self__, self.__name__ = getattr(method, "__self__", None), method.__name__
         self._method, self._who, self._in_place = method, who, in_place
 
     def __call__(self, ctxs: Any, x: Any, **given: Any) -> Any:
@@ -283,20 +243,13 @@ class Watched:
         contexts = ctxs if isinstance(ctxs, list) else [ctxs]
         backward = self.__name__.endswith("backward")
         first, kept, extra, name = _BACKWARD if backward else _FORWARD
-        if not (backward and contexts[-1].owns_grad_output):
-            yield from _plain(first, x)
-        for ctx in contexts:
-            for tensor in (ctx.saved_tensors or ()) if backward else ctx.params:
-                yield from _plain(kept, tensor)
-        for of_op in () if self._in_place else given.get(name, ()):
-            for tensor in of_op:
-                yield from _plain(extra, tensor)
-
-
-def _plain(what: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    for tensor in value.tensors() if isinstance(value, QuantizedTensor) else (value,):
-        if tensor is not None:
-            yield what, tensor
+        held = [] if backward and contexts[-1].owns_grad_output else [(first, [x])]
+        held += [(kept, ctx.saved_tensors if backward else ctx.params) for ctx in contexts]
+        held += [] if self._in_place else [(extra, of_op) for of_op in given.get(name, ())]
+        for what, values in held:
+            for value in values or ():
+                parts = value.tensors() if isinstance(value, QuantizedTensor) else (value,)
+                yield from [(what, tensor) for tensor in parts if tensor is not None]
 
 
 def _state(tensor: Tensor) -> tuple[int, Tensor]:

@@ -241,10 +241,6 @@ class QuantizerStates:
             for name in quantizer.state_names:
                 yield f"{key}.{name}", quantizer, name
 
-    def _tensors(self, recipe: Recipe) -> dict[str, Tensor]:
-        """The current state for a recipe, by its names in a checkpoint."""
-        return {key: getattr(quantizer, name) for key, quantizer, name in self._entries(recipe)}
-
     def _text(self, recipe: Recipe) -> str:
         """The text that identifies a recipe in a checkpoint: its registered name and its fields."""
         return recipe.to_json(self._recipe_names[recipe])
@@ -308,7 +304,7 @@ class QuantizerStates:
             self.unrestored.add(recipe)
         if (state := self._loaded.get(text)) is None:
             return
-        targets = self._tensors(recipe)
+        targets = {key: getattr(of, name) for key, of, name in self._entries(recipe)}
         if targets.keys() != state.keys():
             who = f" of {type(op).__name__} {op.name!r}" if op is not None and op.name else ""
             expected = ", ".join(sorted(targets)) or "none"

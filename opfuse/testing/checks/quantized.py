@@ -65,17 +65,10 @@ def _at_end(found: list[Any], place: int) -> Any:
     return look
 
 
-class _Whole(BasicLinear):
-    """A linear that does not wait for its input."""
-
-    splits_backward = False
-
-
 def _followed(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
         if not case.after:
             width = width_behind(case.chain_ops, case.first_width())
-            yield case.with_(after=(Op(_Whole, width, 3),))
             case = case.with_(after=(Op(BasicLinear, width, 3),))
         yield case
         yield case.with_(rows=(2, 5), dtype=torch.bfloat16)

@@ -471,32 +471,6 @@ def test_a_subclass_with_its_own_formulas_computes_them(rows, dtype, monkeypatch
         check([chain(x)], [expected(x)], dtype)
 
 
-class Noisy(ops.Activation):
-    """Draws again at each call."""
-
-    def value(self, x):
-        return x * torch.rand_like(x)
-
-    def derivative(self, x):
-        return torch.ones_like(x)
-
-
-@pytest.mark.parametrize("act", [Noisy, CubicActivation, ops.GELU])
-def test_what_is_not_known_to_be_deterministic_is_not_computed_again(act):
-    chain, x = mlp(act(), (6, 8, 8)), torch.randn(5, 6, requires_grad=True)
-    with torch.no_grad():
-        chain[2].weight.copy_(torch.eye(8))
-    with opfuse.options(**{"linear.recompute": True}):
-        y, sizes = kept(chain, x)
-        text = " ".join(opfuse.explain(chain, x).details.split())
-    known = act is ops.GELU
-    assert sizes == [30, 40] + [40] * (not known)
-    assert (f"since {act.__name__} does not declare itself deterministic" in text) != known
-    (dw,) = torch.autograd.grad(y[:, 0].sum(), chain[2].weight)
-    # the sum of what came into the linear
-    torch.testing.assert_close(dw[0], (y - chain[2].bias).sum(0).detach())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [3, 4096])
 def test_both_forms_of_gelu(rows, dtype, monkeypatch):
@@ -666,43 +640,6 @@ def mlp(act, widths=(6, 8, 4)):
     return opfuse.Sequential(ops.Linear(widths[0], first), act, ops.Linear(*widths[1:]))
 
 
-def kept(chain, x):
-    found, known = [], {p.data_ptr() for p in chain.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
-        return chain(x), sorted(t.numel() for t in found if t.data_ptr() not in known)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("act", [ops.GELU, ops.ReLU, ops.SReLU, ops.SwiGLU])
-def test_the_activation_is_computed_again_where_it_is_wanted(act, dtype):
-    chain, x = mlp(act()).to(dtype), torch.randn(5, 6, dtype=dtype, requires_grad=True)
-    results = {}
-    for wanted in (True, False):
-        with opfuse.options(**{"linear.recompute": wanted}):
-            y, sizes = kept(chain, x)
-            results[wanted] = sizes, torch.autograd.grad(y.sum(), [x, *chain.parameters()])
-    (few, got), (many, expected) = results[True], results[False]
-    more = [] if act is ops.ReLU else [40]  # the output, which ReLU keeps for itself
-    assert sorted([*few, *more]) == many
-    for mine, want in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, want)
-
-
-@pytest.mark.parametrize("act", [ops.GELU, ops.SwiGLU])
-def test_the_activation_behind_linears_side_by_side_is_computed_again(act):
-    chain, x = mlp(act()), torch.randn(5, 6, requires_grad=True)
-    half = chain[0].out_features // 2
-    chain[0] = ops.ParallelLinear({"gate": ops.Linear(6, half), "up": ops.BasicLinear(6, half)})
-    results = []
-    for wanted in (True, False):
-        with opfuse.options(**{"linear.recompute": wanted}):
-            y, sizes = kept(chain, x)
-            results.append((sizes, torch.autograd.grad(y.sum(), [x, *chain.parameters()])))
-    assert sorted([*results[0][0], 40]) == results[1][0]  # the output of the activation
-    for mine, want in zip(results[0][1], results[1][1], strict=True):
-        torch.testing.assert_close(mine, want)
-
-
 def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     chain, x = mlp(ops.GELU(), (8, 128, 8)), torch.randn(4, 8)
     fused = [["linear+bias", "linear+bias+activation"], []]
@@ -712,30 +649,9 @@ def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     with torch.no_grad():
         assert [*fused_steps(chain, x)] == fused
     assert [*fused_steps(chain, x.requires_grad_())] == apart
-    with opfuse.options(**{"linear.recompute": True}):
-        assert fused_steps(chain, x)[0] == fused[0]
     params = list(chain.parameters())
     check(run(chain, params, [x]), run(chain, params, [x], ""), torch.float32)
     assert "the backward needs the activation's input" in opfuse.explain(chain, x).details
-    with opfuse.options(**{"linear.recompute": "yes"}):
-        with pytest.raises(
-            TypeError,
-            match="'linear.recompute' of the plugin linear: expected bool such as False, got 'yes'",
-        ):
-            chain(x)
-
-
-def test_what_is_frozen_is_not_computed_again():
-    chain, x = mlp(ops.GELU()), torch.randn(5, 6)
-    chain[0].requires_grad_(False)
-    with opfuse.options(**{"linear.recompute": True}):
-        y, sizes = kept(chain, x)
-    assert sizes == [40]  # the second linear's input: the activation's input is not kept
-    (expected,) = torch.autograd.grad(y.sum(), chain[2].weight)
-    with opfuse.plugins.using(""):
-        torch.testing.assert_close(
-            torch.autograd.grad(chain(x).sum(), chain[2].weight)[0], expected
-        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -776,10 +692,6 @@ def refusal(name, *chain, **changes):
 
 def test_on_a_gpu_an_activation_is_fused_where_the_library_has_it():
     assert refusal(BACK, *CHAIN, ops.GELU()) is True
-    assert (
-        refusal(BACK, *CHAIN, ops.GELU(), options={"linear.recompute": True}, dtype=torch.float32)
-        is True
-    )
     apart = [
         refusal(BACK, *CHAIN, ops.GELU(), dtype=torch.float32),
         refusal(BACK, *CHAIN, ops.GELU(), compiling=True),

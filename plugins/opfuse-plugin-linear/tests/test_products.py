@@ -219,18 +219,6 @@ def test_the_fused_ops_launch_what_they_promise(monkeypatch):
 
 
 @interpreted
-def test_the_output_is_computed_again_where_that_is_wanted():
-    chain = opfuse.Sequential(ops.Linear(16, 32), ops.SiLU(), ops.Linear(32, 8))
-    x, dy = draw(torch.float32, (5, 16), (5, 8))
-    grads = []
-    for recompute in (True, False):
-        with opfuse.plugins.using("linear"), opfuse.options(**{"linear.recompute": recompute}):
-            grads.append(torch.autograd.grad(chain(x), list(chain.parameters()), dy))
-    for got, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(got, expected)
-
-
-@interpreted
 @pytest.mark.parametrize("case", [c for c in cases.CASES if c.gemms], ids=lambda case: case.name)
 def test_each_tile_is_stored_once(case):
     """Tiles are read again by other programs, from the cache; what is written is written once."""

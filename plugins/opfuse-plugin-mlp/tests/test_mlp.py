@@ -240,7 +240,7 @@ def test_where_a_norm_is_not_computed_again():
     assert kept(torch.compile(chain, backend="aot_eager", fullgraph=True), x) > 0
 
 
-def test_a_norm_whose_output_nobody_spares_is_left_to_others():
+def test_a_norm_whose_output_nobody_spares_keeps_no_more():
     class Spared(opfuse.FusedOperation):
         """An activation that is computed again, as other plugins have some."""
 
@@ -256,22 +256,18 @@ def test_a_norm_whose_output_nobody_spares_is_left_to_others():
         def fuser_recompute(self, basic_op_ctxs):
             return self.basic_ops[0].forward_value(*basic_op_ctxs[0].saved_tensors)
 
-    def why(*chain):
+    def keeps_no_more(*chain):
         chain = opfuse.Sequential(*chain)
         assert kept(chain, batch()) <= kept(chain, batch(), prefer="speed")
         check(chain, batch())
-        with opfuse.options(prefer="memory"):
-            return " ".join(opfuse.explain(chain.float(), batch()).details.split())
 
-    sentence = "no op after it keeps its output for the gradient of a parameter"
     for behind in ((), (ops.Dropout(0.0), linear()), (ops.ReLU(),)):
-        assert sentence in why(ops.LayerNorm(WIDTH), *behind)
+        keeps_no_more(ops.LayerNorm(WIDTH), *behind)
     handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU,), Spared, name="spared"))
-    sentence = "the fusion before it computes its input again, which it would have to keep"
     others = {row["name"] for row in opfuse.plugins.listing()} - {"mlp"}
     without = ",".join(f"-{name}" for name in sorted(others))
     with opfuse.plugins.using(without or None):  # a plugin that is named would come first
-        assert sentence in why(linear(outputs=WIDTH), ops.GELU(), ops.LayerNorm(WIDTH), linear())
+        keeps_no_more(linear(outputs=WIDTH), ops.GELU(), ops.LayerNorm(WIDTH), linear())
     handle.unregister()
 
 

@@ -164,7 +164,6 @@ class _Inspector(EveryWay):
 
 
 _TELL = {"dim", "numel", "size", *table.PROPERTIES} - {"mT", "T"}
-_CASTS = {"bfloat16", "double", "float", "half", "to", "type_as"}
 _ARITHMETIC = {
     *(operator.add, operator.mul, operator.neg, operator.pow, operator.sub, operator.truediv, tuple)
 }

@@ -219,51 +219,31 @@ class CompiledRun(FusedOperation):
             return self.run_separately_backward(
                 basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=extra
             )
-        return self._gradients(basic_op_ctxs, grad_output, extra)[0]
-
-    def fuser_backward_with_output(
-        self,
-        basic_op_ctxs: Sequence[Any],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Any]],
-    ) -> tuple[Any, Tensor]:
-        """See :attr:`opfuse.FusedOperation.fuser_backward_with_output`."""
-        return self._gradients(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs, True)
-
-    def _gradients(
-        self,
-        ctxs: Sequence[Any],
-        grad_output: Tensor,
-        grad_extra_outputs: Sequence[Sequence[Any]],
-        with_output: bool = False,
-    ) -> tuple[Any, Any]:
-        """The result of the backward, and the output again, if that is wanted."""
-        plan, shape, numbers = ctxs[0].compiled
+        plan, shape, numbers = basic_op_ctxs[0].compiled
         rows = shape.numel()
-        saved = self._saved(ctxs, plan, rows)
+        saved = self._saved(basic_op_ctxs, plan, rows)
         dy = matrix(grad_output, rows)
         grads = {
             (i, k): matrix(grad, rows)
-            for i, of_op in enumerate(grad_extra_outputs)
+            for i, of_op in enumerate(extra)
             for k, grad in enumerate(of_op or ())
             if grad is not None
         }
-        owns_dy = ctxs[-1].owns_grad_output
-        found = plan.backward(saved, dy, grads, numbers, rows, owns_dy, with_output)
+        owns_dy = basic_op_ctxs[-1].owns_grad_output
+        found = plan.backward(saved, dy, grads, numbers, rows, owns_dy)
         if len(shape) != 1:
             for name, grad in found.items():
-                if name in ("x", "y") or name[0] == "extra":
+                if name == "x" or name[0] == "extra":
                     found[name] = grad.view(*shape, *grad.shape[1:])
         of_params: list[Any] = [()] * len(self._ops)
         of_extras: list[Any] = list(of_params)
         for i in self._with_params:
-            count = len(ctxs[i].param_requires_grad)
+            count = len(basic_op_ctxs[i].param_requires_grad)
             of_params[i] = tuple([found.get(("param", i, k)) for k in range(count)])
         for i in self._with_extras:
             count = self._ops[i].num_extra_inputs
             of_extras[i] = tuple([found.get(("extra", i, k)) for k in range(count)])
-        return (found.get("x"), of_params, of_extras), found.get("y")
+        return found.get("x"), of_params, of_extras
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""

@@ -550,42 +550,35 @@ class Plan:
         return self._forward(items, rows)
 
     def _backward(
-        self,
-        dy: Spec,
-        grads: dict[tuple[int, int], Spec],
-        in_place: bool = False,
-        with_output: bool = False,
+        self, dy: Spec, grads: dict[tuple[int, int], Spec], in_place: bool = False
     ) -> CompiledKernel:
         """The kernel for incoming gradients like these.
 
-        With ``in_place`` it overwrites ``dy``, where that can be. With ``with_output`` it gives the
-        output too, as ``"y"``.
+        With ``in_place`` it overwrites ``dy``, where that can be.
         """
         kept = len(self._kept_specs)
         after = kept + len(self._flat)
         norms = built_in.RMSNorm, built_in.L2Normalization
         in_place = in_place and not any(isinstance(op, norms) for op in self._run.ops)
         if in_place:
-            kernel = self._backward(dy, grads, False, with_output)
+            kernel = self._backward(dy, grads)
             slots = dict(zip(kernel.names, kernel.slots, strict=True))
             fits = (dy.dtype, dy.width) == (self.specs[0].dtype, self.specs[0].width)
             if not fits or slots.get("x", (True, 0))[0] or (True, after) in slots.values():
                 return kernel
-        key = dy, tuple(grads.items()), in_place, with_output
+        key = dy, tuple(grads.items()), in_place
         if key not in self._backwards:
             specs = [*self._kept_specs, *self._flat, dy, *grads.values()]
 
             def function(*tensors: Any) -> dict[Any, Any]:
                 given = self._given.rebuilt(tensors[kept:after])
-                again = tensors[:kept], tensors[kept:after], given, with_output
-                contexts, y = self._again_from(*again)
+                contexts = self._again_from(tensors[:kept], tensors[kept:after], given)
                 incoming = dict(zip(grads, tensors[after + 1 :], strict=True))
                 dx, params, extras = self._run.backward(contexts, tensors[after], incoming, given)
                 found = {"x": dx}
                 for i, of_op in params.items():
                     found |= {("param", i, k): grad for k, grad in enumerate(of_op)}
                 found |= {("extra", *slot): grad for slot, grad in extras.items()}
-                found["y"] = y if with_output else None
                 if in_place:
                     tensors[after].copy_(found.pop("x"))
                 return {name: grad for name, grad in found.items() if grad is not None}
@@ -593,7 +586,7 @@ class Plan:
             full = ("backward", self._key, self._run.flags, tuple(self.specs), key, self._backend)
             self._backwards[key] = self._kernel(full, "backward", function, specs)
             self._backwards[key].in_place = in_place
-            self._backwards[key].of = dy, grads, False, with_output
+            self._backwards[key].of = dy, grads
         return self._backwards[key]
 
     def _parameters_to_recompute(self) -> tuple[int, ...]:
@@ -641,14 +634,10 @@ class Plan:
         return tensors
 
     def _again_from(
-        self, kept: Sequence[Any], items: Sequence[Any], given: Given, with_output: bool
-    ) -> tuple[dict[int, OperationContext], Any]:
-        """Contexts as the forward left them, computed again where that is needed.
-
-        With ``with_output`` the run goes on to its end, and what it gives is returned too.
-        """
+        self, kept: Sequence[Any], items: Sequence[Any], given: Given
+    ) -> dict[int, OperationContext]:
+        """Contexts as the forward left them, computed again where that is needed."""
         contexts: dict[int, OperationContext] = {}
-        output = None
         for i, (saved, attributes) in enumerate(zip(self._saved, self._attributes, strict=True)):
             contexts[i] = ctx = OperationContext()
             vars(ctx).update(attributes)
@@ -658,16 +647,14 @@ class Plan:
                 ctx.to_save = tuple(None if n is None else items[n] for n in saved)
         if self._stop > self._start:
             made = dict(zip(self._carried, kept[1:], strict=False))
-            stop = None if with_output else self._stop
-            passed = self._run.forward(kept[0], given, self._start, stop, made)
+            passed = self._run.forward(kept[0], given, self._start, self._stop, made)
             contexts |= {i: passed.contexts[i] for i in range(self._start, self._stop)}
-            output = passed.output
             for (i, k), tensor in zip(self._statistics, kept[1 + len(made) :], strict=True):
                 saved = contexts[i].to_save or ()
                 contexts[i].to_save = (*saved[:k], tensor, *saved[k + 1 :])
         if self._outside_bias:
             contexts[0].param_requires_grad = (False,)
-        return contexts, output
+        return contexts
 
     def backward(
         self,
@@ -677,28 +664,26 @@ class Plan:
         numbers: Any,
         rows: int,
         owns_dy: bool = False,
-        with_output: bool = False,
     ) -> dict[Any, Any]:
         """The gradients that exist.
 
-        Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``. With
-        ``with_output`` there is ``"y"`` too.
+        Their names are ``"x"``, ``("param", op, number)`` and ``("extra", op, number)``.
         """
         latest, kernel = self._latest  # at once: other threads write it
-        key = with_output, owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
+        key = owns_dy, dy.dtype, [(slot, grad.dtype) for slot, grad in grads.items()]
         if key != latest:
             specs = {slot: Spec(grad.dtype, grad.shape[-1]) for slot, grad in grads.items()}
-            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy, with_output)
+            kernel = self._backward(Spec(dy.dtype, dy.shape[-1]), specs, owns_dy)
             self._latest = key, kernel
         tensors = self._saved_tensors(saved, numbers)
         given = [*tensors, *numbers, dy, *grads.values()]
         try:
             results = kernel(given, rows)
         except NotCompiled:
-            (of_dy, of_grads, *_), kernel = kernel.of, self._backward(*kernel.of)
+            (of_dy, of_grads), kernel = kernel.of, self._backward(*kernel.of)
             self._latest = key, kernel
             # and do not try again
-            self._backwards[of_dy, tuple(of_grads.items()), True, with_output] = kernel
+            self._backwards[of_dy, tuple(of_grads.items()), True] = kernel
             results = kernel(given, rows)
         found = dict(zip(kernel.names, results, strict=True))
         if kernel.in_place:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from opfuse import Fusion, hookimpl
 
 
@@ -46,9 +44,3 @@ def opfuse_joint_fusions() -> list[Fusion]:
 
     log_probs = *log_prob.JOINT, *split_log_prob.JOINT, *low_rank.JOINT, *policy_loss.JOINT
     return [*loss.JOINT, *split_loss.JOINT, *log_probs, *cross_entropy.JOINT, *token_log_prob.JOINT]
-
-
-@hookimpl
-def opfuse_options() -> dict[str, Any]:
-    """Whether an activation's output is computed again, not kept for the linear after it."""
-    return {"linear.recompute": False}

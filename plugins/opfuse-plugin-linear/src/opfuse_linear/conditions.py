@@ -47,8 +47,6 @@ def exact(ops: Any, env: Environment) -> bool | str:
 
 
 def _with_activation(ops: Any, env: Environment) -> bool | str:
-    if env.options.get("linear.recompute"):
-        return True
     if env.device.type != "cpu":
         gelu = len(ops) == 3 and epilogue(ops[2]) == ("gelu", "tanh")
         return (gelu and kernels.has_gelu_epilogue(env)) or (

@@ -91,11 +91,7 @@ class ForwardLinearBias(Products):
 
 
 class ForwardLinearBiasActivation(_WithEpilogue):
-    """Linear [+ bias] + activation. The activation's input is kept if its backward needs it.
-
-    With the option ``linear.recompute`` the output is computed again in the backward, if the next
-    op needs it there and the activation is known to give the same again.
-    """
+    """Linear [+ bias] + activation. The activation's input is kept if its backward needs it."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
@@ -106,14 +102,7 @@ class ForwardLinearBiasActivation(_WithEpilogue):
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
-        act = self.basic_ops[-1]
-        wanted = env.options.get("linear.recompute", False) and not env.compiling
-        self.recomputes = wanted and act.deterministic and not act.saves_output
-        if wanted and not self.recomputes:
-            why = "keeps it" if act.saves_output else "does not declare itself deterministic"
-            self.notes = f"its output is kept, since {type(act).__name__} {why}"
-        # one kernel is faster on a GPU, however small
-        if self.recomputes or env.device.type != "cpu":
+        if env.device.type != "cpu":  # one kernel is faster on a GPU, however small
             self._small = 0
 
     def fuser_forward(
@@ -133,18 +122,7 @@ class ForwardLinearBiasActivation(_WithEpilogue):
             y = kernels.linear_activation(x, weight, bias, *epilogue, self._onednn)
         if y is None:
             y = op_forward(act, kernels.linear(x, weight, bias, self._onednn))
-        if basic_op_ctxs[0].may_recompute and act.input_requires_grad:
-            basic_op_ctxs[0].recomputable_output = y
         return y, no_extras
-
-    def fuser_recompute(self, basic_op_ctxs: Ctxs) -> Tensor:
-        """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
-        act: Any = self.basic_ops[-1]
-        x = act.saved_input(basic_op_ctxs[-1])
-        if "numbers" in act.context_names:
-            act = act.with_numbers(basic_op_ctxs[-1].numbers)
-        y: Tensor = act.forward_value(x)
-        return y
 
 
 class ForwardParallelLinear(Products):
@@ -176,8 +154,6 @@ class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
         y = None if self._product is None else self._product.activated(act, *operands)
         if y is None:
             y = op_forward(act, _side_by_side(op, operands, self._onednn))
-        if parallel.may_recompute and act.input_requires_grad:
-            parallel.recomputable_output = y
         return y, no_extras
 
 

@@ -296,9 +296,6 @@ def _recomputes(ops: Any, env: Environment) -> bool | str:
 _NORM = Optional(OneOf(RMSNorm, LayerNorm))
 _REST = Subclasses(Activation), BasicLinear, Optional(Bias)
 
-_LAST = -150
-"""The priority: a kernel for the norm goes first."""
-
 _ONE = (_NORM, BasicLinear, Optional(Bias), *_REST)
 _SEVERAL = (_NORM, ParallelLinear, *_REST)
 
@@ -310,10 +307,9 @@ JOINT = [
         RecomputedNorm,
         _recomputes,
         benefit=1,
-        priority=_LAST,
+        priority=-150,  # a kernel for the norm goes first
         name="recomputed norm",
         trades_time=True,
-        only_recomputes=True,
     ),
 ]
 
