@@ -101,7 +101,7 @@ def _axes(case: Case) -> dict[str, list[Any]]:
         "prefer": (*dict.fromkeys((case.prefer, "memory")),),
         "checkpointed": (False, False, True),
         "hidden": (False, True) if forks else (False,),
-        "main_only": (False, True) if forks else (False,),
+        "reached": ("all", "first", "extra") if forks else ("all",),
     }
     taken: dict[str, list[Any]] = {
         name: [v for v in values if refusal(case.with_(**{name: v}), name in _HARMLESS) is None]

@@ -9,7 +9,7 @@ from . import calls, features, memory, planning, quantized, values  # noqa: F401
 ORDER = """condition settings pattern same_plan runs codes unmodified_inputs \
 saved_state unmodified_gradients output strides recompute
 gradients aliasing requires_grad grad_input autocast \
-repeatable interleaved orders follows_values keeps_numbers
+repeatable interleaved orders many_rows follows_values keeps_numbers
 nan_and_inf magnitude errors together neighbours subclasses \
 refusals saved_bytes released versions generator threads host_reads
 without_grad batch_invariance main_grad recipe deepcopy checkpoint
@@ -21,7 +21,7 @@ CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 ROOTS = ("runs", "output", "gradients")
 DEPENDENT = frozenset(
     """output recompute gradients requires_grad autocast repeatable interleaved orders
-follows_values keeps_numbers nan_and_inf magnitude errors
+many_rows follows_values keeps_numbers nan_and_inf magnitude errors
 together versions neighbours subclasses threads
 without_grad batch_invariance main_grad recipe deepcopy checkpoint compile""".split()
 )

@@ -6,8 +6,10 @@ The calls come one after the other, one inside the other, or in threads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from ...core.settings import current
 from ..cases import Built, Case
 from ..failures import Declined, Failure, blamed, saying
-from ..generate import Chains, refusal
+from ..generate import Chains, fitted, refusal
 from ..machine import is_interpreting
 from ..reference import compare_grads, compare_results, describe
 from ..running import (
@@ -33,6 +35,7 @@ from ..running import (
     only,
     references,
     references_only,
+    separate,
     with_truth,
 )
 from ..scenarios import check, decline_state, plain
@@ -96,12 +99,17 @@ _KINDS: tuple[tuple[dict[str, Any], Any], ...] = (
 
 @check(plain)
 def orders(case: Case) -> None:
-    """One chain called in each kind of call after each other kind, with few and many rows."""
+    """One chain called in each kind of call after each other kind, in 2 and 3 dimensions."""
     decline_state(case)
     kinds = [kind for kind in _KINDS if refusal(case.with_(**kind[0])) is None]
     order = [one for i, kind in enumerate(kinds) for other in kinds[i:] for one in (kind, other)]
     times = 1, 2, 43 if is_interpreting() else 171
-    changes = [(times[number % 3], kind[0]) for number, kind in enumerate(order)]
+    shapes = [{"rows": rows} for rows in ((2, *case.rows), case.rows)]
+    shapes = [shape for shape in shapes if refusal(case.with_(**shape)) is None]
+    changes = [
+        (times[number % 3], {**shapes[number % len(shapes)], **kind[0]})
+        for number, kind in enumerate(order)
+    ]
 
     def step(dtype: torch.dtype | None) -> Calls:
         results = []
@@ -140,10 +148,12 @@ def _others(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
             optional = name in taken and taken[name].default is not inspect.Parameter.empty
             if isinstance(value, float):
                 found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
-            elif name == "training" or (optional and isinstance(value, bool)):
+            elif isinstance(value, bool):
                 found.append((op, name, not value))
+            elif isinstance(value, int):
+                found.append((op, name, value + 1))
             elif optional:
-                found.append((op, name, value + 1 if isinstance(value, int) else f"not {value}"))
+                found.append((op, name, f"not {value}"))
     return found
 
 
@@ -188,6 +198,10 @@ def follows_values(case: Case) -> None:
                 else:
                     leaf.copy_(leaf.flip(tuple(range(leaf.ndim))))
             call()
+        for op in built.chain.modules():
+            for name, buffer in op.named_buffers(recurse=False):
+                setattr(op, name, buffer * 0.75 if buffer.is_floating_point() else buffer.flip(0))
+                call()
         for op, name, value in _numbers(built.chain):
             setattr(op, name, value)
             call()
@@ -256,6 +270,66 @@ def versions(case: Case) -> None:
         hint = "; save what the op got, not a copy of it over the same memory"
         with only(case.subject), saying(what, hint):
             change(name)
+
+
+# Many rows
+
+DISTINCT = 63
+"""So many rows come again and again."""
+
+MANY = 1 << 21
+"""So many numbers of the input, and a few more: of half of them there are more than 2**20."""
+
+
+def _many_rows(chains: Chains) -> Iterator[Case]:
+    for case in chains.plain[:1]:
+        case = fitted(case.with_(rows=(DISTINCT, *case.rows[1:])))
+        times = MANY // (math.prod(case.rows) * case.first_width()) + 1 | 1
+        yield case.with_(rows=(times * case.rows[0], *case.rows[1:]))
+
+
+@check(_many_rows)
+def many_rows(case: Case) -> None:
+    """Rows that come again, more than a million numbers in all, give what they give once."""
+    decline_state(case)
+    if case.draws:
+        raise Declined("it draws other numbers for each row")
+    times = max(1, case.rows[0] // DISTINCT) if case.rows else 1
+    once = case.with_(rows=(*(n // times for n in case.rows[:1]), *case.rows[1:]))
+
+    def again(tensor: Tensor, times: int) -> Tensor:
+        inside = tensor.shape[:1] == once.rows[:1]
+        return tensor.repeat(times, *[1] * (tensor.ndim - 1)) if inside else tensor
+
+    def step(times: int) -> RunResult:
+        built = once.build()
+        for name, leaf in built.leaves.items():
+            if "." not in name:
+                more = again(leaf.detach(), times)
+                built.leaves[name] = more.requires_grad_(leaf.requires_grad)
+        outputs = separate(once).outputs
+        weights = [again(weight, times) for weight in once.weights(outputs)]
+        return backward(once, forward(once, built=built), weights=weights)
+
+    def expected(times: int) -> RunResult:
+        result = separate(once)
+        grads = {
+            name: grad if grad is None or "." not in name else times * grad
+            for name, grad in result.grads.items()
+        }
+        grads = {n: g if g is None or "." in n else again(g, times) for n, g in grads.items()}
+        outputs = tuple(again(y, times) for y in result.outputs)
+        return dataclasses.replace(result, outputs=outputs, grads=grads)
+
+    with references_only(case):
+        try:
+            compare_results(case, step(2), *[expected(2)] * 2)
+        except Failure as failure:
+            raise Declined("its rows depend on each other") from failure
+    with only(case.subject), Plans() as plans, blamed():
+        got = step(times)
+    plans.require(case)
+    compare_results(case, got, *[expected(times)] * 2)
 
 
 # Threads

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ...core.context_managers import _CORE_OPTIONS, options
 from ..cases import Case, subjects
 from ..failures import Declined, blamed, saying
-from ..generate import fitted
+from ..generate import Chains, fitted
 from ..reference import compare_results
 from ..running import RunResult, backward, both, forward, only, references
 from ..scenarios import check, exact, numbered, plain, scenarios
@@ -132,7 +134,14 @@ def together(case: Case) -> None:
             compare_results(case, backward(case, forward(case)), *expected)
 
 
-@check(lambda chains: [*chains.plain, *numbered(chains)])
+def _partly_reached(chains: Chains) -> Iterator[Case]:
+    yield from (*chains.plain, *numbered(chains))
+    for case in chains.plain:
+        if any(op.cls.num_extra_outputs for op in case.ops):
+            yield from (case.with_(reached=which) for which in ("first", "extra"))
+
+
+@check(_partly_reached)
 def nan_and_inf(case: Case) -> None:
     """NaN and infinity appear where the separate ops give them."""
     case = fitted(case.with_(rows=(4,)))
