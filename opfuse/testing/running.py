@@ -122,25 +122,19 @@ def forward(
     return RunResult(built, given, outputs, states=[state])
 
 
-def backward(
-    case: Case,
-    result: RunResult,
-    retain_graph: bool = False,
-    weights: Sequence[Tensor] | None = None,
-) -> RunResult:
+def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunResult:
     """Add the gradients to a forward's result.
 
     Args:
         case: The case.
         result: The result of :func:`forward`.
         retain_graph: Let the backward run again.
-        weights: The incoming gradients of all outputs; None: those of the case.
     """
-    reached = {"first": slice(1), "extra": slice(1, None)}.get(case.reached, slice(None))
-    left = result.outputs[reached]
-    chosen = [y.requires_grad and any(y is one for one in left) for y in result.outputs]
-    weights = weights or case.weights(result.outputs)
-    weights = [w for w, use in zip(weights, chosen, strict=True) if use]
+    kinds = ("all", "first"), ("all", "extra")
+    chosen = [
+        y.requires_grad and case.reached in kinds[k > 0] for k, y in enumerate(result.outputs)
+    ]
+    weights = [w for w, use in zip(case.weights(result.outputs), chosen, strict=True) if use]
     outputs = [y for y, use in zip(result.outputs, chosen, strict=True) if use]
     wanted = {name: leaf for name, leaf in result.built.leaves.items() if leaf.requires_grad}
     found: Sequence[Tensor | None] = [None] * len(wanted)

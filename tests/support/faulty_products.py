@@ -5,7 +5,7 @@
 
 import torch
 from chains import Joint
-from faulty import Backward, Forward, Pointwise
+from faulty import Backward, Forward, Pointwise, Recomputing
 
 import opfuse
 from opfuse import ops
@@ -157,7 +157,7 @@ class OtherwiseWithoutGradients(Joint):
 # Sizes, numbers and changes that a first look does not try
 
 
-@fault("many_rows", "forward", GELU)
+@fault("output", "forward", GELU)
 class OnlyFullStrips(Pointwise):
     """Of more than 2**20 elements, those behind the last full strip are left out."""
 
@@ -262,3 +262,39 @@ class AsManyDimensionsAsAtFirst(Pointwise):
     def spoil(self, y):
         self.dimensions = self.dimensions or y.ndim
         return y if y.ndim >= self.dimensions else y.flip(0)
+
+
+@fault("output|autocast|magnitude", "forward", GELU, only_recomputes=True)
+class RecomputesOtherRows(Recomputing):
+    """It is used only before an op that need not keep its input, and wrong where batches are."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_)
+        return (1.25 * y if input_.ndim == 3 else y), extras
+
+    def again(self, x):
+        return super().again(x) * (1.25 if x.ndim == 3 else 1)
+
+
+@fault("keeps_numbers", "joint", Shift)
+class ComputesAgainWithAFlagOfThen(opfuse.FusedOperation):
+    """Its output of before, with the sign that the op has by the time it is needed again."""
+
+    recomputes = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (shift,), (ctx,) = self.basic_ops, basic_op_ctxs
+        y = shift.op_forward(ctx, input_)
+        if ctx.may_recompute and ctx.input_requires_grad:
+            ctx.save_for_backward(input_)
+            ctx.recomputable_output = y
+        return y, [()]
+
+    def fuser_recompute(self, basic_op_ctxs):
+        (shift,), (ctx,) = self.basic_ops, basic_op_ctxs
+        x = ctx.saved_tensors[0].to(ctx.dtype or ctx.saved_tensors[0].dtype)
+        y = x + shift.offset.to(x.dtype)
+        return -y if shift.is_negative else y
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        return grad_output * (-1 if basic_op_ctxs[0].is_negative else 1), [()], [()]

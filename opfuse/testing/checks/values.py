@@ -97,8 +97,9 @@ def autocast(case: Case) -> None:
 @check(lambda chains: [c for c in scenarios(chains) if c.scale != 1 and not c.autocast])
 def magnitude(case: Case) -> None:
     """Large and small numbers: finite where the separate ops are, and as exact."""
-    hint = "; do what leaves the range of half precision in fp32"
-    with saying(f"with inputs around {case.scale:g}, ", hint):
+    how = "in fp32" if case.compute_dtype.itemsize == 2 else "scaled, or in another order"
+    hint = f"; compute {how} what leaves the range of {case.compute_dtype}"
+    with saying(f"with inputs around {case.scale:g}, ", hint * (case.scale != 1)):
         observed(case, "output", "gradients")
 
 
@@ -136,9 +137,8 @@ def together(case: Case) -> None:
 
 def _partly_reached(chains: Chains) -> Iterator[Case]:
     yield from (*chains.plain, *numbered(chains))
-    for case in chains.plain:
-        if any(op.cls.num_extra_outputs for op in case.ops):
-            yield from (case.with_(reached=which) for which in ("first", "extra"))
+    forks = [case for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops)]
+    yield from (case.with_(reached=which) for case in forks for which in ("first", "extra"))
 
 
 @check(_partly_reached)
