@@ -45,7 +45,10 @@ skipped. Mend these first.
 
 CAUSES = {
     # of a fusion
-    "condition": "`when` returns False, None or a single word; or it reads the data of a parameter",
+    "condition": (
+        "`when` returns False, None or a single word; it reads the data of a parameter, or more "
+        "than the ops and `env`"
+    ),
     "settings": (
         "a setting of torch (deterministic algorithms, precision of products, default dtype, "
         "number of threads) is set for a kernel, and not set back where it raises; an attribute of "
@@ -54,9 +57,6 @@ CAUSES = {
     "pattern": (
         "`when` is narrower than the pattern and does not say so; or another fusion of the "
         "plugin takes these ops first"
-    ),
-    "same_plan": (
-        "`when` or `benefit` depends on something that changes: a counter, a cache, a time"
     ),
     "runs": (
         "a width, a dtype or a layout that nobody thought of; an assumption about `input_.ndim`"
@@ -79,7 +79,7 @@ CAUSES = {
     ),
     "output": (
         "a value is rounded where the ops do not round, or computed in half precision where "
-        "they use fp32; a mask ends at the wrong row; a number of the op is not used"
+        "they use fp32; a mask or a strip ends at the wrong row; a number of the op is not used"
     ),
     "strides": (
         "`torch.empty` or `.contiguous()` where the ops keep the order of dimensions of their "
@@ -116,18 +116,19 @@ CAUSES = {
     ),
     "orders": (
         "a grid, a strip, a workspace or a choice of code is made at the first call, and kept for "
-        "calls of another number of rows, mode, dtype or gradient"
+        "calls of another number of rows or dimensions, mode, dtype or gradient"
     ),
     "follows_values": (
-        "a parameter or a number is read in `__init__` or `planned`; something is cached by the "
-        "version or the address of a tensor"
+        "a parameter, a buffer or a number is read in `__init__` or `planned`; something is cached "
+        "by the version or the address of a tensor"
     ),
     "keeps_numbers": (
         "the backward reads `self.basic_ops[0].scale` or `training`, and not what the forward left "
         "on the context"
     ),
     "nan_and_inf": (
-        "a maximum or a comparison drops NaN; a mask multiplies by zero in place of choosing"
+        "a maximum or a comparison drops NaN; a mask multiplies by zero in place of choosing; "
+        "`ctx.is_reached` is not asked where the loss uses an extra output alone"
     ),
     "magnitude": (
         "a square, an exponential or a product leaves the range of the dtype; a difference of "
@@ -140,9 +141,10 @@ CAUSES = {
     "together": (
         "a fusion relies on what another one of the plugin leaves, or leaves something else"
     ),
-    "neighbours": "the pattern matches more than the kernel computes",
-    "subclasses": "`Subclasses(...)` with a formula of a base class: call the op's own methods",
-    "refusals": "`when` or `benefit` has side effects, or reads more than the ops and `env`",
+    "neighbours": (
+        "the pattern matches more than the kernel computes; `Subclasses(...)` with a formula of a "
+        "base class: call the op's own methods"
+    ),
     "saved_bytes": (
         "both an input and its cast are saved; a mask is saved in a wide dtype; a view keeps "
         "its whole storage"
@@ -151,7 +153,7 @@ CAUSES = {
         "a tensor is kept on the fused op, on a module or in a closure; it is on a context as "
         "an attribute, and not in `save_for_backward`"
     ),
-    "versions": "a `detach()` of what the op got, or `.data`, is saved",
+    "versions": "a `detach()` of other memory, or `.data` of what the op got, is saved",
     "generator": "a seed is set, or drawn where the ops draw none",
     "threads": "state of a call on the fused op or in a global",
     "host_reads": "`.item()`, `float(tensor)`, `if tensor:` or `nonzero()`",
@@ -166,10 +168,6 @@ CAUSES = {
         "after `ctx.grad_sum` has it: see `adds_to_sum`"
     ),
     "recipe": "a tensor is cast twice, or by another quantizer; a quantizer's state is read late",
-    "deepcopy": (
-        "a reference to the original op or to its tensors is kept in an attribute or in a closure"
-    ),
-    "checkpoint": "the forward depends on how often it ran",
     "held_results": (
         "an in-place operation or `out=` on what an operation of PyTorch gave, or on a view of it, "
         "without asking `opfuse.core.authoring.may_write`"

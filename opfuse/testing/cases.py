@@ -312,7 +312,7 @@ class Case:
         device: Where it runs.
         training: The mode of the chain.
         switched: Ops of the other mode, by number.
-        main_only: Only the first output gets a gradient.
+        reached: Which outputs get a gradient: "all", the "first", or the "extra" ones.
         checkpointed: The chain is called by ``torch.utils.checkpoint``.
         recipe: The recipe that quantizes it, or None.
         least: The fewest rows that the fusion was seen to take.
@@ -346,7 +346,7 @@ class Case:
     device: str = "cpu"
     training: bool = True
     switched: tuple[int, ...] = ()
-    main_only: bool = False
+    reached: str = "all"
     checkpointed: bool = False
     recipe: Recipe | None = None
     least: int = 1
@@ -463,7 +463,10 @@ class Case:
 
         width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
         shape, numbers = (*self.rows, width), (self.dtype, self.scale, self.mixed)
-        leaves["input"] = lay_out(draw(shape, *numbers), layout)
+        drawn = draw(shape, *numbers)
+        if (self.scale, self.mean, self.mixed) == (1.0, 0.0, False):
+            _place(drawn, [n for op in basic[len(self.before) :] for n in vars(op).values()])
+        leaves["input"] = lay_out(drawn, layout)
         extra_dtype = self.extra_dtype or self.autocast or self.dtype
         structure, shapes = Chain(basic), input_shapes(basic, shape)
         for number, (i, k) in enumerate(structure.external_inputs):
@@ -516,6 +519,17 @@ class _Drawn(nn.Module):
         """The parameter as it is now."""
         factor = torch.randint(1, 128, (), device=original.device) / 64  # exact in every dtype
         return original * factor.to(original.dtype)
+
+
+def _place(tensor: Tensor, numbers: Sequence[Any]) -> None:
+    """Write numbers of ops, and their negatives, into both ends of a tensor.
+
+    An op may compute otherwise at exactly one of them, where that is a number of every dtype.
+    """
+    plain = (n for n in numbers if type(n) is float and abs(n) <= 16 and n * 16 % 1 == 0)
+    flat, placed = tensor.view(-1), [s * n for n in dict.fromkeys(plain) for s in (1, -1)]
+    for number, value in enumerate(placed[: len(flat) // 4]):
+        flat[number] = flat[-1 - number] = value
 
 
 def _parametrize(op: BasicOperation) -> None:

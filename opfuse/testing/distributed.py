@@ -68,19 +68,12 @@ class DistributedSuite:
 
     def test_takes_something(self) -> None:
         """The plugin offers fusions, one takes a layer, and limits name what there is."""
-        what, names = (
-            "neither a check nor '<layer>: <check>'",
-            {layer.name for layer in self.layers},
-        )
-        problems = (
-            []
-            if offered(self.plugin)
-            else [f"plugin {self.plugin!r} offers no fusion, or is not installed"]
-        )
-        for limit in self.limits:
-            layer, _, check = limit.rpartition(": ")
-            if check not in (*CHECKS, "gloo") or (layer and layer not in names):
-                problems.append(f"limits names {limit!r}, which is {what}")
+        known = {f"{layer.name}: {name}" for layer in self.layers for name in (*CHECKS, "gloo")}
+        problem = f"plugin {self.plugin!r} offers no fusion, or is not installed"
+        problems = [] if offered(self.plugin) else [problem]
+        for name in [name for name in self.limits if name not in known | {*CHECKS, "gloo"}]:
+            what = "neither a check nor '<layer>: <check>'"
+            problems.append(f"limits names {name!r}, which is {what}")
         reasons = {layer.name: str(self._found(layer, "plan")) for layer in self.layers}
         first = [self._found(layer, name) for name in ("plan", "casts") for layer in self.layers]
         if not problems and all(isinstance(found, Declined) for found in first):

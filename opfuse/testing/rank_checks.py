@@ -230,19 +230,17 @@ def _taken(trial: Trial, plans: Sequence[Any]) -> list[str]:
 
 
 def values(trial: Trial) -> None:
-    """Output and gradients are those of the whole layer, for any rows, dtype, number of ranks."""
+    """Output and gradients are those of the whole layer, for any rows, dtype, mode and ranks."""
     for rows in trial.layer.row_counts():
         trial.compare(trial.given(rows=rows))
     trial.compare(trial.given(size=3))
     for dtype in (torch.float32, torch.bfloat16):
         trial.compare(trial.given(dtype=dtype))
     trial.compare(trial.given(dtype=torch.float32, autocast=torch.bfloat16))
-
-
-def bias(trial: Trial) -> None:
-    """A large bias is added once."""
-    for size in (2, 3):
+    for size in (2, 3):  # a large bias is added once
         trial.compare(trial.given(size=size, bias=1000.0))
+    for mode in ("no_grad", "inference"):
+        trial.compare(trial.given(mode=mode))
 
 
 def frozen(trial: Trial) -> None:
@@ -251,12 +249,6 @@ def frozen(trial: Trial) -> None:
     sets = [(name,) for name in names] + [tuple(n for n in names if n != kept) for kept in names]
     for chosen in dict.fromkeys([*sets, tuple(names), tuple(names[1:])]):
         trial.compare(trial.given(frozen=chosen))
-
-
-def modes(trial: Trial) -> None:
-    """Without gradients, and in inference mode, the output is the same."""
-    for mode in ("no_grad", "inference"):
-        trial.compare(trial.given(mode=mode))
 
 
 def calls(trial: Trial) -> None:
@@ -285,52 +277,6 @@ def _interleaved(rank: Any, given: Circumstances, each: Sequence[Circumstances])
     return [Step(y.detach(), grad) for y, grad in zip(outputs, grads, strict=True)]
 
 
-def replicated(trial: Trial) -> None:
-    """What all ranks have is the same bit by bit after steps of an optimizer, and right."""
-    given = trial.given(dtype=torch.float32)
-    answers = trial.run(given, _train)
-    with only():
-        expected = Shard(given, None, torch.float64)
-        full = _trained(expected, None)
-    for name, true in full.items():
-        got = [answer.value[name] for answer in answers]
-        if name == "output":
-            parts = [trial.layer.joined(got, trial.layer.gives)]
-        else:
-            parts = parts_of(given, name, got, true.shape)
-            if name not in trial.layer.summed and got[0].shape == true.shape:
-                parts = got
-        if name in trial.layer.summed:
-            parts = [torch.stack(got).sum(0)]
-        for part in parts:
-            problem = difference(part, true, dtype=torch.float32, roundings=20)
-            if problem:
-                raise Failure(f"after two steps of an optimizer {name} {problem}")
-            if not torch.equal(part, parts[0]):
-                raise Failure(f"after two steps of an optimizer {name} differs between ranks")
-
-
-def _train(rank: Any, given: Circumstances) -> dict[str, Tensor]:
-    return _trained(Shard(given, rank.number), rank)
-
-
-def _trained(shard: Shard, rank: Any) -> dict[str, Tensor]:
-    """The output after two steps, and the parameters."""
-    layer, shapes = shard.given.layer, {n: p.shape for n, p in Shard(shard.given).params.items()}
-    for _ in range(2):
-        for name, grad in shard.backward(shard.forward()).items():
-            if name == "input" or grad is None:
-                continue
-            param = shard.params[name]
-            if rank and layer.sequence and name not in layer.summed and grad.shape == shapes[name]:
-                grad = grad.clone()
-                dist.all_reduce(grad)  # as whoever trains has to
-            share = 1 / shard.given.size if rank and name in layer.summed else 1.0
-            with torch.no_grad():
-                param.sub_(0.1 * share * grad)
-    return {"output": shard.forward().detach()} | {n: p.detach() for n, p in shard.params.items()}
-
-
 def memory(trial: Trial) -> None:
     """It keeps no more bytes than the separate ops, and is right under checkpoint."""
     given = trial.given()
@@ -341,37 +287,6 @@ def memory(trial: Trial) -> None:
             what = f"keeps {saved[0]} bytes for its backward, the separate ops {saved[1]}"
             raise Failure(f"rank {rank} {what}")
     trial.compare(trial.given(checkpoint=True))
-
-
-def uneven(trial: Trial) -> None:
-    """Rows that differ between ranks are refused on all, and the group goes on."""
-    given = trial.given()
-    expected = separately(given)
-    answers = trial.run(given, _uneven)
-    for number, answer in enumerate(answers):
-        for error in answer.value[1:]:
-            if not isinstance(error, RankError):
-                what = "where ranks have different numbers of rows, rank"
-                raise Failure(f"{what} {number} raises {error!r} instead of a RankError")
-    steps = [answer.value[0] for answer in answers]
-    with saying("after rows that were refused, "):
-        compare_steps(given, steps, [a.value for a in expected], whole(given))
-
-
-def _uneven(rank: Any, given: Circumstances) -> list[Any]:
-    shard, raised = Shard(given, rank.number), list[Any]()
-    shard.step()
-    dim = given.layer.dim
-    for more in (7, 11):
-        rows = [*given.rows]
-        rows[dim] = more + rank.number
-        x = torch.ones(*rows, shard.input.shape[-1], dtype=given.dtype, requires_grad=True)
-        try:
-            shard.forward(x)
-            raised.append(None)
-        except Exception as error:
-            raised.append(error)
-    return [shard.step(), *raised]
 
 
 class _Raises(ops.Identity):
@@ -453,18 +368,19 @@ def casts(trial: Trial) -> None:
 
 
 def _compare_codes(got: Sequence[Step], expected: Sequence[Step]) -> None:
+    how: Any = dict(dtype=torch.float32, roundings=4)
     for mine, other in zip(got, expected, strict=True):
-        pairs: dict[str, Any] = {"the output": (mine.output, other.output)}
-        for name, grad in mine.grads.items():
-            pairs[f"the gradient of {name}"] = grad, other.grads[name]
-        for what, (one, two) in pairs.items():
-            if (one is None) != (two is None):
-                raise Failure(f"{what} is None, or the separate ops' is")
-            how: Any = dict(dtype=torch.float32, roundings=4)
-            if one is not None and (problem := difference(one, two.double(), **how)):
+        given = [{**of.grads, "the output": of.output} for of in (mine, other)]
+        for what, one in given[0].items():
+            two = given[1][what]
+            if one is None or two is None:
+                problem = None if one is two else "is None, or the separate ops' is"
+            else:
+                problem = difference(one, two.double(), **how)
+            if problem:
                 raise Failure(f"{what} {problem}: other codes?")
 
 
-_EACH = plan, values, bias, replicated, frozen, modes, calls, memory, uneven, errors, casts
+_EACH = plan, values, frozen, calls, memory, errors, casts
 CHECKS: dict[str, Callable[[Trial], None]] = {check.__name__: check for check in _EACH}
 """The checks by name; the others rest on the first."""

@@ -131,7 +131,10 @@ def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunRe
         result: The result of :func:`forward`.
         retain_graph: Let the backward run again.
     """
-    chosen = [y.requires_grad and not (case.main_only and k) for k, y in enumerate(result.outputs)]
+    kinds = ("all", "first"), ("all", "extra")
+    chosen = [
+        y.requires_grad and case.reached in kinds[k > 0] for k, y in enumerate(result.outputs)
+    ]
     weights = [w for w, use in zip(case.weights(result.outputs), chosen, strict=True) if use]
     outputs = [y for y, use in zip(result.outputs, chosen, strict=True) if use]
     wanted = {name: leaf for name, leaf in result.built.leaves.items() if leaf.requires_grad}

@@ -31,9 +31,6 @@ TINY = {torch.float32: 2.0**-122, torch.bfloat16: 2.0**-122, torch.float16: 2.0*
 NUMBERS = (0.0, 1.0, -1.0, 2.0, 0.5)
 """Numbers of ops for which an author may have written another way."""
 
-MORE_THAN_MANY = ((20001, 64), (8192, 4096))
-"""Enough rows to show errors of sums, for inputs with at most some number of features."""
-
 _ROWS = ((3,), (), (1,), (2, 3), (5, 51), (2, 1, 3), (127,), (64,), (0,))
 _HALVES = torch.bfloat16, torch.float16
 _HARMLESS = "layout", "params", "training", "prefer"
@@ -83,9 +80,7 @@ def _axes(case: Case) -> dict[str, list[Any]]:
     before, after = neighbours(case)
     around: list[Any] = [((), ()), (before, ()), ((), after), (before, after)]
     around += [((), (Op(AddExtraInput),))]
-    if not case.after:
-        width = width_behind(case.chain_ops, case.first_width())
-        around += [((), (Op(BasicLinear, width, 3),))]
+    around += [((), followed(case).after)] if not case.after else []
     extras = any(name.startswith("extra") for name in own)
     forks = any(op.cls.num_extra_outputs for op in case.ops)
     axes: dict[str, Sequence[Any]] = {
@@ -101,7 +96,7 @@ def _axes(case: Case) -> dict[str, list[Any]]:
         "prefer": (*dict.fromkeys((case.prefer, "memory")),),
         "checkpointed": (False, False, True),
         "hidden": (False, True) if forks else (False,),
-        "main_only": (False, True) if forks else (False,),
+        "reached": ("all", "first", "extra") if forks else ("all",),
     }
     taken: dict[str, list[Any]] = {
         name: [v for v in values if refusal(case.with_(**{name: v}), name in _HARMLESS) is None]
@@ -111,6 +106,12 @@ def _axes(case: Case) -> dict[str, list[Any]]:
     taken |= {"around": around, "frozen": [*dict.fromkeys((case.frozen, *sets))]}
     taken |= {"switched": [(), *((k,) for k in numbers)], "size": ["", "", "odd", "least", "most"]}
     return {name: values for name, values in taken.items() if len(values) > 1}
+
+
+def followed(case: Case, cls: Any = BasicLinear) -> Case:
+    """The case before a linear, which may do without its input where that is computed again."""
+    width = width_behind(case.chain_ops, case.first_width())
+    return case if case.after else case.with_(after=(Op(cls, width, 3),))
 
 
 def frozen_sets(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -222,13 +223,17 @@ def covered(case: Case, every: bool = False) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(_varied(case, axes, row) for row in rows))
 
 
-@functools.lru_cache(maxsize=1024)
-def in_halves(case: Case) -> tuple[Case, ...]:
-    """One case in both half precisions, in one of them with other circumstances and rows."""
-    rng = random.Random(repr(case.ops))
+def in_halves(case: Case, is_wide: bool = False) -> list[Case]:
+    """One case in both half precisions, in one of them with other circumstances and rows.
+
+    Of a chain that is as wide as a tile, too, that one has the other half precision.
+    """
+    rng = random.Random(repr(_kind(case)))
+    one, other = rng.sample(_HALVES, 2)
+    if is_wide:
+        return [case.with_(dtype=one)]
     layout, rows = rng.choice(LAYOUTS), rng.choice([rows for rows in ROWS if math.prod(rows)])
-    one, other = (case.with_(dtype=dtype) for dtype in rng.sample(_HALVES, 2))
-    return one, other.with_(layout=layout, rows=rows, training=rng.random() < 0.5)
+    return [case.with_(dtype=other, layout=layout, rows=rows, training=rng.random() < 0.5)]
 
 
 # Checks, and the cases that they run on
@@ -279,13 +284,17 @@ def plain(chains: Chains) -> Iterable[Case]:
 def scenarios(chains: Chains) -> tuple[Case, ...]:
     """Every chain; one per structure in every circumstance, shape and place in a chain."""
     thorough = chains.thorough
-    found = [*chains.all, *chains.tiles, *chains.models, *chains.residual, *numbered(chains)]
+    found = [*chains.all, *chains.models, *chains.residual, *numbered(chains)]
+    for case in chains.tiles:  # those of other classes than the plainest in half precision
+        (half,) = in_halves(case, is_wide=True)
+        is_half = _kind(case) not in map(_kind, chains.plain) and refusal(half) is None
+        found += [half, case][not is_half : 2 if thorough or not is_half else 1]
     for case in chains.plain:
         found += [case.with_(rows=rows) for rows in ROWS + (MORE_ROWS if thorough else ())]
         half = case.with_(dtype=torch.bfloat16)
         found += [one.with_(rows=MANY_ROWS) for one in (case, half)]
         found += [one.with_(gradient=1e6) for one in (case, half)]
-        found += [case.with_(mean=100.0), *_long_sums(case)]
+        found += [case.with_(mean=100.0), *_long_sums(case, case is chains.plain[0])]
         for dtype, prefer in itertools.product(_HALVES, ("speed", "memory")):
             found.append(case.with_(autocast=dtype, prefer=prefer))
         for scale, dtype in itertools.product((500.0, 2.0**-9), (torch.float16, torch.bfloat16)):
@@ -293,6 +302,7 @@ def scenarios(chains: Chains) -> tuple[Case, ...]:
     found += [*map(crossed, chains.residual or chains.plain), *_in_modes(chains)]
     for case in chains.all:
         found += in_halves(case)
+        found += in_halves(case, is_wide=True) if thorough or case in chains.plain else []
         found += [case.with_(rows=(2, 5), layout=of) for of in LAYOUTS] if thorough else []
     found += [case.with_(dtype=torch.float16) for case in chains.models] if thorough else []
     for case in chains.plain:
@@ -300,17 +310,25 @@ def scenarios(chains: Chains) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _kind(case: Case) -> list[Any]:
+    return [(op.cls, op.kwargs) for op in case.ops]
+
+
 def exact(chains: Chains) -> Iterator[Case]:
     """Scenarios without autocast, and with numbers around 1."""
     return (case for case in scenarios(chains) if not case.autocast and case.scale == 1)
 
 
-def _long_sums(case: Case) -> Iterator[Case]:
-    """Cases that show errors of a sum over rows: many of one sign, and some that cancel."""
+def _long_sums(case: Case, is_first: bool) -> Iterator[Case]:
+    """Cases that show errors of a sum over rows: many of one sign, and some that cancel.
+
+    The first is of more than a million numbers, in rows that no strip divides.
+    """
     width = case.first_width()
-    for rows in [rows for rows, most in MORE_THAN_MANY if width <= most][:1]:
+    if is_first:
+        rows = (1 << 20) // min(width, width_behind(case.ops, width)) + 1
         yield case.with_(rows=(rows,), positive=True)
-        yield case.with_(rows=(rows,), positive=True, dtype=torch.bfloat16)
+    yield case.with_(rows=(20001 if width <= 64 else 8192,), positive=True, dtype=torch.bfloat16)
     yield case.with_(rows=(64,), cancelling=True, dtype=torch.float64)
 
 

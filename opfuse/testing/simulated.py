@@ -362,13 +362,6 @@ class _Group(_ProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Started:
-        """Reduce lists, and give each rank its entry."""
-        sent = _bytes(inputs[0]) * (self.count - 1) / self.count
-        give = lambda all_: [_reduced(opts.reduceOp, [one[self.number] for one in all_])]  # noqa: E731
-        shapes = [(*tensor.shape,) for tensor in inputs[0]]
-        return self._start("reduce_scatter", inputs[0], outputs, give, sent, True, shapes)
-
     def allreduce(self, tensors: Any, opts: Any) -> _Started:
         """Reduce in place."""
         sent = 2 * _bytes(tensors) * (self.count - 1) / self.count

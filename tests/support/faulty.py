@@ -659,7 +659,7 @@ def _no_cached_input(ops, env):
 
 
 @faulty(
-    "refusals",
+    "condition",
     "returned False instead of True or a sentence",
     "forward",
     GELU,
@@ -677,13 +677,7 @@ def _every_other_time(ops, env):
     return True if len(_planned) % 2 else "it was not its turn"
 
 
-@faulty(
-    "same_plan",
-    "planning the same chain again gives another plan",
-    "forward",
-    GELU,
-    when=_every_other_time,
-)
+@faulty("condition", "says .*, then", "forward", GELU, when=_every_other_time)
 class DependsOnWhatWasPlannedBefore(Pointwise):
     pass
 

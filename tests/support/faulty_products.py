@@ -5,7 +5,7 @@
 
 import torch
 from chains import Joint
-from faulty import Backward, Forward, Pointwise
+from faulty import Backward, Forward, Pointwise, Recomputing
 
 import opfuse
 from opfuse import ops
@@ -152,3 +152,149 @@ class OtherwiseWithoutGradients(Joint):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
         return (y if basic_op_ctxs[0].requires_grad or input_.ndim < 3 else 1.1 * y), extras
+
+
+# Sizes, numbers and changes that a first look does not try
+
+
+@fault("output", "forward", GELU)
+class OnlyFullStrips(Pointwise):
+    """Of more than 2**20 elements, those behind the last full strip are left out."""
+
+    def spoil(self, y):
+        rest = y.numel() % 4096
+        return (
+            y
+            if y.numel() <= 1 << 20 or not rest
+            else torch.cat((y.flatten()[:-rest], y.new_zeros(rest))).view_as(y)
+        )
+
+
+@fault("gradients|magnitude", "joint", ClampedSwiGLU)
+class StopsAtItsLimit(Joint):
+    """A gate at its limit passes no gradient, where only one beyond it should not."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        basic_op_ctxs[0].numbers_of = self.basic_ops[0].limit, self.basic_ops[0].glu_interleave_size
+        if basic_op_ctxs[0].input_requires_grad:
+            basic_op_ctxs[-1].save_for_backward(input_, *basic_op_ctxs[-1].to_save)
+        return y, extras
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        (ctx,) = basic_op_ctxs
+        limit, interleaved = ctx.numbers_of
+        x, *ctx.saved_tensors = ctx.saved_tensors or (None,)
+        dx, params, extras = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        if dx is not None and interleaved is None:
+            dx[..., : dx.shape[-1] // 2][x[..., : dx.shape[-1] // 2] == limit] = 0.0
+        return dx, params, extras
+
+
+class Shift(opfuse.BasicOperation):
+    """``x + offset``, or with the other sign: it has a buffer and a flag of its own."""
+
+    context_names = ("is_negative",)
+    keeps_rows = differentiable = True
+
+    def __init__(self, size):
+        super().__init__()
+        self.in_features = self.out_features = size
+        self.is_negative = False
+        self.register_buffer("offset", torch.arange(size) % 8 / 8)
+
+    def op_forward(self, ctx, input_):
+        return self.shifted(ctx, input_, self.offset)
+
+    def shifted(self, ctx, input_, offset):
+        x = input_.to(ctx.dtype or input_.dtype)
+        if ctx.requires_grad:
+            ctx.is_negative = self.is_negative
+        return (x + offset.to(x.dtype)) * (-1 if self.is_negative else 1)
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * (-1 if ctx.is_negative else 1), ()
+
+
+@fault("keeps_numbers", "joint", Shift)
+class ReadsAFlagInItsBackward(Joint):
+    """The sign of the gradient is that of the op as it is by then."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        return grad_output * (-1 if self.basic_ops[0].is_negative else 1), [()], [()]
+
+
+@fault("follows_values", "forward", Shift)
+class KeepsTheFirstBuffer(opfuse.FusedOperation):
+    """The tensor that was the buffer when the fused op was made."""
+
+    def __init__(self, basic_ops):
+        super().__init__(basic_ops)
+        self.offset = basic_ops[0].offset
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        return self.basic_ops[0].shifted(basic_op_ctxs[0], input_, self.offset), [()]
+
+
+@fault("nan_and_inf", "joint", ops.MakeExtraOutput, SiLU)
+class MultipliesWhatNobodyNeeds(opfuse.FusedOperation):
+    """Where the loss is of the extra output alone, an infinite derivative times nothing."""
+
+    grad_input = "fresh"
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        silu = self.basic_ops[1]
+        return silu.forward_value(silu.operand(basic_op_ctxs[1], input_)), [(input_,), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs, **unused):
+        x = self.basic_ops[1].saved_input(basic_op_ctxs[1])
+        dx = self.basic_ops[1].backward_value(grad_output.to(x.dtype), x)
+        (extra,) = basic_op_grad_extra_outputs[0]
+        return (dx if extra is None else dx + extra), [(), ()], [(), ()]
+
+
+@fault("orders", "forward", GELU)
+class AsManyDimensionsAsAtFirst(Pointwise):
+    """How its rows are cut is found out in its first call."""
+
+    dimensions = None
+
+    def spoil(self, y):
+        self.dimensions = self.dimensions or y.ndim
+        return y if y.ndim >= self.dimensions else y.flip(0)
+
+
+@fault("output|autocast|magnitude", "forward", GELU, only_recomputes=True)
+class RecomputesOtherRows(Recomputing):
+    """It is used only before an op that need not keep its input, and wrong where batches are."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_)
+        return (1.25 * y if input_.ndim == 3 else y), extras
+
+    def again(self, x):
+        return super().again(x) * (1.25 if x.ndim == 3 else 1)
+
+
+@fault("keeps_numbers", "joint", Shift)
+class ComputesAgainWithAFlagOfThen(opfuse.FusedOperation):
+    """Its output of before, with the sign that the op has by the time it is needed again."""
+
+    recomputes = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (shift,), (ctx,) = self.basic_ops, basic_op_ctxs
+        y = shift.op_forward(ctx, input_)
+        if ctx.may_recompute and ctx.input_requires_grad:
+            ctx.save_for_backward(input_)
+            ctx.recomputable_output = y
+        return y, [()]
+
+    def fuser_recompute(self, basic_op_ctxs):
+        (shift,), (ctx,) = self.basic_ops, basic_op_ctxs
+        x = ctx.saved_tensors[0].to(ctx.dtype or ctx.saved_tensors[0].dtype)
+        y = x + shift.offset.to(x.dtype)
+        return -y if shift.is_negative else y
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        return grad_output * (-1 if basic_op_ctxs[0].is_negative else 1), [()], [()]

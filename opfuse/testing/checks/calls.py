@@ -5,13 +5,11 @@ The calls come one after the other, one inside the other, or in threads.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from ..cases import Built, Case
 from ..failures import Declined, Failure, blamed, saying
 from ..generate import Chains, refusal
 from ..machine import is_interpreting
-from ..reference import compare_grads, compare_results, describe
+from ..reference import compare_grads, compare_results
 from ..running import (
     Plans,
     RunResult,
@@ -31,15 +29,11 @@ from ..running import (
     forward,
     fused,
     only,
-    references,
     references_only,
     with_truth,
 )
-from ..scenarios import check, decline_state, plain
+from ..scenarios import check, decline_state, followed, plain
 from .leavings import plain_attributes
-
-R = TypeVar("R")
-
 
 Calls = list[tuple[Case, RunResult]]
 Kind = tuple[int, dict[str, Any]]
@@ -96,12 +90,15 @@ _KINDS: tuple[tuple[dict[str, Any], Any], ...] = (
 
 @check(plain)
 def orders(case: Case) -> None:
-    """One chain called in each kind of call after each other kind, with few and many rows."""
+    """One chain called in each kind of call after each other kind, in 2 and 3 dimensions."""
     decline_state(case)
     kinds = [kind for kind in _KINDS if refusal(case.with_(**kind[0])) is None]
     order = [one for i, kind in enumerate(kinds) for other in kinds[i:] for one in (kind, other)]
     times = 1, 2, 43 if is_interpreting() else 171
-    changes = [(times[number % 3], kind[0]) for number, kind in enumerate(order)]
+    dims = [rows for rows in ((2, *case.rows), case.rows) if refusal(case.with_(rows=rows)) is None]
+    changes = [
+        (times[n % 3], {"rows": dims[n % len(dims)], **kind[0]}) for n, kind in enumerate(order)
+    ]
 
     def step(dtype: torch.dtype | None) -> Calls:
         results = []
@@ -132,19 +129,12 @@ def _with_constants(chains: Chains) -> Iterable[Case]:
 
 
 def _others(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Every number, flag and text that an op takes by name, and its mode, with another value."""
-    found: list[tuple[nn.Module, str, Any]] = []
-    for op in chain.modules():
-        taken = inspect.signature(type(op)).parameters
-        for name, value in plain_attributes(op).items():
-            optional = name in taken and taken[name].default is not inspect.Parameter.empty
-            if isinstance(value, float):
-                found.append((op, name, 0.5 if name == "eps" else value / 2 or 0.25))
-            elif name == "training" or (optional and isinstance(value, bool)):
-                found.append((op, name, not value))
-            elif optional:
-                found.append((op, name, value + 1 if isinstance(value, int) else f"not {value}"))
-    return found
+    """Every number, flag and text on an op, and its mode, with another value."""
+    other: dict[type, Any] = {float: lambda v: v / 2 or 0.25, int: lambda v: v + 1}
+    other |= {bool: operator.not_, str: "not {}".format}
+    named = [(op, *pair) for op in chain.modules() for pair in plain_attributes(op).items()]
+    known = [(op, name, value) for op, name, value in named if type(value) in other]
+    return [(op, n, 0.5 if n == "eps" else other[type(v)](v)) for op, n, v in known]
 
 
 def _numbers(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
@@ -188,6 +178,10 @@ def follows_values(case: Case) -> None:
                 else:
                     leaf.copy_(leaf.flip(tuple(range(leaf.ndim))))
             call()
+        for op in built.chain.modules():
+            for name, buffer in op.named_buffers(recurse=False):
+                setattr(op, name, buffer * 0.75 if buffer.is_floating_point() else buffer.flip(0))
+                call()
         for op, name, value in _numbers(built.chain):
             setattr(op, name, value)
             call()
@@ -200,7 +194,7 @@ def follows_values(case: Case) -> None:
             compare_results(case, one, other, other)
 
 
-@check(_with_constants)
+@check(lambda chains: [*_with_constants(chains), *map(followed, chains.plain)])
 def keeps_numbers(case: Case) -> None:
     """The backward uses its forward's numbers, flags and mode, whatever is set since."""
 
@@ -230,76 +224,11 @@ def keeps_numbers(case: Case) -> None:
             compare_grads(case, got, expected, expected)
 
 
-@check(plain, passes=("forward", "joint"))
-def versions(case: Case) -> None:
-    """A tensor changed in place before the backward is an error, or changes no gradient."""
-    expected, truth = references(case)
-    fused(case, grads=False)
-
-    def change(name: str) -> None:
-        """Compare the gradients, if autograd does not refuse."""
-        built = case.build()
-        given = {name: tensor * 1 for name, tensor in built.named_inputs().items()}
-        result = RunResult(built, list(given.values()), built(*given.values()))
-        with contextlib.suppress(RuntimeError):
-            with torch.no_grad():
-                given.get(name, built.leaves[name]).add_(1)
-            compare_grads(case, backward(case, result), expected, truth)
-
-    for name in expected.built.leaves.keys() - expected.built.writable:
-        try:
-            with only(None):
-                change(name)
-        except Failure:  # nor do the separate ops notice
-            continue
-        what = f"where {describe(case, name)} is changed in place between forward and backward, "
-        hint = "; save what the op got, not a copy of it over the same memory"
-        with only(case.subject), saying(what, hint):
-            change(name)
-
-
 # Threads
 
-
-class _Turns:
-    """Lets two threads take turns, line by line.
-
-    They do so in code that is neither torch's, nor opfuse's, nor Python's own.
-    """
-
-    _OURS = {"torch", "opfuse"} | sys.stdlib_module_names
-
-    def __init__(self) -> None:
-        self.condition, self.turn, self.running = threading.Condition(), 0, 2
-
-    def hand_over(self, me: int) -> None:
-        """Let the other thread continue, and wait for it, but not for long.
-
-        It may wait for a lock that this one has.
-        """
-        with self.condition:
-            self.turn = 1 - me
-            self.condition.notify_all()
-            self.condition.wait_for(lambda: self.turn == me or self.running < 2, 0.1)
-
-    def run(self, me: int, call: Callable[[], None]) -> None:
-        """A thread's body."""
-
-        def trace(frame: Any, event: str, argument: Any) -> Any:
-            if frame.f_globals.get("__name__", "").partition(".")[0] in self._OURS:
-                return None
-            if event == "line":
-                self.hand_over(me)
-            return trace
-
-        sys.settrace(trace)
-        try:
-            call()
-        finally:
-            sys.settrace(None)
-            with self.condition:
-                self.running -= 1
-                self.condition.notify_all()
+MOST_LINES = 200
+_OURS = {"torch", "opfuse"} | sys.stdlib_module_names
+"""Modules whose lines no other thread comes between: torch's, opfuse's, Python's own."""
 
 
 @check(plain, slow=True)  # Triton's interpreter serves one thread at a time
@@ -314,22 +243,34 @@ def threads(case: Case) -> None:
         expected = [backward(one, forward(one, built=built)) for one, built in pairs]
     results: list[Any] = [None, None]
     with only(case.subject):
-        settings, turns = current.values, _Turns()
+        settings, bodies = current.values, list[threading.Thread]()
 
         def call(me: int) -> None:
             current.values = settings  # those of this thread
             one, built = pairs[me]
             try:
-                for _ in range(2):
-                    results[me] = backward(one, forward(one, built=built))
+                results[me] = backward(one, forward(one, built=built))
             except Exception as error:
                 results[me] = error
 
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            """Let the other thread make its whole call before a line that is of the plugin."""
+            if frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+                return None
+            if event == "line" and len(bodies) < MOST_LINES:
+                bodies.append(threading.Thread(target=call, args=(1,)))
+                bodies[-1].start()
+                bodies[-1].join(0.1)  # it may wait for a lock that this one has
+            return trace
+
         call(0)  # what is planned is planned
-        own = [(me, functools.partial(call, me)) for me in (0, 1)]
-        bodies = [threading.Thread(target=turns.run, args=args) for args in own]
-        for body in bodies:
-            body.start()
+        call(1)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            call(0)
+        finally:
+            sys.settrace(before)
         for body in bodies:
             body.join()
     with saying("called from two threads, ", "; keep nothing of a call on the fused op"):

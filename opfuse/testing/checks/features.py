@@ -1,12 +1,11 @@
 """Checks against the rest of torch.
 
-They cover modes without gradients, autocast, compile, checkpoint, copies and errors.
+They cover modes without gradients, autocast, compile and errors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +41,12 @@ from .observed import observed
 def without_grad(case: Case) -> None:
     """Under ``no_grad`` and ``inference_mode``: nothing is saved, and no output is used again."""
     observed(case, "without_grad")
+
+
+@check(scenarios, passes=("forward", "joint"))
+def versions(case: Case) -> None:
+    """A tensor that is saved is known as the same, so that a later change in place is an error."""
+    observed(case, "versions")
 
 
 @check(plain, passes=("forward", "joint"))
@@ -123,7 +128,7 @@ def _refuse_extras(case: Case) -> None:
                 raise Failure(f"extra input {k - 1} with one row is accepted, where {refused}")  # noqa: B904
 
 
-# Custom operators, compiling, checkpointing, copying
+# Custom operators, compiling
 
 _TORCHS_OWN = frozenset(
     """aten prims prim mkldnn onednn quantized inductor c10d _c10d_functional profiler
@@ -177,26 +182,15 @@ def opcheck(case: Case) -> None:
 
 
 def _compiled(chains: Chains) -> Iterator[Case]:
-    """Rows enough for code that takes any number, and one row.
-
-    For one row, the compiled code takes no other number.
-    """
-    cases, thorough = chains.all, chains.thorough
-    yield from (case.with_(rows=(4,)) for case in (cases if thorough else ()))
-    yield from (case.with_(rows=(1,)) for case in (cases if thorough else cases[-1:]))
+    """One row, for which compiled code takes no other number, and code that takes any number."""
+    every, cases = chains.thorough, chains.all if chains.thorough else chains.all[-1:]
+    yield from (case.with_(rows=(n,)) for n in (1, 4)[: 1 + every] for case in cases)
     for case in chains.plain[:1]:
-        left, seen = [one for one in covered(case) if one.scale == 1], set[Any]()
-        yield case.with_(rows=(2, 3))
-        for _ in left if thorough else range(2):  # what has most that is new
-            yield (most := max(left, key=lambda one: len(_traits(one) - seen)))
-            seen |= _traits(most)
-
-
-def _traits(case: Case) -> set[Any]:
-    """What a case has, by attribute; of what draws or computes again, or has no rows, nothing."""
-    apart = case.checkpointed or case.parametrized or 0 in case.rows
-    names = () if apart else ("rows", "dtype", "params", *case.varied)
-    return {(name, getattr(case, name)) for name in names}
+        left = [one for one in covered(case) if one.scale == 1 and len(one.rows) > 1]
+        left = [one for one in left if not (one.checkpointed or one.parametrized or 0 in one.rows)]
+        ranked = sorted(left, key=lambda one: -len(one.varied))  # what has most comes first
+        ranked = [one for one in ranked if refusal(one) is None]
+        yield from ranked[: None if every else 1] or [case.with_(rows=(2, 3))]
 
 
 @check(_compiled, slow=True)
@@ -212,29 +206,6 @@ def compile(case: Case) -> None:
     with only(case.subject):
         got = backward(case, forward(case, chain=lambda chain: torch.compile(chain, **how)))
     compare_results(case, *where_finite(case, got, *references(case)))
-
-
-@check(lambda chains: [case.with_(checkpointed=True) for case in chains.plain])
-def checkpoint(case: Case) -> None:
-    """``torch.utils.checkpoint`` gives the same gradients."""
-    compare_results(case, fused(case), *references(case))
-
-
-@check(plain)
-def deepcopy(case: Case) -> None:
-    """A copy of the chain is fused too, and is independent of the original."""
-
-    def step() -> RunResult:
-        original = forward(case).built
-        twin = copy.deepcopy(original.chain)
-        for param in original.params().values():
-            param.data.add_(1)
-        built = original._replace(chain=twin)
-        built = built._replace(leaves={**original.leaves, **built.params()})
-        return backward(case, forward(case, built=built))
-
-    got, expected = both(case, step)
-    compare_results(case, got, expected, expected)
 
 
 # Gradients that autograd does not get

@@ -107,6 +107,8 @@ class _Run:
         case, was, self.built = self.case, leavings.settings_now(), self.case.build()
         self.named = {describe(case, name): leaf for name, leaf in self.built.leaves.items()}
         before = copies(self.named)
+        for leaf in self.named.values():
+            torch.autograd.graph.increment_version(leaf)
         wanted = {name: leaf for name, leaf in self.named.items() if leaf.requires_grad}
         for leaf in wanted.values():
             leaf.grad = leaf.detach()  # the same memory, which must not change
@@ -122,7 +124,14 @@ class _Run:
             if kept is not None:
                 left = [of.of(case, built) for of, built in ((kept, self.built), by_ops)]
                 leavings.same_contexts(case, *left)
-        before = copies({**self.named, **self._saved(), **_outputs(got)})
+        saved = self._saved()
+        before = copies({**self.named, **saved, **_outputs(got)})
+        with self._noting("versions"):
+            for what, tensor in saved.items():
+                for name in aliases(tensor, self.named):
+                    if tensor._version != self.named[name]._version:
+                        text = f"its {what}, has the memory of {name}, and not its version"
+                        raise Failure(f"{text}: save what the op got, never .data")
         backward(case, got)
         with self._noting("settings"):
             leavings.unchanged_settings(was, "backward")
@@ -164,11 +173,13 @@ class _Run:
     def _again(self) -> None:
         """More calls of the same chain: without gradients, and as the first."""
         case, before, kept = self.case, copies(self.named), copies(_made(self.result))
-        for mode in (torch.no_grad, *(() if case.varied else (torch.inference_mode,))):
+        chains = checked.get()
+        once = bool(case.varied) or (chains is not None and case not in chains.all)
+        for mode in (torch.no_grad, *(() if once else (torch.inference_mode,))):
             self.saves = False
             with mode():
                 got = forward(case, built=self.built)
-                two = got, got if case.varied else forward(case, built=self.built)
+                two = got, got if once else forward(case, built=self.built)
             self.saves = True
             with self._noting("without_grad"), saying(f"under {mode.__name__}, "):
                 for _, name in self._shared_by(*two):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -11,14 +11,13 @@ import torch
 
 from ... import ops as built_in
 from ...core.environment import Environment
-from ...core.fusion import Fusion, Subclasses
+from ...core.fusion import Fusion
 from ...core.op import BasicOperation
 from ...core.quantization import Recipe
 from ..cases import Case, Op, is_cast
 from ..failures import Declined, Failure, blamed, saying
-from ..generate import DTYPES, WIDTHS, chains, structures
-from ..placing import environment, matched, placed
-from ..recipes import recipes_for
+from ..generate import DTYPES, Chains
+from ..placing import environment, matched
 from ..reference import compare_results
 from ..running import Plans, backward, forward, fused, only, references
 from ..scenarios import check, choices, plain
@@ -27,44 +26,39 @@ from ..scenarios import check, choices, plain
 @check(lambda chains: chains.all)
 def pattern(case: Case) -> None:
     """The fusion is used for every chain of its own pattern, or says why not."""
-    _plan(case).require(case)
-
-
-def _plan(case: Case) -> Plans:
-    """The plan of a case, whether or not its run succeeds."""
     with only(case.subject), Plans() as plans:
         try:
             forward(case)
         except Exception:
             if not plans.plans:
                 raise
-    return plans
+    plans.require(case)
 
 
-@check(plain)
+def _asked(chains: Chains) -> Iterator[Case]:
+    """The plain chains, and each with one flag of an op reversed, where the op takes that."""
+    for case in chains.plain:
+        yield case
+        for number, op in enumerate(case.ops):
+            for name, values in () if op.via or is_cast(op) else choices(op):
+                for value in values[1:] if isinstance(values[0], bool) else ():
+                    one = _with_op(case, number, op.with_(**{name: value}))
+                    with contextlib.suppress(Exception):  # a flag may need more than a flag
+                        matched(one)
+                        yield one
+
+
+@check(_asked)
 def condition(case: Case) -> None:
-    """``when`` gives True or a sentence, ``benefit`` a number, anywhere and from metadata alone."""
+    """``when`` gives True or a sentence, ``benefit`` a number, anywhere and from metadata alone.
+
+    Asked again, they say the same, of any flags of the ops.
+    """
     for device in ("meta", case.device):
         ops = tuple(op.to(device) for op in matched(case))
         for env in environments(case.device, case.recipe):
-            _ask(case, ops, env, "; it must not read the data of parameters" * (device == "meta"))
-
-
-@check(lambda chains: chains.plain[:1])
-def refusals(case: Case) -> None:
-    """Of any chain that fits its pattern, ``when`` and ``benefit`` say the same when asked again.
-
-    A refusal that never appears proves nothing: the width, the option or the machine that it is for
-    may not be among those tried.
-    """
-    if not isinstance(case.subject.fusion, Fusion):
-        return
-    recipes = (None, *recipes_for(case.subject.plugin), case.recipe)
-    for recipe in dict.fromkeys(reversed(recipes) if case.edges else (case.recipe,)):
-        here = torch.device(case.device).type, case.dtype  # elsewhere the check `condition` asks
-        envs = [e for e in environments(case.device, recipe) if (e.device.type, e.dtype) == here]
-        for ops, env in itertools.product(_any_chains(case.with_(recipe=recipe)), envs):
-            answers = [_ask(case, ops, env) for _ in range(2)]
+            hint = "; it must not read the data of parameters" * (device == "meta")
+            answers = [_ask(case, ops, env, hint) for _ in range(2)]
             if answers[0] != answers[1]:
                 raise Failure(f"its condition says {answers[0]!r}, then {answers[1]!r} in {env}")
 
@@ -87,30 +81,6 @@ def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: st
     if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):
         raise Failure(f"its benefit is {benefit!r} instead of a number in {env}")
     return answer, benefit
-
-
-def _any_chains(case: Case) -> Iterator[tuple[BasicOperation, ...]]:
-    """Chains of every structure, class and width, and with each flag of an op reversed."""
-    assert isinstance(case.subject.fusion, Fusion)
-    with torch.random.fork_rng([]):
-        for elements in structures(case.subject.fusion.pattern):
-            for width in (*WIDTHS[:4], 7):
-                made = chains(elements, width, dict(case.subject.makers))
-                flagged = itertools.chain.from_iterable(map(_flagged, made[:1]))
-                for ops in (*made[:1], *flagged, *made[1:]):
-                    try:
-                        found = matched(placed(case, ops, width))
-                    except Exception:  # a flag that needs more than a flag
-                        continue
-                    yield found
-
-
-def _flagged(ops: tuple[Op, ...]) -> Iterator[tuple[Op, ...]]:
-    """The ops with one argument that is True or False set to the other, where an op takes that."""
-    for place, op in enumerate(ops):
-        for name, values in () if op.via or is_cast(op) else choices(op):
-            for value in values[1:] if isinstance(values[0], bool) else ():
-                yield (*ops[:place], op.with_(**{name: value}), *ops[place + 1 :])
 
 
 class ProbeRecipe(Recipe):
@@ -143,25 +113,15 @@ def _is_here(env: Environment) -> bool:
 def neighbours(case: Case) -> None:
     """With one op derived, missing or added, a chain still gives what its separate ops give."""
     for number, op in enumerate(case.ops):
-        if not is_cast(op) and not _by_protocol(case.subject.fusion, op.cls):
-            what = f"its pattern with a subclass of {op.cls.__name__} that computes something else"
-            _unlike(_with_op(case, number, op.with_(_derived(op.cls))), what)
+        for what, cls in () if is_cast(op) else _overriding(op.cls):
+            what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
+            hint = "; ask opfuse.has_same_math(op, cls) before you replace a class by name"
+            with saying(hint=hint):
+                _unlike(_with_op(case, number, op.with_(cls)), what)
         if len(case.ops) > 1:
             _unlike(_with_op(case, number), f"its pattern without {op.cls.__name__}")
         more = _with_op(case, number, Op(built_in.ConstantScale, 3.0), op)
         _unlike(more, f"its pattern with a ConstantScale before {op.cls.__name__}")
-
-
-@check(lambda chains: chains.all if chains.thorough else chains.plain)
-def subclasses(case: Case) -> None:
-    """With an op of a derived class that computes something else, it gives that, or is not used."""
-    for number, op in enumerate(case.ops):
-        if not is_cast(op) and _by_protocol(case.subject.fusion, op.cls):
-            for what, cls in _overriding(op.cls):
-                what = f"its pattern with a subclass of {op.cls.__name__} that overrides {what}"
-                hint = "; ask opfuse.has_same_math(op, cls) before you replace a class by name"
-                with saying(hint=hint):
-                    _unlike(_with_op(case, number, op.with_(cls)), what)
 
 
 def _with_op(case: Case, number: int, *others: Op) -> Case:
@@ -196,27 +156,12 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
         yield " and ".join(names), derived
 
 
-def _by_protocol(fusion: Any, cls: type) -> bool:
-    """Return whether a pattern takes a class as a subclass of an abstract one.
-
-    The abstract class says what subclasses may change.
-    """
-
-    def takes(element: Any) -> bool:
-        if isinstance(element, Subclasses):
-            return inspect.isabstract(element.cls) and issubclass(cls, element.cls)
-        inner = getattr(element, "elements", [getattr(element, "element", None)])
-        return any(takes(each) for each in inner if each is not None)
-
-    return any(map(takes, getattr(fusion, "pattern", ())))
-
-
 def _unlike(case: Case, what: str) -> None:
     try:
         expected = references(case)
     except Declined:  # widths that do not fit
         return
-    with saying(f"for {what}, which is not its chain: "):
+    with saying(f"for {what}: "):
         with only(case.subject), blamed():
             got = backward(case, forward(case))
         compare_results(case, got, *expected)
@@ -234,16 +179,6 @@ def _derived(cls: type) -> type:
 
     own = dict(fuser_forward=fuser_forward, fuser_backward=fuser_backward, grad_input="shared")
     return type(f"Derived{cls.__name__}", (cls,), own)
-
-
-@check(plain)
-def same_plan(case: Case) -> None:
-    """The same chain gets the same plan whenever it is planned, whatever was planned before."""
-    plans = [_plan(case).plans for _ in range(3)]
-    if not plans[0] == plans[1] == plans[2]:
-        other = next(plan for plan in plans if plan != plans[0])
-        text = f"planned first:\n{plans[0][0]}\nplanned again:\n{other[0]}"
-        raise Failure(f"planning the same chain again gives another plan\n{text}")
 
 
 @check(lambda chains: chains.all)

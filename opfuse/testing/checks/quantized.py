@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from ...core.fusion import Fusion
 from ...core.quantization import QuantizedTensor
 from ...ops import BasicLinear, Cast
-from ..cases import Case, Op, is_cast
+from ..cases import Case, is_cast
 from ..failures import Declined, Failure, saying
 from ..generate import Chains
-from ..placing import matched, width_behind
+from ..placing import matched
 from ..recipes import variants
 from ..reference import compare_codes, compare_results
 from ..running import RunResult, backward, both, forward, fused, one_by_one, separate, watched
-from ..scenarios import MANY_ROWS, check, covered
+from ..scenarios import MANY_ROWS, check, covered, followed
 from ..tensors import same_bits
 from .leavings import aliases
 
@@ -67,9 +67,7 @@ def _at_end(found: list[Any], place: int) -> Any:
 
 def _followed(chains: Chains) -> Iterator[Case]:
     for case in chains.plain:
-        if not case.after:
-            width = width_behind(case.chain_ops, case.first_width())
-            case = case.with_(after=(Op(BasicLinear, width, 3),))
+        case = followed(case)
         yield case
         yield case.with_(rows=(2, 5), dtype=torch.bfloat16)
         yield case.with_(autocast=torch.bfloat16)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ...core.context_managers import _CORE_OPTIONS, options
 from ..cases import Case, subjects
 from ..failures import Declined, blamed, saying
-from ..generate import fitted
+from ..generate import Chains, fitted
 from ..reference import compare_results
 from ..running import RunResult, backward, both, forward, only, references
 from ..scenarios import check, exact, numbered, plain, scenarios
@@ -95,8 +97,9 @@ def autocast(case: Case) -> None:
 @check(lambda chains: [c for c in scenarios(chains) if c.scale != 1 and not c.autocast])
 def magnitude(case: Case) -> None:
     """Large and small numbers: finite where the separate ops are, and as exact."""
-    hint = "; do what leaves the range of half precision in fp32"
-    with saying(f"with inputs around {case.scale:g}, ", hint):
+    how = "in fp32" if case.compute_dtype.itemsize == 2 else "scaled, or in another order"
+    hint = f"; compute {how} what leaves the range of {case.compute_dtype}"
+    with saying(f"with inputs around {case.scale:g}, ", hint * (case.scale != 1)):
         observed(case, "output", "gradients")
 
 
@@ -132,7 +135,13 @@ def together(case: Case) -> None:
             compare_results(case, backward(case, forward(case)), *expected)
 
 
-@check(lambda chains: [*chains.plain, *numbered(chains)])
+def _partly_reached(chains: Chains) -> Iterator[Case]:
+    yield from (*chains.plain, *numbered(chains))
+    forks = [case for case in chains.plain if any(op.cls.num_extra_outputs for op in case.ops)]
+    yield from (case.with_(reached=which) for case in forks for which in ("first", "extra"))
+
+
+@check(_partly_reached)
 def nan_and_inf(case: Case) -> None:
     """NaN and infinity appear where the separate ops give them."""
     case = fitted(case.with_(rows=(4,)))

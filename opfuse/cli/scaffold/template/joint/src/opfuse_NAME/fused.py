@@ -55,7 +55,7 @@ def normalized(ctx: OperationContext) -> Tensor:
     y = widen(x) * rstd
     if weight is not None:
         weight = cast(weight, y.dtype)
-        y *= weight + 1 if ctx.zero_centered_gamma else weight  # type: ignore[attr-defined]
+        y = y * (weight + 1 if ctx.zero_centered_gamma else weight)  # type: ignore[attr-defined]
     return cast(y, ctx.dtype or x.dtype)
 
 
