@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,7 +31,7 @@ from .layout import is_dtensor
 from .overwriting import without_modes
 from .quantization import Quantizer
 from .quantization.state import QuantizerStates
-from .replaced_forward import KEPT_AS, MEMORY
+from .replaced_forward import KEPT_AS, MEMORY, ReplacedForward, replaced_forward
 from .settings import is_captured
 
 _CONTAINERS = (
@@ -81,6 +82,7 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
             module.reshard()
         values = [value for _, value in reachable(owners)]  # sharded ones have other parameters
         restores = [module.reshard for module in held]
+        restores += [kept.restoring() for kept in map(_replaced, values) if kept is not None]
         restores += [partial(_refill, v, of) for v in values if (of := _content_of(v)) is not None]
         restores += filter(None, map(_restoring, values))  # those of the members that were there
         try:
@@ -109,7 +111,8 @@ def standing_for(module: nn.Module, name: str) -> Any:
 def parametrizations(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """What computes parameters of modules, and of those inside."""
     every = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return [m.parametrizations for m in every if parametrize.is_parametrized(m)]  # type: ignore[misc]
+    found = [module._modules.get("parametrizations") for module in every]  # runs no __getattr__
+    return [each for each in found if each is not None]
 
 
 # What a run of a model may change
@@ -148,7 +151,7 @@ def _roots(owner: Any) -> list[Any]:
     if isinstance(owner, partial):
         return [root for each in (owner.func, *owner.args) for root in _roots(each)]
     if not isinstance(owner, types.FunctionType):
-        return [getattr(owner, "__self__", owner)]
+        return [owner if isinstance(owner, nn.Module) else getattr(owner, "__self__", owner)]
     with contextlib.suppress(ValueError):  # a variable that has no value yet
         used = inspect.getclosurevars(owner)
         held = (*used.nonlocals.values(), *used.globals.values())
@@ -185,10 +188,18 @@ def _inside(prefix: str, value: Any, of: str, deep: bool) -> list[tuple[str, Any
             own = Tensor, torch.Generator, QuantizerStates  # other attributes are the engine's
             values = [each for of_kind in held for each in members(of_kind, _MODULE)]
             return values + [each for each in members(vars(value), _OP) if isinstance(each[1], own)]
-        classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
+        classes, kept = [c for c in type(value).__mro__ if not _is_strange(c)], _replaced(value)
         found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
+        found += [(prefix, states, _OP) for states in kept.states()] if kept else []
         return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
-    return [(prefix, vars(value), _OBJECT)] if (of is _MODULE or deep) and _is_plain(value) else []
+    if of is _MODULE or deep:
+        found = members(_content_of(value) or {}, _OBJECT)
+        return [*found, (prefix, vars(value), _OBJECT)] if _is_plain(value) else found
+    return []
+
+
+def _replaced(value: Any) -> ReplacedForward | None:
+    return replaced_forward(value) if isinstance(value, nn.Module) else None
 
 
 def _function_of(value: Any) -> list[Any] | None:
@@ -199,9 +210,10 @@ def _function_of(value: Any) -> list[Any] | None:
         return [value.fget, value.fset]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
-    found = [getattr(value, name, None) for name in ("__func__", "__wrapped__", "func")]
     is_one = isinstance(value, (classmethod, staticmethod, types.MethodType, cached_property))
-    return found if is_one or type(value).__name__ == "_lru_cache_wrapper" else None
+    if not is_one and type(value).__name__ != "_lru_cache_wrapper":
+        return None
+    return [getattr(value, name, None) for name in ("__func__", "__wrapped__", "func")]
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:
@@ -229,6 +241,10 @@ def _names(code: types.CodeType) -> frozenset[str]:
 def _attributes(cls: type) -> dict[str, Any]:
     """The attributes of a class that are not Python's."""
     return {name: value for name, value in vars(cls).items() if not name.startswith(("__", "_abc"))}
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, types.MemberDescriptorType)
 
 
 def _is_strange(cls: type) -> bool:
@@ -321,8 +337,7 @@ def _compared(value: Any) -> dict[Any, Any] | None:
         return {"": bytes(value)}
     if isinstance(value, (dict, list, set, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
         return dict(value.items() if hasattr(value, "items") else enumerate(value))
-    slots = getattr(type(value), "__slots__", None) if not _is_strange(type(value)) else None
-    return {name: getattr(value, name, None) for name in slots} if slots else None
+    return None
 
 
 def _mark_of(value: Any) -> Any:
@@ -345,13 +360,16 @@ def _mark_of(value: Any) -> Any:
 
 
 def _content_of(value: Any) -> dict[Any, Any] | None:
-    """The members of a container, or the attributes of a class."""
+    """The members of a container, the attributes of a class, or those of an object in slots."""
     if isinstance(value, type):
         return _attributes(value)
     if isinstance(value, QuantizerStates):
         return dict.fromkeys(value._by_recipe)
     if type(value) not in _CONTAINERS:
-        return None
+        classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
+        slots = [each for cls in classes for each in _attributes(cls).values() if _is_slot(each)]
+        held = [slot.__name__ for slot in slots if hasattr(value, slot.__name__)]
+        return {name: getattr(value, name) for name in held} if slots else None
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
 
 
@@ -363,7 +381,7 @@ def _refill(value: Any, content: dict[Any, Any]) -> None:
         return
     if isinstance(value, QuantizerStates):
         FusibleOperation.changes += 1  # plans have quantizers that are put away
-    elif isinstance(value, type):
+    elif type(value) not in _CONTAINERS:
         for name in now.keys() - content.keys():
             delattr(value, name)
         for name in [name for name in content if now.get(name, now) is not content[name]]:
@@ -376,10 +394,19 @@ def _refill(value: Any, content: dict[Any, Any]) -> None:
 
 def _restoring(value: Any) -> Callable[[], object] | None:
     """The function that restores a tensor, an array or a generator; None for anything else."""
+    if is_lazy(value) or isinstance(value, LazyModuleMixin):
+        return partial(_unmake, value, type(value))
     if isinstance(value, Tensor):
         return _tensor(value)
     access = _access(value)
     return access and partial(access[1], access[0]())
+
+
+def _unmake(value: Any, cls: type) -> None:
+    """Let the next call make a lazy module or a tensor of one, again if one has made it."""
+    if isinstance(value, Tensor) and not is_lazy(value):
+        value.grad, value.data = None, value.new_empty(0)
+    value.__class__ = cls
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
@@ -395,7 +422,7 @@ def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | N
         return (value.copy, partial(numpy.copyto, value)) if value.flags.writeable else None
     if isinstance(value, numpy.random.RandomState):
         return value.get_state, value.set_state
-    bits = getattr(value, "bit_generator", value)
+    bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value
     if isinstance(bits, numpy.random.BitGenerator):
         return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None
@@ -405,10 +432,8 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
     """The function that restores a tensor's values, memory, gradient and ``requires_grad``.
 
     One of a class of its own, such as a DTensor, is restored in its parts: no rank waits for
-    another. One without values, on the meta device or not yet made, has none to restore.
+    another. One without values, on the meta device, has none to restore.
     """
-    if is_lazy(tensor):
-        return lambda: None
     parts = [*_parts(tensor)]
     copies = [part.clone() for part in parts]
     memory = tensor.data if type(tensor) in (Tensor, nn.Parameter) else None

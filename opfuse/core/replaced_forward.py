@@ -84,10 +84,27 @@ class ReplacedForward(ABC):
             keys = [key for key in state_dict if key.startswith(root)]
             self.waiting = {key[len(root) :]: state_dict.pop(key).clone() for key in keys}
 
+    def states(self) -> list[Any]:
+        """The quantizers of each op of the chain."""
+        return [states for _, states, _ in self._states()]
+
+    def restoring(self) -> Callable[[], None]:
+        """Return what puts back the state of a chain that is made until then: it waits again."""
+        waiting, known = self.waiting, self.states()
+
+        def restore() -> None:
+            made = [states for states in self.states() if states not in known]
+            for states in made:
+                states.forget()
+                BasicOperation._count_change()  # plans have quantizers that are put away
+            self._load_waiting(waiting if made else None)
+
+        return restore
+
     @property
     def has_state(self) -> bool:
         """Whether quantizers of the chain have state, or some waits for it."""
-        return bool(self.waiting) or any(states.has_state for _, states, _ in self._states())
+        return bool(self.waiting) or any(states.has_state for states in self.states())
 
     def settle(self, module: nn.Module) -> None:
         """Give a chain that was made after the model was prepared its names and its state."""
@@ -97,6 +114,10 @@ class ReplacedForward(ABC):
                 op._set_name("_path", name)
         waiting, self._copied = self.waiting, ()
         self.share()
+        self._load_waiting(waiting)
+
+    def _load_waiting(self, waiting: dict[str, Any] | None) -> None:
+        """Load entries that waited for the chain, if any did."""
         if waiting is not None:
             self.load({f"{KEPT_AS}.chain.{key}": value for key, value in waiting.items()}, "")
 

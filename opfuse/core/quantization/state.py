@@ -218,6 +218,12 @@ class QuantizerStates:
             q.state_names for qs in self._by_recipe.values() for q in qs.values()
         )
 
+    def forget(self) -> None:
+        """Let the next call make new quantizers."""
+        for held in (self._by_recipe, self._unrecorded, self._loaded):
+            held.clear()
+        self.latest = self.name = None
+
     def __getstate__(self) -> dict[str, Any]:
         # a copy has other quantizers, and no process group
         return {**vars(self), "_unrecorded": {}, "called": (None, ())}
