@@ -126,10 +126,9 @@ def _on_class(cls: type, name: str) -> Any:
     return None
 
 
-def _names_on(cls: type) -> Iterator[str]:
+def _names_on(cls: type) -> Iterable[str]:
     """The names of a class's attributes, its own and inherited ones, without those of a module."""
-    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
-    yield from dict.fromkeys(name for base in bases for name in vars(base))
+    return dict.fromkeys(n for b in cls.__mro__ if b not in nn.Module.__mro__ for n in vars(b))
 
 
 def _methods_of(cls: type, names: Iterable[str]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from .layout import is_dtensor
 from .overwriting import without_modes
 from .quantization import Quantizer
 from .quantization.state import QuantizerStates
-from .replaced_forward import KEPT_AS, MEMORY, ReplacedForward, replaced_forward
+from .replaced_forward import KEPT_AS, MEMORY, ReplacedForward
 from .settings import is_captured
 
 _CONTAINERS = (
@@ -82,7 +82,7 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
             module.reshard()
         values = [value for _, value in reachable(owners)]  # sharded ones have other parameters
         restores = [module.reshard for module in held]
-        restores += [kept.restoring() for kept in map(_replaced, values) if kept is not None]
+        restores += [value.restoring() for value in values if isinstance(value, ReplacedForward)]
         restores += [partial(_refill, v, of) for v in values if (of := _content_of(v)) is not None]
         restores += filter(None, map(_restoring, values))  # those of the members that were there
         try:
@@ -164,42 +164,34 @@ def _inside(prefix: str, value: Any, of: str, deep: bool) -> list[tuple[str, Any
 
     def members(held: Any, kind: str) -> list[tuple[str, Any, str]]:
         pairs = held.items() if hasattr(held, "items") else enumerate(held)
-        pairs = [(key, each) for key, each in pairs if key not in (KEPT_AS, MEMORY)]
+        pairs = [(key, each) for key, each in pairs if key != MEMORY]
         return [(f"{prefix}.{key}".lstrip("."), each, kind) for key, each in pairs]
 
     if (called := _function_of(value)) is not None:
         parts = [(prefix, each, _OBJECT) for each in called if each is not value]
-        return parts or [
-            (f"{name} of {prefix}", each, _OBJECT)
-            for name, each in _used(value).items()
-            if deep or _access(each)
-        ]
+        used = [] if parts else [pair for pair in _used(value).items() if deep or _access(pair[1])]
+        return parts or [(f"{name} of {prefix}", each, _OBJECT) for name, each in used]
     if isinstance(value, Tensor):
         return [(f"{prefix}.grad", value.grad, _GRADIENT)] if value.is_leaf else []
     if type(value) in _CONTAINERS or isinstance(value, tuple):
         return members(value, of)
     if of is _CLASS:
         return members(_attributes(value), _OBJECT)
-    if isinstance(value, (QuantizerStates, Quantizer)):
-        return [(prefix, vars(value), _OP)]
+    if isinstance(value, (QuantizerStates, Quantizer, ReplacedForward)):
+        of_chain = value.states() if isinstance(value, ReplacedForward) else [vars(value)]
+        return members(of_chain, _OP)
     if isinstance(value, nn.Module):
         held = value._modules, value._buffers, value._parameters
         if isinstance(value, FusibleOperation) or hasattr(type(value), "_module_groups"):
             own = Tensor, torch.Generator, QuantizerStates  # other attributes are the engine's
             values = [each for of_kind in held for each in members(of_kind, _MODULE)]
             return values + [each for each in members(vars(value), _OP) if isinstance(each[1], own)]
-        classes, kept = [c for c in type(value).__mro__ if not _is_strange(c)], _replaced(value)
+        classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
         found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
-        found += [(prefix, states, _OP) for states in kept.states()] if kept else []
         return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
-    if of is _MODULE or deep:
-        found = members(_content_of(value) or {}, _OBJECT)
-        return [*found, (prefix, vars(value), _OBJECT)] if _is_plain(value) else found
-    return []
-
-
-def _replaced(value: Any) -> ReplacedForward | None:
-    return replaced_forward(value) if isinstance(value, nn.Module) else None
+    is_followed = of is _MODULE or deep
+    found = members(_content_of(value) or {}, _OBJECT) if is_followed else []
+    return [*found, (prefix, vars(value), _OBJECT)] if is_followed and _is_plain(value) else found
 
 
 def _function_of(value: Any) -> list[Any] | None:
@@ -216,16 +208,11 @@ def _function_of(value: Any) -> list[Any] | None:
     return [getattr(value, name, None) for name in ("__func__", "__wrapped__", "func")]
 
 
-def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """The cells of the variables of outer functions that a function uses, by name."""
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
 def _used(function: types.FunctionType) -> dict[str, Any]:
     """The variables that a function uses and others hold: those of its cells, and global ones."""
     of: dict[str, Any] = function.__globals__
     found = {name: of[name] for name in _names(function.__code__) if name in of}
-    for name, cell in _cells(function).items():
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # one that has no value yet
             found[name] = cell.cell_contents
     return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
@@ -241,10 +228,6 @@ def _names(code: types.CodeType) -> frozenset[str]:
 def _attributes(cls: type) -> dict[str, Any]:
     """The attributes of a class that are not Python's."""
     return {name: value for name, value in vars(cls).items() if not name.startswith(("__", "_abc"))}
-
-
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, types.MemberDescriptorType)
 
 
 def _is_strange(cls: type) -> bool:
@@ -367,17 +350,16 @@ def _content_of(value: Any) -> dict[Any, Any] | None:
         return dict.fromkeys(value._by_recipe)
     if type(value) not in _CONTAINERS:
         classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
-        slots = [each for cls in classes for each in _attributes(cls).values() if _is_slot(each)]
-        held = [slot.__name__ for slot in slots if hasattr(value, slot.__name__)]
-        return {name: getattr(value, name) for name in held} if slots else None
+        pairs = [pair for cls in classes for pair in _attributes(cls).items()]
+        slots = [name for name, slot in pairs if isinstance(slot, types.MemberDescriptorType)]
+        return {n: getattr(value, n) for n in slots if hasattr(value, n)} if slots else None
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
 
 
 def _refill(value: Any, content: dict[Any, Any]) -> None:
     """Give a container the very members that it had, in order, if it has others."""
     now: Any = _content_of(value)
-    same = [*now] == [*content] and all(now[key] is content[key] for key in now)
-    if same:
+    if [*now] == [*content] and all(now[key] is content[key] for key in now):
         return
     if isinstance(value, QuantizerStates):
         FusibleOperation.changes += 1  # plans have quantizers that are put away
@@ -450,31 +432,30 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
                     part.copy_(copy)
                 if memory is None:  # the whole tensor has a version too
                     torch.autograd.graph.increment_version(tensor)
-        if leaf:
-            if tensor.grad is not grad:
-                tensor.grad = grad
-            if tensor.requires_grad != needs:
-                tensor.requires_grad_(needs)
+        if leaf and tensor.grad is not grad:
+            tensor.grad = grad
+        if leaf and tensor.requires_grad != needs:
+            tensor.requires_grad_(needs)
 
     return restore
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is NaN."""
-    if torch.equal(one, other):
-        return True
-    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
-        return False
-    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    may_be_nan = one.is_floating_point() and one.dtype.itemsize > 1 and one.shape == other.shape
+    return torch.equal(one, other) or (
+        may_be_nan and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    )
 
 
 def _shares(tensor: Tensor, memory: Tensor) -> bool:
     """Return whether a tensor is still a view of that memory, of the same form."""
-    if (tensor.shape, tensor.dtype, tensor.device) != (memory.shape, memory.dtype, memory.device):
-        return False
-    return memory.layout is not torch.strided or (
-        tensor.data_ptr() == memory.data_ptr() and tensor.stride() == memory.stride()
-    )
+
+    def form(of: Tensor) -> tuple[Any, ...]:
+        where = (of.data_ptr(), of.stride()) if memory.layout is torch.strided else ()
+        return of.shape, of.dtype, of.device, where
+
+    return form(tensor) == form(memory)
 
 
 def _parts(tensor: Any) -> Iterator[Tensor]:

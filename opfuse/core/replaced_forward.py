@@ -14,6 +14,7 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -89,17 +90,14 @@ class ReplacedForward(ABC):
         return [states for _, states, _ in self._states()]
 
     def restoring(self) -> Callable[[], None]:
-        """Return what puts back the state of a chain that is made until then: it waits again."""
-        waiting, known = self.waiting, self.states()
+        """What puts back the state of a chain that is made from now on: it waits again."""
+        return partial(self._unmake, self.waiting, self.states())
 
-        def restore() -> None:
-            made = [states for states in self.states() if states not in known]
-            for states in made:
-                states.forget()
-                BasicOperation._count_change()  # plans have quantizers that are put away
-            self._load_waiting(waiting if made else None)
-
-        return restore
+    def _unmake(self, waiting: dict[str, Any] | None, known: list[Any]) -> None:
+        for states in [states for states in self.states() if states not in known]:
+            states.forget()
+            BasicOperation._count_change()  # plans have quantizers that are put away
+        self._load_waiting(waiting)
 
     @property
     def has_state(self) -> bool:
@@ -247,6 +245,5 @@ def replaced_forward(module: nn.Module) -> ReplacedForward | None:
 def replaced_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacedForward]]:
     """Yield the dotted name, the module and the :class:`ReplacedForward` of each such module."""
     for path, module in model.named_modules():
-        found = replaced_forward(module)
-        if found is not None:
+        if (found := replaced_forward(module)) is not None:
             yield path, module, found

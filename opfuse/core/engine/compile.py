@@ -159,8 +159,7 @@ def _let_recompute(step: Step, facts: Facts, before: Step, behind: Step | None) 
     elif behind.stop > behind.start:
         kept = f"{type(behind.op).__name__} casts it inside"
     elif not (cast := behind.casts[0][1]).quantizer.requantizes:
-        by = type(cast.quantizer).__name__
-        kept = f"{by} cannot cast it again with the scale of the forward"
+        kept = f"{type(cast.quantizer).__name__} cannot cast it again with the scale of the forward"
     else:
         kept, fused = "", behind.run if behind.source else None
         behind.direct, behind.run = True, TrackedCast(cast, fused)

@@ -317,8 +317,7 @@ class Program:
                     run = Reported(run, self.chain, before)
                 if before.casts:
                     run = WithCasts(run, before.matched)
-                position = starts[step.start] + place
-                found[step.start] = Recompute(first, run, place, position, cast)
+                found[step.start] = Recompute(first, run, place, starts[step.start] + place, cast)
         return found
 
     def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:

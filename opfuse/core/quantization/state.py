@@ -64,12 +64,10 @@ def _in_forward(forward: frozenset[CodeType], backward: frozenset[CodeType]) -> 
 
     The stack tells. The op cannot: it may serve another chain, or another thread, under a recipe.
     """
-    frame: FrameType | None = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code in forward or frame.f_code in backward:
-            return frame.f_code in forward
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in forward and frame.f_code not in backward:
         frame = frame.f_back
-    return False
+    return frame is not None and frame.f_code in forward
 
 
 def entries_of(module: Any, name: str) -> Any:
@@ -220,9 +218,7 @@ class QuantizerStates:
 
     def forget(self) -> None:
         """Let the next call make new quantizers."""
-        for held in (self._by_recipe, self._unrecorded, self._loaded):
-            held.clear()
-        self.latest = self.name = None
+        vars(self).update(vars(QuantizerStates()) | {"own": self.own, "_last": self._last})
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has other quantizers, and no process group
