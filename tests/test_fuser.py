@@ -170,6 +170,37 @@ def test_every_set_of_fusions_gives_the_same_answer():
             torch.testing.assert_close(a, b)
 
 
+def in_a_thread(function):
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(timeout=60)
+
+
+TODO = []
+
+
+class Interrupted(ops.Bias):
+    """An op that calls what is in a list while a fuser asks where its parameters are."""
+
+    def param_source(self, name):
+        while TODO:
+            in_a_thread(TODO.pop())
+        return super().param_source(name)
+
+
+def test_a_thread_that_plans_takes_no_parameters_from_another():
+    chain, x, found = opfuse.Sequential(ops.Linear(8, 8), Interrupted(8)), torch.randn(2, 8), []
+
+    @torch.no_grad()
+    def call():
+        found.append(chain(x))
+
+    in_a_thread(call)
+    TODO.append(call)
+    chain(x)  # with gradients, which is another plan
+    assert len(found) == 2 and torch.equal(*found)
+
+
 def test_threads_share_a_model():
     chain, x = chain_and_input()
     expected = chain(x)

@@ -76,6 +76,19 @@ class Recorder:
         self.mean, self.count, self.seen = torch.zeros(16), 0, {"first": torch.zeros(2)}
 
 
+class Slots:
+    """One whose attributes are in slots, and in those of a class above."""
+
+    __slots__ = ("count", "mean")
+
+    def __init__(self):
+        self.count, self.mean = 0, torch.zeros(4)
+
+
+class MoreSlots(Slots):
+    __slots__ = "late"
+
+
 class Remembers(nn.Module):
     """A model whose forward writes into everything that it has."""
 
@@ -89,15 +102,22 @@ class Remembers(nn.Module):
         self.mean, self.in_list = torch.zeros(16), [torch.zeros(3), (torch.zeros(4),)]
         self.row = torch.zeros(1).expand(5)
         self.tangled, self.recorder = torch.ones(2, 3), Recorder()
-        self.recent = collections.deque([1, 2], maxlen=2)
+        self.recent, self.slots = collections.deque([1, 2], maxlen=2), MoreSlots()
 
     def everything(self):
         """All values, as what can be compared."""
         tensors = [*self.state_dict().values(), *self.hidden[0].parameters(), self.mean, self.row]
         tensors += [self.in_list[0], self.in_list[1][0], self.recorder.mean, self.tangled]
-        tensors += [self.recorder.seen["first"], self.generator.get_state()]
+        tensors += [self.slots.mean, self.recorder.seen["first"], self.generator.get_state()]
         numpys = self.drawing["b"][0].bit_generator.state, self.legacy.get_state(), self.array
-        rest = self.recorder.count, [*self.recorder.seen], [*self.recent], len(self.in_list)
+        in_slots = self.slots.count, hasattr(self.slots, "late")
+        rest = (
+            in_slots,
+            self.recorder.count,
+            [*self.recorder.seen],
+            [*self.recent],
+            len(self.in_list),
+        )
         needs = [p.requires_grad for p in self.parameters()]
         kept = [t.tolist() for t in tensors], self.drawing["a"].getstate(), str(numpys)
         return *kept, rest, needs, [id(p) for p in self.parameters()]
@@ -118,6 +138,8 @@ class Remembers(nn.Module):
         self.in_list[1][0].add_(1)
         self.in_list.append(1)
         self.recorder.count += 1
+        self.slots.mean += 1
+        self.slots.count, self.slots.late = 1, 2
         self.recorder.seen["second"] = 1
         self.recent.append(3)
         self.array += self.drawing["a"].random() + self.drawing["b"][0].random()
@@ -152,6 +174,22 @@ def test_tensors_without_values_do_not_disturb():
             model.inference.add_(1)
     assert model.parts.a.tolist() == [0, 0, 0] and model.parts.b.tolist() == [1, 1, 1]
     assert model.inference.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("look", [opfuse.explain, opfuse.tune])
+def test_what_a_first_call_makes_is_made_again_by_the_next_one(look):
+    def lazy():
+        return nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.GELU(), nn.LazyLinear(4))
+
+    model, twin, x = lazy(), lazy(), torch.randn(8, 6)
+    for _ in range(2):
+        look(model, x)
+    assert [*map(type, model.parameters())] == [*map(type, twin.parameters())]
+    results = []
+    for each in (model, twin):
+        torch.manual_seed(3)
+        results += [each(x), each.state_dict()]
+    torch.testing.assert_close(results[:2], results[2:], rtol=0, atol=0)
 
 
 def test_a_sharded_model_is_as_it_was(tmp_path):

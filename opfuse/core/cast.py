@@ -119,8 +119,7 @@ class Quantize(PassThrough):
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """The role of an input, or of the gradient of an output."""
         tensor = "input" if mode == "forward" else "grad_output"
-        role = QuantizerRole("quantize", tensor, self.name)
-        return [role] * self.num_quantizers(mode)
+        return [QuantizerRole("quantize", tensor, self.name)] * self.num_quantizers(mode)
 
 
 def place_quantize(

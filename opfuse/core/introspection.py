@@ -65,7 +65,7 @@ def op_class(op: nn.Module) -> type[nn.Module]:
         bases = cls.__bases__
         if CONVERTED in vars(cls):
             cls = vars(cls)[CONVERTED]
-        elif nn.utils.parametrize.is_parametrized(op) and cls.__name__.startswith("Parametrized"):
+        elif cls.__name__.startswith("Parametrized") and nn.utils.parametrize.is_parametrized(op):
             cls = bases[0]
         elif len(bases) == 2 and any(base.__name__ == "FSDPModule" for base in bases[0].__mro__):
             cls = bases[1]

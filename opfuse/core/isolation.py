@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,7 +31,7 @@ from .layout import is_dtensor
 from .overwriting import without_modes
 from .quantization import Quantizer
 from .quantization.state import QuantizerStates
-from .replaced_forward import KEPT_AS, MEMORY
+from .replaced_forward import KEPT_AS, MEMORY, ReplacedForward
 from .settings import is_captured
 
 _CONTAINERS = (
@@ -81,6 +82,7 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
             module.reshard()
         values = [value for _, value in reachable(owners)]  # sharded ones have other parameters
         restores = [module.reshard for module in held]
+        restores += [value.restoring() for value in values if isinstance(value, ReplacedForward)]
         restores += [partial(_refill, v, of) for v in values if (of := _content_of(v)) is not None]
         restores += filter(None, map(_restoring, values))  # those of the members that were there
         try:
@@ -109,7 +111,8 @@ def standing_for(module: nn.Module, name: str) -> Any:
 def parametrizations(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """What computes parameters of modules, and of those inside."""
     every = dict.fromkeys(inner for module in modules for inner in module.modules())
-    return [m.parametrizations for m in every if parametrize.is_parametrized(m)]  # type: ignore[misc]
+    found = [module._modules.get("parametrizations") for module in every]  # runs no __getattr__
+    return [each for each in found if each is not None]
 
 
 # What a run of a model may change
@@ -148,7 +151,7 @@ def _roots(owner: Any) -> list[Any]:
     if isinstance(owner, partial):
         return [root for each in (owner.func, *owner.args) for root in _roots(each)]
     if not isinstance(owner, types.FunctionType):
-        return [getattr(owner, "__self__", owner)]
+        return [owner if isinstance(owner, nn.Module) else getattr(owner, "__self__", owner)]
     with contextlib.suppress(ValueError):  # a variable that has no value yet
         used = inspect.getclosurevars(owner)
         held = (*used.nonlocals.values(), *used.globals.values())
@@ -161,24 +164,22 @@ def _inside(prefix: str, value: Any, of: str, deep: bool) -> list[tuple[str, Any
 
     def members(held: Any, kind: str) -> list[tuple[str, Any, str]]:
         pairs = held.items() if hasattr(held, "items") else enumerate(held)
-        pairs = [(key, each) for key, each in pairs if key not in (KEPT_AS, MEMORY)]
+        pairs = [(key, each) for key, each in pairs if key != MEMORY]
         return [(f"{prefix}.{key}".lstrip("."), each, kind) for key, each in pairs]
 
     if (called := _function_of(value)) is not None:
         parts = [(prefix, each, _OBJECT) for each in called if each is not value]
-        return parts or [
-            (f"{name} of {prefix}", each, _OBJECT)
-            for name, each in _used(value).items()
-            if deep or _access(each)
-        ]
+        used = [] if parts else [pair for pair in _used(value).items() if deep or _access(pair[1])]
+        return parts or [(f"{name} of {prefix}", each, _OBJECT) for name, each in used]
     if isinstance(value, Tensor):
         return [(f"{prefix}.grad", value.grad, _GRADIENT)] if value.is_leaf else []
     if type(value) in _CONTAINERS or isinstance(value, tuple):
         return members(value, of)
     if of is _CLASS:
         return members(_attributes(value), _OBJECT)
-    if isinstance(value, (QuantizerStates, Quantizer)):
-        return [(prefix, vars(value), _OP)]
+    if isinstance(value, (QuantizerStates, Quantizer, ReplacedForward)):
+        of_chain = value.states() if isinstance(value, ReplacedForward) else [vars(value)]
+        return members(of_chain, _OP)
     if isinstance(value, nn.Module):
         held = value._modules, value._buffers, value._parameters
         if isinstance(value, FusibleOperation) or hasattr(type(value), "_module_groups"):
@@ -188,7 +189,9 @@ def _inside(prefix: str, value: Any, of: str, deep: bool) -> list[tuple[str, Any
         classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
         found = [(f"class {cls.__name__}", cls, _CLASS) for cls in classes]
         return [*found, *[(prefix, each, _MODULE) for each in (vars(value), *held)]]
-    return [(prefix, vars(value), _OBJECT)] if (of is _MODULE or deep) and _is_plain(value) else []
+    is_followed = of is _MODULE or deep
+    found = members(_content_of(value) or {}, _OBJECT) if is_followed else []
+    return [*found, (prefix, vars(value), _OBJECT)] if is_followed and _is_plain(value) else found
 
 
 def _function_of(value: Any) -> list[Any] | None:
@@ -199,9 +202,10 @@ def _function_of(value: Any) -> list[Any] | None:
         return [value.fget, value.fset]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
-    found = [getattr(value, name, None) for name in ("__func__", "__wrapped__", "func")]
     is_one = isinstance(value, (classmethod, staticmethod, types.MethodType, cached_property))
-    return found if is_one or type(value).__name__ == "_lru_cache_wrapper" else None
+    if not is_one and type(value).__name__ != "_lru_cache_wrapper":
+        return None
+    return [getattr(value, name, None) for name in ("__func__", "__wrapped__", "func")]
 
 
 def _used(function: types.FunctionType) -> dict[str, Any]:
@@ -316,8 +320,7 @@ def _compared(value: Any) -> dict[Any, Any] | None:
         return {"": bytes(value)}
     if isinstance(value, (dict, list, set, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
         return dict(value.items() if hasattr(value, "items") else enumerate(value))
-    slots = getattr(type(value), "__slots__", None) if not _is_strange(type(value)) else None
-    return {name: getattr(value, name, None) for name in slots} if slots else None
+    return None
 
 
 def _mark_of(value: Any) -> Any:
@@ -340,25 +343,27 @@ def _mark_of(value: Any) -> Any:
 
 
 def _content_of(value: Any) -> dict[Any, Any] | None:
-    """The members of a container, or the attributes of a class."""
+    """The members of a container, the attributes of a class, or those of an object in slots."""
     if isinstance(value, type):
         return _attributes(value)
     if isinstance(value, QuantizerStates):
         return dict.fromkeys(value._by_recipe)
     if type(value) not in _CONTAINERS:
-        return None
+        classes = [cls for cls in type(value).__mro__ if not _is_strange(cls)]
+        pairs = [pair for cls in classes for pair in _attributes(cls).items()]
+        slots = [name for name, slot in pairs if isinstance(slot, types.MemberDescriptorType)]
+        return {n: getattr(value, n) for n in slots if hasattr(value, n)} if slots else None
     return dict(value) if isinstance(value, dict) else dict(enumerate(value))
 
 
 def _refill(value: Any, content: dict[Any, Any]) -> None:
     """Give a container the very members that it had, in order, if it has others."""
     now: Any = _content_of(value)
-    same = [*now] == [*content] and all(now[key] is content[key] for key in now)
-    if same:
+    if [*now] == [*content] and all(now[key] is content[key] for key in now):
         return
     if isinstance(value, QuantizerStates):
         FusibleOperation.changes += 1  # plans have quantizers that are put away
-    elif isinstance(value, type):
+    elif type(value) not in _CONTAINERS:
         for name in now.keys() - content.keys():
             delattr(value, name)
         for name in [name for name in content if now.get(name, now) is not content[name]]:
@@ -371,10 +376,19 @@ def _refill(value: Any, content: dict[Any, Any]) -> None:
 
 def _restoring(value: Any) -> Callable[[], object] | None:
     """The function that restores a tensor, an array or a generator; None for anything else."""
+    if is_lazy(value) or isinstance(value, LazyModuleMixin):
+        return partial(_unmake, value, type(value))
     if isinstance(value, Tensor):
         return _tensor(value)
     access = _access(value)
     return access and partial(access[1], access[0]())
+
+
+def _unmake(value: Any, cls: type) -> None:
+    """Let the next call make a lazy module or a tensor of one, again if one has made it."""
+    if isinstance(value, Tensor) and not is_lazy(value):
+        value.grad, value.data = None, value.new_empty(0)
+    value.__class__ = cls
 
 
 def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
@@ -390,7 +404,7 @@ def _access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | N
         return (value.copy, partial(numpy.copyto, value)) if value.flags.writeable else None
     if isinstance(value, numpy.random.RandomState):
         return value.get_state, value.set_state
-    bits = getattr(value, "bit_generator", value)
+    bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value
     if isinstance(bits, numpy.random.BitGenerator):
         return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None
@@ -400,10 +414,8 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
     """The function that restores a tensor's values, memory, gradient and ``requires_grad``.
 
     One of a class of its own, such as a DTensor, is restored in its parts: no rank waits for
-    another. One without values, on the meta device or not yet made, has none to restore.
+    another. One without values, on the meta device, has none to restore.
     """
-    if is_lazy(tensor):
-        return lambda: None
     parts = [*_parts(tensor)]
     copies = [part.clone() for part in parts]
     memory = tensor.data if type(tensor) in (Tensor, nn.Parameter) else None
@@ -420,31 +432,30 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
                     part.copy_(copy)
                 if memory is None:  # the whole tensor has a version too
                     torch.autograd.graph.increment_version(tensor)
-        if leaf:
-            if tensor.grad is not grad:
-                tensor.grad = grad
-            if tensor.requires_grad != needs:
-                tensor.requires_grad_(needs)
+        if leaf and tensor.grad is not grad:
+            tensor.grad = grad
+        if leaf and tensor.requires_grad != needs:
+            tensor.requires_grad_(needs)
 
     return restore
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is NaN."""
-    if torch.equal(one, other):
-        return True
-    if not one.is_floating_point() or one.dtype.itemsize == 1 or one.shape != other.shape:
-        return False
-    return torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    may_be_nan = one.is_floating_point() and one.dtype.itemsize > 1 and one.shape == other.shape
+    return torch.equal(one, other) or (
+        may_be_nan and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    )
 
 
 def _shares(tensor: Tensor, memory: Tensor) -> bool:
     """Return whether a tensor is still a view of that memory, of the same form."""
-    if (tensor.shape, tensor.dtype, tensor.device) != (memory.shape, memory.dtype, memory.device):
-        return False
-    return memory.layout is not torch.strided or (
-        tensor.data_ptr() == memory.data_ptr() and tensor.stride() == memory.stride()
-    )
+
+    def form(of: Tensor) -> tuple[Any, ...]:
+        where = (of.data_ptr(), of.stride()) if memory.layout is torch.strided else ()
+        return of.shape, of.dtype, of.device, where
+
+    return form(tensor) == form(memory)
 
 
 def _parts(tensor: Any) -> Iterator[Tensor]:

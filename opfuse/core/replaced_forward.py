@@ -14,6 +14,7 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -84,10 +85,24 @@ class ReplacedForward(ABC):
             keys = [key for key in state_dict if key.startswith(root)]
             self.waiting = {key[len(root) :]: state_dict.pop(key).clone() for key in keys}
 
+    def states(self) -> list[Any]:
+        """The quantizers of each op of the chain."""
+        return [states for _, states, _ in self._states()]
+
+    def restoring(self) -> Callable[[], None]:
+        """What puts back the state of a chain that is made from now on: it waits again."""
+        return partial(self._unmake, self.waiting, self.states())
+
+    def _unmake(self, waiting: dict[str, Any] | None, known: list[Any]) -> None:
+        for states in [states for states in self.states() if states not in known]:
+            states.forget()
+            BasicOperation._count_change()  # plans have quantizers that are put away
+        self._load_waiting(waiting)
+
     @property
     def has_state(self) -> bool:
         """Whether quantizers of the chain have state, or some waits for it."""
-        return bool(self.waiting) or any(states.has_state for _, states, _ in self._states())
+        return bool(self.waiting) or any(states.has_state for states in self.states())
 
     def settle(self, module: nn.Module) -> None:
         """Give a chain that was made after the model was prepared its names and its state."""
@@ -97,6 +112,10 @@ class ReplacedForward(ABC):
                 op._set_name("_path", name)
         waiting, self._copied = self.waiting, ()
         self.share()
+        self._load_waiting(waiting)
+
+    def _load_waiting(self, waiting: dict[str, Any] | None) -> None:
+        """Load entries that waited for the chain, if any did."""
         if waiting is not None:
             self.load({f"{KEPT_AS}.chain.{key}": value for key, value in waiting.items()}, "")
 
@@ -226,6 +245,5 @@ def replaced_forward(module: nn.Module) -> ReplacedForward | None:
 def replaced_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module, ReplacedForward]]:
     """Yield the dotted name, the module and the :class:`ReplacedForward` of each such module."""
     for path, module in model.named_modules():
-        found = replaced_forward(module)
-        if found is not None:
+        if (found := replaced_forward(module)) is not None:
             yield path, module, found

@@ -194,8 +194,7 @@ def kernels_path(device_name: str) -> Path | None:
 def kernels_digest(device_name: str) -> str:
     """A hash of the configurations of kernels on a device; ``""``: there are none."""
     path = kernels_path(device_name)
-    there = path is not None and path.is_file()
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if there else ""  # type: ignore[union-attr]
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path and path.is_file() else ""
 
 
 def file_name(device_name: str) -> str:

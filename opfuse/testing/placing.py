@@ -47,8 +47,7 @@ def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
     case = case.with_(width=None if insists or width in (8, 8 * ratio) else width)
     if case.subject.passes == "backward" and is_cast(ops[0]):
         return case.with_(before=(Op(built_in.BasicLinear, min(width, 512), width),))
-    recomputes = getattr(case.subject.fusion, "only_recomputes", False)
-    if recomputes or (case.subject.passes == "forward" and is_cast(ops[-1])):
+    if case.subject.passes == "forward" and is_cast(ops[-1]):
         behind = width_behind(ops, width)
         return case.with_(after=(Op(built_in.BasicLinear, behind, min(behind, 512)),))
     return case

@@ -108,10 +108,10 @@ def _axes(case: Case) -> dict[str, list[Any]]:
     return {name: values for name, values in taken.items() if len(values) > 1}
 
 
-def followed(case: Case, cls: Any = BasicLinear) -> Case:
+def followed(case: Case) -> Case:
     """The case before a linear, which may do without its input where that is computed again."""
     width = width_behind(case.chain_ops, case.first_width())
-    return case if case.after else case.with_(after=(Op(cls, width, 3),))
+    return case if case.after else case.with_(after=(Op(BasicLinear, width, 3),))
 
 
 def frozen_sets(names: Sequence[str]) -> list[tuple[str, ...]]:

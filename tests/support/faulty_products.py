@@ -264,9 +264,9 @@ class AsManyDimensionsAsAtFirst(Pointwise):
         return y if y.ndim >= self.dimensions else y.flip(0)
 
 
-@fault("output|autocast|magnitude", "forward", GELU, only_recomputes=True)
+@fault("output|autocast|magnitude", "forward", GELU)
 class RecomputesOtherRows(Recomputing):
-    """It is used only before an op that need not keep its input, and wrong where batches are."""
+    """It is computed again, and wrong where batches are."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)

@@ -155,8 +155,7 @@ def run_backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Tensor) -
     if reached < len(ctxs):
         grads[reached + 1 :] = [None] * (len(ctxs) - reached - 1)
         extras.forget_after(reached)  # type: ignore[union-attr]
-    serve_again = serve_again and reached == len(ctxs)
-    return _end(func_ctx, program, ctxs, dy, grads, extras, serve_again)
+    return _end(func_ctx, program, ctxs, dy, grads, extras, serve_again and reached == len(ctxs))
 
 
 def _begin(

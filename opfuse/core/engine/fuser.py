@@ -88,7 +88,7 @@ class OperationFuser:
         """Cache what every call reads: looking up an attribute of a module is slow."""
         self._unit_dicts = [vars(unit) for unit in self._units]
         self._watching = [op for op in self._chain.ops if op._absent]
-        self._params: list[tuple[Any, Any, str]] = []
+        params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
             for name in op.param_names or ():
                 # a module inside the op is looked up at every call, and a view is made again
@@ -96,9 +96,8 @@ class OperationFuser:
                 source = op._sources.get(name)
                 elsewhere = "." in name if source is None else source.transposed
                 elsewhere |= name in op._layouts
-                self._params.append(
-                    (_ELSEWHERE, op, name) if elsewhere else (vars(module), module, leaf)
-                )
+                params.append((_ELSEWHERE, op, name) if elsewhere else (vars(module), module, leaf))
+        self._params = params  # at once: other threads read it
 
     # The latest plan, in Transformer Engine's form
 

@@ -109,8 +109,7 @@ def _is_constant(value: Any) -> bool:
         return all(map(_is_constant, value))
     if isinstance(value, dict):
         return all(map(_is_constant, (*value, *value.values())))
-    plain = (bool, numbers.Real, str, enum.Enum, torch.dtype)
-    return value is None or isinstance(value, plain)
+    return value is None or isinstance(value, (bool, numbers.Real, str, enum.Enum, torch.dtype))
 
 
 def _plain(value: Any) -> Any:

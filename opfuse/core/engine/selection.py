@@ -324,8 +324,7 @@ class _Finder:
         trade = self._trade(step)
         if step.measured is not None:
             return str(step.measured.refusal(**trade))
-        unasked = trade["trades_time"] and trade["prefer"] != "memory"
-        if unasked and not self.facts.assumed:
+        if trade["trades_time"] and trade["prefer"] != "memory" and not self.facts.assumed:
             return 'it trades time for memory, which prefer="memory" asks for'
         return ""
 

@@ -25,8 +25,7 @@ def remember(op: Any) -> None:
 @functools.lru_cache(4096)
 def matching(name: str, patterns: tuple[str, ...]) -> str:
     """The first pattern that matches a name, or the name of an outer module; ``""``: none."""
-    around = itertools.accumulate(name.split("."), "{}.{}".format)
-    names = [*around] if name else []
+    names = [*itertools.accumulate(name.split("."), "{}.{}".format)] if name else []
     return next((p for p in patterns if any(fnmatchcase(n, p) for n in names)), "")
 
 

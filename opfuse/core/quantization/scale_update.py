@@ -127,8 +127,7 @@ class Block:
         for recipe, of in ran.items():
             if in_backward():
                 continue  # a recomputation, which restores the state itself
-            records = torch.is_grad_enabled() or recipe in self._calibrating
-            if failed or not records:
+            if failed or not (torch.is_grad_enabled() or recipe in self._calibrating):
                 for op in of.ops:
                     # nothing was recorded for quantized parameters in this block
                     apart = [param.quantizer for param in held_by(op).values()]

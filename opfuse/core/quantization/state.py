@@ -64,12 +64,10 @@ def _in_forward(forward: frozenset[CodeType], backward: frozenset[CodeType]) -> 
 
     The stack tells. The op cannot: it may serve another chain, or another thread, under a recipe.
     """
-    frame: FrameType | None = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code in forward or frame.f_code in backward:
-            return frame.f_code in forward
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in forward and frame.f_code not in backward:
         frame = frame.f_back
-    return False
+    return frame is not None and frame.f_code in forward
 
 
 def entries_of(module: Any, name: str) -> Any:
@@ -217,6 +215,10 @@ class QuantizerStates:
         return bool(self._loaded) or any(
             q.state_names for qs in self._by_recipe.values() for q in qs.values()
         )
+
+    def forget(self) -> None:
+        """Let the next call make new quantizers."""
+        vars(self).update(vars(QuantizerStates()) | {"own": self.own, "_last": self._last})
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has other quantizers, and no process group

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...core.fusion import Fusion
 from ...core.quantization import QuantizedTensor
-from ...ops import BasicLinear, Cast
+from ...ops import Cast
 from ..cases import Case, is_cast
 from ..failures import Declined, Failure, saying
 from ..generate import Chains

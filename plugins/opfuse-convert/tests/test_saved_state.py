@@ -159,6 +159,37 @@ def test_a_copy_of_a_converted_model_goes_on_with_its_state():
     assert same(train(twin, "fp8-delayed", range(3, 5)), train(third, "fp8-delayed", range(3, 5)))
 
 
+LOOKS = {
+    "explain": opfuse.explain,
+    "plan_memory": lambda model, x: opfuse.plan_memory(model, x, measure=False),
+    "convert": opfuse.convert,
+}
+
+
+@pytest.mark.parametrize("before", ["nothing", "steps", "a copy", "a load", "a load into a copy"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_looks_at_a_model_inside_of_a_block_changes_no_state(look, before):
+    found = []
+    for looks in (False, True):
+        model = build("converted")
+        if before != "nothing":
+            train(model, "fp8-delayed", range(3))
+        if "copy" in before:
+            twin = copy.deepcopy(build("converted", 5) if "load" in before else model)
+        if "load" in before:
+            twin = twin if "copy" in before else build("converted", 5)
+            twin.load_state_dict(model.state_dict())
+        model = twin if before not in ("nothing", "steps") else model
+        with opfuse.autocast("fp8-delayed"):
+            if looks:
+                LOOKS[look](model, 100 * saved_state.batch(3))
+            model(saved_state.batch(3)).sum().backward()
+        model.zero_grad()
+        found.append((train(model, "fp8-delayed", range(4, 6)), model.state_dict()))
+    assert same(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+
+
 def test_a_copy_of_a_converted_model_has_the_names_of_its_ops():
     model = nn.ModuleDict({"inner": build("converted")})
     opfuse.assign_names(model)

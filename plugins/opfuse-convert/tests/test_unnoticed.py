@@ -318,6 +318,66 @@ def test_a_chain_reads_a_parameter_once(table):
     assert len(READS) == before + 1
 
 
+class Drops(nn.Module):
+    """A parameter is read behind a dropout, which draws random numbers first."""
+
+    def __init__(self, parametrization):
+        super().__init__()
+        self.up, self.drop, self.down = MLP(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.up.down, "weight", Reads())
+        if parametrization is Reads:
+            parametrize.register_parametrization(self.down, "weight", Reads())
+        else:
+            parametrization(self.down)
+
+    def forward(self, x):
+        return self.down(self.drop(nn.functional.silu(self.up(x))))
+
+
+@pytest.mark.parametrize(
+    "parametrization", [Reads, parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+def test_random_numbers_are_drawn_in_the_order_of_the_model(parametrization):
+    model, x = Drops(parametrization), torch.randn(8, WIDTH)
+    twin, found = copy.deepcopy(model), []
+    opfuse.convert(model)
+    for each in (model, twin):
+        torch.manual_seed(3)
+        for _ in range(2):
+            y = each(x)
+            y.square().sum().backward()
+            found.append([y, *[p.grad for p in each.parameters()], torch.get_rng_state()])
+    torch.testing.assert_close(found[:2], found[2:])
+    assert opfuse.converted(model)["up"] == ""
+    assert (opfuse.converted(model).get("") == "") == (parametrization is not Reads)
+
+
+class Forwards(nn.Module):
+    """A wrapper that looks in its module for what it lacks itself, and counts that."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.asked = MLP(), 0
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            vars(self)["asked"] += 1
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x) + x
+
+
+def test_a_conversion_asks_a_module_for_no_attribute_that_it_lacks(table):
+    model, x = nn.ModuleList([Forwards()])[0], torch.randn(8, WIDTH)
+    opfuse.plan_memory(model, x, measure=False, budget=1.0)
+    for look in (opfuse.convert, lambda m: opfuse.explain(m, x), lambda m: m(x), opfuse.revert):
+        look(model)
+        assert model.asked == 0
+
+
 # Classes
 
 

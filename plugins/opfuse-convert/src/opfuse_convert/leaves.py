@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ def leaf_of(module: nn.Module, splits: Splits = split_by_torch) -> Leaf | str:
         return how if isinstance(how, str) else _split_leaf(module, how, places)
     if "forward" in vars(module):
         return f"the forward of this {cls.__name__} was replaced"
-    if getattr(module, "inplace", False):
+    if inspect.getattr_static(module, "inplace", False):
         return f"{cls.__name__} writes into its input"
     if cls in _KNOWN:
         return _known(module)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
+from opfuse import ops
 from opfuse.core.environment import Environment
 from opfuse.core.introspection import op_class
 from opfuse.core.isolation import isolated
@@ -63,13 +65,23 @@ def _unusable(module: nn.Module, converter: Converter, made: Conversion) -> str:
             return f"{of} has the constant {(name, path)}, and {cls} has no such attribute"
     for name, _ in made.chain.named_parameters():
         return f"{of} has a parameter of its own, {name}: make its ops by reading the module's"
-    guarded = {id(children[name]) for name in made.reads}
+    guarded, draws = {id(children[name]) for name in made.reads}, False
     for op in [op for op in made.chain.modules() if isinstance(op, BasicOperation)]:
         for name in op.param_names or ():
-            if id(op.param_source(name)[0]) not in guarded:
-                what = f"the {name} of its {op_class(op).__name__}"
+            source, leaf = op.param_source(name)
+            what = f"the {name} of its {op_class(op).__name__}"
+            if id(source) not in guarded:
                 return f"{of} does not name in reads the module that has {what}"
+            if draws and _may_draw(source, leaf):
+                return f"a chain reads {what} before it drops, and reading it may draw numbers"
+        draws |= isinstance(op, ops.Dropout)
     return ""
+
+
+def _may_draw(module: Any, name: str) -> bool:
+    """Return whether reading a parameter may draw random numbers, as an author may do."""
+    own = module.parametrizations[name] if parametrize.is_parametrized(module, name) else ()
+    return any(type(each).__module__ != parametrizations.__name__ for each in own)
 
 
 def _unfit(cls: type) -> str:

@@ -253,7 +253,7 @@ class ModuleMemory:
 
     def call(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """The module's forward: ``forward(module, *args, **kwargs)``."""
-        by_user = module.training and getattr(module, "gradient_checkpointing", False)
+        by_user = module.training and vars(module).get("gradient_checkpointing", False)
         own = None if by_user is True else self.own
         return self._run(own, module, functools.partial(forward, module), args, kwargs)
 

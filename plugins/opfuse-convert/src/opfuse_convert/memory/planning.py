@@ -112,7 +112,7 @@ def _check(model: Any) -> None:
     expected = "opfuse.plan_memory expected a"
     if not isinstance(model, nn.Module):
         raise TypeError(f"{expected} torch.nn.Module, got {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
+    if "_orig_mod" in model._modules:
         raise TypeError(f"{expected} model that is not compiled: compile it after")
     if any(is_dtensor(p) for p in model.parameters()):
         raise RuntimeError(
@@ -120,7 +120,7 @@ def _check(model: Any) -> None:
             "Plan the whole model in one process, and attach that plan in each of them: "
             "MemoryPlan.from_dict(plan.to_dict()).attach(model)"
         )
-    if any(getattr(m, "gradient_checkpointing", False) is True for m in model.modules()):
+    if any(vars(m).get("gradient_checkpointing") is True for m in model.modules()):
         raise ValueError(
             "opfuse.plan_memory: gradient checkpointing is on, and the plan decides what is "
             "computed again: call model.gradient_checkpointing_disable() first"
