@@ -104,7 +104,7 @@ class Small(DistributedSuite):
 
 
 class TestLimits(Small):
-    limits = {"bias": "it cannot", "mine: values": "neither", "yours: values": "no such layer"}
+    limits = {"frozen": "it cannot", "mine: values": "neither", "yours: values": "no such layer"}
     test_gloo = None
 
 
@@ -129,11 +129,11 @@ def test_the_suite_under_pytest(tmp_path):
     failed = set(re.findall(r"^FAILED test_suites.py::(\S+(?: \S+\])?)", done.stdout, re.MULTILINE))
     assert {name for name in failed if name.startswith("TestLimits")} == {
         "TestLimits::test_takes_something",
-        "TestLimits::test_layer[mine-bias]",
+        "TestLimits::test_layer[mine-frozen]",
         "TestLimits::test_layer[mine-values]",
     }, done.stdout
     assert "limits names 'yours: values', which is neither" in done.stdout
-    assert "limits declares 'bias' (it cannot), but it works" in done.stdout
+    assert "limits declares 'frozen' (it cannot), but it works" in done.stdout
     assert {name for name in failed if name.startswith("TestAbsent")} == {
         "TestAbsent::test_takes_something"
     }
