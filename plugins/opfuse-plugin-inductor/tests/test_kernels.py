@@ -109,7 +109,6 @@ def test_compiled_chains_pass_the_conformance_checks(name, dtype):
             "unmodified_gradients",
             "released",
             "without_grad",
-            "deepcopy",
         ):
             testing.run(check, case)
         for rows in ((2, 3), (129,)):
