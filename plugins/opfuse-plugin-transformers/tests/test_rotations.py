@@ -364,6 +364,6 @@ def test_no_plugin_fuses_them_and_the_report_says_so(models, ran):
     model = models.make("phi3")
     twin = copy.deepcopy(model)
     opfuse.convert(twin)
-    with opfuse.plugins.using("-rotating,-rope,-inductor"):
+    with opfuse.plugins.using(""):
         models.step(twin)
     assert opfuse.converted(twin)["model.layers.0.self_attn"] == rotations.UNFUSED and not ran
