@@ -55,7 +55,8 @@ def condition(case: Case) -> None:
     Asked again, they say the same, of any flags of the ops.
     """
     for device in ("meta", case.device):
-        ops = tuple(op.to(device) for op in matched(case))
+        with torch.device(device):  # also what an op reads from another module
+            ops = matched(case)
         for env in environments(case.device, case.recipe):
             hint = "; it must not read the data of parameters" * (device == "meta")
             answers = [_ask(case, ops, env, hint) for _ in range(2)]
