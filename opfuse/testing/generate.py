@@ -173,7 +173,8 @@ def make_chains(
         device: Where they will run.
         makers: How to make ops of classes that are not built in: by class, a function of the
             input's features.
-        examples: Chains of a fusion function, which has no pattern to make them from.
+        examples: Chains of a fusion function, which has no pattern to make them from; under each
+            recipe, if the fusion needs one.
         thorough: See :class:`Chains`.
         recipes: Under which of them; None: those of the plugin and of the kit.
     """
@@ -181,8 +182,11 @@ def make_chains(
     subject = subject._replace(makers=tuple(makers.items()))
     prefer = "memory" if getattr(subject.fusion, "trades_time", False) else "speed"
     lone = Case(subject, (), device=device, prefer=prefer)
-    own = [lone.with_(ops=tuple(example)) for example in examples]
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
+    casts = getattr(subject.fusion, "names_casts", False)
+    always = getattr(subject.fusion, "needs_recipe", False) and not casts
+    places = itertools.product(examples, recipes if always else (None,))
+    own = [lone.with_(ops=tuple(ops), recipe=recipe) for ops, recipe in places]
     kinds = "plain", "all", "models", "tiles", "residual", "quantized"
     found: dict[str, list[Case]] = {kind: [*own] if kind in kinds[:2] else [] for kind in kinds}
     found["quantized"] = [case.with_(recipe=recipe) for case in own for recipe in recipes]
@@ -190,8 +194,6 @@ def make_chains(
     widths = WIDTHS_OF_MODELS + (MORE_WIDTHS_OF_MODELS if thorough else ())
     pattern = subject.fusion.pattern if isinstance(subject.fusion, Fusion) else ()
     last: list[Any] = []
-    casts = getattr(subject.fusion, "names_casts", False)
-    always = getattr(subject.fusion, "needs_recipe", False) and not casts
     for elements, recipe in _structures_and_recipes(pattern, recipes, always):
         reason: str | None = "no op could be made; tell how with `makers`"
         wishes = dict.fromkeys(((prefer, False), ("memory", False), (prefer, True)))

@@ -1,13 +1,14 @@
 """The fusions against the contract."""
 
 import dataclasses
+from typing import ClassVar
 
 import opfuse_fp8 as fp8
 import pytest
 from opfuse_fp8 import delayed
 
 import opfuse
-from opfuse.testing import FusionSuite
+from opfuse.testing import FusionSuite, Op
 from opfuse.testing.machine import is_interpreting
 
 if is_interpreting():
@@ -53,6 +54,13 @@ class TestConformance(FusionSuite):
 
     plugin = "fp8"
     inexact = INEXACT
+    examples: ClassVar = {
+        "recomputed from codes": [[Op(opfuse.ops.GELU, cache_quantized_input=True)]],
+    }
+    limits: ClassVar = dict.fromkeys(
+        ("recomputed from codes: gradients", "recomputed from codes: recompute"),
+        "what the next linear keeps is computed from codes",
+    )
 
     @classmethod
     def chains(cls, subject, device):
