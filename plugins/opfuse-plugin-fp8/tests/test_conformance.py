@@ -55,7 +55,7 @@ class TestConformance(FusionSuite):
     plugin = "fp8"
     inexact = INEXACT
     examples: ClassVar = {
-        "recomputed from codes": [[Op(opfuse.ops.GELU, cache_quantized_input=True)]],
+        "recomputed from codes": [[Op(opfuse.ops.GELU, cache_quantized_input=True)]]
     }
     limits: ClassVar = dict.fromkeys(
         ("recomputed from codes: gradients", "recomputed from codes: recompute"),
