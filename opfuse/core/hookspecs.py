@@ -58,7 +58,7 @@ def opfuse_backward_fusions() -> list[FusionLike]:
         class BiasReLUGrad(opfuse.FusedOperation):
             def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
                 bias, relu = basic_op_ctxs
-                (x,) = relu.saved_tensors
+                x = self.basic_ops[1].saved_input(relu)  # or its codes, with cache_quantized_input
                 dx = grad_output.masked_fill(x <= 0, 0)
                 rows = dx.reshape(-1, dx.shape[-1])
                 return dx, [(rows.sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]

@@ -456,17 +456,17 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         leaves: dict[str, Tensor] = {}
 
-        def draw(shape: Any, own: torch.dtype, scale: float, mixed: bool = False) -> Tensor:
+        def draw(shape: Any, own: Any, scale: float, mixed: bool = False, put: Any = ()) -> Tensor:
             values = normal(tuple(shape), generator, mixed) * scale
             values += self.mean if "input" not in leaves else 0.0
+            _place(values, put if "input" not in leaves else [0.0])
             return values.to(own).to(dtype or own).to(self.device)
 
         width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
         shape, numbers = (*self.rows, width), (self.dtype, self.scale, self.mixed)
-        drawn = draw(shape, *numbers)
-        if (self.scale, self.mean, self.mixed) == (1.0, 0.0, False):
-            _place(drawn, [n for op in basic[len(self.before) :] for n in vars(op).values()])
-        leaves["input"] = lay_out(drawn, layout)
+        put = [0.0, *(n for op in basic[len(self.before) :] for n in vars(op).values())]
+        usual = (self.scale, self.mean, self.mixed) == (1.0, 0.0, False)
+        leaves["input"] = lay_out(draw(shape, *numbers, put if usual else ()), layout)
         extra_dtype = self.extra_dtype or self.autocast or self.dtype
         structure, shapes = Chain(basic), input_shapes(basic, shape)
         for number, (i, k) in enumerate(structure.external_inputs):
@@ -522,7 +522,7 @@ class _Drawn(nn.Module):
 
 
 def _place(tensor: Tensor, numbers: Sequence[Any]) -> None:
-    """Write numbers of ops, and their negatives, into both ends of a tensor.
+    """Write 0 or numbers of ops, and their negatives, into both ends of a tensor.
 
     An op may compute otherwise at exactly one of them, where that is a number of every dtype.
     """

@@ -196,12 +196,12 @@ def make_chains(
     last: list[Any] = []
     for elements, recipe in _structures_and_recipes(pattern, recipes, always):
         reason: str | None = "no op could be made; tell how with `makers`"
-        wishes = dict.fromkeys(((prefer, False), ("memory", False), (prefer, True)))
-        tried = itertools.product(wishes, DTYPES, _shapes(subject.fusion, recipe))
+        wishes = [(prefer, None), ("memory", None), *((prefer, how) for how in _HOW)]
+        tried = itertools.product(dict.fromkeys(wishes), DTYPES, _shapes(subject.fusion, recipe))
         refused: list[Case] = []
         takes = set[Any]()  # where the condition does, and the separate ops refuse the plainest
-        for (wish, frozen), dtype, (rows, width) in tried:
-            where = wish, frozen, dtype
+        for (wish, how), dtype, (rows, width) in tried:
+            where = wish, how, dtype
             whole = (rows, width) in SHAPES_OF_RECIPES  # blocks may have to be
             small = rows not in MORE_ROWS and width <= WIDTHS[3]
             if where in takes and not (small if recipe is None else whole):
@@ -211,7 +211,7 @@ def make_chains(
             base = lone.with_(**given)
             made = chains(elements, width, makers, one_by_one=thorough)
             cases = [placed(base, ops, width) for ops in made]
-            cases = [_with_frozen(case) for case in cases] if frozen else cases
+            cases = [*map(how, cases)] if how else cases
             if where in takes and cases and refusal(cases[0]) is not None:
                 continue
             accepted = [case for case in cases if refusal(case) is None]
@@ -259,9 +259,19 @@ def _shapes(fusion: Any, recipe: Recipe | None) -> Sequence[tuple[tuple[int, ...
     return (*usual, *itertools.product(MORE_ROWS if asks else (), WIDTHS))
 
 
+def _behind_a_linear(case: Case) -> Case:
+    """The case behind an op by which the number of features is known while planning."""
+    width = case.first_width()
+    return case.with_(before=(Op(built_in.BasicLinear, width, width), *case.before))
+
+
 def _with_frozen(case: Case) -> Case:
     """The case with frozen parameters, for a fusion that is of no use in training."""
     return case.with_(frozen=tuple(_parts_of(case.with_(**_SAME))[1]))
+
+
+_HOW = (_with_frozen, _behind_a_linear)
+"""Ways to make a case that some conditions ask for."""
 
 
 def _taken_by_a_gpu(case: Case) -> bool:

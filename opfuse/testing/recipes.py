@@ -31,6 +31,7 @@ from ..core.quantization import (
 )
 from ..core.quantization.formats import ScaledTensor, copy_to_read, untransposed
 from ..core.quantization.grouped import GroupedTensor, cast_each
+from ..core.recipes import CACHE_RECIPE
 from ..core.records import PluginRecord
 
 _Out = QuantizedTensor | None
@@ -196,7 +197,8 @@ class _Plugin:
     @hookimpl
     def opfuse_recipes(self) -> dict[str, type[Recipe]]:
         """See :func:`opfuse.core.hookspecs.opfuse_recipes`."""
-        return {f"testing-{cls.__name__}": cls for cls in TOYS}
+        named = {f"testing-{cls.__name__}": cls for cls in TOYS}
+        return {**named, CACHE_RECIPE: PerTensor}  # unless a plugin offers it
 
     @hookimpl
     def opfuse_quantizer(

@@ -291,14 +291,11 @@ def scenarios(chains: Chains) -> tuple[Case, ...]:
         found += [half, case][not is_half : 2 if thorough or not is_half else 1]
     for case in chains.plain:
         found += [case.with_(rows=rows) for rows in ROWS + (MORE_ROWS if thorough else ())]
-        half = case.with_(dtype=torch.bfloat16)
-        found += [one.with_(rows=MANY_ROWS) for one in (case, half)]
-        found += [one.with_(gradient=1e6) for one in (case, half)]
+        for one in (case, case.with_(dtype=torch.bfloat16)):
+            found += [one.with_(rows=MANY_ROWS), one.with_(gradient=1e6)]
         found += [case.with_(mean=100.0), *_long_sums(case, case is chains.plain[0])]
-        for dtype, prefer in itertools.product(_HALVES, ("speed", "memory")):
-            found.append(case.with_(autocast=dtype, prefer=prefer))
-        for scale, dtype in itertools.product((500.0, 2.0**-9), (torch.float16, torch.bfloat16)):
-            found += [case.with_(dtype=dtype, scale=scale)]
+        found += [case.with_(autocast=h, prefer=p) for h in _HALVES for p in ("speed", "memory")]
+        found += [case.with_(dtype=half, scale=s) for s in (500.0, 2.0**-9) for half in _HALVES]
     found += [*map(crossed, chains.residual or chains.plain), *_in_modes(chains)]
     for case in chains.all:
         found += in_halves(case)

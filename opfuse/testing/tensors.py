@@ -90,8 +90,9 @@ def whole_numbers(
 ) -> Tensor:
     """An extra input of integers or bools, for an input of ``shape``.
 
-    Split sizes sum up to the rows; other integers are below the number of features, as targets are.
-    The first third of the targets is to be ignored, except for a sum.
+    Split sizes sum up to the rows; positions are below 4096, other integers below the number of
+    features, as targets are. The first third of the targets is to be ignored, except for a sum; of
+    one, that one.
     """
     size = extra_shape(op, shape, index)
     if isinstance(op, built_in.GroupedLinear):
@@ -100,10 +101,11 @@ def whole_numbers(
         return ends.diff()
     if kinds_of(op)[index] == "bool":
         return torch.randint(0, 2, size, generator=generator).bool()
-    numbers = torch.randint(0, max(1, shape[-1]), size, generator=generator)
+    most = 4096 if isinstance(op, built_in.RoPE) else max(1, shape[-1])
+    numbers = torch.randint(0, most, size, generator=generator)
     ignores = isinstance(op, built_in.CrossEntropy) and op.reduction != "sum"
     if ignores or isinstance(op, built_in.TokenLogProb):
-        numbers.view(-1)[: numbers.numel() // 3] = op.ignore_index
+        numbers.view(-1)[: -(-numbers.numel() // 3)] = op.ignore_index
     return numbers
 
 

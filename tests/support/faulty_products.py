@@ -10,6 +10,7 @@ from faulty import Backward, Forward, Pointwise, Recomputing
 import opfuse
 from opfuse import ops
 from opfuse.ops import GELU, AddExtraInput, BasicLinear, Bias, ClampedSwiGLU, ConstantScale, SiLU
+from opfuse.testing.running import OneByOne
 
 FAULTS = {}
 
@@ -298,3 +299,53 @@ class ComputesAgainWithAFlagOfThen(opfuse.FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         return grad_output * (-1 if basic_op_ctxs[0].is_negative else 1), [()], [()]
+
+
+@fault("output", "forward", ops.RoPE)
+class PositionsInHalf(opfuse.FusedOperation):
+    """Half precision has few whole numbers."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
+        ((positions,),) = basic_op_extra_inputs
+        rounded = positions.to(input_.dtype).long()
+        return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=[(rounded,)])
+
+
+@fault("gradients", "backward", ops.ScaledSwiGLU)
+class DividesByTheScale(OneByOne):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        dx, params, ((dscales,),) = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        scales = basic_op_ctxs[0].saved_tensors[1]
+        return dx, params, [(dscales if scales is None else dscales * scales / scales,)]
+
+
+@fault("gradients", "backward", Bias, SiLU)
+class ReadsWhatMayBeCodes(OneByOne):
+    """It never calls ``saved_input``."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        (x,) = basic_op_ctxs[1].saved_tensors
+        assert x is None or type(x) is torch.Tensor
+        return super().fuser_backward(basic_op_ctxs, grad_output, **given)
+
+
+@fault("gradients", "backward", ops.RMSNorm)
+class DividesByTheWeight(OneByOne):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        dx, params, extras = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        weight = basic_op_ctxs[0].saved_tensors[1]
+        is_used = (
+            dx is not None and weight is not None and not self.basic_ops[0].zero_centered_gamma
+        )
+        return (dx * weight / weight if is_used else dx), params, extras
+
+
+@fault("gradients", "backward", ops.CrossEntropy)
+class DividesByTheTokens(OneByOne):
+    """0 / 0 where none counts."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        dx, params, extras = super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        op, targets = self.basic_ops[0], basic_op_ctxs[0].saved_tensors[1]
+        counted = (targets != op.ignore_index).sum() if targets is not None else 1
+        return (dx * counted / counted if op.reduction == "mean" else dx), params, extras

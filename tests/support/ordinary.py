@@ -116,6 +116,8 @@ def whole_vectors(ops, env):
 def not_interleaved(ops, env):
     if ops[0].glu_interleave_size is not None:
         return "it takes gate and value apart, not interleaved"
+    if env.features is None:
+        return "it has a kernel for each number of features"
     return True if env.dtype.itemsize <= 4 else "it has no fp64"
 
 

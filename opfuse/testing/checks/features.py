@@ -188,8 +188,8 @@ def _compiled(chains: Chains) -> Iterator[Case]:
     for case in chains.plain[:1]:
         left = [one for one in covered(case) if one.scale == 1 and len(one.rows) > 1]
         left = [one for one in left if not (one.checkpointed or one.parametrized or 0 in one.rows)]
-        ranked = sorted(left, key=lambda one: -len(one.varied))  # what has most comes first
-        ranked = [one for one in ranked if refusal(one) is None]
+        # what has most comes first
+        ranked = [o for o in sorted(left, key=lambda o: -len(o.varied)) if refusal(o) is None]
         yield from ranked[: None if every else 1] or [case.with_(rows=(2, 3))]
 
 

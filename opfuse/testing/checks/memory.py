@@ -143,7 +143,7 @@ def _all_is_seen(built: Built) -> None:
 
     def keep(tensor: Tensor) -> Tensor:
         seen.update(_memory([tensor]))
-        return tensor
+        return tensor.detach()  # an output that keeps itself would stay for ever
 
     with births, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = built(*given)

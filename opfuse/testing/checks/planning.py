@@ -95,15 +95,12 @@ def environments(device: str, recipe: Recipe | None = None) -> Iterator[Environm
     for (name, capability), dtype in itertools.product(places, DTYPES):
         env = environment(device, dtype=dtype)
         env = env._replace(device=torch.device(name), capability=capability)
-        yield env._replace(recipe=recipe)
-        yield env._replace(recipe=ProbeRecipe())
-        yield env._replace(recipe=ProbeRecipe(backward_override="high_precision"))
+        kept = ProbeRecipe(backward_override="high_precision")
+        yield from (env._replace(recipe=one) for one in (recipe, ProbeRecipe(), kept))
         yield env._replace(row_alignment=16, rows=1 << 16, features=4096)
         yield env._replace(rows=0, features=1)
-        yield env._replace(training=False, requires_grad=False)
-        yield env._replace(training=False)
-        yield env._replace(deterministic=True)
-        yield env._replace(compiling=True)
+        yield from (env._replace(training=False, requires_grad=needs) for needs in (False, True))
+        yield from (env._replace(deterministic=True), env._replace(compiling=True))
 
 
 def _is_here(env: Environment) -> bool:
