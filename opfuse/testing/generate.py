@@ -209,12 +209,12 @@ def make_chains(
             least = rows[0] if rows != (3,) else 1
             given: Any = dict(rows=rows, dtype=dtype, recipe=recipe, least=least, prefer=wish)
             base = lone.with_(**given)
-            made = chains(elements, width, makers, one_by_one=thorough)
-            cases = [placed(base, ops, width) for ops in made]
+            cases = [placed(base, ops, width) for ops in chains(elements, width, makers, thorough)]
             cases = [*map(how, cases)] if how else cases
             if where in takes and cases and refusal(cases[0]) is not None:
                 continue
-            accepted = [case for case in cases if refusal(case) is None]
+            taken = (case for case in cases if refusal(case, runs=True) is None)
+            accepted = [*itertools.dropwhile(refusal, taken)]  # the ops run the first
             if accepted:
                 at = 2 * width - 1
                 odd = [placed(base, ops, at) for ops in chains(elements, at, makers)[:1]]
@@ -226,7 +226,7 @@ def make_chains(
                 if sum(op.cls is built_in.GroupedLinear for op in accepted[0].ops) > 1:
                     odd.append(accepted[0].with_(shared=False))
                 found["all"] += accepted[:1] if again else accepted
-                found["all"] += [case for case in odd if refusal(case) is None]
+                found["all"] += [case for case in odd if refusal(case, runs=True) is None]
                 found["residual"] += _residual(accepted[0], elements)
                 for width in () if again else widths:
                     found["models"] += _as_in_models(accepted[0], elements, width)
@@ -236,7 +236,7 @@ def make_chains(
                     some = chains(elements, width, makers)
                     some[1:] = some[1:] if thorough else some[1 + number :: len(TILES)]
                     wide = [placed(base, ops, width) for ops in some]
-                    found["tiles"] += [case for case in wide if refusal(case) is None]
+                    found["tiles"] += [case for case in wide if refusal(case, runs=True) is None]
                 break
             refused += cases[:1]
             takes |= {where for case in cases[:1] if refusal(case, runs=True) is None}
