@@ -114,7 +114,8 @@ def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
     pytest.importorskip("opfuse_rope")
     found = launches.count(launches.llama(SMALL, convert=True), opfuse_fp8.DelayedScaling())
     # which the test above counts; the backward is in the block, so gradients have two buffers
-    assert all_of(found).total() <= 61 < 115
+    assert all_of(found).total() <= 56 < 115
+    assert not found.torch["clone"]  # the products read parts of a gradient where they are
     assert found.torch["_scaled_mm_v2"] == 15 and found.scales == {"advance_scales": 1}
 
 
