@@ -644,7 +644,7 @@ def cuda_13(monkeypatch):
         ),
         (
             (LINEAR,),
-            environment(fp8.CustomRecipe(lambda role: None, name="made up in test_products")),
+            environment(fp8.CustomRecipe(lambda role: None, name=f"made up in {__name__}")),
             "has no product for what CustomRecipe quantizes to",
         ),
     ],

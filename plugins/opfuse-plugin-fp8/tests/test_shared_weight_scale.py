@@ -199,7 +199,8 @@ def error(mine, truth):
         ((1, 8, 0.1), 1.05),
         ((1, 0.1, 0.01), 1.05),  # a scale for each may suit one a bit better by chance
         ((1, 1e-3, 1e-3), 1.05),
-        ((1, 1e-4, 1e-4), 1.3),
+        ((1, 1e-4, 1e-4), 1.1),
+        ((1, 1e-5, 1e-5), 6),
         ((1, 1e-6, 1e-6), None),
     ],
     ids=str,
