@@ -240,6 +240,8 @@ def rows(sizes: Sizes) -> Iterator[tuple[str, Counted]]:
     yield "Block, converted, measured", count(converted, measured=True)
     yield "Block, converted, delayed FP8", count(converted, recipe)
     yield "Block, converted, delayed FP8, measured", count(converted, recipe, measured=True)
+    shared = DelayedScaling(shared_weight_scale=True)
+    yield "Block, converted, delayed FP8, weights share scales", count(converted, shared)
     fused = step_of(chain(sizes), sizes)
     around = around_blocks(convert=True)
     yield "Around the blocks, eager", count(around_blocks(convert=False))

@@ -54,9 +54,10 @@ def planned_for(target: Target, *, measured: bool = False) -> Iterator[None]:
     def there(key: Any, input: Any) -> Any:
         return environment(key._replace(device=torch.device("cuda", 0)), input)
 
-    def new_quantizer(recipe: Any, role: Any, env: Any) -> Any:
+    def new_quantizer(recipe: Any, role: Any, env: Any, *others: Any) -> Any:
         """Its tensors are where the others are."""
-        return engine.new_quantizer(recipe, role, env._replace(device=torch.device("meta")))
+        env = env._replace(device=torch.device("meta"))
+        return engine.new_quantizer(recipe, role, env, *others)
 
     patches += [
         mock.patch.object(planner, "_environment", there),

@@ -437,7 +437,8 @@ class Engine(NamedTuple):
 
     Attributes:
         make_fuser: The class of fusers, for ``op(x)``.
-        new_quantizer: ``new_quantizer(recipe, role, env)``, from the plugin that serves a recipe.
+        new_quantizer: ``new_quantizer(recipe, role, env, siblings)``, from the plugin that serves a
+            recipe.
         cache_quantizers: ``cache_quantizers(op)``: the quantizers of inputs kept in FP8.
         recipe_name: ``recipe_name(recipe)``: the name under which a recipe is registered.
         loops: The code that plans or runs a forward, and the code that runs a backward.

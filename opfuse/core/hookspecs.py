@@ -8,6 +8,7 @@ compatible (an implementation may take fewer); anything else opens group ``opfus
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pluggy
@@ -169,13 +170,17 @@ def opfuse_options() -> dict[str, Any]:
 
 @hookspec(firstresult=True)
 def opfuse_quantizer(
-    recipe: Recipe, role: QuantizerRole, env: Environment | None
+    recipe: Recipe, role: QuantizerRole, env: Environment | None, siblings: Sequence[Quantizer]
 ) -> Quantizer | None:
     """Return a new quantizer for a tensor of ``role``; None for another plugin's recipe.
 
     The first answer counts, in the order in which fusions choose. The hook is called once for each
     tensor that an op quantizes, when the op first runs under the recipe. The quantizer lives as
-    long as the op. ``env`` describes that first run, for instance its device.
+    long as the op. ``env`` describes that first run, for instance its device. ``siblings`` are the
+    new quantizers of the tensors just before it in the op's list, as far as their role is the same:
+    those of the weights of a ``ParallelLinear``. Return one of them, and the tensors have it
+    together. If all of these weights do, they are cast as one matrix, see
+    :meth:`opfuse.Quantizer.quantize_parts`.
 
     Example:
         import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import ChainMap
+from collections.abc import Sequence
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -104,10 +105,13 @@ def recipe_name(recipe: Recipe) -> str:
     return names[0] if names else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) -> Quantizer:
+def new_quantizer(
+    recipe: Recipe, role: QuantizerRole, env: Environment | None, siblings: Sequence[Quantizer] = ()
+) -> Quantizer:
     """Return a new quantizer from the first plugin that has one for ``recipe`` and ``role``.
 
-    The order is that in which fusions choose: the user's list, then by distribution.
+    The order is that in which fusions choose: the user's list, then by distribution. ``siblings``
+    are those of the tensors just before it, see the hook.
 
     Raises:
         RuntimeError: No plugin has one.
@@ -118,7 +122,7 @@ def new_quantizer(recipe: Recipe, role: QuantizerRole, env: Environment | None) 
         return selection.position(record), normalize(record.distribution)
 
     for record in sorted(manager.active(current.selection), key=order):
-        given: Any = dict(recipe=recipe, role=role, env=env)
+        given: Any = dict(recipe=recipe, role=role, env=env, siblings=siblings)
         quantizer = manager.ask(record, "opfuse_quantizer", Quantizer, **given)
         if quantizer is not None:
             return quantizer  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
+from ..core.quantization.quantizer import same_quantizer
 from ..core.settings import current
 from ._common import rows_of
 
@@ -36,6 +37,8 @@ def quantized_operands(
 ) -> tuple[QuantizedTensor, list[QuantizedTensor]]:
     """Quantize the operands; save them quantized, or as they were.
 
+    Weights that have one quantizer together are one matrix, which stands for all of them.
+
     Args:
         ctx: The context of a linear whose first parameters are its weights.
         input_: The input.
@@ -46,13 +49,19 @@ def quantized_operands(
     quantized = ctx.requires_grad and override is None  # the backward is too
     x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
     usage = Usage(True, quantized and dgrad)
-    weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
+    first, last = ctx.quantizers[names[0]], ctx.quantizers[names[-1]]
+    shared = len(names) > 1 and (first._recording or first) is (last._recording or last)
+    if shared and all([same_quantizer(first, ctx.quantizers[name]) for name in names]):
+        weights = [ctx.weights.quantized_parts(names, params, first, usage)]
+    else:
+        weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
     if ctx.requires_grad:
         read = _read_by_backward(override)
         saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
         if override == "high_precision":
             dtype = ctx.dtype or x.dtype
             saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
+        saved += [None] * (1 + len(names) - len(saved))
         kept = wgrad, *[dgrad] * len(names)
         ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
     return x, weights
@@ -87,8 +96,9 @@ def quantized_backward(
     dx: Tensor | None = None
     grads: list[Tensor | None] = [None] * len(sizes)
     if weights[0] is not None:
-        parts = torch.split_with_sizes(plain(dy, ROWWISE), sizes, -1)
-        first, *more = [part @ plain(w, read) for part, w in zip(parts, weights, strict=True)]
+        rows, given = plain(dy, ROWWISE), [weight for weight in weights if weight is not None]
+        parts = torch.split_with_sizes(rows, sizes, -1) if len(given) > 1 else [rows]
+        first, *more = [part @ plain(w, read) for part, w in zip(parts, given, strict=True)]
         dx = sum(more, first).to(dtype)
     if x is not None:
         parts, x = torch.split_with_sizes(plain(dy, COLUMNWISE), sizes, -1), plain(x, read)

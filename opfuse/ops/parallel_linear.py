@@ -45,9 +45,10 @@ class ParallelLinear(LinearOperation):
     its own ``forward`` is refused. Each may have a bias or not. All parameters have one dtype, that
     of the input, except under ``torch.autocast``.
 
-    Under a quantization recipe the input is quantized once, each weight separately, and the
-    gradient of the output as a whole. With biases the op casts that gradient itself, since the
-    gradients of biases need the uncast one. See :class:`BasicLinear` for the products.
+    Under a quantization recipe the input is quantized once, each weight separately, unless the
+    recipe gives all of them one quantizer, and the gradient of the output as a whole. With biases
+    the op casts that gradient itself, since the gradients of biases need the uncast one. See
+    :class:`BasicLinear` for the products.
 
     Attributes:
         sizes: ``out_features`` of each linear.
@@ -196,7 +197,8 @@ class ParallelLinear(LinearOperation):
     ) -> tuple[QuantizedTensor, list[QuantizedTensor], list[Tensor | None]]:
         """Input and weights as the recipe's quantizers cast them, and biases as they are.
 
-        See :meth:`BasicLinear.quantized_operands`.
+        See :meth:`BasicLinear.quantized_operands`. Weights that have one quantizer together are one
+        matrix, all their rows.
         """
         self._check_shapes(ctx.params)
         names = quantizer_names(self, "forward")[1:]
@@ -219,7 +221,11 @@ class ParallelLinear(LinearOperation):
         if ctx.quantizers:
             of_x, of_weights, biases = self.quantized_operands(ctx, input_)
             plain = [tensor.dequantize().to(dtype) for tensor in (of_x, *of_weights)]
-            return plain[0], plain[1:], [b if b is None else b.to(dtype) for b in biases]
+            return (
+                plain[0],
+                self._apart(plain[1:]),
+                [b if b is None else b.to(dtype) for b in biases],
+            )
         x: Any = input_
         self._check_shapes(params)
         kept: Sequence[Tensor] = params[:count]
@@ -248,7 +254,7 @@ class ParallelLinear(LinearOperation):
             x, weights, biases = self.quantized_operands(ctx, input_)
             wide, *matrices = tiled(x.widened(), *[weight.widened() for weight in weights])
             given = [bias if bias is None else bias.to(wide.dtype) for bias in biases]
-            y = self.product(wide, matrices, given)
+            y = self.product(wide, self._apart(matrices), given)
             return y.to(ctx.dtype or x.dtype)
         return self.product(*self.operands(ctx, input_))
 
@@ -282,6 +288,11 @@ class ParallelLinear(LinearOperation):
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
         rows: Any = None if x is None else rows_of(x)
         return dx, self.param_grads(ctx, parts, lambda dy: None if x is None else dy.t().mm(rows))
+
+    def _apart(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The weights, of which one matrix may have the rows of all."""
+        one = len(matrices) < len(self.sizes)
+        return torch.split_with_sizes(matrices[0], self.sizes) if one else matrices
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Views of the last dimension, one for each linear."""

@@ -202,12 +202,12 @@ class _Plugin:
 
     @hookimpl
     def opfuse_quantizer(
-        self, recipe: Recipe, role: QuantizerRole, env: Environment | None
+        self, recipe: Recipe, role: QuantizerRole, env: Environment | None, siblings: Any
     ) -> Quantizer | None:
         """See :func:`opfuse.core.hookspecs.opfuse_quantizer`."""
         if type(recipe) in TOYS:
             return TOYS[type(recipe)](role, env and env.device)  # type: ignore[no-any-return]
-        given: Any = dict(recipe=recipe, role=role, env=env)
+        given: Any = dict(recipe=recipe, role=role, env=env, siblings=siblings)
         for record in manager.records:
             if record.name != NAME and type(recipe) in record.recipes.values():
                 if quantizer := manager.ask(record, "opfuse_quantizer", Quantizer, **given):

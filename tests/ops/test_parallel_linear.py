@@ -491,6 +491,88 @@ def test_quantizers_have_a_name_for_each_weight(register, make):
     assert [op.state_dict()[key].item() for key in states[:4]] == [2] * 4
 
 
+@pytest.fixture
+def sharing(register):
+    """A recipe that gives tensors of one role one quantizer; and what it was asked."""
+    rounding, asked = pytest.importorskip("rounding"), []
+
+    class Sharing(rounding.RoundingPlugin):
+        @opfuse.hookimpl
+        def opfuse_quantizer(self, recipe, role, siblings):
+            asked.append((role.tensor_type, len(siblings)))
+            return siblings[0] if siblings else rounding.RoundingQuantizer(recipe, role)
+
+    register(Sharing())
+    return rounding, asked
+
+
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_that_have_one_quantizer_are_cast_as_one(sharing, make, kind, shape, override):
+    """As the weight of one linear with all outputs; each keeps its parameters and their gradients."""
+    rounding, asked = sharing
+    op = make(kind)
+    params, names = dict(op.named_parameters()), [f"weight{i}" for i in range(len(op.sizes))]
+    weights = [param for name, param in params.items() if name.endswith("weight")]
+    together = ops.BasicLinear(6, op.out_features)
+    with torch.no_grad():
+        together.weight.copy_(torch.cat(weights))
+    x, dy = torch.randn(shape), torch.randn(*shape[:-1], op.out_features)
+    recipe, found = rounding.Rounding(levels=8, backward_override=override), []
+    for model in (op, together):
+        for _ in range(2):  # with a scale that follows from all of them
+            leaf = x.clone().requires_grad_()
+            with opfuse.autocast(recipe=recipe):
+                y = model(leaf)
+            wanted = weights if model is op else [together.weight]
+            dx, *dw = torch.autograd.grad(y, [leaf, *wanted], dy)
+        found.append((y.detach(), dx, torch.cat(dw)))
+    biases = [params.get(f"{name.rpartition('.')[0]}.bias") for name in params if "weight" in name]
+    sums = [torch.zeros(n) if b is None else b for b, n in zip(biases, op.sizes, strict=True)]
+    found[1] = found[1][0] + torch.cat(sums).detach(), *found[1][1:]
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+    assert asked[: len(names) + 2] == [
+        ("input", 0), *[("weight", i) for i in range(len(names))], ("grad_output", 0)
+    ]  # fmt: skip
+    if len(names) > 1:
+        made = op._quantizers.of(recipe)
+        assert all(made[name] is made["weight0"] for name in names)
+        assert made["weight0"].amax == max(
+            w.abs().max() for w in (*weights, torch.ones(1)) if w.numel()
+        )
+
+
+def test_weights_that_have_one_quantizer_are_cast_anew_together(sharing, make, monkeypatch):
+    """Otherwise they would have two scales, and one cast."""
+    rounding, _ = sharing
+    op, x, casts = make("some"), torch.randn(3, 6, requires_grad=True), []
+    plain = rounding.RoundingQuantizer.quantize
+
+    def quantize(quantizer, tensor, usage, out=None):
+        if quantizer.role.tensor_type == "weight":
+            casts.append((len(tensor), tuple(usage)))
+        return plain(quantizer, tensor, usage, out)
+
+    monkeypatch.setattr(rounding.RoundingQuantizer, "quantize", quantize)
+    second = dict(op.named_parameters())["1.weight"]
+    with opfuse.autocast(rounding.Rounding(), weights="cached"):
+        first = [op(x), op(x)]
+        assert len(casts) == 1 and torch.equal(*first)
+        with torch.no_grad():
+            second.mul_(2)
+        y = op(x)
+        assert len(casts) == 2 and {size for size, _ in casts} == {7}
+        assert torch.equal(op(x), y) and not torch.equal(y, first[0])
+        op.get_submodule("1").weight = nn.Parameter(second.detach() / 2)
+        assert torch.equal(op(x), first[0]) and len(casts) == 3
+    with opfuse.autocast(rounding.Rounding()):
+        assert torch.equal(op(x), first[0]) and len(casts) == 4
+    with opfuse.autocast(rounding.Rounding()), torch.no_grad():
+        assert torch.equal(op(x), first[0]) and casts[-1] == (7, (True, False))
+
+
 @pytest.mark.parametrize("way", ["held", "reading"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("outputs", [2, 8])

@@ -75,6 +75,17 @@ class Quantizer(ABC):
         """
         return None
 
+    def quantize_parts(self, parts: Sequence[Tensor], usage: Usage) -> QuantizedTensor:
+        """Quantize matrices as the rows of one: the weights of an op that all have this quantizer.
+
+        Override it to do without their copy in one tensor.
+
+        Args:
+            parts: Matrices of one width and dtype.
+            usage: The copies that are needed.
+        """
+        return self(torch.cat([part.detach() for part in parts]), usage)
+
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Quantize ``tensor`` again with the scales that it was quantized with; records nothing.
 

@@ -135,10 +135,15 @@ class QuantizerStates:
         made: dict[str, Quantizer] = {}
         with torch.inference_mode(False):  # their state is for training too
             for mode in MODES:
+                siblings: list[Quantizer] = []
+                before = None
                 for name, role in zip(quantizer_names(op, mode), roles(op, mode), strict=True):
+                    siblings, before = siblings if role == before else [], role
                     found = theirs.get(name)
                     if found is None:
-                        found = op.engine.new_quantizer(recipe, role, env or current.environment)
+                        given = env or current.environment, siblings
+                        found = op.engine.new_quantizer(recipe, role, *given)
+                        siblings.append(found)
                         _refuse_captured(found, f"{type(op).__name__} {op.name!r}")
                     check_state(found)
                     made[name] = found

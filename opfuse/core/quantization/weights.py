@@ -24,6 +24,11 @@ class _Entry(NamedTuple):
     quantizer: Quantizer
     tensor: QuantizedTensor
 
+    def fits(self, param: Tensor, state: tuple[Any, ...], quantizer: Quantizer) -> bool:
+        """Whether it is of the parameter as it is now, by this quantizer."""
+        same = self.param() is param and self.state == state
+        return same and same_quantizer(self.quantizer, quantizer)
+
 
 class WeightCache:
     """The latest cast of each weight of one op; dropped, never copied, with the op.
@@ -71,13 +76,39 @@ class WeightCache:
             return quantizer(matrix, usage)
         state = _state(weight)
         found = self._entries.get(name) if current.weights == "cached" else None
-        if found is not None and found.param() is weight and found.state == state:
-            if same_quantizer(found.quantizer, quantizer):
-                if found.tensor.usage.covers(usage):
-                    return found.tensor
-                usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
+        if found is not None and found.fits(weight, state, quantizer):
+            if found.tensor.usage.covers(usage):
+                return found.tensor
+            usage = Usage(*map(max, usage, found.tensor.usage))  # so that all are of one scale
         made = quantizer(matrix, usage)
         self._entries[name] = _Entry(weakref.ref(weight), state, quantizer, made)
+        return made
+
+    def quantized_parts(
+        self, names: Sequence[str], weights: Sequence[Tensor], quantizer: Quantizer, usage: Usage
+    ) -> QuantizedTensor:
+        """Cast weights as the rows of one matrix; used again as :meth:`quantized` says, if all are.
+
+        Args:
+            names: The name of each.
+            weights: Their values in this call.
+            quantizer: The quantizer that casts them.
+            usage: The copies that are needed.
+        """
+        known = not is_compiling() and all(map(_can_be_known_again, weights))
+        if not known or not quantizer.quantizes:
+            return quantizer.quantize_parts(weights, usage)
+        state = tuple(map(_state, weights))
+        found = [self._entries.get(name) for name in names if current.weights == "cached"]
+        pairs = zip(found, weights, strict=False)
+        if found and all(each is not None and each.fits(w, state, quantizer) for each, w in pairs):
+            made: QuantizedTensor = found[0].tensor  # type: ignore[union-attr]
+            if made.usage.covers(usage):
+                return made
+            usage = Usage(*map(max, usage, made.usage))
+        made = quantizer.quantize_parts(weights, usage)
+        for name, weight in zip(names, weights, strict=True):
+            self._entries[name] = _Entry(weakref.ref(weight), state, quantizer, made)
         return made
 
     def quantized_groups(

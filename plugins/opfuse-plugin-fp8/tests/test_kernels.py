@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import opfuse_fp8 as fp8
@@ -322,6 +323,86 @@ def test_weights_side_by_side_are_cast_into_one_tensor(form):
     codes = [part.rowwise_data for part in parts]
     for apart in (codes[::-1], codes[::2], [codes[0], whole[1].rowwise_data]):
         assert together.as_one(apart) is None
+
+
+def parts_of(sizes, columns, dtype):
+    """Matrices of different magnitudes, each in memory of its own."""
+    drawn_ = drawn(*[(size, columns) for size in sizes])
+    return [(t * 10**i).to(dtype) for i, t in enumerate(drawn_)]
+
+
+@computes
+@pytest.mark.parametrize("usage", [BOTH, ROWWISE, COLUMNWISE], ids=["both", "rows", "columns"])
+@pytest.mark.parametrize("codes", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("form", ["delayed", "current", "current, power of 2"])
+def test_weights_that_are_one_are_cast_where_they_are(form, codes, usage, monkeypatch):
+    """A launch for each part, and one more with current scales; to the bit of the whole, and its state."""
+    monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer: True)
+    launched, launch_ = [], launch.FORWARD.launch
+    watched = lambda *args, **given: launched.append(given["FORMAT"]) or launch_(*args, **given)  # noqa: E731
+    monkeypatch.setattr(launch.FORWARD, "launch", watched)
+    mine, other = (QUANTIZERS[form](codes) for _ in range(2))
+    for dtype, sizes, columns in (
+        (torch.bfloat16, (128, 256, 128), 64),
+        (torch.float16, (256, 128), 48),
+        (torch.float32, (128, 384), 16),
+        (torch.bfloat16, (128,), 32),
+    ):
+        parts = parts_of(sizes, columns, dtype)
+        launched.clear()
+        made = mine.quantize_parts(parts, usage)
+        passes = ["none", "amax"] if form != "delayed" else ["tensor"]
+        assert launched == [name for name in passes for _ in sizes]
+        whole = other.reference(torch.cat(parts), usage)
+        assert_same(made, whole)
+        assert made.quantizer is mine and made.shape == (sum(sizes), columns)
+        if form == "delayed":
+            assert torch.equal(mine.amax, other.amax) and torch.equal(made.scale, whole.scale)
+
+
+@computes
+@pytest.mark.parametrize("form", ["delayed", "current"])
+def test_parts_that_are_no_whole_tiles_are_put_together_first(form, monkeypatch):
+    """So are those of two dtypes, strided ones, and those at an odd place; the bits are the same."""
+    monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer: True)
+    mine, other = (QUANTIZERS[form](E4M3) for _ in range(2))
+    casts, place = [], launch.PartsCasting.__init__
+    watched = lambda *given: casts.append(given) or place(*given)  # noqa: E731
+    monkeypatch.setattr(launch.PartsCasting, "__init__", watched)
+    one, two = parts_of((128, 128), 64, torch.bfloat16)
+    odd = torch.empty(128 * 64 + 1, dtype=torch.bfloat16)[1:].view(128, 64).copy_(two)
+    for parts in (
+        parts_of((128, 96), 64, torch.bfloat16),
+        parts_of((5, 3, 1), 7, torch.float32),
+        parts_of((128, 128), 40, torch.float32),
+        [one, two.float()],
+        [one, two.t().contiguous().t()],
+        [one, odd],
+        [one[:0], two[:0]],
+    ):
+        assert_same(mine.quantize_parts(parts, BOTH), other.reference(torch.cat(parts), BOTH))
+    assert not casts
+    mine.quantize_parts([one, two], BOTH)
+    assert len(casts) == 1
+
+
+def test_the_height_of_every_tile_divides_what_parts_are_whole_in():
+    """Else a launch of a part would write rows of the next."""
+    for target in TARGETS.values():
+        for rows, features, column in itertools.product(
+            (128, 256, 4096), (1, 7, 16, 64, 4096), (None, torch.uint8)
+        ):
+            for form in ("tensor", "amax", *["none"] * (column is None)):
+                for unaligned in (False, True):
+                    facts = {
+                        "FORMAT": form,
+                        "column_ptr": column,
+                        "rows": rows,
+                        "features": features,
+                    }
+                    facts |= {"unaligned": unaligned, **launch.IDENTITY.forward}
+                    (config,) = tiles.configs(target, facts)
+                    assert tiles.HIGHEST % config["BLOCK_ROWS"] == 0
 
 
 def test_where_a_cast_that_nothing_fuses_is_a_kernel():

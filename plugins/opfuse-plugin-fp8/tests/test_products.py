@@ -1,5 +1,6 @@
 """Products in FP8: what they compute, how they call PyTorch, where they stand, and what is said elsewhere."""
 
+import copy
 import math
 import pathlib
 import re
@@ -82,12 +83,16 @@ class ScaledMM:
     """Stands in for ``scaled_mm`` of a GPU: refuses what that refuses, and computes in fp64."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.strided = [], 0
 
     def __call__(self, a, b, scale_a, kind_a, scale_b, kind_b, swizzle_a, swizzle_b, **given):
-        for matrix in (a, b.t()):
-            assert not matrix.numel() or matrix.stride() == (matrix.shape[1], 1)
         kinds = [kind_a] if kind_a == kind_b else [kind_a, kind_b]
+        for matrix in (a, b.t()) if a.numel() and b.numel() else ():
+            apart, each = matrix.stride()
+            assert each == 1 and apart % 16 == 0 and matrix.data_ptr() % 16 == 0
+            tensor_wise = kinds == [ScalingType.TensorWise]
+            assert apart >= matrix.shape[1] if tensor_wise else apart == matrix.shape[1]
+            self.strided += apart > matrix.shape[1]
         codes = E2M1 if isinstance(kind_a, list) else E4M3
         if kinds not in ([ScalingType.TensorWise], [ScalingType.RowWise]):
             assert a.dtype is b.dtype is codes and not given["use_fast_accum"]
@@ -453,6 +458,75 @@ def test_parts_of_a_single_row_of_scales():
     assert torch.equal(same, as_launched.double()[0, :128, None].expand(128, 64))
 
 
+def part_of_codes(rows, wide, start, stop, dtype=E5M2, shift=0):
+    """Columns of a matrix of codes that begins ``shift`` bytes after a multiple of 16, as an operand."""
+    torch.manual_seed(0)
+    memory = torch.randn(rows * wide + shift).to(dtype)
+    codes = memory[shift:].view(rows, wide)
+    operand = gemm.GemmOperand(codes, torch.tensor([0.37]), ScalingType.TensorWise)
+    return operand.inner(start, stop), codes[:, start:stop]
+
+
+@pytest.mark.parametrize(
+    "rows, wide, start, stop, shift, stays",
+    [
+        (24, 96, 0, 32, 0, True),
+        (24, 96, 16, 48, 0, True),
+        (24, 96, 48, 96, 0, True),
+        (1, 96, 48, 96, 0, True),
+        (24, 96, 0, 96, 0, True),  # the whole
+        (24, 96, 10, 42, 6, True),  # what counts is where it begins in memory
+        (24, 96, 8, 40, 0, False),
+        (24, 96, 1, 33, 0, False),
+        (24, 96, 16, 48, 1, False),
+        (24, 100, 16, 48, 0, False),  # the second row does not begin at a multiple of 16
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_stay_where_they_are_if_a_product_reads_them_there(
+    rows, wide, start, stop, shift, stays, dtype
+):
+    """With PyTorch's product for CPUs, to the bit of that of a copy; gradients may be E5M2."""
+    for codes in (E5M2, E4M3):
+        part, there = part_of_codes(rows, wide, start, stop, codes, shift)
+        assert (part.data.data_ptr() == there.data_ptr()) is stays
+        assert part.data.is_contiguous() or stays
+        right = torch.randn(40, stop - start).to(E4M3)
+        right = gemm.GemmOperand(right, torch.tensor([1.3]), ScalingType.TensorWise)
+        copied = part._replace(data=there.clone(memory_format=torch.contiguous_format))
+        got, wanted = (gemm.multiply(left, right, dtype) for left in (part, copied))
+        assert got.dtype is dtype and torch.equal(got, wanted)
+        exact = there.double() @ right.data.double().t() * 0.37 * 1.3
+        close(got, exact, 2**-7)
+
+
+def test_which_codes_a_product_does_not_read_in_place():
+    codes = torch.randn(32, 64).to(E4M3)
+    assert gemm.is_read_in_place(codes) and gemm.is_read_in_place(codes[:, 16:32])
+    assert not gemm.is_read_in_place(codes.t()), "the values of a row do not follow each other"
+    assert not gemm.is_read_in_place(codes[:1].expand(32, 64)), "rows are in one place"
+    wide = torch.randn(32, 64).bfloat16()
+    assert gemm.is_read_in_place(wide[:, 8:16]) and not gemm.is_read_in_place(wide[:, 4:12])
+    traced = torch.compile(gemm.is_read_in_place, backend="eager", fullgraph=True)
+    assert traced(codes) and not traced(codes[:, 16:32]), "it is not known where they begin"
+
+
+@pytest.mark.parametrize("sizes, strided", [((48, 16, 80), 3), ((16, 128), 2), ((64,), 0)])
+@pytest.mark.parametrize("recipe", CURRENT)
+def test_no_gradient_of_linears_side_by_side_is_copied(gpu, monkeypatch, recipe, sizes, strided):
+    """Nor is any bit another than with copies."""
+    model = opfuse.Sequential(
+        ops.ParallelLinear([ops.Linear(160, size, bias=False) for size in sizes])
+    ).to(torch.bfloat16)
+    x, dy = data((64, 160), sum(sizes), torch.bfloat16)
+    other = copy.deepcopy(model)
+    got = run(model, x, dy, recipe)
+    assert gpu.strided == strided
+    monkeypatch.setattr(gemm, "is_read_in_place", lambda codes: codes.is_contiguous())
+    assert all(map(torch.equal, got, run(other, x, dy, recipe))) and gpu.strided == strided
+    check(got, expected(recipe, model, x, dy), torch.bfloat16, 512)
+
+
 @pytest.mark.parametrize("recipe", [fp8.MXFP8BlockScaling(), fp8.NVFP4BlockScaling()], ids=str)
 def test_scales_are_swizzled_where_a_product_reads_them(monkeypatch, recipe):
     """By the quantizers of an op that runs there; a stored weight is made for no device."""
@@ -492,7 +566,10 @@ def test_pytorch_takes_the_layouts_of_a_gpu(recipe):
             for operand in operands
         ]
         made = [gemm.multiply(left, right, torch.bfloat16) for right in rights]
-    for y, width in zip(made, (384, 768), strict=False):
+        if recipe == "fp8-current":  # rows further apart than they are long
+            part = torch.empty_strided((256, 256), (768, 1), dtype=E4M3, device="cuda")
+            made.append(gemm.multiply(left._replace(data=part), rights[0], torch.bfloat16))
+    for y, width in zip(made, (384, 768, 384), strict=False):
         assert (y.shape, y.dtype, y.device.type) == ((256, width), torch.bfloat16, "cuda")
 
 
@@ -567,7 +644,7 @@ def cuda_13(monkeypatch):
         ),
         (
             (LINEAR,),
-            environment(fp8.CustomRecipe(lambda role: None, name="made up in test_products")),
+            environment(fp8.CustomRecipe(lambda role: None, name=f"made up in {__name__}")),
             "has no product for what CustomRecipe quantizes to",
         ),
     ],

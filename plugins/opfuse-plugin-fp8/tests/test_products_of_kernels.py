@@ -4,6 +4,7 @@ import copy
 import pathlib
 import sys
 
+import opfuse_fp8 as fp8
 import pytest
 import torch
 from opfuse_fp8 import direct, gemm, hardware, twins
@@ -43,6 +44,23 @@ def test_kernels_cast_linears_side_by_side_into_one_tensor(gpu, monkeypatch, rec
         monkeypatch.setattr(gemm, "as_one", watched)
         results.append(run(copy.deepcopy(model), x, dy, recipe))
         assert [whole is not None for whole in found] == [kernels]
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("cls", [fp8.DelayedScaling, fp8.Float8CurrentScaling])
+def test_weights_with_one_scale_are_one_operand(gpu, monkeypatch, cls):
+    """To the bit of what PyTorch's operations cast: the whole in its rows, and in its columns."""
+    sizes, results, recipe = (128, 256, 128), [], cls(shared_weight_scale=True)
+    torch.manual_seed(0)
+    linears = [ops.Linear(160, size, bias=False) for size in sizes]
+    model = opfuse.Sequential(ops.ParallelLinear(linears)).to(torch.bfloat16)
+    x, dy = data((32, 160), sum(sizes), torch.bfloat16)
+    for kernels in (True, False):
+        monkeypatch.setattr(direct, "by_kernels", lambda x, quantizer, k=kernels: k)
+        chain = copy.deepcopy(model)
+        results.append([*run(chain, x, dy, recipe), *run(chain, x, dy, recipe)])
+        assert len(gpu.calls) == 10 and not gpu.strided
+        gpu.calls.clear()
     assert all(map(torch.equal, *results))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from opfuse import Environment, Fusion, Quantizer, QuantizerRole, Recipe, hookimpl
@@ -14,7 +15,7 @@ from .te_checkpoint import *  # noqa: F403
 
 __all__ = [*recipes.__all__, *quantizers.__all__, *nvfp4.__all__, *te_checkpoint.__all__]
 
-quantizers.bind_kernels(direct.cast, direct.cast_groups)
+quantizers.bind_kernels(direct.cast, direct.cast_groups, direct.cast_parts)
 
 
 @hookimpl
@@ -25,9 +26,11 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 
 @hookimpl
 def opfuse_quantizer(
-    recipe: Recipe, role: QuantizerRole, env: Environment | None
+    recipe: Recipe, role: QuantizerRole, env: Environment | None, siblings: Sequence[Quantizer]
 ) -> Quantizer | None:
-    """A quantizer for a tensor under one of the recipes."""
+    """A quantizer for a tensor under one of the recipes; linears side by side may share one."""
+    if siblings and getattr(recipe, "shared_weight_scale", False) and role[:2] == recipes.WEIGHT:
+        return siblings[0]
     return recipes.make(recipe, role, None if env is None else env.device)
 
 

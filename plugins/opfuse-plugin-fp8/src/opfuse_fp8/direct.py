@@ -40,6 +40,21 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor | None:
         return library.cast(x, into)
 
 
+def cast_parts(parts: Sequence[Tensor], into: Into) -> QuantizedTensor | None:
+    """Matrices as the rows of one, cast where they are; None: the kernels do not.
+
+    Args:
+        parts: The matrices.
+        into: The target of the cast.
+    """
+    if not all([by_kernels(part, into.quantizer) for part in parts]):
+        return None
+    from . import library
+
+    with torch.no_grad():
+        return library.cast_parts(parts, into)
+
+
 def cast_groups(
     x: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Any]
 ) -> RowGroups | None:

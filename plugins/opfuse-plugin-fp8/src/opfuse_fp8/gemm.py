@@ -125,7 +125,13 @@ class GemmOperand(NamedTuple):
         return self._replace(scale=unswizzled(self.scale, *size), swizzled=False)
 
     def inner(self, start: int, stop: int) -> GemmOperand:
-        """A part of the summed dimension; all blocks except the last one must be whole."""
+        """A part of the summed dimension; all blocks except the last one must be whole.
+
+        With one scale per tensor the codes stay where they are, if a product reads them there.
+        """
+        if self.kind is ScalingType.TensorWise:
+            data = self.data[:, start:stop]
+            return self._replace(data=data if is_read_in_place(data) else data.contiguous())
         if (start, stop) == (0, self.depth):
             return self
         scale, each = self.scale, self._per_byte
@@ -214,6 +220,19 @@ def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     if dtype.itemsize > 1:
         return torch.cat(list(tensors), dim)
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors], dim).view(dtype)
+
+
+def is_read_in_place(codes: Tensor) -> bool:
+    """Whether a product reads rows of codes that are further apart than they are long.
+
+    cuBLASLt takes the distance of rows, each of which must begin at a multiple of 16 bytes. Traced
+    code does not know where they begin.
+    """
+    if is_compiling():
+        return codes.is_contiguous()
+    (apart, each), size = codes.stride(), codes.element_size()
+    aligned = apart * size % 16 == 0 and codes.data_ptr() % 16 == 0
+    return aligned and each == 1 and apart >= codes.shape[1]
 
 
 def _as_product_reads(bias: Tensor) -> Tensor:

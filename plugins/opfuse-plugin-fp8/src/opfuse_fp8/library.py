@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from . import twins
 from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
 from .formulas import ActivationFormula
 from .kernels import launch_nvfp4
-from .kernels.launch import IDENTITY, Casting, backward, forward
+from .kernels.launch import IDENTITY, Casting, PartsCasting, backward, forward, is_unaligned
 from .kernels.launch_norms import norm
+from .kernels.tiles import HIGHEST
 from .nvfp4 import NVFP4Quantizer
 from .twins import Into
 
@@ -32,6 +34,15 @@ def cast(x: Any, into: Into) -> QuantizedTensor:
     casting = Casting(into, x.shape, x.dtype, x.device, values=x)
     forward(IDENTITY, (), x, None, None, casting)
     return casting.made()
+
+
+def cast_parts(parts: Sequence[Tensor], into: Into) -> QuantizedTensor | None:
+    """The rows of several matrices as one, if the kernels take each where it is; or None."""
+    if not all(map(takes, parts)) or any(map(is_unaligned, parts)):
+        return None
+    if any([len(part) % HIGHEST or part.dtype is not parts[0].dtype for part in parts]):
+        return None
+    return PartsCasting(into, parts).made()
 
 
 def activation(

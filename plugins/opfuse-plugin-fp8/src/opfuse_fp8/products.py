@@ -57,17 +57,17 @@ class ForwardProduct(_Product):
         if isinstance(op, ParallelLinear):
             named = ctx.quantizers.items()
             of_weights = [each for name, each in named if name.startswith("weight")]
-            eager_one = self._is_one and not is_compiling()
-            with side_by_side(of_weights, op.sizes) if eager_one else nullcontext():
+            apart = self._is_one and not is_compiling() and of_weights[0] is not of_weights[-1]
+            with side_by_side(of_weights, op.sizes) if apart else nullcontext():
                 x, weights, biases = op.quantized_operands(ctx, input_)
         else:
             x, weight = BasicLinear.quantized_operands(ctx, input_)
             weights, biases = [weight], [biased[0].params[0] if biased else None]
         dtype, left = ctx.dtype or x.dtype, GemmOperand.of(x, ROWWISE)
         rights = [GemmOperand.of(weight, ROWWISE) for weight in weights]
-        if self._is_one:
+        if self._is_one or len(rights) < len(biases):  # weights with one quantizer are one matrix
             biases = [_joined_bias(biases, op.sizes)]
-            rights = [GemmOperand.stacked(rights)]
+            rights = rights if len(rights) == 1 else [GemmOperand.stacked(rights)]
         parts = [self._part(left, *pair, dtype) for pair in zip(rights, biases, strict=True)]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
@@ -94,7 +94,7 @@ class BackwardProduct(_Product):
     """The backward of a linear: products of codes for the gradients of input and weight.
 
     The gradient of the input of several linears side by side is one product where scales belong to
-    blocks alone; else a sum of products, in fp32.
+    blocks alone, or one scale to all weights; else a sum of products, in fp32.
     """
 
     def fuser_backward(
@@ -133,7 +133,7 @@ def gradients(
     dx, grads = None, [None] * len(sizes)
     if dgrad:
         left = GemmOperand.of(dy, ROWWISE)
-        rights = [GemmOperand.of(weight, COLUMNWISE) for weight in weights]
+        rights = [GemmOperand.of(weight, COLUMNWISE) for weight in weights if weight is not None]
         if len(rights) > 1 and not rights[0].stands_alone:
             rights = [GemmOperand.chained(rights)]
         wide = dtype if len(rights) == 1 else torch.float32

@@ -34,19 +34,23 @@ __all__ = [
 Tensors = Sequence[Tensor | None]
 _by_kernels: Callable[[Tensor, Into], QuantizedTensor | None] | None = None
 _groups_by_kernels: Callable[..., RowGroups | None] | None = None
+_parts_by_kernels: Callable[[Sequence[Tensor], Into], QuantizedTensor | None] | None = None
 
 
 def bind_kernels(
-    cast: Callable[[Tensor, Into], QuantizedTensor | None], groups: Callable[..., RowGroups | None]
+    cast: Callable[[Tensor, Into], QuantizedTensor | None],
+    groups: Callable[..., RowGroups | None],
+    parts: Callable[[Sequence[Tensor], Into], QuantizedTensor | None],
 ) -> None:
     """Hand down what casts by kernels, or gives None; the kernels know the quantizers.
 
     Args:
         cast: Casts a tensor.
         groups: Casts groups of rows, called as :meth:`opfuse.Quantizer.quantize_groups`.
+        parts: Casts matrices as the rows of one.
     """
-    global _by_kernels, _groups_by_kernels
-    _by_kernels, _groups_by_kernels = cast, groups
+    global _by_kernels, _groups_by_kernels, _parts_by_kernels
+    _by_kernels, _groups_by_kernels, _parts_by_kernels = cast, groups, parts
 
 
 def named(role: QuantizerRole) -> str:
@@ -188,6 +192,11 @@ class _TensorQuantizer(BaseQuantizer):
         if _groups_by_kernels is not None:
             made = _groups_by_kernels(tensor, ends, usage, quantizers)
         return cast_each(tensor, ends, usage, quantizers) if made is None else made
+
+    def quantize_parts(self, parts: Sequence[Tensor], usage: Usage) -> QuantizedTensor:
+        """See :meth:`opfuse.Quantizer.quantize_parts`."""
+        made = None if _parts_by_kernels is None else _parts_by_kernels(parts, Into(self, usage))
+        return super().quantize_parts(parts, usage) if made is None else made
 
     def with_scale(self, tensor: Tensor, usage: Usage, scale: Tensor) -> Tensors:
         """The tensors of the format for values that are multiplied by ``scale``: fp32, (1,)."""

@@ -52,6 +52,9 @@ __all__ = [
 ]
 
 _TENSORS = "none", "weights", "activations", "all"
+_SHARED = "shared_weight_scale"
+WEIGHT = "linear", "weight"
+"""Of the role of a weight: that of a linear, or one of several side by side."""
 _FACTORIES: dict[str, Callable[[QuantizerRole], Quantizer]] = {}
 
 
@@ -126,6 +129,12 @@ class _FP8Recipe(opfuse.Recipe):
                 f"has no op; expected False"
             )
 
+    def to_json(self, name: str = "") -> str:
+        """See :meth:`opfuse.Recipe.to_json`; as before the field, where it is False."""
+        text = super().to_json(name)
+        fields = {k: v for k, v in json.loads(text).items() if (k, v) != (_SHARED, False)}
+        return json.dumps(fields, sort_keys=True)
+
     @classmethod
     def support(cls, device: torch.device) -> tuple[str, str]:
         """How the recipe runs on a device, see :meth:`opfuse.Recipe.support`."""
@@ -161,6 +170,8 @@ class DelayedScaling(_FP8Recipe):
             :class:`CustomRecipe`.
         reduce_amax: Whether the amax is taken over the ``amax_reduction_group`` of the block.
         backward_override: Only None: the backward is quantized too.
+        shared_weight_scale: Whether the weights of a :class:`opfuse.ops.ParallelLinear` have one
+            scale, and one history, as those of a fused linear; see :class:`Float8CurrentScaling`.
     """
 
     margin: int = 0
@@ -169,6 +180,7 @@ class DelayedScaling(_FP8Recipe):
     amax_compute_algo: str = "max"
     scaling_factor_compute_algo: None = None
     reduce_amax: bool = True
+    shared_weight_scale: bool = dataclasses.field(default=False, kw_only=True)
     scales = "tensor"
     _choices: ClassVar = {"amax_compute_algo": ("max", "most_recent")}
 
@@ -223,10 +235,18 @@ class Float8CurrentScaling(_FP8Recipe):
     Attributes:
         use_power_2_scales: Whether scales are rounded down to powers of two.
         fp8_format: The dtypes.
+        shared_weight_scale: Whether the weights of a :class:`opfuse.ops.ParallelLinear` have one
+            scale, from the largest magnitude of all. It saves launches: their output and the
+            gradient of their input are one product each. A value of E4M3 keeps its three bits of
+            mantissa down to 2^-15 of the largest magnitude, so that as long as no weight is some
+            thousand times smaller than another, errors are about as large as with a scale for each.
+            Values below 2^-15 lose bits, and those below 2^-19 become 0. Quantized parameters keep
+            their own scales.
     """
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
+    shared_weight_scale: bool = dataclasses.field(default=False, kw_only=True)
     scales = "tensor"
 
     def new_quantizer(self, role: QuantizerRole, device: Any) -> Quantizer:

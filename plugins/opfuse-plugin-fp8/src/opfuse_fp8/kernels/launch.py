@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -170,8 +170,7 @@ class Casting:
         """Cast values whose largest magnitude is known."""
         assert self._amax is not None and self.values is not None
         self.constants = {**self.constants, "FORMAT": "amax"}
-        self._allocate()
-        (row, column), (inverse, _) = self._codes, self._scales
+        (row, column), (inverse, _) = self._allocate()
         FORWARD.launch(
             functools.partial(tiles.grid, self.rows, self.columns),
             *(self.values, None, None, None, row, inverse, column, None, self._amax, None),
@@ -180,8 +179,8 @@ class Casting:
             **IDENTITY.forward,
         )
 
-    def _allocate(self) -> None:
-        """Make room for codes and scales, as the format has them."""
+    def _allocate(self) -> tuple[Any, Any]:
+        """Make room for codes and scales, as the format has them; return these, two of each."""
         rows, columns, device = self.rows, self.columns, self._device
         row = column = row_scale = column_scale = None
         if self.usage.rowwise:
@@ -196,6 +195,7 @@ class Casting:
             row_scale = self._room(rows, columns) if self.usage.rowwise else None
             column_scale = self._room(columns, rows) if self.usage.columnwise else None
         self._codes, self._scales = (row, column), (row_scale, column_scale)
+        return self._codes, self._scales
 
     def _room(self, outer: int, inner: int) -> Tensor:
         """Room for the scales of a copy whose blocks lie along ``inner``."""
@@ -209,6 +209,43 @@ class Casting:
             shape = down, 4 * cdiv(across, 4)
             return make(shape, dtype=torch.float32, device=self._device)
         return room_for_scales(outer, inner // 32, form == "swizzled mx", self._device)
+
+
+class PartsCasting(Casting):
+    """A cast of matrices as the rows of one, each read where it is.
+
+    Each launch writes the codes of a part to their place, and covers the tiles of that part alone.
+
+    Args:
+        into: The target of the cast, with one scale for all values.
+        parts: The matrices: of whole tiles, so that no launch has to know where its part ends.
+    """
+
+    def __init__(self, into: Into, parts: Sequence[Tensor]) -> None:
+        shape = torch.Size((sum(map(len, parts)), parts[0].shape[1]))
+        super().__init__(into, shape, parts[0].dtype, parts[0].device, values=parts[0])
+        self._parts = parts
+        self._launch(self.pointers(self.usage))
+
+    def _cast_values(self) -> None:
+        self.constants = {**self.constants, "FORMAT": "amax"}
+        (row, column), (inverse, _) = self._allocate()
+        self._launch((None, row, inverse, column, None, self._amax, None))
+
+    def _launch(self, pointers: tuple[Tensor | None, ...]) -> None:
+        wide, row, row_scale, column, *others = pointers
+        start = 0
+        for part in self._parts:
+            here = None if row is None else row[start:], row_scale
+            there = None if column is None else column[:, start:]
+            FORWARD.launch(
+                functools.partial(tiles.grid, len(part), self.columns),
+                *(part, None, None, wide, *here, there, *others),
+                *(self.rows, self.columns, ()),
+                **self.constants,
+                **IDENTITY.forward,
+            )
+            start += len(part)
 
 
 def room_for_scales(outer: int, blocks: int, swizzles: bool, device: torch.device) -> Tensor:

@@ -27,6 +27,8 @@ _OF_HALVES = {  # two tiles at a time
     ("block", True): (128, 64, 8),
     ("mx", True): (32, 64, 4),
 }
+HIGHEST = 128
+"""The height of each tile divides this."""
 LEAST = 32
 """The least height of a tile, which MX blocks have."""
 
@@ -41,7 +43,7 @@ def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
         facts["FORMAT"].removeprefix("swizzled "),
         facts["column_ptr"] is not None,
         facts.get("sums_ptr") is not None,
-        _up_to(facts["rows"], 64 if small else 128),
+        _up_to(facts["rows"], 64 if small else HIGHEST),
         _up_to(facts["features"], 256),
         _halves(facts),
     )]  # fmt: skip
