@@ -207,14 +207,13 @@ def make_chains(
             if where in takes and not (small if recipe is None else whole):
                 continue
             least = rows[0] if rows != (3,) else 1
-            given: Any = dict(rows=rows, dtype=dtype, recipe=recipe, least=least, prefer=wish)
-            base = lone.with_(**given)
+            base = lone.with_(rows=rows, dtype=dtype, recipe=recipe, least=least, prefer=wish)
             cases = [placed(base, ops, width) for ops in chains(elements, width, makers, thorough)]
             cases = [*map(how, cases)] if how else cases
             if where in takes and cases and refusal(cases[0]) is not None:
                 continue
             taken = (case for case in cases if refusal(case, runs=True) is None)
-            accepted = [*itertools.dropwhile(refusal, taken)]  # the ops run the first
+            accepted = [*itertools.dropwhile(_declined, taken)]  # the ops run the first
             if accepted:
                 at = 2 * width - 1
                 odd = [placed(base, ops, at) for ops in chains(elements, at, makers)[:1]]
@@ -327,12 +326,9 @@ def _quantized(case: Case, elements: Sequence[Any], recipes: Sequence[Recipe]) -
             found = case.with_(ops=ops, rows=rows, recipe=recipe)
             before, after = (Op(built_in.BasicLinear, size, size) for size in (at, behind))
             found = found.with_(before=(before,), after=(after,))
-            try:
-                separate(found)
-            except Declined:
-                continue
-            yield found
-            break
+            if not _declined(found):
+                yield found
+                break
 
 
 def _as_in_models(case: Case, elements: Sequence[Any], width: int) -> Iterator[Case]:
@@ -396,6 +392,15 @@ def _parts_of(case: Case) -> tuple[list[Any], dict[str, Any], int | None]:
     return basic, params, Chain(basic).widths[len(case.before)]
 
 
+def _declined(case: Case) -> str | None:
+    """Why the separate ops refuse the case."""
+    try:
+        separate(case)
+    except Declined as reason:
+        return str(reason)
+    return None
+
+
 def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
     """Why the fusion's condition refuses the case, or the separate ops do.
 
@@ -422,13 +427,11 @@ def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
         benefit = fusion.benefit_of(ops, env)
         if benefit < 0:
             return f"it declares a benefit of {benefit:g}"
-        if not runs:
-            separate(case)
+        return None if runs else _declined(case)
     except Declined as reason:
         return str(reason)
     except Exception:  # the check of the condition is going to tell
-        pass
-    return None
+        return None
 
 
 @functools.cache

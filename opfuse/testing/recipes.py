@@ -227,14 +227,14 @@ def _record() -> PluginRecord:
 @contextlib.contextmanager
 def offered() -> Iterator[None]:
     """The plugin ``opfuse-testing`` is there, for a ``with`` block; it serves every recipe."""
-    record, before = _record(), manager.records
+    record, before, own = _record(), manager.records, _record().recipes
     for other in before:
         record.recipes = {**record.recipes, **other.recipes}
     manager.records = [*before, record]
     try:
         yield
-    finally:
-        manager.records = before
+    finally:  # the next one may be among other plugins
+        manager.records, record.recipes = before, own
 
 
 def recipes_for(plugin: str) -> tuple[Recipe, ...]:
