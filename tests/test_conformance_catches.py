@@ -231,8 +231,26 @@ def test_sound_random_fusions_raise_no_alarm(seed, register):
 
 @pytest.mark.parametrize(
     ("seed", "check"),
-    [(10, "follows_values"), (66, "output"), (48, "output")],
-    ids=["its input", "by feature", "an op that takes and gives an extra tensor"],
+    [
+        (10, "follows_values"),
+        (66, "output"),
+        (48, "output"),
+        (17, "keeps_numbers"),
+        (37, "nan_and_inf"),
+        (21, "magnitude"),
+        (86, "autocast"),
+        (5, "compile"),
+    ],
+    ids=[
+        "its input",
+        "by feature",
+        "an op that takes and gives an extra tensor",
+        "how many extra tensors",
+        "zeros times what is not finite",
+        "two roundings of one number",
+        "a result that no arithmetic made",
+        "statistics of a compiled norm",
+    ],
 )
 def test_no_false_alarm_of_what_was_one(seed, check):
     found = sound.report(seed, [check])

@@ -218,6 +218,20 @@ def test_a_joint_fusion_knows_which_of_its_ops_no_gradient_reaches(register):
     assert seen == [[True] * 3, [True, True, False]] * 2
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_op_that_no_gradient_reaches_makes_no_nan_in_a_joint_fusion(register, inside):
+    """Zeros times what is not finite would be NaN, also by way of a channel."""
+    chain = opfuse.Sequential(ops.MakeExtraOutput(), ops.SiLU(), ops.AddExtraInput())
+    if inside:
+        chain[0].set_extra_output_channel(0, "kept", output_to_caller=True)
+        chain[2].set_extra_input_channel(0, "kept")
+    register(joint_fusions=[opfuse.Fusion([type(op) for op in chain], OneByOne)])
+    x = torch.tensor([[1.0, -torch.inf, torch.nan]], requires_grad=True)
+    _, extra = chain(x, *(() if inside else (torch.ones(1, 3),)))
+    extra.sum().backward()
+    assert torch.equal(x.grad, torch.ones(1, 3))
+
+
 class OneByOne(opfuse.FusedOperation):
     """Runs its basic ops one after the other; refuses a gradient that is None."""
 

@@ -19,6 +19,7 @@ from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from opfuse.core.recipes import CACHE_RECIPE
 from opfuse.testing import interpreter, machine, report
 from opfuse.testing import suite as suites
+from opfuse.testing.checks import calls
 from opfuse.testing.generate import structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
 from opfuse.testing.scenarios import FOUND, combined, covered, variants
@@ -423,6 +424,42 @@ def test_recipes_of_a_plugin_that_is_gone_are_not_served(no_plugins):
         assert opfuse.core.recipes.recipe_of(CACHE_RECIPE) == Own()
         assert served() == Own()
     assert served() == testing.PerTensor()
+
+
+@pytest.mark.parametrize("where", ["hidden", "residual"])
+def test_each_extra_output_has_a_channel_of_its_own(where):
+    chain = testing.Op(ops.MakeExtraOutput), testing.Op(ops.MakeExtraOutput)
+    case = testing.Case(subject(ops.MakeExtraOutput), chain, **{where: True})
+    channels = [op.extra_output_channels for op in case.basic_ops()]
+    assert len({*channels}) == 2 and len(case.build()()) == (1 if where == "hidden" else 3)
+
+
+def test_how_many_extra_tensors_an_op_has_is_no_number_of_it():
+    op = ops.TokenLogProb()
+    assert {"num_extra_outputs", "temperature"} <= {*vars(op)}
+    names = [name for _, name, _ in calls._others(op)]
+    assert "temperature" in names and "num_extra_outputs" not in names
+
+
+class Breaks(opfuse.BasicOperation):
+    """The compiler cannot take it whole."""
+
+    saved_names = ()
+
+    def op_forward(self, ctx, input_, **unused):
+        torch._dynamo.graph_break()
+        return input_ * 2
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * 2, ()
+
+
+def test_what_the_separate_ops_cannot_be_compiled_for_is_no_fault(register):
+    register(joint_fusions=[Fusion([Breaks], OneByOne, name="breaks")], name="breaks")
+    case = testing.Case(testing.find("breaks", "joint", "breaks"), (testing.Op(Breaks),))
+    testing.run("gradients", case)
+    with pytest.raises(Declined, match="the separate ops raise"):
+        testing.run("compile", case)
 
 
 def test_options_do_not_reach_the_checks(register):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros_like
 from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
@@ -191,7 +191,10 @@ class FusedOperation(_Fixed, FusibleOperation):
         *,
         basic_op_grad_extra_outputs: Extras,
     ) -> AllGrads:
-        """Run the backward of the basic ops, one after the other, as ``fuser_backward`` would."""
+        """Run the backward of the basic ops, one after the other, as ``fuser_backward`` would.
+
+        Of those that no gradient reaches, none gets out: see :class:`OperationContext`.
+        """
         dy: Tensor | None = grad_output
         of_params: list[Any] = [None] * len(basic_op_ctxs)
         of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
@@ -213,8 +216,10 @@ class FusedOperation(_Fixed, FusibleOperation):
                 )
                 of_extras[i] = of_op = tuple(of_op)
                 for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
-                    if channel is not None:
+                    if channel is not None and ctx.is_reached:
                         inside[channel] = summed(grad, inside.get(channel))
+            if not ctx.is_reached and dy is not None:  # 0 times what is not finite is NaN
+                dy = zeros_like(dy)
             ctx.owns_grad_output = owned
             owns = not shared and op.grad_input in ("fresh", "same")[: 1 + owns]
         return dy, of_params, of_extras

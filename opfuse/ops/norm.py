@@ -234,8 +234,9 @@ class LayerNorm(_Norm):
         weight, bias = (*ctx.params, None, None)[:2]
         dtype = wide(input_.dtype)
         # on the CPU torch's kernel mixes a half precision input with fp32 parameters and statistics
-        mixes = input_.device.type == "cpu" and weight is not None and forward_ad._current_level < 0
-        # the mixed kernel's tangent has the statistics' dtype
+        # the mixed kernel's tangent has the statistics' dtype, and a compiler takes another for it
+        plain = forward_ad._current_level < 0 and not torch.compiler.is_dynamo_compiling()
+        mixes = input_.device.type == "cpu" and weight is not None and plain
         x = input_ if mixes else cast(input_, dtype)
         scale = _scale(weight, dtype, self.zero_centered_gamma)
         shift = None if bias is None else cast(bias, dtype)

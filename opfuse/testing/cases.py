@@ -421,9 +421,10 @@ class Case:
             basic = [op() for op in self.chain_ops]
         for number, op in enumerate(basic):
             op.train(self.training is not (number in self.switched))
+        channels = iter(["residual", *map(str, range(99))])  # one producer each
         for op in basic if self.residual or self.hidden else ():
             for k in range(op.num_extra_outputs):
-                op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
+                op.set_extra_output_channel(k, next(channels), output_to_caller=self.residual)
             for k, kind in enumerate(kinds_of(op) if self.residual else ()):
                 op.set_extra_input_channel(k, "residual" if kind == "floating" else None)
         if self.crossing:

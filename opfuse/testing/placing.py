@@ -126,11 +126,9 @@ def classes_of(element: Any) -> list[type]:
 
 def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
     """The ways to make an op of a class for an input of ``width`` features."""
-    for known in (makers, _MAKERS):
-        if cls in known:
-            made = known[cls](width)
-            return [made] if isinstance(made, Op) else list(made)
-    return _by_constructor(cls, width)
+    known = {**_MAKERS, **makers}
+    made = known[cls](width) if cls in known else _by_constructor(cls, width)
+    return [made] if isinstance(made, Op) else list(made)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -122,10 +122,9 @@ def _shrink(
                 separate(smaller)
                 run(check.name, smaller)
             except Failure as found:
-                if str(found) == UNUSED:  # another fault: it does not match what is left
-                    continue
-                case, failure = smaller, found
-                break
+                if str(found) != UNUSED:  # that is another fault: it does not match what is left
+                    case, failure = smaller, found
+                    break
             except Declined:
                 continue
         else:

@@ -169,9 +169,8 @@ class FusionSuite:
         With ``known``, of those that ran in this process; else the others run now.
         """
         for root in itertools.takewhile(lambda root: root != name, ROOTS):
-            if {root, f"{subject.name}: {root}"} & {*self.limits}:
-                continue
-            if subject.passes not in CHECKS[root].passes:
+            declared = {root, f"{subject.name}: {root}"} & {*self.limits}
+            if declared or subject.passes not in CHECKS[root].passes:
                 continue
             if (tier.name, subject, root) not in self._failed and not known:
                 outcome = self.check(subject, root, tier.device)

@@ -97,8 +97,7 @@ def whole_numbers(
     size = extra_shape(op, shape, index)
     if isinstance(op, built_in.GroupedLinear):
         cuts = torch.randint(0, shape[0] + 1, (op.num_groups - 1,), generator=generator)
-        ends = torch.tensor([0, *sorted(cuts.tolist()), shape[0]])
-        return ends.diff()
+        return torch.tensor([0, *sorted(cuts.tolist()), shape[0]]).diff()
     if kinds_of(op)[index] == "bool":
         return torch.randint(0, 2, size, generator=generator).bool()
     most = 4096 if isinstance(op, built_in.RoPE) else max(1, shape[-1])

@@ -67,6 +67,21 @@ def test_compiled_chains_match_eager(compiler, name, autocast):
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_compiled_layer_norm_in_half_precision_matches_eager(compiler, dtype):
+    """Torch's kernel on the CPU gives statistics of another dtype than it says while it is traced."""
+    chain = opfuse.Sequential(ops.LayerNorm(8, dtype=dtype))
+    x, compiled = torch.randn(3, 8, dtype=dtype), compiler(chain)
+    results = []
+    for function in (chain, compiled):
+        leaf = x.clone().requires_grad_()
+        chain.zero_grad()
+        y = function(leaf)
+        y.float().square().sum().backward()
+        results.append((y.detach(), leaf.grad, chain[0].weight.grad))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("op", SCALED)
 def test_compiled_scaled_activations_match_eager(compiler, op):

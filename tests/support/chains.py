@@ -56,8 +56,9 @@ class Joint(Forwarding):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):
         saved, inner = basic_op_ctxs[-1].saved_tensors[::-1], []
-        for start, ctx in basic_op_ctxs[0].kept:
+        for (start, ctx), own in zip(basic_op_ctxs[0].kept, basic_op_ctxs, strict=True):
             inner.append(copy.copy(ctx))
+            inner[-1].is_reached = own.is_reached
             inner[-1].saved_tensors = saved[start : start + ctx.count]
         inner[-1].owns_grad_output = basic_op_ctxs[-1].owns_grad_output
         return super().fuser_backward(inner, grad_output, **given)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import torch
 from chains import Forwarding, Joint
 
 from opfuse import ops
+from opfuse.core.authoring import may_write
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from opfuse.ops.distributed import WithProcessGroup
 
@@ -26,20 +28,55 @@ def _rounded_otherwise(y):
 
     Which ones has nothing to do with the features that they belong to.
     """
-    result = torch.empty_like(y)  # in the same order in memory
     places = (torch.arange(y.numel(), device=y.device).reshape(y.shape) * 2654435761 >> 16) % 4
     for place, end in ((0, 0.0), (2, 2.0)):
         moved = torch.nextafter(y, end * y)
         y = torch.where((places == place) & y.isfinite() & moved.isfinite(), moved, y)
-    return result.copy_(y)
+    return y
+
+
+def _in_fp32(value):
+    """A copy of a tensor of floating-point numbers; anything else as it is."""
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(torch.float32, copy=True) if floating else value
 
 
 class Rounding(Forwarding):
-    """Rounds otherwise than the separate ops."""
+    """Rounds otherwise than the separate ops.
+
+    In half precision it computes in fp32 and rounds the last result alone, as kernels do: a last
+    bit of half precision more would be an error that none of them makes.
+    """
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
+        if torch.compiler.is_compiling():
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+        wide = self._output_in_fp32(basic_op_ctxs, input_, **given)  # before an op writes into it
         y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
-        return (y if torch.compiler.is_compiling() else _rounded_otherwise(y)), extras
+        result = torch.empty_like(y)  # in the same order in memory
+        if y.dtype.itemsize > 2:
+            return result.copy_(_rounded_otherwise(y)), extras
+        if wide is not None:
+            y = torch.where(y.isfinite() & wide.isfinite(), _rounded_otherwise(wide).to(y.dtype), y)
+        return result.copy_(y), extras
+
+    def _output_in_fp32(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **given):
+        """None where the ops draw numbers, or where a mode holds what they write into."""
+        if any(isinstance(op, (ops.Dropout, ops.LowRankLinear)) for op in self.basic_ops):
+            return None
+        if not may_write():
+            return None
+        inner = [copy.copy(ctx) for ctx in basic_op_ctxs]
+        for ctx in inner:
+            ctx.params, ctx.dtype = tuple(map(_in_fp32, ctx.params)), ctx.dtype and torch.float32
+            ctx.requires_grad = ctx.input_requires_grad = False
+            ctx.param_requires_grad = (False,) * len(ctx.params)
+        extras = [[*map(_in_fp32, of_op)] for of_op in basic_op_extra_inputs]
+        with torch.no_grad():
+            wide, _ = self.run_separately(
+                inner, _in_fp32(input_), basic_op_extra_inputs=extras, **given
+            )
+        return wide
 
 
 class RoundingJoint(Joint, Rounding):

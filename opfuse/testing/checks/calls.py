@@ -129,11 +129,14 @@ def _with_constants(chains: Chains) -> Iterable[Case]:
 
 
 def _others(chain: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Every number, flag and text on an op, and its mode, with another value."""
+    """Every number, flag and text on an op, and its mode, with another value.
+
+    How many extra tensors an op has is no number: no call takes another one.
+    """
     other: dict[type, Any] = {float: lambda v: v / 2 or 0.25, int: lambda v: v + 1}
     other |= {bool: operator.not_, str: "not {}".format}
     named = [(op, *pair) for op in chain.modules() for pair in plain_attributes(op).items()]
-    known = [(op, name, value) for op, name, value in named if type(value) in other]
+    known = [o for o in named if type(o[2]) in other and not o[1].startswith("num_extra_")]
     return [(op, n, 0.5 if n == "eps" else other[type(v)](v)) for op, n, v in known]
 
 

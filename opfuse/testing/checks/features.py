@@ -73,10 +73,8 @@ def errors(case: Case) -> None:
     expected = references(case)
     warm, was = fused(case, grads=False).built, settings_now()
     with only(case.subject):
-        if case.recipe is not None:
-            forward(case, built=warm)
+        forward(case, built=warm)  # makes quantizers: where one fails, its plugin is off
         for at in range(40):
-            # where a quantizer cannot be made, its plugin is off from then on
             if not _raises(case, warm, at):
                 break
             unchanged_settings(was, f"error in operation {at}")
@@ -200,11 +198,19 @@ def compile(case: Case) -> None:
     if (reason := refusal(case, compiling=True)) is not None:
         raise Declined(reason)
     fused(case, grads=False)
-    torch._dynamo.reset()
-
     how: dict[str, Any] = dict(fullgraph=True, dynamic=case.rows != (1,), backend="aot_eager")
+
+    def step() -> RunResult:
+        torch._dynamo.reset()
+        return backward(case, forward(case, chain=lambda chain: torch.compile(chain, **how)))
+
     with only(case.subject):
-        got = backward(case, forward(case, chain=lambda chain: torch.compile(chain, **how)))
+        try:
+            got = step()
+        except Exception:
+            with references_only(case):  # it is not the fusion's fault where they do not either
+                step()
+            raise
     compare_results(case, *where_finite(case, got, *references(case)))
 
 

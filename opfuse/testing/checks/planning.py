@@ -159,10 +159,8 @@ def _unlike(case: Case, what: str) -> None:
         expected = references(case)
     except Declined:  # widths that do not fit
         return
-    with saying(f"for {what}: "):
-        with only(case.subject), blamed():
-            got = backward(case, forward(case))
-        compare_results(case, got, *expected)
+    with saying(f"for {what}: "), only(case.subject), blamed():
+        compare_results(case, backward(case, forward(case)), *expected)
 
 
 def _derived(cls: type) -> type:
