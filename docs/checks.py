@@ -91,7 +91,9 @@ CAUSES = {
     ),
     "gradients": (
         "a sum over rows in half precision; a missing factor; the formula of another forward; a "
-        "broadcast dimension that is not summed; numbers of the op in place of those of the forward"
+        "broadcast dimension that is not summed; numbers of the op in place of those of the "
+        "forward; a division by a weight or a scale that may be 0; what an activation saved is "
+        "read without `saved_input`"
     ),
     "aliasing": (
         "the output is a view of the input or of a saved tensor; a buffer is kept on the fused "
