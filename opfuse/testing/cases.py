@@ -421,10 +421,12 @@ class Case:
             basic = [op() for op in self.chain_ops]
         for number, op in enumerate(basic):
             op.train(self.training is not (number in self.switched))
-        for op in basic if self.residual or self.hidden else ():
-            for k in range(op.num_extra_outputs):
-                op.set_extra_output_channel(k, "residual", output_to_caller=self.residual)
-            for k, kind in enumerate(kinds_of(op) if self.residual else ()):
+        forks = [(op, k) for op in basic for k in range(op.num_extra_outputs)]
+        for number, (op, k) in enumerate(forks if self.residual or self.hidden else ()):
+            name = f"residual {number}" if number else "residual"
+            op.set_extra_output_channel(k, name, output_to_caller=self.residual)
+        for op in basic if self.residual else ():
+            for k, kind in enumerate(kinds_of(op)):
                 op.set_extra_input_channel(k, "residual" if kind == "floating" else None)
         if self.crossing:
             _cross(basic)

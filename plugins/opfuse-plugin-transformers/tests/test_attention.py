@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from opfuse_transformers.attention import is_attention
 from torch import nn
 
 import opfuse
+from opfuse import ops
 
 
 def attention(twin):
@@ -114,9 +116,104 @@ def test_without_a_recipe_they_are_not_joined(models):
     model = models.make("llama")
     twin = copy.deepcopy(model)
     opfuse.convert(twin)
-    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    with opfuse.plugins.using("transformers"):
+        assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
     why = opfuse.converted(twin)["model.layers.0.self_attn"]
     assert why == "its projections are joined under a recipe alone"
+
+
+class InOneStep(opfuse.FusedOperation):
+    """The backward of three linears of one input."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        InOneStep.ran += 1
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
+class Adding:
+    @opfuse.hookimpl
+    def opfuse_backward_fusions(self):
+        linear = ops.BasicLinear, opfuse.Optional(ops.Bias)
+        kept = ops.MakeExtraOutput, *linear, ops.SwapExtraInput
+        return [opfuse.Fusion((*kept, *kept, *linear), InOneStep)]
+
+
+@pytest.fixture
+def adding():
+    record = opfuse.plugins.register(Adding(), name="adding", distribution="adding")
+    InOneStep.ran = 0
+    with opfuse.plugins.using("transformers,adding"):
+        yield
+    opfuse.plugins.remove(record)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "bert"])
+def test_the_gradients_of_their_input_are_added_up_in_one_step(
+    models, adding, family, dtype, autocast
+):
+    model = models.make(family, dtype)
+    twin = copy.deepcopy(model)
+    for module in filter(is_attention, twin.modules()):
+        opfuse.convert(module)
+    got, expected = (models.step(each, autocast=autocast) for each in (twin, model))
+    fits = not (autocast and dtype is torch.float64)
+    assert InOneStep.ran == 2 * fits
+    half = autocast or dtype is torch.bfloat16
+    most = 0.1 if half else {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    if half and dtype is not torch.float64:  # compared with what is exact
+        exact = models.step(copy.deepcopy(model).double())
+        double = [
+            (loss.double(), {n: g.double() for n, g in gs.items()}) for loss, gs in (got, expected)
+        ]
+        far, usual = (models.worst(each, exact)[0] for each in double)
+        assert far <= max(1.25 * usual, most / 10)
+    else:
+        assert models.worst(got, expected)[0] <= most
+
+
+def test_where_no_gradient_of_the_input_is_needed_the_projections_run(models, adding):
+    model = models.make("llama")
+    opfuse.convert(model)
+    with torch.no_grad():
+        model(**models.inputs(model))
+    for name, param in model.named_parameters():
+        param.requires_grad_("o_proj" in name or "lm_head" in name)
+    model(**models.inputs(model)).loss.backward()
+    assert InOneStep.ran == 1  # of the second layer
+    attention(model).q_proj.requires_grad_(True)
+    models.step(model)
+    assert InOneStep.ran == 2
+
+
+def test_hooks_and_adapters_of_a_projection_run(models, adding):
+    model = models.make("llama")
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    for each in (model, twin):
+        attention(each).k_proj.register_forward_hook(lambda module, args, output: output * 2)
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert InOneStep.ran == 1
+
+
+def test_an_attention_function_may_overwrite_queries_in_place(models, adding):
+    """They are tensors of their own, not parts of one."""
+    from transformers import AttentionInterface
+
+    def scaled(module, query, key, value, mask, **kwargs):
+        query = query.mul_(2).add_(key.repeat_interleave(2, 1))
+        value.mul_(0.5)
+        return (query + value.repeat_interleave(2, 1)).transpose(1, 2), None
+
+    AttentionInterface.register("in place", scaled)
+    model = models.make("llama")
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    for each in (model, twin):
+        each.set_attn_implementation("in place")
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert InOneStep.ran == 2
 
 
 def test_under_a_recipe_the_projections_are_quantized(models):
