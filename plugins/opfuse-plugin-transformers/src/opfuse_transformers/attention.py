@@ -7,7 +7,8 @@ The stand-in shares everything else with the module.
 Unless it is quantized, one product has been no faster than three on a CPU: the gradients of its
 parts are joined. So it runs only under a recipe, or where an option says so. Otherwise a chain of
 three linears runs, if a plugin adds up the gradients of their input in one step. The rotations of
-queries and keys are chains in any case, see :mod:`.rotations`.
+queries and keys are chains in any case, see :mod:`.rotations`. The projection of the output is a
+chain of its own under a recipe, which quantizes it like the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opfuse_convert import Conversion, leaf_of
+from opfuse_convert import Conversion, Converter, leaf_of
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
@@ -34,6 +35,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
 # which takes the part of a wider one
 _KNOWN = {"hidden_states", "input_shape", "hidden_shape"}
+_OUTPUTS = "o_proj", "out_proj", "dense"
 _CROSS = {"current_states", "encoder_hidden_states", "key_value_states"}
 
 
@@ -76,7 +78,32 @@ def build(module: Any, env: Environment) -> Conversion | str:
         places=[*places, *rotations.places],
         splits=shared,
         also=rotations.chains(module.head_dim) if hasattr(module, "head_dim") else (),
+        parts={name: _OUTPUT for name in _OUTPUTS if name in module._modules},
     )
+
+
+def _build_output(module: Any, env: Environment) -> Conversion | str:
+    """The chain of a linear layer alone, for a recipe."""
+    leaf = leaf_of(module, splits)
+    if op_class(module) is not nn.Linear or isinstance(leaf, str) or leaf.split is not None:
+        return leaf if isinstance(leaf, str) else "it is not a plain torch.nn.Linear"
+    chain = Sequential(*leaf.ops)
+    return Conversion(chain, ("",), _OutputCall(), nn.Linear.forward, places=leaf.places)
+
+
+class _OutputCall:
+    """The forward of a linear layer, by its chain under a recipe."""
+
+    why = ""
+
+    def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`opfuse_convert.Conversion`."""
+        is_quantized = current.recipe is not None
+        self.why = "" if is_quantized else "it is a chain under a recipe alone"
+        return chain(args[0]) if is_quantized and len(args) == 1 and not kwargs else NotImplemented
+
+
+_OUTPUT = Converter(nn.Linear, _build_output, "output of attention, under a recipe")
 
 
 def _own(module: nn.Module) -> Any:
