@@ -39,7 +39,7 @@ class Compiled(FusedOperation):
         self._parts = tuple(basic_ops)  # in a tuple: looking up a module's attributes is slow
         self._backend = conditions.DEFAULTS["inductor.backend"][0]
         self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
-        self._made: dict[Any, CompiledKernel] = {}
+        self._made: dict[str, list[CompiledKernel]] = {}
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
@@ -70,16 +70,13 @@ class Compiled(FusedOperation):
             bound = functools.partial(function, how)
             return CompiledKernel(title, bound, specs, device, self._backend)
 
-        made = self._made[name, how, key[2]] = cached(key, make)
-        return made
+        self._made[name] = [cached(key, make)]
+        return self._made[name][0]
 
     @property
     def notes(self) -> str:  # type: ignore[override]
         """Text that ``opfuse.explain`` adds: the time spent compiling, or that none was."""
-        passes: dict[str, list[CompiledKernel]] = {}
-        for (name, *_), kernel in self._made.items():
-            passes.setdefault(name, []).append(kernel)
-        return notes_of(passes) if passes else "nothing was compiled, the op ran by itself"
+        return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
 
 
 class CompiledRows(Compiled):

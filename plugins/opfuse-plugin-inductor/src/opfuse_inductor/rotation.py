@@ -1,4 +1,4 @@
-"""Rotations by given cosines and sines, of one tensor or of two that are swapped, compiled.
+"""Rotations by given cosines and sines, compiled.
 
 PyTorch's operations go over a tensor a dozen times. A function reads it once, and the tables.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from opfuse import Fusion
-from opfuse.ops import ApplyRoPE, SwapExtraInput
+from opfuse.ops import ApplyRoPE
 from opfuse.ops.rope import Rotation, rotated
 
 from .fused import has_rows, matrix
@@ -20,9 +20,9 @@ from .tracing import Spec
 
 
 class CompiledRotation(Compiled):
-    """Rotations, forward and backward, with the numbers of the op.
+    """A rotation, forward and backward, with the numbers of the op.
 
-    Small inputs, and those that no kernel takes, go through the ops, as if there were no fusion.
+    Small inputs, and those that no kernel takes, go through the op, as if there were no fusion.
     """
 
     def fuser_forward(
@@ -34,20 +34,15 @@ class CompiledRotation(Compiled):
         **unused: Any,
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        extras, last = basic_op_extra_inputs, basic_op_ctxs[-1]
-        swapped = extras[1] if len(extras) > 1 else ()
-        given = [*zip((input_, *swapped), self._parts[::2], extras[::2], strict=True)]
+        (op,), (ctx,), (tables,) = self._parts, basic_op_ctxs, basic_op_extra_inputs
         small = input_.numel() < max(self._min_elements, 1)
-        if small or not all(_fits(*each, recorded=last.requires_grad) for each in given):
-            return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=extras)
-        made = [self._turned(op.rotation, x, tables) for x, op, tables in given]
-        if last.requires_grad:
-            last.to_save = [table for tables in extras[::2] for table in tables]
-            last.turned = [
-                (op.rotation, y.shape, y.dtype) for y, (_, op, _) in zip(made, given, strict=True)
-            ]
-        *others, y = made
-        return y, [(), *[part for other in others for part in ((other,), ())]]
+        if small or not _fits(input_, op, tables, recorded=ctx.requires_grad):
+            return self.run_separately(
+                basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs
+            )
+        if ctx.requires_grad:
+            ctx.turned, ctx.to_save = op.rotation, tables if ctx.input_requires_grad else ()
+        return self._turned(op.rotation, input_, tables, "forward"), [()]
 
     def fuser_backward(
         self,
@@ -57,35 +52,23 @@ class CompiledRotation(Compiled):
         basic_op_grad_extra_outputs: Sequence[Sequence[Any]],
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        extra, last = basic_op_grad_extra_outputs, basic_op_ctxs[-1]
-        if getattr(last, "turned", None) is None:
+        (ctx,) = basic_op_ctxs
+        rotation = getattr(ctx, "turned", None)
+        if rotation is None:
             return self.run_separately_backward(
-                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=extra
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
             )
-        saved = last.saved_tensors
-        dys = [*(extra[1] if len(extra) > 1 else ()), grad_output]
-        found = []
-        for number, (dy, (rotation, shape, dtype)) in enumerate(zip(dys, last.turned, strict=True)):
-            if dy is None:
-                found.append(grad_output.new_zeros(shape, dtype=dtype))
-            else:
-                tables = saved[2 * number : 2 * number + 2]
-                found.append(self._turned(rotation, dy, tables, back=True))
-        dx, *others = found
-        none = (None, None)
-        return dx, [()] * len(extra), [none, *[part for each in others for part in ((each,), none)]]
+        saved = ctx.saved_tensors
+        dx = self._turned(rotation, grad_output, saved, "backward") if saved else None
+        return dx, [()], [(None, None)]
 
-    def _turned(
-        self, rotation: Rotation, x: Tensor, tables: Sequence[Tensor], *, back: bool = False
-    ) -> Tensor:
-        """A tensor rotated, or its gradient rotated back."""
+    def _turned(self, rotation: Rotation, x: Tensor, tables: Sequence[Any], way: str) -> Tensor:
+        """A tensor rotated, or a gradient rotated back."""
         (*lead, heads, size), rows = x.shape, x.shape[:-2].numel()
         flat = [matrix(x.reshape(rows, heads * size), rows)]
         flat += [matrix(table.expand(*lead, table.shape[-1]), rows) for table in tables]
         specs = [Spec(each.dtype, each.shape[-1]) for each in flat]
-        kernel = self.made(
-            "backward" if back else "forward", _turn, (rotation, heads, back), specs, x.device
-        )
+        kernel = self.made(way, _turn, (rotation, heads, way == "backward"), specs, x.device)
         return kernel(flat, rows)[0].view(x.shape)  # type: ignore[no-any-return]
 
 
@@ -96,41 +79,18 @@ def _turn(how: tuple[Rotation, int, bool], x: Tensor, cos: Tensor, sin: Tensor) 
     return {"y": rotated(by_heads, cos, sin, rotation, back=back).flatten(1)}
 
 
-def _fits(x: Tensor, op: ApplyRoPE, tables: Sequence[Tensor], *, recorded: bool) -> bool:
+def _fits(x: Tensor, op: ApplyRoPE, tables: Sequence[Any], *, recorded: bool) -> bool:
     """Whether a kernel takes a tensor and its tables, and the op would refuse nothing."""
     if {type(x), *map(type, tables)} != {Tensor} or x.ndim < 3 or x.shape[-1] != op.head_dim:
         return False
     lead, widths = x.shape[:-2], ((op.rotary_dim,), (op.rotary_dim // 2,))
-    return (
-        op.rotary_dim > 0
-        and has_rows(x)
-        and all(
-            table.shape[-1:] in widths
-            and table.ndim <= len(lead) + 1
-            and all(a in (1, b) for a, b in zip(table.shape[-2::-1], lead[::-1], strict=False))
-            and not (recorded and table.requires_grad)
-            for table in tables
-        )
-    )
+    for table in tables:
+        pairs = zip(table.shape[-2::-1], lead[::-1], strict=False)
+        broadcasts = table.ndim <= x.ndim - 1 and all(a in (1, b) for a, b in pairs)
+        if table.shape[-1:] not in widths or not broadcasts or (recorded and table.requires_grad):
+            return False
+    return op.rotary_dim > 0 and has_rows(x)
 
 
-def _benefit(ops: Sequence[Any], env: Any) -> float:
-    """Additional passes over memory of the separate ops: a rotation takes 12."""
-    return 12.0 * (1 + len(ops) // 2)
-
-
-JOINT = [
-    Fusion(
-        pattern,
-        CompiledRotation,
-        pays,
-        _benefit,
-        priority=-100,
-        name=f"compiled rotation{of}",
-        needs_rows=True,
-    )
-    for pattern, of in (
-        ((ApplyRoPE,), ""),
-        ((ApplyRoPE, SwapExtraInput, ApplyRoPE), " of two tensors"),
-    )
-]
+_NAME = "compiled rotation"
+JOINT = [Fusion((ApplyRoPE,), CompiledRotation, pays, 12, -100, _NAME, needs_rows=True)]

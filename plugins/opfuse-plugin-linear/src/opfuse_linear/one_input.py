@@ -5,8 +5,8 @@ In a chain, an extra output keeps the input, and a swap behind the linear brings
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,31 +17,6 @@ from opfuse.ops import BasicLinear, Bias, MakeExtraOutput, SwapExtraInput
 
 from . import conditions, kernels
 from .fused import Ctxs, Extras, Products
-
-
-class _Part(NamedTuple):
-    """One of the linears, by the places of its ops; None: it has none.
-
-    Attributes:
-        linear: The linear.
-        bias: Its bias.
-        fork: The extra output before it.
-        swap: The swap behind it.
-    """
-
-    linear: int
-    bias: int | None
-    fork: int | None
-    swap: int | None
-
-
-def _parts(ops: Sequence[Any]) -> Iterator[_Part]:
-    """Each linear, the last first."""
-    last = len(ops) - 1
-    for i in reversed([i for i, op in enumerate(ops) if isinstance(op, BasicLinear)]):
-        bias = i + 1 if isinstance(ops[min(i + 1, last)], Bias) else None
-        end = bias or i
-        yield _Part(i, bias, *((i - 1, end + 1) if end < last else (None, None)))
 
 
 class BackwardLinearsOfOneInput(Products):
@@ -59,63 +34,56 @@ class BackwardLinearsOfOneInput(Products):
         made = {op.extra_output_channels[0]: i for i, op in forks}
         read = {i: op.extra_input_channels[0] for i, op in forks if op.num_extra_inputs}
         sources = {i: made[name] for i, name in read.items() if name is not None and name in made}
-        self._wiring = tuple(_parts(basic_ops)), sources
+        self._wiring = tuple(basic_ops), sources
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        parts, sources = self._wiring
-        of_params: list[Any] = [()] * len(basic_op_ctxs)
-        of_extras: list[Any] = list(of_params)
-        dy: Tensor = grad_output
-        dx: Tensor | None = None
+        ops, sources = self._wiring
+        of_params: list[Any] = [()] * len(ops)
+        of_extras: list[Any] = [()] * len(ops)
+        grad: Any = grad_output
         own: dict[int, Tensor] = {}  # gradients of extra outputs that the run itself has made
 
         def of_output(i: int) -> Tensor | None:
-            grad, mine = basic_op_grad_extra_outputs[i][0], own.get(i)
-            return grad if mine is None else mine if grad is None else added(mine, grad)
+            given, mine = basic_op_grad_extra_outputs[i][0], own.get(i)
+            return given if mine is None else mine if given is None else added(mine, given)
 
-        for linear, bias, fork, swap in parts:
-            addend = None
-            if fork is not None and swap is not None:
-                source = sources.get(swap)
-                of_extras[swap] = (dx if source is None else None,)
-                if source is not None and dx is not None:
-                    own[source] = added(own[source], dx) if source in own else dx
-                dy = _or_zeros(of_output(swap), basic_op_ctxs[swap])
-                addend = of_output(fork)
-            if bias is not None:
-                wants = basic_op_ctxs[bias].param_requires_grad[0]
-                of_params[bias] = (kernels.bias_grad(dy) if wants else None,)
-            x, weight = BasicLinear.saved_operands(basic_op_ctxs[linear])
-            flat = [None if t is None else kernels._rows(t) for t in (x, addend)]
-            given: dict[str, Any] = dict(
-                addend=flat[1], owned=fork in own, ctx=basic_op_ctxs[linear]
-            )
-            rows, of_weight = kernels.linear_grads(
-                kernels._rows(dy), flat[0], weight, onednn=self._onednn, **given
-            )
-            dx = None if rows is None else rows.view(*dy.shape[:-1], rows.shape[1])
-            of_params[linear] = (of_weight,)
-        return dx, of_params, of_extras
+        for i in reversed(range(len(ops))):
+            op, ctx = ops[i], basic_op_ctxs[i]
+            if isinstance(op, SwapExtraInput):
+                source = sources.get(i)
+                of_extras[i] = (grad if source is None else None,)
+                if source is not None and grad is not None:
+                    own[source] = added(own[source], grad) if source in own else grad
+                grad = of_output(i)
+                if grad is None:
+                    shape, dtype, device = ctx.like  # type: ignore[attr-defined]
+                    grad = torch.zeros(shape, dtype=dtype, device=device)
+            elif isinstance(op, Bias):
+                wants = ctx.param_requires_grad[0]
+                of_params[i] = (kernels.bias_grad(grad) if wants else None,)
+            elif isinstance(op, BasicLinear):
+                kept = i > 0 and isinstance(ops[i - 1], MakeExtraOutput)
+                addend = of_output(i - 1) if kept else None
+                grad, of_weight = self._grads(ctx, grad, addend, kept and i - 1 in own)
+                of_params[i] = (of_weight,)
+        return grad, of_params, of_extras
 
-
-def _or_zeros(grad: Tensor | None, swapped: Any) -> Tensor:
-    if grad is not None:
-        return grad
-    shape, dtype, device = swapped.like
-    return torch.zeros(shape, dtype=dtype, device=device)
+    def _grads(self, ctx: Any, dy: Tensor, addend: Tensor | None, owned: bool) -> tuple[Any, Any]:
+        """The gradients of a linear's input, plus an addend of any origin, and of its weight."""
+        x, weight = BasicLinear.saved_operands(ctx)
+        rows = [None if t is None else kernels._rows(t) for t in (x, addend)]
+        given: Any = dict(addend=rows[1], owned=owned, onednn=self._onednn, ctx=ctx)
+        dx, of_weight = kernels.linear_grads(kernels._rows(dy), rows[0], weight, **given)
+        return None if dx is None else dx.view(*dy.shape[:-1], dx.shape[1]), of_weight
 
 
 _LINEAR = (BasicLinear, Optional(Bias))
 _KEPT = (MakeExtraOutput, *_LINEAR, SwapExtraInput)
 
-BACKWARD = [
-    Fusion(
-        (*_KEPT, *_KEPT, *_LINEAR),
-        BackwardLinearsOfOneInput,
-        conditions.plain_linear,
-        name="linears of one input",
-    )
-]
+_THREE = (*_KEPT, *_KEPT, *_LINEAR)
+_WHEN = conditions.plain_linear
+
+BACKWARD = [Fusion(_THREE, BackwardLinearsOfOneInput, _WHEN, name="linears of one input")]

@@ -185,8 +185,9 @@ class Turning:
         chain = self.chain(turn, lead[-1], width)
         *others, first = [y.to(dtype).movedim(turn.heads, -2) for y in given]
         plan = plan_of(chain, first, cos, sin, *others)
-        is_fused = plan is not None and len(plan.forward) == 1
-        return (turn, dtype, chain) if is_fused else None
+        steps = () if plan is None else plan.forward
+        is_fused = all(step.fusion or step.op == SwapExtraInput.__name__ for step in steps)
+        return (turn, dtype, chain) if steps and is_fused else None
 
     def first_chain(self, size: int) -> Any:
         """The chain for heads of a size, all of which turn."""
