@@ -1,6 +1,7 @@
-"""The backward of three linears of one input, such as the query, key and value of attention.
+"""The backward of a linear whose input others read, too, and of three linears of one input.
 
-In a chain, an extra output keeps the input, and a swap behind the linear brings it back.
+Such are the query, key and value of attention. In a chain, an extra output keeps the input, and a
+swap behind the linear brings it back.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from . import conditions, kernels
 from .fused import Ctxs, Extras, Products
 
 
-class BackwardLinearsOfOneInput(Products):
-    """The gradients of the input are added up by the products, in place.
+class BackwardSharedInput(Products):
+    """The gradients of the input are added up by the products, in place if the run has made both.
 
     In half precision the sum is rounded once for each product. The separate ops round each product
     and each sum.
@@ -84,6 +85,9 @@ _LINEAR = (BasicLinear, Optional(Bias))
 _KEPT = (MakeExtraOutput, *_LINEAR, SwapExtraInput)
 
 _THREE = (*_KEPT, *_KEPT, *_LINEAR)
-_WHEN = conditions.plain_linear
+_ONE = (MakeExtraOutput, BasicLinear)
 
-BACKWARD = [Fusion(_THREE, BackwardLinearsOfOneInput, _WHEN, name="linears of one input")]
+BACKWARD = [
+    Fusion(_ONE, BackwardSharedInput, conditions.plain_linear, name="linear+add"),
+    Fusion(_THREE, BackwardSharedInput, conditions.plain_linear, name="linears of one input"),
+]

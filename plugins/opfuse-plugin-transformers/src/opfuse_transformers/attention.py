@@ -99,10 +99,11 @@ class _OutputCall:
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
         is_quantized = current.recipe is not None
-        self.why = "" if is_quantized else "it is a chain under a recipe alone"
+        self.why = "" if is_quantized else UNQUANTIZED
         return chain(args[0]) if is_quantized and len(args) == 1 and not kwargs else NotImplemented
 
 
+UNQUANTIZED = "it is a chain under a recipe alone"
 _OUTPUT = Converter(nn.Linear, _build_output, "output of attention, under a recipe")
 
 
