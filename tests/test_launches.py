@@ -84,7 +84,9 @@ def test_a_block_launches_no_more_than_eager_pytorch():
     assert converted["rope_kernel"] == 2
     assert converted.total() <= 37 < eager.total() == 115
     assert eager["mm"] == converted["mm"] + converted["addmm"] == 21
-    assert converted["addmm"] == 3  # in the gradients of the inputs of gate and up, and of q, k and v
+    assert (
+        converted["addmm"] == 3
+    )  # in the gradients of the inputs of gate and up, and of q, k and v
 
 
 def test_a_model_launches_no_more_than_eager_pytorch_around_its_blocks():
