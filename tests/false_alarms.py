@@ -2,7 +2,7 @@
 
 ``python tests/false_alarms.py 0 200`` checks 200 seeds and writes ``false_alarms.json`` next to this file, after each of
 them; seeds that are there already, checked by as many checks, are not checked again, and where there are more checks now,
-only by those. About ten seconds a seed on one core. ``python tests/false_alarms.py ordinary`` checks the six fusions of
+only by those. About eight seconds a seed on one core. ``python tests/false_alarms.py ordinary`` checks the six fusions of
 ``support/ordinary.py``.
 """
 

@@ -381,6 +381,18 @@ def test_quantize_before_an_op_that_quantizes_leaves_it_to_that_op():
     same(got, run(opfuse.Sequential(linear), x))
 
 
+@pytest.mark.parametrize("passes", ["forward", "backward", "forward_backward"])
+def test_ops_one_by_one_read_no_codes_that_quantize_passes_on(register, passes):
+    """They do not take them, in a fused op either."""
+    chain = opfuse.Sequential(ops.Quantize(), ops.GELU(), ops.GELU(), ops.Quantize(False, True))
+    x = torch.randn(3, 4, requires_grad=True)
+    expected = run(chain, x)
+    register(passes, opfuse.Fusion([type(op) for op in chain], Separately))
+    same(run(chain, x), expected)
+    which = "backward" if passes == "backward" else "forward"
+    assert "Quantize + GELU + GELU + Quantize" in parts(chain, which)
+
+
 def test_what_somebody_else_quantized_is_refused():
     class Own(ops.Identity):
         saved_names = None

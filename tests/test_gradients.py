@@ -181,6 +181,28 @@ def test_zero_times_infinity_is_not_computed_for_nobody():
     torch.testing.assert_close(x.grad, torch.ones_like(x))
 
 
+@pytest.mark.parametrize("backward_fused", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_steps_that_only_give_a_shape_make_no_nan(register, backward_fused, inside):
+    """A fused forward hides the shape behind the extra output: later ops run for it."""
+    chain = opfuse.Sequential(
+        ops.MakeExtraOutput(), ops.Bias(4), ops.AddExtraInput(), ops.LayerNorm(4), ops.SiLU()
+    )
+    if inside:
+        chain[0].set_extra_output_channel(0, "kept", output_to_caller=True)
+        chain[2].set_extra_input_channel(0, "kept")
+    kinds = [type(op) for op in chain]
+    register(
+        forward_fusions=[opfuse.Fusion(kinds, OneByOne)],
+        backward_fusions=[opfuse.Fusion(kinds[:3], OneByOne)] * backward_fused,
+    )
+    x = torch.tensor([[1.0, -torch.inf, torch.nan, 2.0]] * 2, requires_grad=True)
+    _, extra = chain(x, *(() if inside else (torch.ones(2, 4, requires_grad=True),)))
+    extra.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, 4))
+    assert [param.grad for param in chain.parameters()] == [None] * 3
+
+
 @pytest.mark.parametrize("use", ["main", "extra", "both"])
 def test_as_pytorch_does_it(use):
     chain = three()

@@ -82,8 +82,11 @@ def test_a_block_launches_no_more_than_eager_pytorch():
         all_of(launches.count(launches.llama(SMALL, convert=convert))) for convert in (False, True)
     )
     assert converted["rope_kernel"] == 2
-    assert converted.total() <= 39 < eager.total() == 115
+    assert converted.total() <= 37 < eager.total() == 115
     assert eager["mm"] == converted["mm"] + converted["addmm"] == 21
+    assert (
+        converted["addmm"] == 3
+    )  # in the gradients of the inputs of gate and up, and of q, k and v
 
 
 def test_a_model_launches_no_more_than_eager_pytorch_around_its_blocks():
@@ -108,15 +111,16 @@ def test_under_delayed_fp8_a_chain_launches_no_more_than_eager_pytorch(eager, ch
 
 
 def test_under_delayed_fp8_a_block_launches_no_more_than_eager_pytorch():
-    """Linears side by side are one product: of 6 weights, in 2 forwards, 6 and 6 gradients."""
+    """Linears side by side are one product: of 7 weights, in 4 forwards, 7 and 7 gradients."""
     pytest.importorskip("transformers")
     pytest.importorskip("opfuse_transformers")
     pytest.importorskip("opfuse_rope")
     found = launches.count(launches.llama(SMALL, convert=True), opfuse_fp8.DelayedScaling())
     # which the test above counts; the backward is in the block, so gradients have two buffers
-    assert all_of(found).total() <= 56 < 115
+    assert all_of(found).total() <= 59 < 115
     assert not found.torch["clone"]  # the products read parts of a gradient where they are
-    assert found.torch["_scaled_mm_v2"] == 15 and found.scales == {"advance_scales": 1}
+    assert found.torch["_scaled_mm_v2"] == 18 and not found.torch["mm"]
+    assert found.scales == {"advance_scales": 1}
 
 
 def test_weights_that_share_a_scale_are_one_operand():
@@ -126,8 +130,8 @@ def test_weights_that_share_a_scale_are_one_operand():
     pytest.importorskip("opfuse_rope")
     recipe = opfuse_fp8.DelayedScaling(shared_weight_scale=True)
     found = launches.count(launches.llama(SMALL, convert=True), recipe)
-    assert all_of(found).total() <= 44 and found.scales == {"advance_scales": 1}
-    assert found.torch["_scaled_mm_v2"] == 12 and found.triton["cast_forward"] == 10
+    assert all_of(found).total() <= 47 and found.scales == {"advance_scales": 1}
+    assert found.torch["_scaled_mm_v2"] == 15 and found.triton["cast_forward"] == 13
     assert not {"repeat", "clone", "add_", "_to_copy"} & found.torch.keys()
     assert found.torch["cat"] == 1  # of the gradients of queries, keys and values
 

@@ -13,7 +13,7 @@ from .fusible import FusibleOperation
 from .op import BasicOperation, is_direct
 from .op_context import AllGrads, Extras, Outputs, in_channel, summed
 from .overwriting import may_write
-from .quantization import Quantizer
+from .quantization import QuantizedTensor, Quantizer
 
 
 class _Fixed(nn.Module):
@@ -165,6 +165,8 @@ class FusedOperation(_Fixed, FusibleOperation):
         made: dict[str | None, Tensor | None] = {}
         for i, (op, forward, _) in enumerate(self._separate_ops()):
             ctx, kwargs = basic_op_ctxs[i], basic_op_kwargs[i] if basic_op_kwargs else {}
+            if i and isinstance(x, QuantizedTensor) and not _is_cast(self.basic_ops[i - 1]):
+                x = x.dequantize()  # Quantize passes on what is cast before it
             if forward is not None and not kwargs:
                 x = forward(ctx, x)
                 outputs.append(())
@@ -202,9 +204,11 @@ class FusedOperation(_Fixed, FusibleOperation):
         # with keywords a gradient may be a tensor that the caller gave
         owns, shared = basic_op_ctxs[-1].owns_grad_output, self.kwarg_names or not may_write()
         for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
-            ctx = basic_op_ctxs[i]
+            ctx, behind = basic_op_ctxs[i], self.basic_ops[i + 1 : i + 2]
             if not ctx.requires_grad:  # nor does any before it
                 return None, of_params, of_extras
+            if behind and isinstance(dy, QuantizedTensor) and not _is_cast(behind[0]):
+                dy = dy.dequantize()
             owned, ctx.owns_grad_output = ctx.owns_grad_output, owns
             if backward is not None:
                 dy, of_params[i] = backward(ctx, dy)
@@ -249,3 +253,8 @@ class FusedOperation(_Fixed, FusibleOperation):
     ) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def _is_cast(op: Any) -> bool:
+    """Whether an op is a ``Cast``, which this module cannot import: what it gives is to be read."""
+    return hasattr(op, "quantizer")

@@ -485,8 +485,10 @@ class Case:
                 leaves[f"{number}.{name}"] = param
         for op in basic if self.parametrized else ():
             _parametrize(op)
+        inputs = enumerate(structure.external_inputs)
+        tables = {f"extra {n}" for n, (i, _) in inputs if isinstance(basic[i], built_in.ApplyRoPE)}
         for name, leaf in leaves.items():
-            leaf.requires_grad_(leaf.is_floating_point() and name not in self.frozen)
+            leaf.requires_grad_(leaf.is_floating_point() and name not in {*self.frozen, *tables})
         names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
         return Built(chain, leaves, names, self if dtype is None else self.with_(autocast=None))
 

@@ -281,10 +281,8 @@ def _taken_by_a_gpu(case: Case) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _by_a_gpu(case: Case, speeds: tuple[float | None, ...]) -> bool:
-    gpu: Any = dict(device=torch.device("cuda"))
-    places = itertools.product(((8, 0), (9, 0), (10, 0)), speeds)
-    asked = (refusal(case, True, **gpu, capability=at, measured=speed) for at, speed in places)
-    return None in asked
+    gpu, places = torch.device("cuda"), itertools.product(((8, 0), (9, 0), (10, 0)), speeds)
+    return None in (refusal(case, True, device=gpu, capability=c, measured=s) for c, s in places)
 
 
 def fitted(case: Case) -> Case:

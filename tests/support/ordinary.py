@@ -43,11 +43,12 @@ class LinearBias(opfuse.FusedOperation):
 
 
 class BiasReLU(opfuse.FusedOperation):
-    """The sum, and its sign."""
+    """The sum, rounded once, and its sign: a bias in half precision would be another one."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         bias, relu = basic_op_ctxs
-        x = self.basic_ops[1].operand(relu, input_ + bias.params[0].to(input_.dtype))
+        total = (input_ + bias.params[0]).to(input_.dtype)
+        x = self.basic_ops[1].operand(relu, total)
         return x.clamp(min=0), [(), ()]
 
 

@@ -148,8 +148,9 @@ def fusion(seed):
     }[kind]
     when, build = rng.choice([without_recipe, not_in_fp16]), rng.choice(cls)
     made = Fusion(pattern, build, when, name=f"sound {seed}")
-    if made.names_casts:  # it gives what its casts make
+    if made.names_casts:  # it gives what its casts make, and a joint fusion names none
         made = Fusion(pattern, Forwarding, name=f"sound {seed}")
+        kind = "forward" if kind == "joint" else kind
     return kind, made
 
 

@@ -27,7 +27,7 @@ from .program import Program
 from .saved import leave, rebuilt, recompute, restore_more
 from .side_tensors import BackwardExtras, ForwardExtras
 from .step import Step
-from .step_calls import separate
+from .step_calls import lone_step, separate
 
 any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
@@ -362,7 +362,21 @@ def _begin_late(
         ctxs[i].owns_grad_output = False
     shape, dtype, device = func_ctx.shapes[last]
     zeros = torch.zeros(shape, dtype=dtype, device=device)
-    return zeros, (*first, *program.backward[position + 1 :]), reached
+    steps = [*first, *program.backward[position + 1 :]]
+    _restart(program, steps, reached, extras)
+    return zeros, steps, reached
+
+
+def _restart(program: Program, steps: list[Step], reached: int, extras: BackwardExtras) -> None:
+    """Let nothing out of the steps of later ops: zeros times what is not finite are NaN."""
+    at = next(p for p, step in enumerate(steps) if step.start <= reached)
+    if at and steps[at].stop > reached + 1:  # as above, it may not handle zeros
+        steps[at : at + 1] = separate(steps[at], "backward")
+        at = next(p for p, step in enumerate(steps) if step.start <= reached)
+    if at:
+        again = lone_step(program.chain.ops[reached + 1], 2 * reached + 3)
+        again.direct, again.prepares, again.run = True, True, extras.begin_again
+        steps.insert(at, again)
 
 
 def _begin_with(program: Program, pass_name: str, x: Any) -> tuple[Any, Sequence[Step]]:

@@ -170,6 +170,12 @@ class BackwardExtras:
         quantizers = [quantizer for ctx in ctxs for quantizer in ctx.quantizers.values()]
         state = [getattr(q, name) for q in quantizers for name in q.pending_names]
         self._pending = [(tensor, tensor.clone()) for tensor in state]
+        self._reaching = dict(self._of_outputs)
+
+    def begin_again(self, ctx: Any, grad: Tensor) -> tuple[Tensor, tuple[()]]:
+        """As a step between later ops and the last one that a gradient reaches: zeros."""
+        self._of_outputs = self._reaching
+        return torch.zeros_like(grad), ()
 
     def forget_after(self, index: int) -> None:
         """Discard the gradients and records of later ops: no gradient reached them."""

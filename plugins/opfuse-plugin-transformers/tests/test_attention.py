@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from opfuse_transformers.attention import is_attention
 from torch import nn
 
 import opfuse
+from opfuse import ops
 
 
 def attention(twin):
@@ -21,7 +23,7 @@ def test_other_attention_implementations_give_the_same_step(models, kind):
     for each in (model, twin):
         each.set_attn_implementation(kind)
     assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
-    assert not any(opfuse.converted(twin).values())
+    assert not any(why for name, why in opfuse.converted(twin).items() if "o_proj" not in name)
 
 
 def test_what_an_attention_function_sees(models):
@@ -33,7 +35,7 @@ def test_what_an_attention_function_sees(models):
     def spy(module, query, key, value, mask, **kwargs):
         seen.append(module)
         module.calls = getattr(module, "calls", 0) + 1
-        linears = [part for part in module.modules() if type(part) is nn.Linear]
+        linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
         assert len(linears) == 4 and module.q_proj.weight is linears[0].weight
         assert query.shape[-1] == module.head_dim
         return value.repeat_interleave(2, 1).transpose(1, 2), None
@@ -43,7 +45,7 @@ def test_what_an_attention_function_sees(models):
     twin.set_attn_implementation("spy")
     models.step(twin), models.step(twin)
     assert attention(twin).calls == 2 and isinstance(seen[0], type(attention(twin)))
-    assert not any(opfuse.converted(twin).values())
+    assert not any(why for name, why in opfuse.converted(twin).items() if "o_proj" not in name)
     assert set(dict(twin.named_modules())) == set(dict(models.make("llama").named_modules()))
 
 
@@ -102,7 +104,7 @@ def test_projections_of_other_tensors_are_left_alone(models):
     x = torch.randn(2, 3, 64)
     for _ in range(2):
         torch.testing.assert_close(twin(x), module(x))
-    assert opfuse.converted(twin) == {"": "its projections are not those of one tensor"}
+    assert opfuse.converted(twin)[""] == "its projections are not those of one tensor"
 
 
 def test_cross_attention_is_left_alone(models):
@@ -114,9 +116,104 @@ def test_without_a_recipe_they_are_not_joined(models):
     model = models.make("llama")
     twin = copy.deepcopy(model)
     opfuse.convert(twin)
-    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    with opfuse.plugins.using("transformers"):
+        assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
     why = opfuse.converted(twin)["model.layers.0.self_attn"]
     assert why == "its projections are joined under a recipe alone"
+
+
+class InOneStep(opfuse.FusedOperation):
+    """The backward of three linears of one input."""
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
+        InOneStep.ran += 1
+        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
+
+
+class Adding:
+    @opfuse.hookimpl
+    def opfuse_backward_fusions(self):
+        linear = ops.BasicLinear, opfuse.Optional(ops.Bias)
+        kept = ops.MakeExtraOutput, *linear, ops.SwapExtraInput
+        return [opfuse.Fusion((*kept, *kept, *linear), InOneStep)]
+
+
+@pytest.fixture
+def adding():
+    record = opfuse.plugins.register(Adding(), name="adding", distribution="adding")
+    InOneStep.ran = 0
+    with opfuse.plugins.using("transformers,adding"):
+        yield
+    opfuse.plugins.remove(record)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "bert"])
+def test_the_gradients_of_their_input_are_added_up_in_one_step(
+    models, adding, family, dtype, autocast
+):
+    model = models.make(family, dtype)
+    twin = copy.deepcopy(model)
+    for module in filter(is_attention, twin.modules()):
+        opfuse.convert(module)
+    got, expected = (models.step(each, autocast=autocast) for each in (twin, model))
+    fits = not (autocast and dtype is torch.float64)
+    assert InOneStep.ran == 2 * fits
+    half = autocast or dtype is torch.bfloat16
+    most = 0.1 if half else {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+    if half and dtype is not torch.float64:  # compared with what is exact
+        exact = models.step(copy.deepcopy(model).double())
+        double = [
+            (loss.double(), {n: g.double() for n, g in gs.items()}) for loss, gs in (got, expected)
+        ]
+        far, usual = (models.worst(each, exact)[0] for each in double)
+        assert far <= max(1.25 * usual, most / 10)
+    else:
+        assert models.worst(got, expected)[0] <= most
+
+
+def test_where_no_gradient_of_the_input_is_needed_the_projections_run(models, adding):
+    model = models.make("llama")
+    opfuse.convert(model)
+    with torch.no_grad():
+        model(**models.inputs(model))
+    for name, param in model.named_parameters():
+        param.requires_grad_("o_proj" in name or "lm_head" in name)
+    model(**models.inputs(model)).loss.backward()
+    assert InOneStep.ran == 1  # of the second layer
+    attention(model).q_proj.requires_grad_(True)
+    models.step(model)
+    assert InOneStep.ran == 2
+
+
+def test_hooks_and_adapters_of_a_projection_run(models, adding):
+    model = models.make("llama")
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    for each in (model, twin):
+        attention(each).k_proj.register_forward_hook(lambda module, args, output: output * 2)
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert InOneStep.ran == 1
+
+
+def test_an_attention_function_may_overwrite_queries_in_place(models, adding):
+    """They are tensors of their own, not parts of one."""
+    from transformers import AttentionInterface
+
+    def scaled(module, query, key, value, mask, **kwargs):
+        query = query.mul_(2).add_(key.repeat_interleave(2, 1))
+        value.mul_(0.5)
+        return (query + value.repeat_interleave(2, 1)).transpose(1, 2), None
+
+    AttentionInterface.register("in place", scaled)
+    model = models.make("llama")
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    for each in (model, twin):
+        each.set_attn_implementation("in place")
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert InOneStep.ran == 2
 
 
 def test_under_a_recipe_the_projections_are_quantized(models):
@@ -129,3 +226,61 @@ def test_under_a_recipe_the_projections_are_quantized(models):
         report = opfuse.explain(twin, *[models.inputs(twin)["input_ids"]])
     assert 0 < abs(float(got[0] - models.step(model)[0])) < 0.1
     assert "model.layers.0.self_attn" in str(report) and "ParallelLinear" in str(report)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_so_is_the_projection_of_the_output(models, family):
+    """As if it were a chain of the user's, in every product; other steps are PyTorch's."""
+    pytest.importorskip("opfuse_fp8")
+    model = models.make(family)
+    module, x = attention(model).o_proj, torch.randn(2, 24, 64)
+    twin, plain = copy.deepcopy(model), copy.deepcopy(module)
+    report = opfuse.convert(twin)
+    assert [row.path for row in report.converted if row.cls == "Linear"] == [
+        f"model.layers.{number}.self_attn.o_proj" for number in range(2)
+    ]
+    chain = opfuse.Sequential(ops.BasicLinear.reading(plain))
+    found = []
+    for run, linear in ((attention(twin).o_proj, attention(twin).o_proj), (chain, plain)):
+        leaf = x.clone().requires_grad_()
+        with opfuse.autocast("fp8-current"):
+            y = run(leaf)
+        y.backward(x)
+        found.append([y.detach(), leaf.grad, linear.weight.grad])
+    assert all(map(torch.equal, *found))
+    exact = torch.nn.functional.linear(x.double(), plain.weight.double())
+    error = (found[0][0] - exact).norm() / exact.norm()
+    assert 1e-3 < error < 0.06  # three bits of mantissa
+    attention(twin).o_proj.weight.grad = None
+    assert torch.equal(attention(twin).o_proj(x), module(x))  # without a recipe
+    assert opfuse.converted(twin)["model.layers.0.self_attn.o_proj"].endswith("recipe alone")
+
+
+@pytest.mark.parametrize(("way", "count"), [("all", 21), ("skip", 18), ("convert", 18)])
+def test_the_projection_of_the_output_may_be_left_out(models, way, count):
+    pytest.importorskip("opfuse_fp8")
+    model = models.make("llama", num_hidden_layers=1)
+    given = models.inputs(model)["input_ids"]
+    opfuse.convert(model, skip="*.o_proj" if way == "convert" else ())
+    with opfuse.autocast("fp8-current", skip=["*.o_proj"] if way == "skip" else []):
+        report = str(opfuse.explain(model, given))
+    assert f" {count} of {18 if way == 'convert' else 21} products of linear ops" in report
+
+
+def test_a_changed_projection_of_the_output(models):
+    pytest.importorskip("opfuse_fp8")
+    model = models.make("llama")
+    opfuse.convert(model)
+    part, x = attention(model), torch.randn(3, 64)
+    with opfuse.autocast("fp8-current"):
+        once = part.o_proj(x)
+        handle = part.o_proj.register_forward_hook(lambda module, args, output: output * 2)
+        assert torch.equal(part.o_proj(x), 2 * once)
+        handle.remove()
+        part.o_proj.weight = nn.Parameter(2 * part.o_proj.weight.detach())
+        assert torch.equal(part.o_proj(x), 2 * once)
+        part.o_proj.forward = lambda x: x * 3
+        assert torch.equal(part.o_proj(x), 3 * x)
+        part.o_proj = nn.Linear(64, 64)
+        expected = nn.functional.linear(x, part.o_proj.weight, part.o_proj.bias)
+        assert torch.equal(part.o_proj(x), expected)

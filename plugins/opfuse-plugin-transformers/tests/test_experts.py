@@ -22,7 +22,7 @@ def test_each_experts_implementation_gives_the_same_step(models, how, act):
     for each in (model, twin):
         each.set_experts_implementation(how)
     assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
-    assert not any(opfuse.converted(twin).values())
+    assert not any(why for name, why in opfuse.converted(twin).items() if "o_proj" not in name)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ class Conversion:
         function: The function that the chain is for, if that is not the forward of the class, but
             among those of the module's own (:func:`opfuse_convert.functions_of`).
         also: Further chains that ``call`` runs, without parameters; the report names their ops.
+        parts: A :class:`Converter` for some of the children, by name, which their place in the
+            module decides. Each is asked as if it were for that child.
 
     Raises:
         TypeError: ``chain`` is not a :class:`opfuse.Sequential`, or ``call`` is not a function.
@@ -58,6 +60,7 @@ class Conversion:
     shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     function: Any = None
     also: Sequence[nn.Sequential] = ()
+    parts: Mapping[str, Converter] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.chain, nn.Sequential):

@@ -139,15 +139,17 @@ class Candidates:
                     continue
                 if isinstance(module, (FusibleOperation, Sequential)):
                     own.add(name)
-                elif (only is None or is_wanted(name)) and not self._is_unwanted(name):
-                    replaced: Any = replaced_forward(module)
-                    if replaced is None or replaced.is_out_of_date:
-                        self._look_at(name, module, asked)
+                elif only is None or is_wanted(name):
+                    self._look_at(name, module, asked)
         self.left = [row for row in self.left if row.path not in self._read]
 
     def _look_at(
         self, name: str, module: nn.Module, asked: Sequence[tuple[Converter, Any]]
     ) -> None:
+        replaced: Any = replaced_forward(module)
+        is_done = replaced is not None and not replaced.is_out_of_date
+        if is_done or module in self.made or self._is_unwanted(name):
+            return
         cls = op_class(module)
         reason, by_plugin = "", False
         for converter, plugin in asked:
@@ -162,6 +164,9 @@ class Candidates:
                 self.converted.append(row)
                 self.made[module] = ConvertedForward(converter, plugin, made)
                 self._read.update(_parts(name, made))
+                for part, other in made.parts.items():
+                    path = f"{name}.{part}".lstrip(".")
+                    self._look_at(path, module.get_submodule(part), [(other, plugin)])
                 return
             reason, by_plugin = reason or made, by_plugin or converter.name != ORDINARY
         containers = nn.ModuleList, nn.ModuleDict

@@ -11,11 +11,12 @@ from opfuse import Fusion, hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
     """Any run of norms, activations, biases, scales, dropouts, extra inputs and outputs.
 
-    And a loss, and log-probabilities of tokens. They take the ops that no other fusion takes.
+    And a loss, log-probabilities of tokens, and rotations by cosines and sines that are given. They
+    take the ops that no other fusion takes.
     """
-    from . import fused, log_prob, loss
+    from . import fused, log_prob, loss, rotation
 
-    return [*fused.JOINT, *loss.JOINT, *log_prob.JOINT]
+    return [*fused.JOINT, *loss.JOINT, *log_prob.JOINT, *rotation.JOINT]
 
 
 @hookimpl

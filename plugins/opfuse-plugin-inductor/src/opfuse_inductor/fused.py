@@ -149,7 +149,7 @@ class CompiledRun(FusedOperation):
                 op.check_extra(ctxs[i], extra, (*shape[:-1], shape[-1] // self._ratios[i]))
             elif extra.shape != shape[:-1]:
                 return False
-        if not all(map(_has_rows, (input_, *extras))):  # what a kernel writes is contiguous
+        if not all(map(has_rows, (input_, *extras))):  # what a kernel writes is contiguous
             return False
         return not {type(tensor) for tensor in (input_, *extras, *params)} - _TENSORS
 
@@ -285,7 +285,7 @@ def notes_of(kernels_by_pass: Mapping[str, Sequence[kernels.CompiledKernel]]) ->
     return f"{notes}; Inductor does not compile this, which runs as traced: {', '.join(failed)}"
 
 
-def _has_rows(tensor: Tensor) -> bool:
+def has_rows(tensor: Tensor) -> bool:
     """Whether PyTorch's operations on a tensor give contiguous results."""
     if tensor.is_contiguous():
         return True

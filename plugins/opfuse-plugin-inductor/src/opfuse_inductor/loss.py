@@ -29,29 +29,69 @@ OF_ROW = Spec(torch.int64)
 _MOST_NUMBERS = 8
 
 
-class CompiledRows(FusedOperation):
+class Compiled(FusedOperation):
+    """Ops with a compiled function for each pass."""
+
+    grad_input = "fresh"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._parts = tuple(basic_ops)  # in a tuple: looking up a module's attributes is slow
+        self._backend = conditions.DEFAULTS["inductor.backend"][0]
+        self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
+        self._made: dict[str, list[CompiledKernel]] = {}
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._backend = conditions.option(env, "inductor.backend")
+        self._min_elements = conditions.option(env, "inductor.min_elements")
+
+    def made(
+        self,
+        name: str,
+        function: Callable[..., Arrays],
+        how: Any,
+        specs: Sequence[Spec],
+        device: torch.device,
+    ) -> CompiledKernel:
+        """The function of a pass.
+
+        Args:
+            name: The pass.
+            function: Takes ``how``, and a tensor for each of ``specs``.
+            how: What else is part of the function; hashable.
+            specs: Of its inputs.
+            device: Where it runs.
+        """
+        key = function, how, tuple(specs), device, torch.get_num_threads(), self._backend
+
+        def make() -> CompiledKernel:
+            title = f"the {name} of {' + '.join(type(op).__name__ for op in self._parts)}"
+            bound = functools.partial(function, how)
+            return CompiledKernel(title, bound, specs, device, self._backend)
+
+        self._made[name] = [cached(key, make)]
+        return self._made[name][0]
+
+    @property
+    def notes(self) -> str:  # type: ignore[override]
+        """Text that ``opfuse.explain`` adds: the time spent compiling, or that none was."""
+        return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
+
+
+class CompiledRows(Compiled):
     """An op that gives numbers for each row of logits, forward and backward.
 
     Small inputs, those that no kernel takes, and settings of the op after the eighth go through the
     op, as if there were no fusion.
     """
 
-    grad_input = "fresh"
     _check: str
     """The name of the op's method that refuses targets of another shape."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        self._parts = (basic_ops[0],)  # in a tuple: looking up a module's attributes is slow
-        self._backend = conditions.DEFAULTS["inductor.backend"][0]
-        self._min_elements = conditions.DEFAULTS["inductor.min_elements"]
-        self._made: dict[str, list[CompiledKernel]] = {}
         self._numbers: set[Any] = set()
-
-    def planned(self, env: Environment) -> None:
-        """See :meth:`opfuse.FusedOperation.planned`."""
-        self._backend = conditions.option(env, "inductor.backend")
-        self._min_elements = conditions.option(env, "inductor.min_elements")
 
     def fuser_forward(
         self,
@@ -148,21 +188,8 @@ class CompiledRows(FusedOperation):
             x: The logits.
             how: What else is part of the function; hashable.
         """
-        key = how, x.dtype, x.shape[-1], x.device, torch.get_num_threads(), self._backend
         specs = Spec(x.dtype, x.shape[-1]), OF_ROW, *[Spec(wide(x.dtype))] * rows
-
-        def make() -> CompiledKernel:
-            title = f"the {name} of {type(self._parts[0]).__name__}"
-            made = functools.partial(function, how)
-            return CompiledKernel(title, made, specs, x.device, self._backend)
-
-        self._made[name] = [cached((function, key), make)]
-        return self._made[name][0]
-
-    @property
-    def notes(self) -> str:  # type: ignore[override]
-        """Text that ``opfuse.explain`` adds: the time spent compiling, or that none was."""
-        return notes_of(self._made) if self._made else "nothing was compiled, the op ran by itself"
+        return self.made(name, function, how, specs, x.device)
 
 
 class CompiledLoss(CompiledRows):
@@ -251,7 +278,7 @@ def capped(numbers: Any, x: Tensor) -> Tensor:
 def pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
     if env.device.type != "cpu":
-        return f"it compiles a loss for cpu, the input is on {env.device.type}"
+        return f"it compiles this for cpu, the input is on {env.device.type}"
     return conditions.unavailable(env) or conditions.too_small(ops, env) or True
 
 

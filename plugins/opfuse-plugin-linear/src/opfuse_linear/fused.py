@@ -10,15 +10,7 @@ from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
 from opfuse.core.authoring import added
-from opfuse.ops import (
-    Activation,
-    AddExtraInput,
-    BasicLinear,
-    Bias,
-    ConstantScale,
-    MakeExtraOutput,
-    ParallelLinear,
-)
+from opfuse.ops import Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, ParallelLinear
 
 from . import choice, conditions, kernels
 
@@ -290,23 +282,6 @@ class BackwardLinearScale(Products):
         return grad_input, ((grad_weight,), ()), ((), ())
 
 
-class BackwardLinearAdd(Products):
-    """The backward of extra output + linear: the extra gradient is added in the matrix product."""
-
-    grad_input = "fresh"
-
-    def fuser_backward(
-        self, basic_op_ctxs: Ctxs, grad_output: Tensor, *, basic_op_grad_extra_outputs: Extras
-    ) -> tuple[Tensor | None, Any, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        x, weight = BasicLinear.saved_operands(basic_op_ctxs[1])
-        addend = basic_op_grad_extra_outputs[0][0]
-        grad_input, grad_weight = kernels.linear_grads(
-            grad_output, x, weight, addend=addend, onednn=self._onednn, ctx=basic_op_ctxs[1]
-        )
-        return grad_input, ((), (grad_weight,)), ((), ())
-
-
 class BackwardActivationBias(FusedOperation):
     """The backward of bias + activation: one gradient, and its column sum.
 
@@ -382,11 +357,5 @@ BACKWARD = [
         BackwardLinearScale,
         conditions.scale_pays,
         name="linear+scale",
-    ),
-    Fusion(
-        (MakeExtraOutput, BasicLinear),
-        BackwardLinearAdd,
-        conditions.plain_linear,
-        name="linear+add",
     ),
 ]

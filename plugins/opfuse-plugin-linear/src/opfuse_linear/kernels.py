@@ -259,7 +259,7 @@ def linears_dgrad(
         if total is None:
             total = linear_dgrad(part, weight, onednn=onednn)
         else:
-            total = linear_dgrad_add(part, weight, total, onednn)
+            total = linear_dgrad_add(part, weight, total, onednn, owned=True)
     return total
 
 
@@ -286,6 +286,7 @@ def linear_grads(
     *,
     scale: float = 1.0,
     addend: Tensor | None = None,
+    owned: bool = False,
     onednn: bool | None = None,
     ctx: OperationContext | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -297,6 +298,7 @@ def linear_grads(
         weight: The weight; None: the gradient of the input is not needed.
         scale: The scale; 1 with an addend.
         addend: Of the input's shape.
+        owned: Whether nothing else reads the addend, which may then be overwritten.
         onednn: See :func:`linear`.
         ctx: The context of the linear, if its weight's gradient may go to ``ctx.grad_sum``.
     """
@@ -318,7 +320,8 @@ def linear_grads(
     if addend is None:
         return linear_dgrad(grad_output, weight, scale, onednn), grad_weight
     if addend.dtype is grad_output.dtype:
-        return linear_dgrad_add(grad_output, weight, addend, onednn), grad_weight
+        total = linear_dgrad_add(grad_output, weight, addend, onednn, owned=owned)
+        return total, grad_weight
     return linear_dgrad(grad_output, weight, onednn=onednn) + addend, grad_weight
 
 
@@ -360,14 +363,20 @@ def linear_add(
 
 
 def linear_dgrad_add(
-    grad_output: Tensor, weight: Tensor, addend: Tensor, onednn: bool | None = None
+    grad_output: Tensor,
+    weight: Tensor,
+    addend: Tensor,
+    onednn: bool | None = None,
+    *,
+    owned: bool = False,
 ) -> Tensor:
-    """``addend + grad_output @ weight``."""
+    """``addend + grad_output @ weight``; in the memory of the addend, if it is ``owned``."""
     wide = grad_output.dtype is torch.float32
     if wide and _use_onednn(grad_output, weight, addend, onednn):
         return torch.ops.mkldnn._linear_pointwise.binary(
             grad_output, addend, weight.t(), None, "add"
         )
     if addend.ndim == 2:
-        return torch.addmm(addend, grad_output, weight)
+        into = reusable(addend, grad_output, weight) if owned else None
+        return torch.addmm(addend, grad_output, weight, out=into)
     return added(linear_dgrad(grad_output, weight, onednn=onednn), addend)

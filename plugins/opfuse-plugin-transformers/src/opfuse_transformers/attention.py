@@ -5,32 +5,37 @@ is, on a stand-in for the module whose three projections return their parts of o
 The stand-in shares everything else with the module.
 
 Unless it is quantized, one product has been no faster than three on a CPU: the gradients of its
-parts are joined. So it runs only under a recipe, or where an option says so. The rotations of
-queries and keys are chains in any case, see :mod:`.rotations`.
+parts are joined. So it runs only under a recipe, or where an option says so. Otherwise a chain of
+three linears runs, if a plugin adds up the gradients of their input in one step. The rotations of
+queries and keys are chains in any case, see :mod:`.rotations`. The projection of the output is a
+chain of its own under a recipe, which quantizes it like the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opfuse_convert import Conversion, leaf_of
+from opfuse_convert import Conversion, Converter, leaf_of
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
-from opfuse.core.authoring import op_class
+from opfuse.core.authoring import op_class, plan_of
 from opfuse.core.settings import current
-from opfuse.ops import ParallelLinear
+from opfuse.ops import BasicLinear, Bias, MakeExtraOutput, ParallelLinear, SwapExtraInput
 
 from . import standin
 from .parallel import splits
+from .remembered import Remembered
 from .rotations import Rotations
 
 _NAMES = ("q_proj", "k_proj", "v_proj"), ("query", "key", "value")
 # what the library's newer forwards call these things: a product is split into heads by a view,
 # which takes the part of a wider one
 _KNOWN = {"hidden_states", "input_shape", "hidden_shape"}
+_OUTPUTS = "o_proj", "out_proj", "dense"
 _CROSS = {"current_states", "encoder_hidden_states", "key_value_states"}
 
 
@@ -65,14 +70,41 @@ def build(module: Any, env: Environment) -> Conversion | str:
         places = [place for leaf in leaves.values() for place in leaf.places]
     always = env.options.get("transformers.projections") == "joined"
     rotations = Rotations(module)
-    call = _AttentionCall(names, product.sizes, always, rotations)
+    apart = None if how is not None else _OneByOne([*projections.values()])
+    call = _AttentionCall(names, product.sizes, always, rotations, apart)
     shared = {} if how is None else dict.fromkeys(names, how)
     return Conversion(
         *(Sequential(product), names, call, _AttentionSeparate(names)),
         places=[*places, *rotations.places],
         splits=shared,
         also=rotations.chains(module.head_dim) if hasattr(module, "head_dim") else (),
+        parts={name: _OUTPUT for name in _OUTPUTS if name in module._modules},
     )
+
+
+def _build_output(module: Any, env: Environment) -> Conversion | str:
+    """The chain of a linear layer alone, for a recipe."""
+    leaf = leaf_of(module, splits)
+    if op_class(module) is not nn.Linear or isinstance(leaf, str) or leaf.split is not None:
+        return leaf if isinstance(leaf, str) else "it is not a plain torch.nn.Linear"
+    chain = Sequential(*leaf.ops)
+    return Conversion(chain, ("",), _OutputCall(), nn.Linear.forward, places=leaf.places)
+
+
+class _OutputCall:
+    """The forward of a linear layer, by its chain under a recipe."""
+
+    why = ""
+
+    def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`opfuse_convert.Conversion`."""
+        is_quantized = current.recipe is not None
+        self.why = "" if is_quantized else UNQUANTIZED
+        return chain(args[0]) if is_quantized and len(args) == 1 and not kwargs else NotImplemented
+
+
+UNQUANTIZED = "it is a chain under a recipe alone"
+_OUTPUT = Converter(nn.Linear, _build_output, "output of attention, under a recipe")
 
 
 def _own(module: nn.Module) -> Any:
@@ -93,36 +125,91 @@ class _AttentionSeparate:
         return torch.cat([module._modules[name](x) for name in self._names], -1)
 
 
+class _OneByOne:
+    """The products one by one, in a chain whose backward is one step; or nothing.
+
+    Args:
+        linears: The projections.
+    """
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        ops: list[Any] = []
+        for number, linear in enumerate(linears):
+            name, is_last = f"input {number}", number == len(linears) - 1
+            fork = MakeExtraOutput()
+            fork.set_extra_output_channel(0, name, output_to_caller=False)
+            bias = [] if linear.bias is None else [Bias.reading(linear)]
+            ops += [*([] if is_last else [fork]), BasicLinear.reading(linear), *bias]
+            if not is_last:
+                swap = SwapExtraInput()
+                swap.set_extra_input_channel(0, name)
+                ops.append(swap)
+        self._linears, self._chain = linears, Sequential(*ops)
+        self._pays = Remembered(self._is_one_step)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor] | None:
+        """The products of an input; None: nothing is gained by the chain, or it does not fit."""
+        params = [param for linear in self._linears for param in (linear.weight, linear.bias)]
+        dtypes = frozenset([param.dtype for param in params if param is not None])
+        if not self._pays((x,), {}, dtypes):
+            return None
+        last, *others = self._chain(x)
+        return *others, last
+
+    def _is_one_step(self, args: Sequence[Tensor], kwargs: Any, dtypes: frozenset[Any]) -> bool:
+        (x,) = args
+        has_autocast = torch.is_autocast_enabled(x.device.type)
+        fits = torch.float64 not in dtypes | {x.dtype} if has_autocast else dtypes == {x.dtype}
+        if not (fits and x.requires_grad and x.shape[-1] == self._linears[0].in_features):
+            return False
+        plan = plan_of(self._chain, x)
+        return plan is not None and len(plan.backward) == 1
+
+
 class _AttentionCall:
     """The forward of the module, on a stand-in."""
 
     why = _apart = ""
 
     def __init__(
-        self, names: tuple[str, ...], sizes: Sequence[int], always: bool, rotations: Rotations
+        self,
+        names: tuple[str, ...],
+        sizes: Sequence[int],
+        always: bool,
+        rotations: Rotations,
+        one_by_one: _OneByOne | None,
     ) -> None:
         self._names, self._sizes, self._always = names, sizes, always
-        self._rotations = rotations
+        self._rotations, self._one_by_one = rotations, one_by_one
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
-        self.why = self._apart
-        if not self._always and current.recipe is None:
+        compiling = torch.compiler.is_compiling()
+        self.why, products = self._apart, self._one_by_one
+        if self._always or current.recipe is not None:
+            products = functools.partial(self._joined, chain)
+        elif not self.why:
             self.why = "its projections are joined under a recipe alone"
-        rotates = bool(self._rotations.found) and not torch.compiler.is_compiling()
+            products = None if compiling or not torch.is_grad_enabled() else products
+        rotates = bool(self._rotations.found) and not compiling
         run = self._rotations.run if rotates else standin.forward
-        if self.why:
+        if self._apart or products is None:
             if not rotates:
                 return NotImplemented
             result = run(module, args, kwargs)
             self.why = "" if self._rotations.seen else self.why
             return result
-        shared = _Shared(chain, [module._modules[name] for name in self._names], self._sizes)
+        shared = _Shared(products, [module._modules[name] for name in self._names])
         parts = {name: _Projection(shared, number) for number, name in enumerate(self._names)}
         result = standin.run(module, parts, {}, args, kwargs, run)
         if shared.asked != {0, 1, 2}:
             self._apart = "its projections are not those of one tensor"
+        elif shared.parts is not None or (rotates and self._rotations.seen):
+            self.why = ""
         return result
+
+    def _joined(self, chain: Any, x: Tensor) -> Sequence[Tensor]:
+        return chain(x).split(self._sizes, -1)  # type: ignore[no-any-return]
 
 
 class _Shared:
@@ -130,23 +217,24 @@ class _Shared:
 
     Attributes:
         linears: The projections.
-        asked: The numbers of those that got their part of the chain.
+        parts: The products; None: the projections compute them.
+        asked: The numbers of those that were asked for this tensor.
     """
 
-    def __init__(self, chain: Any, linears: list[Any], sizes: Sequence[int]) -> None:
-        self._chain, self.linears, self._sizes = chain, linears, sizes
+    def __init__(self, products: Callable[[Any], Any], linears: list[Any]) -> None:
+        self._products, self.linears = products, linears
+        self.parts: Sequence[Tensor] | None = None
         self._of: Any = None
         self.asked: set[int] = set()
 
     def part(self, number: int, x: Any) -> Any:
         """The result of a projection for ``x``."""
         if self._of is None:
-            self._parts = self._chain(x).split(self._sizes, -1)
-            self._of = x, _version(x)
+            self.parts, self._of = self._products(x), (x, _version(x))
         if x is not self._of[0] or _version(x) != self._of[1]:
             return self.linears[number](x)
         self.asked.add(number)
-        return self._parts[number]
+        return self.linears[number](x) if self.parts is None else self.parts[number]
 
 
 def _version(x: Tensor) -> int:

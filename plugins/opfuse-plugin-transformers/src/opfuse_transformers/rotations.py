@@ -27,16 +27,14 @@ from torch import Tensor, fx, nn
 
 from opfuse import Environment, Sequential
 from opfuse.core.authoring import op_class, plan_of
-from opfuse.core.plugins import manager
-from opfuse.core.settings import current
 from opfuse.ops import ApplyRoPE, SwapExtraInput
 from opfuse.ops.rope import Rotation, rotated
 
 from . import chunks
+from .remembered import Remembered
 
 _ORDINARY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
-_MOST = 64
 
 
 class Turn(NamedTuple):
@@ -143,7 +141,7 @@ class Turning:
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
         self._chains: dict[Any, Any] = {}
-        self._known: dict[Any, Any] = {}
+        self._ready = Remembered(self._prepared)
 
     def call(self, seen: list[Any], *args: Any, **kwargs: Any) -> Any:
         """What the function gives: by the chain, if a plugin fuses that.
@@ -153,7 +151,7 @@ class Turning:
             *args: The arguments.
             **kwargs: Those by name.
         """
-        ready = self._ready(args, kwargs)
+        ready = self._ready(args, kwargs) if len(args) > 2 else None
         if ready is None:
             return self._rotary.function(*args, **kwargs)
         turn, dtype, chain = ready
@@ -164,24 +162,6 @@ class Turning:
         seen.append(chain)
         found = [y.movedim(-2, turn.heads) for y in _tuple(chain(first, cos, sin, *others))]
         return tuple(found) if turn.count == 2 else found[0]
-
-    def _ready(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What :meth:`_prepared` gives, remembered for arguments of these shapes and dtypes."""
-        if len(args) < 3 or any([type(x) is not Tensor for x in args]):
-            return None
-        if any([type(x) is not int for x in kwargs.values()]):
-            return None
-        if torch._C._are_functorch_transforms_active():
-            return None
-        facts = tuple([(x.shape, x.dtype, x.requires_grad) for x in args])
-        of = args[0].device
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled(of.type), current.values
-        key = facts, (*kwargs.items(),), of, modes, manager.generation
-        if key not in self._known:
-            if len(self._known) >= _MOST:
-                self._known.clear()
-            self._known[key] = self._prepared(args, kwargs)
-        return self._known.get(key)
 
     def _prepared(self, args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """What a call computes, its dtype, and the chain for it; None: the function runs."""
@@ -205,8 +185,9 @@ class Turning:
         chain = self.chain(turn, lead[-1], width)
         *others, first = [y.to(dtype).movedim(turn.heads, -2) for y in given]
         plan = plan_of(chain, first, cos, sin, *others)
-        is_fused = plan is not None and len(plan.forward) == 1
-        return (turn, dtype, chain) if is_fused else None
+        steps = () if plan is None else plan.forward
+        is_fused = all(step.fusion or step.op == SwapExtraInput.__name__ for step in steps)
+        return (turn, dtype, chain) if steps and is_fused else None
 
     def first_chain(self, size: int) -> Any:
         """The chain for heads of a size, all of which turn."""
