@@ -125,15 +125,26 @@ def test_its_fusions_run_and_give_the_numbers_of_the_ops(plugin, rows, dtype):
         assert ours.dtype is theirs.dtype is dtype
 
 
+def without_cached(check):
+    """The cases of a check but those of inputs kept in FP8: the kit has tried them only since."""
+
+    def is_cached(op):
+        return dict(op.kwargs).get("cache_quantized_input", False)
+
+    return lambda chains: [
+        case for case in check.cases(chains) if not any(map(is_cached, case.ops))
+    ]
+
+
 @pytest.mark.parametrize("passes, count", [("forward", 2), ("backward", 1), ("joint", 1)])
 def test_the_kit_accepts_its_fusions(plugin, passes, count):
     found = getattr(plugin, f"opfuse_{passes}_fusions")()
     assert len(found) == count
     for fusion in found:
         chains = testing.make_chains(testing.Subject("frozen_v1", passes, fusion))
-        for check in ("saved_state", "output", "gradients"):
-            if passes in testing.CHECKS[check].passes:
-                outcome = testing.run_all(testing.CHECKS[check], chains)
+        for check in map(testing.CHECKS.get, ("saved_state", "output", "gradients")):
+            if passes in check.passes:
+                outcome = testing.run_all(check._replace(cases=without_cached(check)), chains)
                 assert outcome.failure is None and outcome.ran, str(outcome)
 
 

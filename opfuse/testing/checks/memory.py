@@ -45,10 +45,11 @@ def saved_bytes_of(case: Case, fused_op: bool) -> int:
 def _saving(chains: Chains) -> list[Case]:
     """What follows may keep what it gives, and the separate ops too: then it counts for neither.
 
-    Without rows the separate ops keep nothing, and a seed of 8 bytes would be too much.
+    Parameters exist anyway, but not what is computed at each read of one. Without rows the separate
+    ops keep nothing, and a seed of 8 bytes would be too much.
     """
-    cases = [one for case in chains.plain for one in (case, *covered(case)) if all(one.rows)]
-    return [one for one in cases if not (one.checkpointed or one.after)] or [*chains.plain]
+    some = [c for case in chains.plain for c in (case, *covered(case)) if all(c.rows)]
+    return [c for c in some if not (c.checkpointed or c.after or c.parametrized)] or [*chains.plain]
 
 
 @check(_saving)

@@ -75,8 +75,8 @@ def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: st
     except Exception as error:
         if not _is_here(env):
             return None
-        what = f"its condition raised {type(error).__name__}: {error}"
-        raise Failure(f"{what} in {env}{hint}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise Failure(f"its condition raised {what} in {env}{hint}") from error
     if answer is not True and not (isinstance(answer, str) and " " in answer.strip()):
         raise Failure(f"its condition returned {answer!r} instead of True or a sentence in {env}")
     if isinstance(benefit, bool) or not isinstance(benefit, (int, float)):

@@ -1,10 +1,11 @@
 """The projections of attention: one product, with the module's own forward around it."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from opfuse_transformers.attention import is_attention
+from opfuse_transformers.attention import _Shared, is_attention
 from torch import nn
 
 import opfuse
@@ -142,9 +143,61 @@ class Adding:
 def adding():
     record = opfuse.plugins.register(Adding(), name="adding", distribution="adding")
     InOneStep.ran = 0
-    with opfuse.plugins.using("transformers,adding"):
+    chained = opfuse.options(**{"transformers.projections": "chained"})
+    with opfuse.plugins.using("transformers,adding"), chained:
         yield
     opfuse.plugins.remove(record)
+
+
+def _hook(linear):
+    linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _replace(linear):
+    linear.weight = nn.Parameter(2 * linear.weight.detach())
+
+
+CHANGES = {
+    "called again": (None, contextlib.nullcontext),
+    "without gradients": (None, torch.no_grad),
+    "autocast": (None, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "other options": (None, lambda: opfuse.options(prefer="memory")),
+    "a hook": (_hook, contextlib.nullcontext),
+    "another weight": (_replace, contextlib.nullcontext),
+    "frozen": (lambda linear: linear.requires_grad_(False), contextlib.nullcontext),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_projection_that_differs_from_the_first_runs_by_itself(change):
+    linears, x = [nn.Linear(4, 4) for _ in range(3)], torch.randn(2, 4)
+    shared = _Shared(lambda x: [x, x + 1, x + 2], linears)
+    assert shared.part(0, x) is x and torch.equal(shared.part(2, x), x + 2)
+    changed, around = CHANGES[change]
+    if changed is not None:
+        changed(linears[1])
+    with around():
+        number = 0 if change == "called again" else 1
+        got, expected = shared.part(number, x), linears[number](x)
+    assert torch.equal(got, expected) and got.dtype is expected.dtype
+    assert got.requires_grad is expected.requires_grad
+
+
+def test_projections_see_a_function_that_is_replaced(models, monkeypatch, adding):
+    model = models.make("llama")
+    twin, linear = copy.deepcopy(model), nn.functional.linear
+    for module in filter(is_attention, twin.modules()):
+        opfuse.convert(module)
+    monkeypatch.setattr(nn.functional, "linear", lambda x, w, b=None: 1.25 * linear(x, w, b))
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    assert InOneStep.ran == 0
+
+
+def test_on_the_meta_device(models):
+    model = models.make("llama")
+    given = models.inputs(model)["input_ids"]
+    opfuse.convert(model)
+    assert model.to("meta")(given.to("meta")).logits.is_meta
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -29,9 +29,7 @@ def opfuse_quantizer(
     recipe: Recipe, role: QuantizerRole, env: Environment | None, siblings: Sequence[Quantizer]
 ) -> Quantizer | None:
     """A quantizer for a tensor under one of the recipes; linears side by side may share one."""
-    if siblings and getattr(recipe, "shared_weight_scale", False) and role[:2] == recipes.WEIGHT:
-        return siblings[0]
-    return recipes.make(recipe, role, None if env is None else env.device)
+    return recipes.make(recipe, role, None if env is None else env.device, siblings)
 
 
 @hookimpl

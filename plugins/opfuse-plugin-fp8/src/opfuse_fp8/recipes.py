@@ -475,8 +475,15 @@ BY_NAME: dict[str, type[opfuse.Recipe]] = {
 """What names the plugin offers."""
 
 
-def make(recipe: Recipe, role: QuantizerRole, device: Any) -> Quantizer | None:
-    """A new quantizer for a tensor of a role; None: the recipe is another plugin's."""
+def make(
+    recipe: Recipe, role: QuantizerRole, device: Any, siblings: Sequence[Quantizer] = ()
+) -> Quantizer | None:
+    """A quantizer for a tensor of a role; None: the recipe is another plugin's.
+
+    It is a new one, or the first of its siblings, if the recipe wants one scale for weights.
+    """
+    if siblings and getattr(recipe, "shared_weight_scale", False) and role[:2] == WEIGHT:
+        return siblings[0]
     if isinstance(recipe, (_FP8Recipe, CustomRecipe)):
         return recipe.new_quantizer(role, device)
     return None

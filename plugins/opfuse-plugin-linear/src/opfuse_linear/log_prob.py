@@ -14,7 +14,7 @@ from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gr
 
 from . import choice, chunks, kernels
 from .fused import Products
-from .loss import LinearLoss, chunks_pay, is_frozen, on_cpu, on_gpu
+from .loss import LinearLoss, chunks_pay, is_frozen, is_of_bias_alone, on_cpu, on_gpu
 
 Ctxs = list[OperationContext]
 
@@ -49,6 +49,9 @@ class LinearLogProb(LinearLoss):
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        if is_of_bias_alone(basic_op_ctxs):
+            given = {"basic_op_extra_inputs": basic_op_extra_inputs}
+            return self.run_separately(basic_op_ctxs, input_, **given)
         op, has_bias, no_extras = self._parts
         linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
         ((tokens,),) = basic_op_extra_inputs[-1:]
@@ -95,6 +98,9 @@ class LinearLogProb(LinearLoss):
         **unused: Any,
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        if is_of_bias_alone(basic_op_ctxs):
+            given = {"basic_op_grad_extra_outputs": basic_op_grad_extra_outputs}
+            return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
         saved: Any = [ctx.saved_tensors for ctx in basic_op_ctxs]
         of_linear, *of_bias, (tokens, *kept) = saved
         linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
@@ -103,7 +109,8 @@ class LinearLogProb(LinearLoss):
         grads = grads_of_rows((grad_output, *extras), tokens.view(left.shape[:-1]))
         if left.kept:
             (dx,) = of_linear
-            dx = dx * grads[0].to(dx.dtype)[:, None]  # type: ignore[union-attr]
+            dy = grads[0].masked_fill(tokens == left.numbers.ignore_index, 0.0)  # type: ignore[union-attr]
+            dx = dx * dy.to(dx.dtype)[:, None]  # of a token that does not count it may be infinite
             nothing = [None] * (len(left.dtypes) - 1)
             return self._result(basic_op_ctxs, (dx, *nothing), None)
         (bias,) = of_bias[0] if of_bias else (None,)
@@ -130,10 +137,7 @@ class LinearLogProb(LinearLoss):
     # Pairs of operands, whose products add up to the logits; here one
 
     def _operands(self, ctx: Any, input_: Tensor, keep: bool) -> list[tuple[Tensor, Tensor]]:
-        """They, of matrices; leaves on ``ctx`` what the logits are computed from again, if asked.
-
-        That is so even where nothing but the bias has a gradient.
-        """
+        """They, of matrices; leaves on ``ctx`` what logits are computed from again, if asked."""
         x, weight = BasicLinear.operands(ctx, input_)
         rows = kernels._rows(x)
         if keep:

@@ -142,6 +142,15 @@ class LinearLossAgain(LinearLoss):
     For a loss per row, whose gradient must be known first. The input is kept.
     """
 
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        given = {"basic_op_extra_inputs": basic_op_extra_inputs}
+        if is_of_bias_alone(basic_op_ctxs):
+            return self.run_separately(basic_op_ctxs, input_, **given)
+        return super().fuser_forward(basic_op_ctxs, input_, **given)
+
     def _differentiated(
         self, ctxs: Any, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any
     ) -> Tensor:
@@ -154,18 +163,26 @@ class LinearLossAgain(LinearLoss):
         return self._losses(x, weight, bias, targets, numbers)
 
     def fuser_backward(
-        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **given: Any
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        if is_of_bias_alone(basic_op_ctxs):
+            return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
         saved: Any = [ctx.saved_tensors for ctx in basic_op_ctxs]
         (x, weight), *of_bias, (targets,) = saved
         (bias,) = of_bias[0] if of_bias else (None,)
         numbers = basic_op_ctxs[-1].numbers  # type: ignore[attr-defined]
         weights = row_weights(grad_output.to(wide(x.dtype)), targets, numbers)
-        given = x, weight.to(x.dtype), bias, targets, weights, numbers
-        _, sums = self._gradients(basic_op_ctxs, *given)
+        operands = x, weight.to(x.dtype), bias, targets, weights, numbers
+        _, sums = self._gradients(basic_op_ctxs, *operands)
         grads = (sums.dx, sums.dw, sums.db)[: len(basic_op_ctxs)]
         return self._result(basic_op_ctxs, grads, None)
+
+
+def is_of_bias_alone(ctxs: Any) -> bool:
+    """Whether a gradient is asked of the bias alone, for which logits are less than operands."""
+    linear, *_, last = ctxs
+    return bool(last.requires_grad) and not linear.requires_grad
 
 
 def is_frozen(op: Any, *names: str) -> bool:

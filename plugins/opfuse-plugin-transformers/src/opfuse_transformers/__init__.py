@@ -18,7 +18,7 @@ def opfuse_options() -> dict[str, Any]:
     of a trainer run through a chain where trl has a kernel.
     """
     return {
-        "transformers.projections": ("auto", "joined"),
+        "transformers.projections": ("auto", "joined", "chained"),
         "transformers.log_probs": ("auto", "chain"),
     }
 

@@ -5,8 +5,9 @@ is, on a stand-in for the module whose three projections return their parts of o
 The stand-in shares everything else with the module.
 
 Unless it is quantized, one product has been no faster than three on a CPU: the gradients of its
-parts are joined. So it runs only under a recipe, or where an option says so. Otherwise a chain of
-three linears runs, if a plugin adds up the gradients of their input in one step. The rotations of
+parts are joined. So it runs only under a recipe, or where an option says so. Another value of that
+option asks for a chain of three linears, where a plugin adds up the gradients of their input in one
+step. The rotations of
 queries and keys are chains in any case, see :mod:`.rotations`. The projection of the output is a
 chain of its own under a recipe, which quantizes it like the others.
 """
@@ -59,7 +60,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
     for name, leaf in leaves.items():
         if op_class(projections[name]) is not nn.Linear or isinstance(leaf, str):
             return leaf if isinstance(leaf, str) else f"{name} is not a plain torch.nn.Linear"
-    product, places = ParallelLinear.reading(projections), []
+    product = ParallelLinear.reading(projections)
+    places = [place for leaf in leaves.values() for place in leaf.places]
     (how, *others) = [leaf.split for leaf in leaves.values()]
     if any(other != how for other in others):
         return "its projections are split among processes in different ways"
@@ -67,11 +69,11 @@ def build(module: Any, env: Environment) -> Conversion | str:
         from opfuse.ops.parallel import split
 
         split(product, how)
-        places = [place for leaf in leaves.values() for place in leaf.places]
-    always = env.options.get("transformers.projections") == "joined"
+    option = env.options.get("transformers.projections")
     rotations = Rotations(module)
-    apart = None if how is not None else _OneByOne([*projections.values()])
-    call = _AttentionCall(names, product.sizes, always, rotations, apart)
+    is_chained = option == "chained" and how is None
+    chained = _OneByOne([*projections.values()]) if is_chained else None
+    call = _AttentionCall(names, product.sizes, option == "joined", rotations, chained)
     shared = {} if how is None else dict.fromkeys(names, how)
     return Conversion(
         *(Sequential(product), names, call, _AttentionSeparate(names)),
@@ -229,17 +231,38 @@ class _Shared:
 
     def part(self, number: int, x: Any) -> Any:
         """The result of a projection for ``x``."""
+        around = _circumstances(x, self.linears)
         if self._of is None:
-            self.parts, self._of = self._products(x), (x, _version(x))
-        if x is not self._of[0] or _version(x) != self._of[1]:
+            self._of = x, around
+            self.parts = self._products(x)
+        if x is not self._of[0] or around != self._of[1] or number in self.asked:
             return self.linears[number](x)
         self.asked.add(number)
         return self.linears[number](x) if self.parts is None else self.parts[number]
 
 
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to, as far as that is counted."""
-    return 0 if x.is_inference() else x._version
+def _circumstances(x: Tensor, linears: Sequence[Any]) -> tuple[Any, ...]:
+    """What else the products of a tensor depend on, which a forward may change between them."""
+    version = 0 if x.is_inference() else x._version
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current.values
+    autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    modes += autocast, autocast and torch.get_autocast_dtype(x.device.type)
+    return version, modes, [_state_of(linear) for linear in linears]
+
+
+def _state_of(linear: Any) -> tuple[Any, ...]:
+    """The parameters of a linear, as they are, and the hooks that its call would run."""
+    params = [
+        (id(param), param.requires_grad)
+        for param in linear._parameters.values()
+        if param is not None
+    ]
+    return (
+        params,
+        len(linear._forward_hooks),
+        len(linear._forward_pre_hooks),
+        len(linear._backward_hooks),
+    )
 
 
 class _Projection(standin.ChildInPlace):

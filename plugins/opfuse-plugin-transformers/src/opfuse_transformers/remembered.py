@@ -41,7 +41,8 @@ class Remembered:
             return None
         of_args = tuple([(x.shape, x.dtype, x.requires_grad) for x in args])
         of = args[0].device
-        autocast = torch.is_autocast_enabled(of.type) and torch.get_autocast_dtype(of.type)
+        autocast: Any = of.type != "meta" and torch.is_autocast_enabled(of.type)
+        autocast = autocast and torch.get_autocast_dtype(of.type)
         modes = torch.is_grad_enabled(), autocast, current.values, manager.generation
         key = of_args, (*kwargs.items(),), of, modes, facts
         if key not in self._known:
