@@ -217,6 +217,7 @@ OWN = "the caller of the chain gives the memory"
 GIVEN = "its callers give the memory, and ask"
 LIST = "it is a list"
 ALLOWED = {
+    "opfuse.core.engine.execute._restart": LIST,
     "opfuse.core.engine.execute._run_fused_backward": LIST,
     "opfuse.core.engine.execute.run_backward": LIST,
     "opfuse.core.engine.side_tensors.BackwardExtras.forget_after": STATE,
