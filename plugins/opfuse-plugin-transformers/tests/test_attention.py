@@ -153,6 +153,11 @@ def _hook(linear):
     linear.register_forward_hook(lambda module, args, output: output * 2)
 
 
+def _write(linear):
+    with torch.no_grad():
+        linear.weight.mul_(2)
+
+
 def _replace(linear):
     linear.weight = nn.Parameter(2 * linear.weight.detach())
 
@@ -164,6 +169,8 @@ CHANGES = {
     "other options": (None, lambda: opfuse.options(prefer="memory")),
     "a hook": (_hook, contextlib.nullcontext),
     "another weight": (_replace, contextlib.nullcontext),
+    "a weight written to": (_write, contextlib.nullcontext),
+    "another forward": (lambda linear: setattr(linear, "forward", torch.neg), torch.no_grad),
     "frozen": (lambda linear: linear.requires_grad_(False), contextlib.nullcontext),
 }
 

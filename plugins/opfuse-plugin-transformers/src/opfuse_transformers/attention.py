@@ -243,26 +243,24 @@ class _Shared:
 
 def _circumstances(x: Tensor, linears: Sequence[Any]) -> tuple[Any, ...]:
     """What else the products of a tensor depend on, which a forward may change between them."""
-    version = 0 if x.is_inference() else x._version
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current.values
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     modes += autocast, autocast and torch.get_autocast_dtype(x.device.type)
-    return version, modes, [_state_of(linear) for linear in linears]
+    return _version(x), modes, [_state_of(linear) for linear in linears]
 
 
 def _state_of(linear: Any) -> tuple[Any, ...]:
-    """The parameters of a linear, as they are, and the hooks that its call would run."""
-    params = [
-        (id(param), param.requires_grad)
-        for param in linear._parameters.values()
-        if param is not None
-    ]
-    return (
-        params,
-        len(linear._forward_hooks),
-        len(linear._forward_pre_hooks),
-        len(linear._backward_hooks),
-    )
+    """The class and forward of a linear, its parameters, and the hooks that its call would run."""
+    params = [param for param in linear._parameters.values() if param is not None]
+    hooks = linear._forward_hooks, linear._forward_pre_hooks
+    hooks += linear._backward_hooks, linear._backward_pre_hooks
+    values = [(id(param), _version(param), param.requires_grad) for param in params]
+    return type(linear), vars(linear).get("forward"), values, [*map(len, hooks)]
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to, as far as that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Projection(standin.ChildInPlace):
