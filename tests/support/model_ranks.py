@@ -119,11 +119,8 @@ def train(rank, family, order, least):
     optimizer.step()
     if "fsdp" in order:
         whys = set(opfuse.converted(wrapped).values())
-        attention = (
-            "its projections are joined under a recipe alone",
-            "no plugin fuses its rotations",
-        )
-        assert whys <= {"", *attention}, whys
+        attention = ("under a recipe alone", "no plugin fuses its rotations")
+        assert all(not why or why.endswith(attention) for why in whys), whys
         opfuse.revert(wrapped)
         assert not opfuse.converted(wrapped)
         for layer in family.layers(wrapped):
