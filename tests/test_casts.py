@@ -436,15 +436,6 @@ def test_saved_tensors_are_the_quantized_ones_and_own_their_scales():
     assert sorted(t.numel() for t in tensors) == [1] * 4 + [32] * 3 + [64] * 2
 
 
-def test_contexts_serve_again_under_a_recipe():
-    chain, x = mlp()
-    run(chain, x)
-    pool = chain._module_groups[0]._last[1].pool
-    idle = [*map(id, pool.idle[0])]
-    run(chain, x)
-    assert [*map(id, pool.idle[0])] == idle
-
-
 class Recomputing(Separately):
     recomputes = True
 

@@ -670,15 +670,6 @@ def test_a_context_attribute_goes_from_pass_to_pass():
         torch.testing.assert_close(grad, torch.full_like(x, expected))
 
 
-def test_contexts_keep_no_attribute():
-    chain = opfuse.Sequential(Slope(2.0))
-    x = torch.randn(2, 3, requires_grad=True)
-    chain(x).sum().backward()
-    fuser = chain._module_groups[0]
-    contexts = [ctx for ctxs in fuser._last[1].pool.idle for ctx in ctxs]
-    assert contexts and not any(hasattr(ctx, "slope") for ctx in contexts)
-
-
 class Short(opfuse.FusedOperation):
     def fuser_forward(self, ctxs, x, **unused):
         return x * self.basic_ops[0].slope, [()]

@@ -217,10 +217,8 @@ OWN = "the caller of the chain gives the memory"
 GIVEN = "its callers give the memory, and ask"
 LIST = "it is a list"
 ALLOWED = {
-    "opfuse.core.engine.execute._restart": LIST,
-    "opfuse.core.engine.execute._run_fused_backward": LIST,
-    "opfuse.core.engine.execute.run_backward": LIST,
-    "opfuse.core.engine.side_tensors.BackwardExtras.forget_after": STATE,
+    "opfuse.core.engine.lines.restore_state": STATE,
+    "opfuse.core.engine.program.Program._late_start": LIST,
     "opfuse.core.isolation._tensor.restore": "it puts back what a model held",
     "opfuse.core.overwriting.put_back": STATE,
     "opfuse.core.precision._library_adds": "it asks a library, once",

@@ -8,7 +8,7 @@ import numbers
 import threading
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -441,14 +441,12 @@ class Engine(NamedTuple):
             recipe.
         cache_quantizers: ``cache_quantizers(op)``: the quantizers of inputs kept in FP8.
         recipe_name: ``recipe_name(recipe)``: the name under which a recipe is registered.
-        loops: The code that plans or runs a forward, and the code that runs a backward.
     """
 
     make_fuser: Callable[..., Any]
     new_quantizer: Callable[..., Quantizer]
     cache_quantizers: Callable[..., dict[str, Quantizer]]
     recipe_name: Callable[..., str]
-    loops: tuple[frozenset[CodeType], frozenset[CodeType]]
 
 
 def bind_engine(engine: Engine) -> None:

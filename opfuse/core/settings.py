@@ -67,6 +67,7 @@ class ThreadSettings(threading.local):
         block: The outermost :class:`opfuse.autocast` block, or None.
         backward: The last run of autograd that cast gradients under a recipe with state, or None.
         recording: Whether the running forward may advance the scales of a recipe.
+        in_forward: Whether a forward is planned, or runs an op that may ask for its quantizers.
         captured: Whether the running forward under a recipe is captured into a CUDA graph.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
         together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
@@ -86,6 +87,7 @@ class ThreadSettings(threading.local):
     block: Any = None
     backward: Any = None
     recording: bool = True
+    in_forward: bool = False
     captured: bool = False
     model_init: Any = None
     together: Any = None

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.engine.execute import Pipeline, run_forward
 from ..core.engine.program import Program
 from ..core.op import BasicOperation
 from ..core.tuning_table import shape_of
@@ -249,14 +248,8 @@ def _outputs(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[T
 
 def _function(program: Program) -> Callable[..., Any]:
     """The function that runs a program, compiled if needed; kept on the program."""
-
-    def function(kwargs: Any, x: Tensor, *tensors: Tensor) -> Any:
-        if program.requires_grad:
-            return Pipeline.apply(program, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-        return run_forward(None, program, kwargs, x, *tensors)
-
     if not program.compiling:
-        return function
+        return program
     if "_function" not in vars(program):
-        vars(program)["_function"] = compiled(function)
+        vars(program)["_function"] = compiled(program)
     return vars(program)["_function"]  # type: ignore[no-any-return]

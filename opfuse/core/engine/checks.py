@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ..extra_dtypes import is_kind, kinds_of, refuse_kind
+from ..fusible import declared
 from ..introspection import kwarg_names, own_call
 from ..layout import is_dtensor
+from ..op_context import OperationContext
 from ..settings import checkpoint_frames, current
 from .chain import Chain, Slot
-from .program import Program
+from .step import Step
+
+if TYPE_CHECKING:
+    from .program import Program
+
+_OF_CONTEXTS = frozenset(vars(OperationContext()))
+
 
 # Arguments of a call
 
@@ -154,6 +162,20 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
                 )
 
 
+def check_differentiable(chain: Chain, recipe: Any) -> None:
+    """Refuse what autograd cannot record op by op, for second derivatives and functorch."""
+    if recipe is not None:
+        raise RuntimeError(
+            f"second derivatives and functorch transforms do not pass the rounding of {recipe}"
+        )
+    for index, op in enumerate(chain.ops):
+        if not declared(op, "differentiable"):
+            raise RuntimeError(
+                f"second derivatives and functorch transforms: {chain.name(index)} is not "
+                f"declared to be differentiable (BasicOperation.differentiable)"
+            )
+
+
 def check_attributes(chain: Chain) -> None:
     """Refuse tensor attributes of an op or its class that need gradients but are not parameters."""
     for i, op in enumerate(chain.ops):
@@ -231,27 +253,52 @@ def refuse_gradients(program: Program, index: int, grads: Any) -> None:
         raise RuntimeError(f"{who} {what}")
 
 
-def refuse_saved(program: Program, index: int, ctx: Any) -> None:
-    """Refuse tensors not saved by ``save_for_backward``, or saved although none is declared."""
-    who = program.chain.name(index)
+def checked_saved(program: Program, index: int, ctx: Any) -> tuple[Any, ...]:
+    """The tensors that an op saves; refused if they are not those that it declares."""
+    who, op = program.chain.name(index), program.chain.ops[index]
+    count = len(declared(op, "saved_names"))
+    if len(vars(ctx)) > len(_OF_CONTEXTS):
+        if left := vars(ctx).keys() - _OF_CONTEXTS - {*declared(op, "context_names")}:
+            raise AttributeError(
+                f"{who}: the forward of {forward_of(program, index)} left {min(left)!r} on its "
+                f"context, which its context_names do not declare: its backward would not find it"
+            )
     if ctx.saved_tensors is not None:
         remedy = "give tensors to ctx.save_for_backward"
         raise RuntimeError(f"{who} wrote saved_tensors on its context in its forward: {remedy}")
-    if any(tensor is not None for tensor in ctx.to_save):
+    to_save: tuple[Any, ...] = ctx.to_save or ()
+    if not count and any(tensor is not None for tensor in to_save):
         what = "declares saved_names = (), and its forward gave tensors to save_for_backward"
         raise RuntimeError(f"{who} {what}: they would be lost; declare their names, in order")
-    ctx.to_save = None
+    if len(to_save) != count and (ctx.to_save is not None or ctx.requires_grad):
+        what = f"{who} declares {count} saved tensors"
+        by = forward_of(program, index)
+        raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save)} for it")
+    return to_save if count else ()
 
 
-def saved_nothing(
-    program: Program, index: int, count: int, ctx: Any, to_save: Any
-) -> tuple[None, ...]:
-    """Return what an op without a backward saves; refuse an op that saves less than it declares."""
-    if to_save is None and not ctx.requires_grad:
-        return (None,) * count
-    what = f"{program.chain.name(index)} declares {count} saved tensors"
-    by = forward_of(program, index)
-    raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save or ())} for it")
+def refuse_unset(program: Program, error: AttributeError, contexts: Mapping[int, Any]) -> NoReturn:
+    """Refuse a forward that did not leave a declared attribute on a context."""
+    index = next(i for i, ctx in contexts.items() if ctx is error.obj)
+    what = f"{program.chain.name(index)} declares the context attribute {error.name!r}"
+    raise RuntimeError(
+        f"{what}, but the forward of {forward_of(program, index)} did not leave it"
+    ) from None
+
+
+def per_basic_op(
+    step: Step, given: Sequence[Sequence[Any]], chain: Chain, what: str
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """The results of a step per basic op, checked against their declarations."""
+    who, count = f"{type(step.op).__name__} must give", step.stop - step.start
+    if len(given) != count:
+        raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
+    for i, tensors in enumerate(given, step.start):
+        op = chain.ops[i]
+        count = op.num_extra_outputs if what == "extra outputs" else op.num_extra_inputs
+        if len(tensors) != count:
+            raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
+        yield i, tensors
 
 
 def as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from .plan import FusionPlan, PlanStep
 from .program import Program
 from .selection import Selection
 from .step import Recompute, Step
-from .step_calls import WithCasts, finish, lone_step
+from .step_calls import lone_step
 
 
 def compile_program(facts: Facts, choice: Selection) -> Program:
@@ -40,13 +40,11 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
     # a joint fusion may leave anything
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
     for step in forward:
-        finish(step, "forward", facts)
         step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
         step.note = note_of(step.matched, env.recipe)
     before: Step | None = None
     for step in backward:
-        step.owns = before is not None and _leaves_owned(before)
-        finish(step, "backward", facts)
+        step.owns = before is not None and _leaves_owned(before, facts)
         if step.start not in undeclared:
             _let_recompute(step, facts, forward)
         before = step
@@ -124,12 +122,12 @@ def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
     return sorted(steps, key=lambda step: step.begin)
 
 
-def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, Any, str], ...]:
+def _numbers(step: Step, chain: Chain, first: int) -> tuple[tuple[int, str], ...]:
     """The numbers of a fused step's ops that their backward, from op ``first`` on, reads."""
     places = range(max(step.start, first), step.stop if step.source else 0)  # an op sets its own
     ops = [(i, chain.ops[i]) for i in places]
     named = [(i, op, name) for i, op in ops for name in declared(op, "context_names")]
-    return tuple([each for each in named if _is_number(*each[1:])])
+    return tuple([(i, name) for i, op, name in named if _is_number(op, name)])
 
 
 def _is_number(op: Any, name: str) -> bool:
@@ -168,19 +166,16 @@ def _let_recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> None:
     run: Any = before.op.fuser_recompute
     if facts.chain.groups:
         run = Reported(run, facts.chain, before)
-    if before.casts:
-        run = WithCasts(run, before.matched)
-    step.prepares = True
-    step.recompute = Recompute(before.start, run, names.index("input"), cast)
+    step.recompute = Recompute(before, run, names.index("input"), cast)
 
 
-def _leaves_owned(step: Step) -> bool:
+def _leaves_owned(step: Step, facts: Facts) -> bool:
     """Return whether the gradient that a backward step returns belongs to the chain.
 
     It may otherwise be in a tensor that the caller passed by keyword.
     """
     assert step.op is not None
-    if step.given:
+    if any(facts.kwargs[step.start : step.stop]):
         return False
     given = declared(step.op, "grad_input")
     return given == "fresh" or (given == "same" and step.owns)

@@ -25,11 +25,10 @@ from ..settings import Settings, current, is_captured
 from . import checks
 from .agreement import Reported, begin_call
 from .chain import Chain
-from .execute import Kwargs, apply, apply_eager, run_backward, run_differentiable, run_forward
 from .invariant import Blocks, asked, refuse_apart
 from .partition import Partition, cut
 from .planner import Key, make_program, rows_of
-from .program import Program
+from .program import Kwargs, Program, apply_eager
 
 _CACHE_SIZE = 64
 _not_traced: Any = torch.compiler.disable
@@ -148,9 +147,11 @@ class OperationFuser:
             special = _never_traced(self._run_special) if quantized else self._run_special
             return special(program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
+            if type(input) is not Tensor:
+                return program(None, input, *tensors)
             if program.requires_grad:
-                return apply_eager(program, None, input, *tensors)
-            return run_forward(None, program, None, input, *tensors)
+                return apply_eager(program.run, None, input, *tensors)
+            return program.run(None, None, input, *tensors)
         except Exception:
             self._explain_failure(input, extra_inputs)
             raise
@@ -242,18 +243,13 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=requires_grad)
         if (recorder := current.recorder) is not None:
             recorder.record(self, program, (input, tensors, kwargs))
-            program = program if program.compiling else program.watched(recorder.saved)
-        if profiler._is_profiler_enabled:
-            program = program.profiled()
-        if program.double_backward:
-            return run_differentiable(program, kwargs, input, tensors)
         if program.autocast is not None:  # the ops cast themselves
             with torch.autocast(program.autocast_device, enabled=False):
-                return apply(program, kwargs, input, tensors)
-        if program.compiling:
-            return apply(program, kwargs, input, tensors)
+                return program(kwargs, input, *tensors, recorded=recorder is not None)
+        if program.compiling or program.double_backward:
+            return program(kwargs, input, *tensors)
         try:
-            return apply(program, kwargs, input, tensors)
+            return program(kwargs, input, *tensors, recorded=recorder is not None)
         except Exception:
             self._explain_failure(input, extra_inputs)
             raise
@@ -312,7 +308,8 @@ class OperationFuser:
                 self._programs[key] = (), {(): program}
             elif program is None:
                 make = _never_traced(without_modes()(make_program))
-                made = make(self._chain, self._owner, key, input, params)
+                with current.temporarily(in_forward=True):
+                    made = make(self._chain, self._owner, key, input, params)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}
@@ -461,8 +458,4 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
 _cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-_FORWARD = frozenset({run_forward.__code__, make_program.__code__})
-_BACKWARD = frozenset({run_backward.__code__})
-bind_engine(
-    Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name, (_FORWARD, _BACKWARD))
-)
+bind_engine(Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name))

@@ -20,7 +20,7 @@ from ..records import FusionSource
 from ..settings import Settings, current
 from ..tuning_table import NO_TABLE, device_name, shape_of, table_for
 from .chain import Chain
-from .checks import check_attributes, check_kwargs, check_tensors
+from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
 from .compile import compile_program
 from .edges import Edges, Needs, find_edges
 from .measured import Facts, Shapes
@@ -103,6 +103,8 @@ def make_program(
     unfused = env.options.get("double_backward") or settings.within == "whole"
     if env.requires_grad and not unfused:
         check_attributes(chain)
+    if env.options.get("double_backward"):
+        check_differentiable(chain, env.recipe)
     sources = () if unfused else manager.sources(settings.selection)
     manager.check_options(settings.options, settings.selection)
     edges = edges_of(chain, env, needs, settings, off)

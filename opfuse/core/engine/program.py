@@ -1,97 +1,46 @@
-"""Programs: executable plans, with a pool that keeps the contexts for the next call.
+"""Programs: executable plans, one for each key of a chain.
 
-The pool is worth its code: creating the contexts of Linear + GELU + Linear takes 5 to 7 of the
-35 us of a forward, and 20 to 40 of the 150 us of both passes.
+A program is straight-line Python, see :mod:`opfuse.core.engine.writing`: one function for the
+forward and one for the backward, under one autograd function. Rare calls have functions of their
+own, which are written at their first need: what comes in is quantized, a recorder or a profiler
+watches, a gradient is missing.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import keyword
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
-from ..fusion import Fusion
 from ..op import BasicOperation
 from ..op_context import OperationContext
+from ..overwriting import dispatch_modes, function_modes, may_write
+from ..quantization.activation import brings_codes
 from ..quantization.parameter import dequantized
+from ..quantization.scale_update import current_backward, in_backward
+from ..ranks import Pass
+from ..settings import current
 from ..tuning_table import setting
-from .agreement import Reported
+from .agreement import reported
 from .chain import Chain
-from .invariant import InParts
 from .measured import Facts
 from .plan import FusionPlan
 from .step import Recompute, Step
-from .step_calls import InRange
+from .step_calls import InRange, separate, wrapped
+from .writing import write_backward, write_forward
 
+any_autocast = torch._C._is_any_autocast_enabled
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
-class PooledContext:
-    """The reusable context of an op that declares what it leaves; accepts nothing else."""
-
-    __slots__ = tuple(vars(OperationContext()))
-    save_for_backward = OperationContext.save_for_backward
-    quantized_weight = OperationContext.quantized_weight
-
-    def __init__(self) -> None:
-        for name, value in vars(OperationContext()).items():
-            setattr(self, name, value)
-
-
-# its name in an AttributeError
-PooledContext.__name__ = "OperationContext of an op whose context_names declare nothing"
-
-
-@functools.cache
-def pooled_context(names: tuple[str, ...]) -> type[PooledContext]:
-    """Return the class of contexts that also accept these ``context_names``.
-
-    The fewer classes there are, the faster an interpreter reads their attributes.
-    """
-    title = f"OperationContext of an op whose context_names declare {', '.join(names)}"
-    return type(title, (PooledContext,), {"__slots__": names}) if names else PooledContext
-
-
-class ContextPool:
-    """Creates contexts, and keeps those that hold nothing for other passes.
-
-    Args:
-        classes: The class of each basic op's context.
-        values: Per basic op, the attributes that the engine sets; see :class:`OperationContext`.
-        open_ops: The ops that may leave anything on their contexts, which are thus used once.
-
-    Attributes:
-        idle: The contexts that are free.
-        give_back: Makes the contexts of a finished pass available again.
-    """
-
-    def __init__(
-        self, classes: Sequence[Any], values: Sequence[dict[str, Any]], open_ops: Iterable[int]
-    ) -> None:
-        self.idle: list[list[Any]] = []
-        self._classes, self._values, self._open = tuple(classes), tuple(values), tuple(open_ops)
-        self.give_back: Callable[[list[Any]], None] = self.idle.append
-        if self._open:
-            self.give_back = self._renew
-
-    def new(self) -> list[Any]:
-        """One context per basic op, for one pass."""
-        return [self._new(i) for i in range(len(self._values))]
-
-    def _renew(self, contexts: list[Any]) -> None:
-        """Replace the contexts that may hold anything, so that all can be used again."""
-        for i in self._open:
-            contexts[i] = self._new(i)
-        self.idle.append(contexts)
-
-    def _new(self, index: int) -> Any:
-        ctx: Any = self._classes[index]()
-        for name, value in self._values[index].items():
-            setattr(ctx, name, value)
-        return ctx
+Kwargs = Sequence[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +50,11 @@ class SavedState:
     Attributes:
         ranges: ``(op, start, stop)``: the range of each op's saved tensors.
         attributes: ``(op, name)``: the context attributes that are passed on.
-        nothing: The ops that declare to save nothing.
-        undeclared: The ops that may leave anything, so that their forward contexts are kept.
+        undeclared: The ops that may leave anything, so that all of their contexts is kept.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
     attributes: tuple[tuple[int, str], ...]
-    nothing: tuple[int, ...]
     undeclared: tuple[int, ...]
 
     @classmethod
@@ -115,20 +62,37 @@ class SavedState:
         """Make it for a chain; the declarations of the ops in ``undeclared`` do not hold here."""
         ranges: list[tuple[int, int, int]] = []
         attributes: list[tuple[int, str]] = []
-        nothing, open_ops, position = [], [], 0
+        open_ops, position = [], 0
         for i, op in enumerate(chain.ops):
             names = declared(op, "saved_names")
             if names is None or i in undeclared:
                 open_ops.append(i)
-                continue
-            if i >= first_backward:
-                attributes += [(i, name) for name in declared(op, "context_names")]
-            if not names:
-                nothing.append(i)
-                continue
-            ranges.append((i, position, position + len(names)))
-            position += len(names)
-        return cls(tuple(ranges), tuple(attributes), tuple(nothing), tuple(open_ops))
+            elif i >= first_backward:
+                attributes += [(i, _identifier(op, name)) for name in declared(op, "context_names")]
+                if names:
+                    ranges.append((i, position, position + len(names)))
+                position += len(names)
+        return cls(tuple(ranges), tuple(attributes), tuple(open_ops))
+
+
+def _identifier(op: Any, name: str) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{type(op).__name__}.context_names expected names, got {name!r}")
+    return name
+
+
+class LateStart(NamedTuple):
+    """Where a backward begins if the main output gets no gradient.
+
+    Attributes:
+        reached: The last op that a gradient reaches, by an extra output.
+        last: The op whose output gets zeros.
+        watched: The ops behind the first one, whose quantizers see only zeros.
+    """
+
+    reached: int
+    last: int
+    watched: tuple[int, ...]
 
 
 class Program:
@@ -140,29 +104,24 @@ class Program:
         last_without_gradient: The ops after this one must return a gradient of their input.
         params: ``(op, first, last)``: the range of each op's parameters, if it has some.
         dequantized: The quantized parameters that belong to ops that quantize nothing.
-        without_params: The ops with a backward and without parameters, which must return no
-            parameter gradients.
         accumulating: As ``params``, for the ops that store the gradients of their parameters.
         called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
-        leaves_more: Whether the forward leaves more than saved tensors.
         saved: What the ops leave for the backward.
         recomputing: Basic op -> how its input is computed again.
         facts: Everything that it was made from.
         env: The environment in which it runs.
+        contexts: The attributes of each op's context.
         untraced: Whether an op reads sizes on the host to quantize, which cannot be traced.
         saves_quantized: Whether ops may save quantized tensors.
         recorded: Whether grad mode is on.
         advances: Whether a quantizer records values that advance its state.
         gradient_channels: The extra outputs that feed a channel through which a gradient returns.
-        pool: The contexts.
-        watcher: Called with the values that a forward leaves, or None.
-        is_plain: Whether a call only runs the steps.
+        is_plain: Whether a call only runs the functions.
         row_facts, rows: The facts about the rows that the plan depends on, and their values.
         seen: Shape and contiguity of the last input with these rows, or None.
         turns: The last turn of each group, behind what it is for.
+        run: The function of a forward that has nothing rare.
     """
-
-    watcher: Callable[[Program, dict[int, Any]], None] | None = None
 
     seen: Any = None
 
@@ -179,7 +138,6 @@ class Program:
         self.chain, self.env = chain, env = facts.chain, facts.env
         self.recorded, first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
-        self._wrap_steps()
         self.recipe, self.compiling = env.recipe, env.compiling
         self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
         self.requires_grad = env.requires_grad
@@ -197,9 +155,7 @@ class Program:
         self._set_outputs()
         self.saved = SavedState.of(chain, first_backward, undeclared)
         self.recomputing = self._recomputing()
-        left = self.saved.attributes, self.saved.undeclared, self.recomputing, self.accumulating
-        self.leaves_more = self.has_extras or any(left)
-        self.pool = self._new_pool(contexts)
+        self.contexts = [vars(OperationContext()) | values for values in contexts]
         self.turns: dict[Any, Any] = {}
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self.called_before = self._called_before(contexts)
@@ -209,17 +165,11 @@ class Program:
         self._lock = None if lock is None else (lock, setting(env.device))
         more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
         self.is_plain = not any(more) and self._lock is None
-
-    def _wrap_steps(self) -> None:
-        """Let steps report errors to other processes, or run on parts of a block of rows."""
-        chain, env = self.chain, self.env
-        for step in (*self.forward, *self.backward) if chain.groups else ():
-            step.run = Reported(step.run, chain, step)
-        in_parts = "invariant" in env.options and env.device.type == "cpu"
-        for step in self.forward if in_parts else ():
-            if step.op in chain.ops:
-                shapes = [shape for shape, _ in self.facts.params[step.start]]
-                step.run = InParts(step.run) if all(len(s) < 2 for s in shapes) else step.run
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._writing = threading.Lock()
+        self.run = self._forward_function(False, False, False)
+        if self.compiling and self.requires_grad and not self.double_backward:
+            self.run_backward = self._backward_function(None, False, True, False, False)
 
     def check_lock(self) -> None:
         """Refuse a call if something that is locked changed since the plan was made."""
@@ -228,23 +178,144 @@ class Program:
             if planned != setting(self.env.device):
                 lock.check()
 
-    def watched(self, watcher: Callable[[Program, dict[int, Any]], None]) -> Program:
-        """A copy for one call that reports what it leaves for the backward to ``watcher``."""
-        twin = copy.copy(self)
-        twin.watcher, twin.leaves_more = watcher, True
-        return twin
+    # Calling
 
-    def profiled(self) -> Program:
-        """A copy for one call with a ``torch.profiler`` range around each fused step."""
+    def __call__(
+        self, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor, recorded: bool = False
+    ) -> Any:
+        """Run it, as one autograd function if there is a backward.
+
+        Args:
+            kwargs: Keyword arguments per basic op, or None.
+            x: The chain's input.
+            *tensors: The parameters, then the extra inputs that the caller gave.
+            recorded: Whether the recorder of this thread is told what the forward saves.
+        """
         if self.compiling:
-            return self
-        twin = copy.copy(self)
-        for name in ("forward", "backward"):
-            steps = [copy.copy(step) for step in getattr(self, name)]
-            for step in [step for step in steps if step.source]:
-                step.run = InRange(step, name, step.run)
-            setattr(twin, name, tuple(steps))
-        return twin
+            run = self.run
+        else:
+            quantized = type(x) is not Tensor and brings_codes(x, self.facts.edges.forward.get(0))
+            run = self._forward_function(quantized, recorded, profiler._is_profiler_enabled)
+        if not self.requires_grad or self.double_backward:
+            return run(None, kwargs, x, *tensors)
+        if self.compiling:
+            tensors = _distinct(tensors, self.num_params)
+            return Pipeline.apply(run, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
+        return (_in_group if self.chain.groups else apply_eager)(run, kwargs, x, *tensors)
+
+    def backward_of(self, grads: Sequence[Any], traced: bool) -> Callable[..., Any] | None:
+        """The function of a backward; None: no gradient reaches an op.
+
+        Args:
+            grads: The gradients of the outputs.
+            traced: Whether compiled autograd traces it.
+        """
+        reached = None
+        if grads[0] is None:
+            pairs = zip(self.chain.public_outputs, grads[1:], strict=True)
+            reached = max([i for (i, _), grad in pairs if grad is not None], default=-1)
+            if reached < 0:
+                return None
+        owns = traced or not (dispatch_modes() or function_modes()) or may_write()
+        codes = type(grads[0]) is not Tensor and brings_codes(grads[0], self.last_cast)
+        ranged = profiler._is_profiler_enabled and not traced
+        return self._backward_function(reached, codes, owns, traced, ranged)
+
+    @property
+    def last_cast(self) -> Any:
+        """The first cast of the backward, if it is of the incoming gradient."""
+        return self.facts.edges.backward.get(len(self.chain.ops))
+
+    # Functions
+
+    def _forward_function(self, codes: bool, recorded: bool, ranged: bool) -> Callable[..., Any]:
+        """The function of a forward.
+
+        Args:
+            codes: Whether its input is quantized already.
+            recorded: Whether a recorder is told what it saves.
+            ranged: Whether it marks the ranges of fused steps for a profiler.
+        """
+        key = "forward", codes, recorded, ranged
+        if (function := self._functions.get(key)) is None:
+            steps: Sequence[Step] = self.forward
+            if codes:
+                steps = _with_codes(steps, "forward", self.facts.edges.forward.get(0))
+            code = write_forward(self, steps, self._wrap("forward", ranged), recorded=recorded)
+            function = self._functions.setdefault(key, code.compiled())
+        return function
+
+    def _backward_function(
+        self, reached: int | None, codes: bool, owns: bool, traced: bool, ranged: bool
+    ) -> Callable[..., Any]:
+        """The function of a backward.
+
+        Args:
+            reached: The last op that a gradient reaches; None: the main output has one.
+            codes: Whether that is quantized already.
+            owns: Whether steps may overwrite gradients.
+            traced: Whether compiled autograd traces it.
+            ranged: As for the forward.
+        """
+        key = reached, codes, owns, traced, ranged
+        if (function := self._functions.get(key)) is None:
+            steps, late, values = self.backward, None, [dict(of) for of in self.contexts]
+            if codes:
+                steps = _with_codes(steps, "backward", self.last_cast)
+            if reached is not None:
+                steps, late = self._late_start(reached, values)
+            if not owns:
+                for of_op in values:
+                    of_op["owns_grad_output"] = False
+            wrap = self._wrap("backward", ranged)
+            code = write_backward(self, steps, wrap, values, late=late, traced=traced)
+            function = self._functions.setdefault(key, code.compiled())
+        return function
+
+    def _late_start(
+        self, reached: int, values: Sequence[dict[str, Any]]
+    ) -> tuple[Sequence[Step], LateStart]:
+        """The steps of a backward in which the main output gets no gradient.
+
+        Steps that get no gradient at all are skipped. If the shape is unknown where the last
+        gradient arrives, the backward begins with zeros at the nearest later step whose shape is
+        known; the results of these extra steps are discarded.
+
+        Args:
+            reached: The last op that a gradient reaches.
+            values: The attributes of the contexts, which are changed.
+        """
+        known = [s.stop - 1 for s in self.forward if s.stop > s.start and s.has_extras]
+        last = reached if reached in known else min(i for i in known if i > reached)
+        position = next(p for p, s in enumerate(self.backward) if s.start <= last < s.stop)
+        step = self.backward[position]
+        first = [step]
+        if any(step.op is other.op for other in self.forward):  # not fused, or by a joint fusion
+            last = step.stop - 1
+            for of_op in values[reached + 1 : step.stop]:
+                of_op["is_reached"] = False
+        else:  # by a fusion that may not handle zeros: the ops run one by one
+            first = separate(step, "backward", last)
+        for i in range(step.start, last):
+            values[i]["owns_grad_output"] = False
+        steps = [*first, *self.backward[position + 1 :]]
+        at = next(p for p, step in enumerate(steps) if step.start <= reached)
+        if at and steps[at].stop > reached + 1:  # as above, it may not handle zeros
+            steps[at : at + 1] = separate(steps[at], "backward")
+        low = min(step.start for step in steps)
+        watched = [i for i in range(max(reached + 1, low), len(values)) if values[i]["quantizers"]]
+        return steps, LateStart(reached, last, tuple(watched))
+
+    def _wrap(self, pass_name: str, ranged: bool) -> Callable[[Step, Any], Any]:
+        """What wraps the methods of steps."""
+
+        def wrap(step: Step, run: Any) -> Any:
+            run = wrapped(step, pass_name, run, self.facts)
+            return InRange(step, pass_name, run) if ranged and step.source else run
+
+        return wrap
+
+    # Facts
 
     def _set_outputs(self) -> None:
         """Which extra outputs have no gradient, and which channels carry one."""
@@ -265,7 +336,6 @@ class Program:
         chain, quantizers = self.chain, self.facts.edges.quantizers
         ranges = [(i, start, stop) for i, (start, stop) in enumerate(chain.param_ranges)]
         self.params = tuple((i, a, b) for i, a, b in ranges if a < b)
-        self.without_params = tuple(i for i, a, b in ranges[self.first_backward :] if a == b)
         self.dequantized = dequantized(chain.ops, chain.param_ranges, quantizers, self.env)
         ops = chain.ops if self.requires_grad else ()
         self.accumulating = tuple(ranges[i] for i, op in enumerate(ops) if op.accumulates_grads)
@@ -292,15 +362,112 @@ class Program:
             if (how := step.recompute) is not None
         }
 
-    def _new_pool(self, values: Sequence[dict[str, Any]]) -> ContextPool:
-        # functions are the fusions of Transformer Engine: their ops may write anything
-        foreign = [s for s in self.forward if s.source and not isinstance(s.source.fusion, Fusion)]
-        places = {i for step in foreign for i in range(step.start, step.stop)}
-        open_ops = sorted(places.union(self.saved.undeclared))
-        classes = [
-            OperationContext
-            if self.compiling or i in open_ops
-            else pooled_context(tuple(declared(op, "context_names")))
-            for i, op in enumerate(self.chain.ops)
-        ]
-        return ContextPool(classes, values, open_ops)
+
+def _with_codes(steps: Sequence[Step], pass_name: str, cast: Any) -> Sequence[Step]:
+    """The steps of a pass whose input its first cast need not quantize any more."""
+    if steps[0].source and cast in steps[0].matched:
+        return [*separate(steps[0], pass_name), *steps[1:]]
+    return steps
+
+
+def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Replace repeated parameters by views: Dynamo accepts no tensor twice.
+
+    Args:
+        tensors: The parameters, then other tensors, which stay as they are.
+        count: The number of parameters.
+    """
+    found: list[Tensor] = []
+    for i, tensor in enumerate(tensors):
+        again = i < count and any([tensor is other for other in tensors[:i]])
+        found.append(tensor.view_as(tensor) if again else tensor)
+    return found
+
+
+# The autograd function
+
+
+def _run_forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+    return run(ctx, *args)
+
+
+def _run_backward(ctx: Any, *grads: Any) -> Any:
+    program: Program = ctx.program
+    if is_dynamo_compiling():
+        # compiled autograd traces too, but an eager program was not made for it
+        name = (
+            "run_backward"
+            if program.compiling
+            else _write_untraced(program, *[g is None for g in grads])
+        )
+        return getattr(program, name)(ctx, *grads) if name else (None,) * len(ctx.needs_input_grad)
+    if any_autocast() and torch.is_autocast_enabled(program.autocast_device):
+        with torch.autocast(program.autocast_device, enabled=False):
+            return _run_backward(ctx, *grads)
+    batched = any([grad is not None and is_legacy_batchedtensor(grad) for grad in grads])
+    if batched or torch.is_grad_enabled():
+        raise RuntimeError(
+            "opfuse: the backward of a fused chain cannot be differentiated again "
+            "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
+            "inside opfuse.options(double_backward=True)"
+        )
+    if program.advances and in_backward():
+        current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
+    if (run := program.backward_of(grads, False)) is None:
+        return (None,) * len(ctx.needs_input_grad)
+    return run(ctx, *grads)
+
+
+def _write_untraced(program: Program, *missing: bool) -> str:
+    """Write a backward while compiled autograd traces; return the name of its attribute, or ``""``."""
+    grads = [None if none else torch.empty(0) for none in missing]
+    if (run := program.backward_of(grads, True)) is None:
+        return ""
+    name = f"_traced_{id(run)}"
+    setattr(program, name, run)
+    return name
+
+
+_write_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+class Pipeline(torch.autograd.Function):
+    """The one autograd function: a whole chain, forward and backward."""
+
+    forward = staticmethod(_run_forward)
+    backward = staticmethod(_run_backward)  # type: ignore[assignment]
+
+
+apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
+"""``Pipeline.apply`` without its functorch code, which is never needed here: saves a microsecond
+per call.
+"""
+
+
+class _PipelineInGroup(Pipeline):
+    """That of a chain with collectives, whose backward knows which call it belongs to."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
+        ctx.call = current.running
+        return run(ctx, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if is_dynamo_compiling():
+            return _run_backward(ctx, *grads)
+        call = ctx.call
+        running = Pass("backward", call.chain, call.turns, call.size)
+        with reported(call.chain, running=running):
+            return _run_backward(ctx, *grads)
+
+
+_in_group: Any = super(torch.autograd.Function, _PipelineInGroup).apply
+
+
+def sources_of(program: Program) -> Iterator[str]:
+    """The text of the functions written so far."""
+    import linecache
+
+    for function in program._functions.values():
+        yield "".join(linecache.getlines(function.__code__.co_filename))

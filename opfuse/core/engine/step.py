@@ -14,17 +14,22 @@ class Recompute(NamedTuple):
     """How the input of an op is computed again instead of being kept.
 
     Attributes:
-        start: First basic op of the step before it.
+        step: The step before it, in the forward.
         run: The ``fuser_recompute`` of that step.
         place, position: Index of the input among the op's saved tensors, and among all of them.
         cast: The cast to repeat, if it is a step of its own.
     """
 
-    start: int
+    step: Step
     run: Callable[..., Any]
     place: int
     cast: Any
     position: int = -1
+
+    @property
+    def start(self) -> int:
+        """The first basic op of the step before."""
+        return self.step.start
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -42,17 +47,9 @@ class Step:
         measured: Its measurement on this machine, or None.
         env: The environment that was passed to its fusion; None: that of the plan.
         op: The basic op, or the fused op; None until it is built.
-        run: The bound method that a loop calls.
-        direct: Whether that is ``op_forward`` or ``op_backward``, with one context.
-        prepares: Whether something happens before the call: the incoming tensor is made plain or
-            checked, or an input is computed again.
-        given: Whether one of its ops got keyword arguments.
-        takes_quantized: Whether the op takes a quantized tensor; if not, it is made plain.
-        width: Required last dimension.
         has_extras: Whether one of its basic ops has extra tensors.
-        no_extras: For each basic op, no extra tensors.
-        numbers: Values to set on the contexts of its basic ops before it runs: ``(place, op,
-            name)`` (forward of a fused op only).
+        numbers: Attributes to set on the contexts of its basic ops before it runs: ``(op, name)``
+            (forward of a fused op only).
         owns: Whether the incoming gradient may be overwritten (backward only).
         note: A further remark for reports.
         recompute: How the preceding step computes the input again, if it can (backward only).
@@ -66,23 +63,17 @@ class Step:
     measured: Any = None
     env: Any = None
     op: Any = None
-    run: Callable[..., Any] = NotImplemented
-    direct: bool = False
-    prepares: bool = False
-    given: bool = False
-    takes_quantized: bool = False
-    width: int | None = None
-    has_extras: bool = False
-    no_extras: tuple[tuple[()], ...] = ()
-    numbers: tuple[tuple[int, Any, str], ...] = ()
+    numbers: tuple[tuple[int, str], ...] = ()
     owns: bool = False
     recompute: Recompute | None = None
     note: str = ""
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
+    has_extras: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.start, self.stop = self.begin // 2, self.end // 2
+        self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
 
     @property
     def casts(self) -> list[tuple[int, Cast]]:

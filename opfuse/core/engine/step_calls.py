@@ -1,8 +1,8 @@
-"""Decides how the loops call a step: the method, its further arguments, casts, and checks."""
+"""Steps of single ops, and what runs around the method of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..cast import Cast
 from ..introspection import op_class
-from ..op import BasicOperation, is_direct
-from ..op_context import OperationContext
+from ..op import BasicOperation
 from ..quantization import QuantizedTensor
-from ..quantization.quantizer import same_quantizer
+from .agreement import Reported
+from .invariant import InParts
 from .measured import Facts
 from .step import Step
 
@@ -21,33 +21,6 @@ from .step import Step
 def lone_step(op: BasicOperation, place: int) -> Step:
     """A step of an op, or of a cast, by itself."""
     return Step(None, place, place + 1, (op,), op=op)
-
-
-def finish(step: Step, pass_name: str, facts: Facts) -> None:
-    """Decide how a step is called."""
-    op, env, forward = step.op, facts.env, pass_name == "forward"
-    if isinstance(op, Cast):
-        _call_cast(step, forward)
-        return
-    ops = facts.chain.ops[step.start : step.stop]
-    step.has_extras = any(each.num_extra_inputs or each.num_extra_outputs for each in ops)
-    step.no_extras = ((),) * len(ops)
-    step.given = any(facts.kwargs[step.start : step.stop])
-    step.direct = not step.given and not step.has_extras and is_direct(op, pass_name)
-    if forward:
-        step.run = op.op_forward if step.direct else op.fuser_forward
-        step.takes_quantized = step.start in facts.edges.forward and step.begin % 2 == 1
-        step.width = facts.chain.later_widths.get(step.start)
-    else:
-        step.run = op.op_backward if step.direct else op.fuser_backward
-        step.takes_quantized = step.stop in facts.edges.backward and step.end % 2 == 0
-    if env.options.get("debug") and not env.compiling:
-        who = f"{type(op).__name__} [{', '.join(op_class(each).__name__ for each in step.matched)}]"
-        step.run = Watched(step.run, who, any(getattr(each, "in_place", False) for each in ops))
-    if step.casts:
-        step.run = WithCasts(step.run, step.matched)
-    made_plain = env.recipe is not None and not step.takes_quantized
-    step.prepares = made_plain or step.width is not None
 
 
 def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
@@ -59,29 +32,31 @@ def separate(step: Step, pass_name: str, last: int | None = None) -> list[Step]:
         last: The last op that takes part; None: all do.
     """
     found: list[Step] = []
-    edge, casts, forward = step.start, dict(step.casts), pass_name == "forward"
+    index = step.start
     for op in step.matched:
-        if last is not None and edge > last:
+        if last is not None and index > last:
             break
-        if isinstance(op, Cast):
-            found.append(lone_step(op, 2 * edge))
-            _call_cast(found[-1], forward)
-            continue
-        found.append(alone := lone_step(op, 2 * edge + 1))
-        alone.run = op.fuser_forward if forward else op.fuser_backward
-        alone.prepares = True
-        alone.takes_quantized = (edge if forward else edge + 1) in casts
-        alone.recompute = step.recompute if edge == step.start else None
-        alone.has_extras = bool(op.num_extra_inputs or op.num_extra_outputs)
-        alone.no_extras = ((),)
-        edge += 1
-    return found if forward else found[::-1]
+        is_cast = isinstance(op, Cast)
+        found.append(alone := lone_step(op, 2 * index + (not is_cast)))
+        alone.recompute = step.recompute if index == step.start and not is_cast else None
+        index += not is_cast
+    return found if pass_name == "forward" else found[::-1]
 
 
-def _call_cast(step: Step, forward: bool) -> None:
-    """Decide how a cast step is called; a loop passes the context of the op that asked for it."""
-    step.direct, step.takes_quantized = forward, True
-    step.run = step.op.op_forward if forward else step.op.fuser_backward
+def wrapped(step: Step, pass_name: str, run: Callable[..., Any], facts: Facts) -> Any:
+    """The method of a step, with what tools do around it."""
+    env, chain = facts.env, facts.chain
+    if env.options.get("debug") and not env.compiling:
+        names = ", ".join(op_class(each).__name__ for each in step.matched)
+        in_place = any(getattr(each, "in_place", False) for each in step.matched)
+        run = Watched(run, f"{type(step.op).__name__} [{names}]", in_place)
+    if chain.groups:
+        run = Reported(run, chain, step)
+    in_parts = "invariant" in env.options and env.device.type == "cpu"
+    if in_parts and pass_name == "forward" and step.op in chain.ops:
+        shapes = [shape for shape, _ in facts.params[step.start]]
+        run = InParts(run) if all(len(shape) < 2 for shape in shapes) else run
+    return run
 
 
 class InRange:
@@ -101,103 +76,6 @@ class InRange:
         """Run it."""
         with torch.profiler.record_function(self._title):
             return self._run(*args, **kwargs)
-
-
-_PER_OP = "basic_op_extra_inputs", "basic_op_kwargs", "basic_op_grad_extra_outputs"
-
-
-class WithCasts:
-    """Wraps the method of a fused op that casts, for loops that know only basic ops.
-
-    The op gets a context for each cast, and an empty entry in every list with one per op. These
-    entries are removed from its result.
-
-    Args:
-        method: ``fuser_forward``, ``fuser_backward`` or ``fuser_recompute``, bound to its op.
-        ops: The basic ops and casts that it replaces.
-    """
-
-    def __init__(self, method: Callable[..., Any], ops: Sequence[BasicOperation]) -> None:
-        self.__self__: Any = getattr(method, "__self__", None)
-        self.__name__, self._method = method.__name__, method
-        self._casts = [(i, op) for i, op in enumerate(ops) if isinstance(op, Cast)]
-        self._basic = [i for i, op in enumerate(ops) if not isinstance(op, Cast)]
-        last = ops[0 if self.__name__ == "fuser_backward" else -1]
-        self._gives = last if isinstance(last, Cast) else None
-
-    def __call__(
-        self, ctxs: Any, *args: Any, scales: Any = None, usage: Any = None, **given: Any
-    ) -> Any:
-        """Run the method.
-
-        Args:
-            ctxs: One context per basic op.
-            *args: The incoming tensor; nothing for ``fuser_recompute``.
-            scales: For ``fuser_recompute``: the result of its cast, without the data.
-            usage: The copies that the result had.
-            **given: The arguments with an entry per basic op.
-        """
-        for name in _PER_OP:
-            if name in given:
-                given[name] = self._among(given[name], [() if "kwargs" not in name else {}])
-        contexts = self._contexts(scales, usage)
-        result = self._method(self._among(ctxs, contexts), *args, **given)
-        for ctx in contexts:
-            if ctx.to_save:
-                raise RuntimeError(
-                    f"{self._who} gave tensors to save_for_backward of a Cast, which saves "
-                    f"nothing: they would be lost"
-                )
-        if type(result) is not tuple:
-            return result
-        if self._gives is not None:
-            self._check_quantized(result[0])
-        return (result[0], *[self._without_casts(entries) for entries in result[1:]])
-
-    @property
-    def _who(self) -> str:
-        return f"{type(self.__self__).__name__}: {self.__name__}"
-
-    def _check_quantized(self, given: Any) -> None:
-        """Refuse a result of another kind than that of its last cast."""
-        cast: Any = self._gives
-        right = isinstance(given, QuantizedTensor) and same_quantizer(
-            given.quantizer, cast.quantizer
-        )
-        if given is not None and not (right and given.usage.covers(cast.usage)):
-            what = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
-            raise TypeError(
-                f"{self._who} expected to give what {type(cast.quantizer).__name__} quantizes for "
-                f"{cast.usage}, since it ends with a Cast; got {what}"
-            )
-
-    def _contexts(self, scales: Any, usage: Any) -> list[OperationContext]:
-        made = []
-        for _, cast in self._casts:
-            ctx: Any = OperationContext()
-            ctx.quantizer, ctx.usage = cast.quantizer, usage or cast.usage
-            ctx.saved_tensors = None if scales is None else (scales,)
-            made.append(ctx)
-        return made
-
-    def _among(self, per_op: Sequence[Any], per_cast: Sequence[Any]) -> list[Any]:
-        """A list with one entry per basic op, with those of the casts in their places."""
-        among = list(per_op)
-        for number, (place, _) in enumerate(self._casts):
-            among.insert(place, per_cast[number % len(per_cast)])
-        return among
-
-    def _without_casts(self, entries: Any) -> Any:
-        if len(entries) != len(self._casts) + len(self._basic):
-            return entries  # too many, or too few: the loop refuses it
-        for place, _ in self._casts:
-            of_cast = entries[place]
-            if of_cast and not all([entry is None for entry in of_cast]):
-                raise RuntimeError(
-                    f"{self._who} gave tensors for a Cast, "
-                    f"which has no parameters and no extra tensors"
-                )
-        return list(map(entries.__getitem__, self._basic))
 
 
 _FORWARD = "its input", "a parameter", "an extra input", "basic_op_extra_inputs"

@@ -194,6 +194,12 @@ def plain(tensor: Any) -> Any:
     return tensor.dequantize() if known else tensor
 
 
+def brings_codes(x: Any, cast: Any) -> bool:
+    """Return whether the first cast of a pass takes the codes of a tensor as they are."""
+    known = cast is not None and isinstance(x, QuantizedActivation)
+    return known and x.codes_for(cast.quantizer, cast.usage) is not None
+
+
 def entering(x: Any, cast: Any) -> Any:
     """The initial tensor of a pass: codes if its first cast would make the same, or a plain tensor.
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -57,17 +55,6 @@ def living_weights(op: Any) -> dict[str, QuantizedParameter]:
     pairs = zip(weights, op.param_names, strict=False)
     found = {name: held.get(name, held.get(param)) for name, param in pairs}
     return {name: param for name, param in found.items() if param is not None}
-
-
-def _in_forward(forward: frozenset[CodeType], backward: frozenset[CodeType]) -> bool:
-    """Return whether this is called while the engine plans or runs a forward.
-
-    The stack tells. The op cannot: it may serve another chain, or another thread, under a recipe.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in forward and frame.f_code not in backward:
-        frame = frame.f_back
-    return frame is not None and frame.f_code in forward
 
 
 def entries_of(module: Any, name: str) -> Any:
@@ -197,7 +184,7 @@ class QuantizerStates:
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
         recording = current.recording or mode == "backward"
-        recipe = current.recipe or (None if _in_forward(*op.engine.loops) else self.latest)
+        recipe = current.recipe or (None if current.in_forward else self.latest)
         quantizers = self.serving(op, recipe, recording)
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
