@@ -59,7 +59,8 @@ def expected_saved(op, x, y, extras, wants_input, wants_params):
         if isinstance(op, (ops.BasicLinear, ops.GroupedLinear, ops.ParallelLinear))
         else wants_input or wants_weight or wants_scales
     )
-    values = {"input": x if wants_x else None, "weight": None, "scales": None, "mask": None}
+    kept = y if getattr(op, "saves_output", False) else x
+    values = {"input": kept if wants_x else None, "weight": None, "scales": None, "mask": None}
     if isinstance(op, ops.ParallelLinear):
         weights = op.param_names[:count]
         values |= {name: op.read_parameter(name) if wants_input else None for name in weights}

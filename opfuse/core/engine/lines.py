@@ -13,7 +13,9 @@ from ..cast import Cast
 from ..extra_dtypes import is_kind, refuse_kind
 from ..op_context import OperationContext, summed
 from ..quantization import QuantizedTensor, Quantizer, Usage
-from ..quantization.activation import entering, leaving, plain
+from ..quantization.activation import entering as _entering
+from ..quantization.activation import leaving as _leaving
+from ..quantization.activation import plain
 from ..quantization.quantizer import same_quantizer
 from ..settings import current
 from . import checks
@@ -23,16 +25,27 @@ from .step import Step
 if TYPE_CHECKING:
     from .program import Program
 
-__all__ = ["entering", "leaving", "plain", "summed"]
+__all__ = ["plain", "summed"]
 
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
 
+NUM_ATTRIBUTES = len(vars(OperationContext()))
 _new = OperationContext.__new__
 _OF_ONE_PASS = frozenset(
     {"to_save", "params", "saved_tensors", "owns_grad_output", "is_reached", "grad_sum"}
 )
 """The attributes of a context that no forward passes on."""
+
+
+def entering(cast: Any, x: Any) -> Any:
+    """The initial tensor of a pass; see :func:`opfuse.core.quantization.activation.entering`."""
+    return _entering(x, cast)
+
+
+def leaving(recipe: Any, x: Any) -> Any:
+    """The last tensor of a pass; see :func:`opfuse.core.quantization.activation.leaving`."""
+    return _leaving(x, recipe)
 
 
 # Contexts
@@ -42,9 +55,8 @@ def contexts(values: Sequence[dict[str, Any]]) -> list[OperationContext]:
     """Contexts with these attributes."""
     made = []
     for attributes in values:
-        ctx = _new(OperationContext)
+        made.append(ctx := _new(OperationContext))
         ctx.__dict__ = attributes.copy()
-        made.append(ctx)
     return made
 
 
@@ -66,12 +78,12 @@ def cast_context(quantizer: Quantizer, usage: Usage) -> Any:
     return ctx
 
 
-def kept_contexts(contexts: Contexts, position: int) -> tuple[dict[int, Any], list[Any]]:
+def kept_contexts(position: int, contexts: Contexts) -> tuple[dict[int, Any], list[Any]]:
     """What ops leave that declare nothing.
 
     Args:
-        contexts: Their contexts.
         position: The number of tensors that the others save.
+        contexts: Their contexts.
 
     Returns:
         For each the attributes of its context, and the range of its tensors; and all these tensors.
@@ -91,15 +103,16 @@ def restore_context(ctx: Any, kept: tuple[dict[str, Any], slice], tensors: Seque
     ctx.saved_tensors = tensors[kept[1]]
 
 
-def record_saved(program: Program, saved: Sequence[Any], contexts: Contexts) -> None:
-    """Tell the recorder of this thread what a forward saves."""
+def record_saved(program: Program, saved: Sequence[Any], kept: Mapping[int, Any]) -> None:
+    """Tell the recorder of this thread what a forward saves.
+
+    Args:
+        program: The program.
+        saved: All saved tensors.
+        kept: What :func:`kept_contexts` returned.
+    """
     found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
-    rest = [i for i in program.saved.undeclared]
-    position = program.saved.ranges[-1][2] if program.saved.ranges else 0
-    for i in rest:
-        count = len(contexts[i].to_save or ())
-        found[i] = saved[position : position + count]
-        position += count
+    found |= {i: saved[places] for i, (_, places) in kept.items()}
     if current.recorder is not None:
         current.recorder.saved(program, found)
 
@@ -222,13 +235,13 @@ def without_casts(step: Step, entries: Any, method: str) -> list[Any]:
     return found
 
 
-def check_cast_contexts(step: Step, method: str, *contexts: Any) -> None:
+def check_cast_contexts(step: Step, pass_name: str, *contexts: Any) -> None:
     """Refuse tensors that a fused op saved for a cast."""
     for ctx in contexts:
         if ctx.to_save:
             raise RuntimeError(
-                f"{type(step.op).__name__}: {method} gave tensors to save_for_backward of a Cast, "
-                f"which saves nothing: they would be lost"
+                f"{type(step.op).__name__}: fuser_{pass_name} gave tensors to save_for_backward of "
+                f"a Cast, which saves nothing: they would be lost"
             )
 
 

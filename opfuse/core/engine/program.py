@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +33,9 @@ from .chain import Chain
 from .measured import Facts
 from .plan import FusionPlan
 from .step import Recompute, Step
-from .step_calls import InRange, separate, wrapped
-from .writing import write_backward, write_forward
+from .step_calls import separate
+from .write_backward import LateStart, write_backward
+from .write_forward import write_forward
 
 any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
@@ -51,11 +51,18 @@ class SavedState:
         ranges: ``(op, start, stop)``: the range of each op's saved tensors.
         attributes: ``(op, name)``: the context attributes that are passed on.
         undeclared: The ops that may leave anything, so that all of their contexts is kept.
+        declared_attributes: How many attributes each op declares, by its index.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
     attributes: tuple[tuple[int, str], ...]
     undeclared: tuple[int, ...]
+    declared_attributes: Mapping[int, int]
+
+    @property
+    def num_declared(self) -> int:
+        """The number of tensors that are saved by declaration."""
+        return self.ranges[-1][2] if self.ranges else 0
 
     @classmethod
     def of(cls, chain: Chain, first_backward: int, undeclared: set[int]) -> SavedState:
@@ -72,27 +79,14 @@ class SavedState:
                 if names:
                     ranges.append((i, position, position + len(names)))
                 position += len(names)
-        return cls(tuple(ranges), tuple(attributes), tuple(open_ops))
+        counts = {i: len(declared(op, "context_names")) for i, op in enumerate(chain.ops)}
+        return cls(tuple(ranges), tuple(attributes), tuple(open_ops), counts)
 
 
 def _identifier(op: Any, name: str) -> str:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{type(op).__name__}.context_names expected names, got {name!r}")
     return name
-
-
-class LateStart(NamedTuple):
-    """Where a backward begins if the main output gets no gradient.
-
-    Attributes:
-        reached: The last op that a gradient reaches, by an extra output.
-        last: The op whose output gets zeros.
-        watched: The ops behind the first one, whose quantizers see only zeros.
-    """
-
-    reached: int
-    last: int
-    watched: tuple[int, ...]
 
 
 class Program:
@@ -166,10 +160,9 @@ class Program:
         more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
         self.is_plain = not any(more) and self._lock is None
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._writing = threading.Lock()
         self.run = self._forward_function(False, False, False)
         if self.compiling and self.requires_grad and not self.double_backward:
-            self.run_backward = self._backward_function(None, False, True, False, False)
+            self.run_backward = self._backward_function(None, False, True, True, False)
 
     def check_lock(self) -> None:
         """Refuse a call if something that is locked changed since the plan was made."""
@@ -241,8 +234,8 @@ class Program:
             steps: Sequence[Step] = self.forward
             if codes:
                 steps = _with_codes(steps, "forward", self.facts.edges.forward.get(0))
-            code = write_forward(self, steps, self._wrap("forward", ranged), recorded=recorded)
-            function = self._functions.setdefault(key, code.compiled())
+            source = write_forward(self, steps, ranged=ranged, recorded=recorded)
+            function = self._functions.setdefault(key, source.compiled())
         return function
 
     def _backward_function(
@@ -267,9 +260,8 @@ class Program:
             if not owns:
                 for of_op in values:
                     of_op["owns_grad_output"] = False
-            wrap = self._wrap("backward", ranged)
-            code = write_backward(self, steps, wrap, values, late=late, traced=traced)
-            function = self._functions.setdefault(key, code.compiled())
+            source = write_backward(self, steps, values, late, traced=traced, ranged=ranged)
+            function = self._functions.setdefault(key, source.compiled())
         return function
 
     def _late_start(
@@ -305,15 +297,6 @@ class Program:
         low = min(step.start for step in steps)
         watched = [i for i in range(max(reached + 1, low), len(values)) if values[i]["quantizers"]]
         return steps, LateStart(reached, last, tuple(watched))
-
-    def _wrap(self, pass_name: str, ranged: bool) -> Callable[[Step, Any], Any]:
-        """What wraps the methods of steps."""
-
-        def wrap(step: Step, run: Any) -> Any:
-            run = wrapped(step, pass_name, run, self.facts)
-            return InRange(step, pass_name, run) if ranged and step.source else run
-
-        return wrap
 
     # Facts
 
