@@ -2,15 +2,13 @@
 
 python benchmarks/pairs.py OTHER_CHECKOUT
 python benchmarks/pairs.py OTHER_CHECKOUT --ops
-python benchmarks/pairs.py checks
 python benchmarks/pairs.py imports
 
 The two processes of a pair take turns of a few milliseconds, so that what slows the machine down
 slows both; which of them begins changes from pair to pair. What is printed is the median of the
 ratios of the pairs, this checkout over the other, and a 95 % interval of that median (by ranks,
 which assumes nothing about the noise). ``--ops`` measures every norm, activation and gated op alone
-instead of the chains O1 and O2. ``checks`` prints what each check costs that a call makes
-besides its work, in nanoseconds. ``imports`` prints how long ``import opfuse`` takes behind torch.
+instead of the chains O1 and O2. ``imports`` prints how long ``import opfuse`` takes behind torch.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -199,93 +196,6 @@ def sample(call: Callable[[], Any], count: int) -> float:
     return seconds
 
 
-CHECKS = {
-    "forward: 4 ops have no hooks, wherever their dictionaries of hooks are now": (
-        """
-for op in dicts:
-    if op["_forward_hooks"] or op["_forward_pre_hooks"] \
-or op["_backward_hooks"] or op["_backward_pre_hooks"]:
-        break
-""",
-        "dicts = [vars(op) for op in chain]",
-    ),
-    "forward: no method or declaration of an op was replaced (in the key)": (
-        "ops.Identity.changes",
-        "",
-    ),
-    "forward: no forward-mode AD": ("forward_ad._current_level >= 0", ""),
-    "forward: a parameter is where it was": (
-        "where['_parameters'].get('weight')",
-        "where = vars(ops.Bias(4))",
-    ),
-    "forward: nothing special about the program": ("program.is_plain", ""),
-    "forward: an op gave a tensor": (
-        "type(x) is not Tensor and not isinstance(x, kinds)",
-        "Tensor = torch.Tensor; kinds = Tensor, opfuse.core.quantization.QuantizedTensor; "
-        "x = torch.ones(4)",
-    ),
-    "forward: a fused op gave a tuple that begins with one": (
-        "try:\n  y, extra = result if type(result) is tuple else None\n"
-        "except ValueError: pass\nisinstance(y, kinds)",
-        "result = x, [()]; kinds = torch.Tensor, opfuse.core.quantization.QuantizedTensor",
-    ),
-    "forward: 4 ops that declare to save nothing saved nothing": (
-        "for i in unsaved:\n"
-        "  if contexts[i].to_save is not None or contexts[i].saved_tensors is not None: pass",
-        "unsaved, contexts = program.saved.nothing, program.pool.new()",
-    ),
-    "forward: no numbers to hand on, no gradients to put away": (
-        "program.saved.attributes; program.accumulating",
-        "",
-    ),
-    "forward: no zeros for outputs without a gradient": (
-        "node.materialize_grads = False",
-        "node = x.grad_fn",
-    ),
-    "backward: no gradient is batched": (
-        "x is not None and batched(x) or (extras and True)",
-        "batched, extras = execute.is_legacy_batchedtensor, ()",
-    ),
-    "backward: there is a gradient": ("x is None", ""),
-    "backward: an op gave a pair": (
-        "try:\n  y, grads = result if type(result) is tuple else None\n"
-        "except ValueError: pass\nx is None and 1 > 2",
-        "result = x, ()",
-    ),
-    "backward: 4 ops without parameters gave no gradients": (
-        "for i in bare:\n  if grads[i]: pass",
-        "bare = program.without_params",
-    ),
-}
-"""What a call looks at since it refuses what would be a wrong answer, as ``(statement, setup)``."""
-
-
-def checks() -> None:
-    """Print what each costs: the least of some samples, less what an empty statement costs."""
-    setup = """
-import torch, opfuse
-from operator import is_
-from torch.autograd import forward_ad
-from opfuse import ops
-from opfuse.core.engine import execute, fuser
-class Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x): return x.clone()
-    @staticmethod
-    def backward(ctx, dy): return dy
-chain = opfuse.Sequential(*[ops.Identity() for _ in range(4)])
-x = Function.apply(torch.ones(4, 4, requires_grad=True))
-chain(x)
-program = chain._module_groups[0]._last[1]
-grads = [()] * 4
-"""
-    print(f"{cpu()}, Python {platform.python_version()}")
-    nothing = min(timeit.repeat("pass", number=100_000, repeat=9))
-    for name, (statement, own) in CHECKS.items():
-        found = min(timeit.repeat(statement, f"{setup}\n{own}", number=100_000, repeat=9))
-        print(f"{name:80} {(found - nothing) * 1e4:6.0f} ns")
-
-
 def imports() -> None:
     """Print what importing opfuse takes once torch is there: the least of 15 processes."""
     code = (
@@ -305,8 +215,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         for _, found in zip(sys.stdin, measure(sys.argv[2]), strict=False):
             print(json.dumps(found), flush=True)
-    elif sys.argv[1:] == ["checks"]:
-        checks()
     elif sys.argv[1:] == ["imports"]:
         imports()
     else:

@@ -28,7 +28,7 @@ from .chain import Chain
 from .invariant import Blocks, asked, refuse_apart
 from .partition import Partition, cut
 from .planner import Key, make_program, rows_of
-from .program import Kwargs, Program, apply_eager
+from .program import Kwargs, Program
 
 _CACHE_SIZE = 64
 _not_traced: Any = torch.compiler.disable
@@ -85,7 +85,10 @@ class OperationFuser:
 
     def _capture(self) -> None:
         """Cache what every call reads: looking up an attribute of a module is slow."""
-        self._unit_dicts = [vars(unit) for unit in self._units]
+        self._changes = FusibleOperation.changes
+        self._hooks = [hooks for unit in self._units for hooks in hook_dicts(unit)]
+        owners = () if self._owner is None else (self._owner,)
+        self._unit_dicts = [vars(unit) for unit in (*self._units, *owners)]
         self._watching = [op for op in self._chain.ops if op._absent]
         params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
@@ -130,16 +133,12 @@ class OperationFuser:
             basic_op_kwargs = self._chain.kwargs_of_all(basic_op_kwargs)
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # is_compiling(), faster
             return self._run_traced(input, extra_inputs, basic_op_kwargs)
-        training: list[bool] = []
-        for unit in self._unit_dicts:
-            if unit["_forward_hooks"] or unit["_forward_pre_hooks"]:
-                return self._run_apart(input, extra_inputs, basic_op_kwargs)
-            if unit["_backward_hooks"] or unit["_backward_pre_hooks"]:
-                return self._run_apart(input, extra_inputs, basic_op_kwargs)
-            training.append(unit["training"])
-        if self._owner is not None:
-            training.append(self._owner.training)
+        if self._changes != FusibleOperation.changes:
+            self._capture()
+        if any(self._hooks):
+            return self._run_apart(input, extra_inputs, basic_op_kwargs)
         tensors = self._tensors(input, extra_inputs)
+        training = [unit["training"] for unit in self._unit_dicts]
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         watched = (current.recorder is not None) | profiler._is_profiler_enabled
         if not program.is_plain or basic_op_kwargs or watched:
@@ -149,8 +148,8 @@ class OperationFuser:
         try:
             if type(input) is not Tensor:
                 return program(None, input, *tensors)
-            if program.requires_grad:
-                return apply_eager(program.run, None, input, *tensors)
+            if program.trains:
+                return program.run(None, input, *tensors)
             return program.run(None, None, input, *tensors)
         except Exception:
             self._explain_failure(input, extra_inputs)

@@ -474,7 +474,7 @@ def accumulate(program: Program, ctx: Any, grads: list[Any]) -> list[Any]:
     Args:
         program: The program.
         ctx: The autograd function's context.
-        grads: All gradients; the first three do not belong to parameters.
+        grads: All gradients; the first two do not belong to parameters.
 
     Returns:
         The gradients, without those that were stored.
@@ -482,7 +482,7 @@ def accumulate(program: Program, ctx: Any, grads: list[Any]) -> list[Any]:
     for (index, first, last), params in zip(program.accumulating, ctx.accumulating, strict=True):
         added = _added(ctx, first, last)
         if any(added):
-            here = range(3 + first, 3 + last)
+            here = range(2 + first, 2 + last)
             given = [grads[i] if adds else None for i, adds in zip(here, added, strict=True)]
             left = program.chain.ops[index].accumulate_grads(params, tuple(given))
             for i, adds, grad in zip(here, added, left, strict=True):

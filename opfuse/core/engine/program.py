@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
+from ..fusion import Fusion
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
@@ -26,7 +27,6 @@ from ..quantization.activation import brings_codes
 from ..quantization.parameter import dequantized
 from ..quantization.scale_update import current_backward, in_backward
 from ..ranks import Pass
-from ..settings import current
 from ..tuning_table import setting
 from .agreement import reported
 from .chain import Chain
@@ -106,6 +106,7 @@ class Program:
         env: The environment in which it runs.
         contexts: The attributes of each op's context.
         untraced: Whether an op reads sizes on the host to quantize, which cannot be traced.
+        fresh: The ops that may leave anything on their contexts, which thus serve one call.
         saves_quantized: Whether ops may save quantized tensors.
         recorded: Whether grad mode is on.
         advances: Whether a quantizer records values that advance its state.
@@ -148,6 +149,10 @@ class Program:
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
         self._set_outputs()
         self.saved = SavedState.of(chain, first_backward, undeclared)
+        # functions are the fusions of Transformer Engine: their ops may write anything
+        foreign = [s for s in self.forward if s.source and not isinstance(s.source.fusion, Fusion)]
+        places = [i for step in foreign for i in range(step.start, step.stop)]
+        self.fresh = {*places, *self.saved.undeclared}
         self.recomputing = self._recomputing()
         self.contexts = [vars(OperationContext()) | values for values in contexts]
         self.turns: dict[Any, Any] = {}
@@ -159,10 +164,15 @@ class Program:
         self._lock = None if lock is None else (lock, setting(env.device))
         more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
         self.is_plain = not any(more) and self._lock is None
+        self.trains = self.requires_grad and not self.double_backward
         self._functions: dict[Any, Callable[..., Any]] = {}
+        self._sources: dict[Any, str] = {}
         self.run = self._forward_function(False, False, False)
-        if self.compiling and self.requires_grad and not self.double_backward:
-            self.run_backward = self._backward_function(None, False, True, True, False)
+
+    @property
+    def code(self) -> str:
+        """The source of the functions that were written so far."""
+        return "\n".join(self._sources.values())
 
     def check_lock(self) -> None:
         """Refuse a call if something that is locked changed since the plan was made."""
@@ -189,28 +199,30 @@ class Program:
         else:
             quantized = type(x) is not Tensor and brings_codes(x, self.facts.edges.forward.get(0))
             run = self._forward_function(quantized, recorded, profiler._is_profiler_enabled)
-        if not self.requires_grad or self.double_backward:
+        if not self.trains:
             return run(None, kwargs, x, *tensors)
         if self.compiling:
             tensors = _distinct(tensors, self.num_params)
-            return Pipeline.apply(run, kwargs, x, *tensors)  # type: ignore[no-untyped-call]
-        return (_in_group if self.chain.groups else apply_eager)(run, kwargs, x, *tensors)
+        return run(kwargs, x, *tensors)
 
-    def backward_of(self, grads: Sequence[Any], traced: bool) -> Callable[..., Any] | None:
+    def backward_of(
+        self, grads: Sequence[Any], *, traced: bool = False
+    ) -> Callable[..., Any] | None:
         """The function of a backward; None: no gradient reaches an op.
 
         Args:
             grads: The gradients of the outputs.
             traced: Whether compiled autograd traces it.
         """
-        reached = None
+        reached, codes = None, False
         if grads[0] is None:
             pairs = zip(self.chain.public_outputs, grads[1:], strict=True)
             reached = max([i for (i, _), grad in pairs if grad is not None], default=-1)
             if reached < 0:
                 return None
+        elif type(grads[0]) is not Tensor:
+            codes = brings_codes(grads[0], self.last_cast)
         owns = traced or not (dispatch_modes() or function_modes()) or may_write()
-        codes = type(grads[0]) is not Tensor and brings_codes(grads[0], self.last_cast)
         ranged = profiler._is_profiler_enabled and not traced
         return self._backward_function(reached, codes, owns, traced, ranged)
 
@@ -235,7 +247,10 @@ class Program:
             if codes:
                 steps = _with_codes(steps, "forward", self.facts.edges.forward.get(0))
             source = write_forward(self, steps, ranged=ranged, recorded=recorded)
-            function = self._functions.setdefault(key, source.compiled())
+            function = source.compiled()
+            function = _function(self, function) if self.trains else function
+            self._functions.setdefault(key, function)
+            self._sources[key] = source.text
         return function
 
     def _backward_function(
@@ -262,6 +277,7 @@ class Program:
                     of_op["owns_grad_output"] = False
             source = write_backward(self, steps, values, late, traced=traced, ranged=ranged)
             function = self._functions.setdefault(key, source.compiled())
+            self._sources[key] = source.text
         return function
 
     def _late_start(
@@ -370,24 +386,18 @@ def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
 # The autograd function
 
 
-def _run_forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
-    return run(ctx, *args)
-
-
 def _run_backward(ctx: Any, *grads: Any) -> Any:
     program: Program = ctx.program
     if is_dynamo_compiling():
         # compiled autograd traces too, but an eager program was not made for it
-        name = (
-            "run_backward"
-            if program.compiling
-            else _write_untraced(program, *[g is None for g in grads])
-        )
+        name = _write_untraced(program, *[grad is None for grad in grads])
         return getattr(program, name)(ctx, *grads) if name else (None,) * len(ctx.needs_input_grad)
     if any_autocast() and torch.is_autocast_enabled(program.autocast_device):
         with torch.autocast(program.autocast_device, enabled=False):
             return _run_backward(ctx, *grads)
-    batched = any([grad is not None and is_legacy_batchedtensor(grad) for grad in grads])
+    batched = False
+    for grad in grads:
+        batched = batched or (grad is not None and is_legacy_batchedtensor(grad))
     if batched or torch.is_grad_enabled():
         raise RuntimeError(
             "opfuse: the backward of a fused chain cannot be differentiated again "
@@ -396,15 +406,18 @@ def _run_backward(ctx: Any, *grads: Any) -> Any:
         )
     if program.advances and in_backward():
         current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
-    if (run := program.backward_of(grads, False)) is None:
+    if (run := program.backward_of(grads)) is None:
         return (None,) * len(ctx.needs_input_grad)
     return run(ctx, *grads)
 
 
 def _write_untraced(program: Program, *missing: bool) -> str:
-    """Write a backward while compiled autograd traces; return the name of its attribute, or ``""``."""
+    """Write a backward while compiled autograd traces; return the name of its attribute.
+
+    It is ``""`` if no gradient reaches an op.
+    """
     grads = [None if none else torch.empty(0) for none in missing]
-    if (run := program.backward_of(grads, True)) is None:
+    if (run := program.backward_of(grads, traced=True)) is None:
         return ""
     name = f"_traced_{id(run)}"
     setattr(program, name, run)
@@ -415,25 +428,13 @@ _write_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 class Pipeline(torch.autograd.Function):
-    """The one autograd function: a whole chain, forward and backward."""
+    """The autograd function of a chain: each forward is the ``forward`` of a class of its own."""
 
-    forward = staticmethod(_run_forward)
     backward = staticmethod(_run_backward)  # type: ignore[assignment]
-
-
-apply_eager: Any = super(torch.autograd.Function, Pipeline).apply
-"""``Pipeline.apply`` without its functorch code, which is never needed here: saves a microsecond
-per call.
-"""
 
 
 class _PipelineInGroup(Pipeline):
     """That of a chain with collectives, whose backward knows which call it belongs to."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
-        ctx.call = current.running
-        return run(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -445,12 +446,14 @@ class _PipelineInGroup(Pipeline):
             return _run_backward(ctx, *grads)
 
 
-_in_group: Any = super(torch.autograd.Function, _PipelineInGroup).apply
-
-
-def sources_of(program: Program) -> Iterator[str]:
-    """The text of the functions written so far."""
-    import linecache
-
-    for function in program._functions.values():
-        yield "".join(linecache.getlines(function.__code__.co_filename))
+def _function(program: Program, run: Callable[..., Any]) -> Any:
+    """The ``apply`` of the autograd function of a program."""
+    passes = {"forward": staticmethod(run)}
+    if program.compiling:  # nothing is decided later
+        passes["backward"] = staticmethod(program.backward_of([torch.empty(0)], traced=True))
+        return type("Pipeline", (torch.autograd.Function,), passes).apply
+    base = _PipelineInGroup if program.chain.groups else Pipeline
+    made: Any = type("Pipeline", (base,), passes)
+    made._backward_cls.program = program
+    # without torch's functorch code, which is never needed here, a call takes a microsecond less
+    return super(torch.autograd.Function, made).apply

@@ -215,8 +215,11 @@ class _Backward(Source):
             dx, ends = "dx", ["*ends"]
         missing = [", ".join(["None"] * (last - first)) for first, last in chain.param_ranges]
         grads = [self._of_params.get(i, none) for i, none in enumerate(missing)]
-        flat = ", ".join(["None", "None", dx, *filter(None, grads)])
+        flat = ", ".join(["None", dx, *filter(None, grads)])
         if program.accumulating:
             self.add(f"flat = {self.call(lines.accumulate, program)}(ctx, [{flat}])")
             flat = "*flat"
+        holding = [i for i, _, _ in program.saved.ranges]
+        sums = [i for i, *_ in program.accumulating]
+        self.release_contexts(saved_tensors=holding, grad_sum=sums)
         self.add(f"return ({', '.join([flat, *ends])},)")

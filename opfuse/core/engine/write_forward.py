@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..cast import Cast
+from ..settings import current
 from . import checks, lines
 from .source import Source, is_builtin
 from .step import Step
@@ -35,20 +37,20 @@ class _Forward(Source):
     def __init__(self, program: Program, steps: Sequence[Step], ranged: bool) -> None:
         self._params = [f"p{i}" for i in range(program.num_params)]
         self._extras = [f"e{i}" for i in range(len(program.chain.external_inputs))]
-        self._trains = program.requires_grad and not program.double_backward
+        self._trains = program.trains
         arguments = ["ctx", "kwargs", "input", *self._params, *self._extras]
         super().__init__(program, "forward", arguments, steps, ranged)
 
     def write(self, recorded: bool) -> Source:
         program = self.program
         self.begin_pass()
-        if self._trains:
-            self.add(f"ctx.program = {self.bind('program', program)}")
         self.enter("input", program.facts.edges.forward.get(0))
         for name in [f"p{i}" for i in program.dequantized] + self._extras:
             self.add(f"if type({name}) is not Tensor: {name} = {self.call(lines.plain)}({name})")
         if self._watches_versions:
             self.add(f"versions = [{', '.join(f'{name}._version' for name in self._extras)}]")
+        if self.chain.groups and self._trains and not program.compiling:
+            self.add(f"ctx.call = {self.bind('settings', current)}.running")
         self.make_contexts(0, program.contexts)
         for i, first, last in program.params:
             self.add(f"c{i}.params = ({''.join(f'p{n}, ' for n in range(first, last))})")
@@ -65,6 +67,9 @@ class _Forward(Source):
             self._make_independent()
         else:
             self._checked()
+        doubtful = self._doubtful
+        saving = [i for i, _, _ in self.program.saved.ranges if i not in doubtful]
+        self.release_contexts(params=[i for i, *_ in program.params], to_save=[*saving, *doubtful])
         self.add(f"return {', '.join(['x', *self._public])}")
         self.end_pass()
         return self
@@ -152,28 +157,27 @@ class _Forward(Source):
 
     # What stays for the backward
 
+    @functools.cached_property
+    def _doubtful(self) -> list[int]:
+        """The ops whose forward is not of this package, and that declare what they leave."""
+        steps = [s for s in self.steps if s.source or not is_builtin(s.op, "forward")]
+        found = [i for step in steps for i in range(step.start, step.stop)]
+        return [i for i in found if i not in self.program.saved.undeclared]
+
     def _checked(self) -> dict[int, str]:
-        """Check what ops leave that are not of this package; return the tensors, by op."""
-        saved, found = self.program.saved, {}
+        """Check what doubtful ops leave; return the names of their tensors."""
+        saved = self.program.saved
         counts = {i: stop - start for i, start, stop in saved.ranges}
-        declared = saved.declared_attributes
-        for step in self.steps:
-            if step.source is None and is_builtin(step.op, "forward"):
-                continue
-            for i in range(step.start, step.stop):
-                if i in saved.undeclared:
-                    continue
-                check = self.call(checks.checked_saved, self.program, i, at=i)
-                found[i] = f"s{i}"
-                most = lines.NUM_ATTRIBUTES + declared[i]
-                is_wrong = f"len(vars(c{i})) > {most} or c{i}.saved_tensors is not None"
-                if counts.get(i):
-                    is_wrong += f" or s{i} is None or len(s{i}) != {counts[i]}"
-                else:
-                    is_wrong += f" or s{i}"
-                self.add(f"s{i} = c{i}.to_save")
-                self.add(f"if {is_wrong}: s{i} = {check}(c{i})")
-        return found
+        for i in self._doubtful:
+            is_wrong = f"c{i}.saved_tensors is not None or "
+            if i not in self.program.fresh:
+                most = lines.NUM_ATTRIBUTES + saved.declared_attributes[i]
+                is_wrong += f"len(vars(c{i})) > {most} or "
+            is_wrong += f"s{i} is None or len(s{i}) != {counts[i]}" if i in counts else f"s{i}"
+            check = self.call(checks.checked_saved, self.program, i, at=i)
+            self.add(f"s{i} = c{i}.to_save")
+            self.add(f"if {is_wrong}: s{i} = {check}(c{i})")
+        return {i: f"s{i}" for i in self._doubtful}
 
     def _save(self, recorded: bool) -> None:
         program, saved = self.program, self.program.saved
