@@ -12,16 +12,12 @@ from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..fusible import declared
 from ..introspection import kwarg_names, own_call
 from ..layout import is_dtensor
-from ..op_context import OperationContext
 from ..settings import checkpoint_frames, current
 from .chain import Chain, Slot
 from .step import Step
 
 if TYPE_CHECKING:
     from .program import Program
-
-_OF_CONTEXTS = frozenset(vars(OperationContext()))
-
 
 # Arguments of a call
 
@@ -255,14 +251,8 @@ def refuse_gradients(program: Program, index: int, grads: Any) -> None:
 
 def checked_saved(program: Program, index: int, ctx: Any) -> tuple[Any, ...]:
     """The tensors that an op saves; refused if they are not those that it declares."""
-    who, op = program.chain.name(index), program.chain.ops[index]
-    count = len(declared(op, "saved_names"))
-    if len(vars(ctx)) > len(_OF_CONTEXTS):
-        if left := vars(ctx).keys() - _OF_CONTEXTS - {*declared(op, "context_names")}:
-            raise AttributeError(
-                f"{who}: the forward of {forward_of(program, index)} left {min(left)!r} on its "
-                f"context, which its context_names do not declare: its backward would not find it"
-            )
+    who = program.chain.name(index)
+    count = len(declared(program.chain.ops[index], "saved_names"))
     if ctx.saved_tensors is not None:
         remedy = "give tensors to ctx.save_for_backward"
         raise RuntimeError(f"{who} wrote saved_tensors on its context in its forward: {remedy}")

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import Engine, FusibleOperation, bind_engine, dynamo_traces
-from ..introspection import hook_dicts, why_apart
+from ..introspection import hook_dicts, own_call, why_apart
 from ..layout import is_dtensor, run_on_parts
 from ..op_context import ModuleCache
 from ..overwriting import without_modes
@@ -86,9 +86,8 @@ class OperationFuser:
     def _capture(self) -> None:
         """Cache what every call reads: looking up an attribute of a module is slow."""
         self._changes = FusibleOperation.changes
-        self._hooks = [hooks for unit in self._units for hooks in hook_dicts(unit)]
-        owners = () if self._owner is None else (self._owner,)
-        self._unit_dicts = [vars(unit) for unit in (*self._units, *owners)]
+        self._has_own_calls = any(own_call(unit) for unit in self._units)
+        self._unit_dicts = [vars(unit) for unit in self._units]
         self._watching = [op for op in self._chain.ops if op._absent]
         params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
@@ -135,10 +134,18 @@ class OperationFuser:
             return self._run_traced(input, extra_inputs, basic_op_kwargs)
         if self._changes != FusibleOperation.changes:
             self._capture()
-        if any(self._hooks):
+        apart, training = self._has_own_calls, []
+        for unit in self._unit_dicts:
+            if unit["_forward_hooks"] or unit["_forward_pre_hooks"]:
+                apart = True
+            if unit["_backward_hooks"] or unit["_backward_pre_hooks"]:
+                apart = True
+            training.append(unit["training"])
+        if apart:
             return self._run_apart(input, extra_inputs, basic_op_kwargs)
+        if self._owner is not None:
+            training.append(self._owner.training)
         tensors = self._tensors(input, extra_inputs)
-        training = [unit["training"] for unit in self._unit_dicts]
         program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         watched = (current.recorder is not None) | profiler._is_profiler_enabled
         if not program.is_plain or basic_op_kwargs or watched:
@@ -256,7 +263,7 @@ class OperationFuser:
     def _run_apart(
         self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
     ) -> Any:
-        """Run a chain some of whose ops have hooks."""
+        """Run a chain some of whose ops run through their own call."""
         checks.check_arguments(self._chain, input, extra_inputs)
         hooked = [bool(any(hook_dicts(unit))) for unit in self._units]
         name = _cut_untraced(self, FusibleOperation.changes, *hooked)
@@ -274,9 +281,10 @@ class OperationFuser:
     ) -> Any:
         dynamo_traces()  # refuses an old Dynamo
         checks.check_arguments(self._chain, input, extra_inputs)
-        training = [unit.training for unit in self._units if not any(hook_dicts(unit))]
-        if len(training) != len(self._units):
+        hooked = any([any(hook_dicts(unit)) for unit in self._units])
+        if hooked or _has_own_calls(self, FusibleOperation.changes):
             return self._run_apart(input, extra_inputs, kwargs)
+        training = [unit.training for unit in self._units]
         if self._owner is not None:
             training.append(self._owner.training)
         for op in self._watching:
@@ -299,10 +307,7 @@ class OperationFuser:
             # one program for each value of these facts about the rows
             facts, programs = self._programs.get(key, ((), {}))
             program: Program | Partition | None = programs.get(rows_of(facts, input))
-            if program is None and any(why_apart(unit) for unit in self._units):
-                program = getattr(self, _cut_untraced(self, FusibleOperation.changes))
-                self._programs[key] = (), {(): program}
-            elif program is None and asked(key.settings.options) and not key.settings.within:
+            if program is None and asked(key.settings.options) and not key.settings.within:
                 program = Blocks(self._chain, key)
                 self._programs[key] = (), {(): program}
             elif program is None:
@@ -435,6 +440,15 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
 
 
 _plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+
+
+def _has_own_calls(fuser: OperationFuser, changes: int) -> bool:
+    """Return whether an op has a call of its own; guarded by ``changes``."""
+    fuser._capture()
+    return fuser._has_own_calls
+
+
+_has_own_calls._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
 def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,8 +31,6 @@ __all__ = ["plain", "summed"]
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
 
-NUM_ATTRIBUTES = len(vars(OperationContext()))
-_new = OperationContext.__new__
 _OF_ONE_PASS = frozenset(
     {"to_save", "params", "saved_tensors", "owns_grad_output", "is_reached", "grad_sum"}
 )
@@ -51,23 +50,30 @@ def leaving(recipe: Any, x: Any) -> Any:
 # Contexts
 
 
-def contexts(values: Sequence[dict[str, Any]]) -> list[OperationContext]:
-    """Contexts with these attributes."""
-    made = []
-    for attributes in values:
-        made.append(ctx := _new(OperationContext))
-        ctx.__dict__ = attributes.copy()
-    return made
+class _DeclaredContext:
+    """The context of an op that declares what it leaves; accepts nothing else."""
+
+    __slots__ = tuple(vars(OperationContext()))
+    save_for_backward = OperationContext.save_for_backward
+    quantized_weight = OperationContext.quantized_weight
 
 
-def traced_contexts(values: Sequence[dict[str, Any]]) -> list[OperationContext]:
-    """As :func:`contexts`, in a way that ``torch.compile`` can trace."""
+@functools.cache
+def context_class(names: tuple[str, ...] | None) -> type[Any]:
+    """The class of contexts of ops with these ``context_names``; None: any attribute may be set."""
+    if names is None:
+        return OperationContext
+    title = f"OperationContext of an op whose context_names declare {', '.join(names) or 'nothing'}"
+    return type(title, (_DeclaredContext,), {"__slots__": names})
+
+
+def contexts(kinds: Sequence[tuple[type[Any], dict[str, Any]]]) -> list[Any]:
+    """Contexts of these classes, with these attributes."""
     made = []
-    for attributes in values:
-        ctx = OperationContext()
+    for cls, attributes in kinds:
+        made.append(ctx := cls())
         for name, value in attributes.items():
             setattr(ctx, name, value)
-        made.append(ctx)
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,13 +51,13 @@ class SavedState:
         ranges: ``(op, start, stop)``: the range of each op's saved tensors.
         attributes: ``(op, name)``: the context attributes that are passed on.
         undeclared: The ops that may leave anything, so that all of their contexts is kept.
-        declared_attributes: How many attributes each op declares, by its index.
+        context_names: The context attributes that each op declares.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
     attributes: tuple[tuple[int, str], ...]
     undeclared: tuple[int, ...]
-    declared_attributes: Mapping[int, int]
+    context_names: tuple[tuple[str, ...], ...]
 
     @property
     def num_declared(self) -> int:
@@ -79,8 +79,8 @@ class SavedState:
                 if names:
                     ranges.append((i, position, position + len(names)))
                 position += len(names)
-        counts = {i: len(declared(op, "context_names")) for i, op in enumerate(chain.ops)}
-        return cls(tuple(ranges), tuple(attributes), tuple(open_ops), counts)
+        names = tuple([tuple(declared(op, "context_names")) for op in chain.ops])
+        return cls(tuple(ranges), tuple(attributes), tuple(open_ops), names)
 
 
 def _identifier(op: Any, name: str) -> str:

@@ -65,8 +65,6 @@ class _Forward(Source):
         if self._trains:
             self._save(recorded)
             self._make_independent()
-        else:
-            self._checked()
         doubtful = self._doubtful
         saving = [i for i, _, _ in self.program.saved.ranges if i not in doubtful]
         self.release_contexts(params=[i for i, *_ in program.params], to_save=[*saving, *doubtful])
@@ -109,8 +107,7 @@ class _Forward(Source):
             step, lambda i: f"kwargs[{i}]" if self.kwargs[i] else "{}", lambda edge: "{}"
         )
         result = self.call(lines.forward_result, self.program, step, at=step.begin)
-        outputs = f"outputs_{step.begin}" if step.has_extras else "_"
-        self.add(f"x, {outputs} = {result}({run}({contexts}, {x},", self.comment(step))
+        self.add(f"y = {run}({contexts}, {x},", self.comment(step))
         self.add(f"    basic_op_extra_inputs={given}, basic_op_kwargs={kwargs},")
         for name, i in (
             ("prev_op_grad_output_quantizer", step.start),
@@ -119,10 +116,16 @@ class _Forward(Source):
             quantizer = self.program.contexts[i][name]
             bound = quantizer and self.bind(f"{name}_{step.begin}", quantizer)
             self.add(f"    {name}={bound},")
-        self.add("))")
+        self.add(")")
+        if step.has_extras or step.casts:
+            self.add(f"x, y = {result}(y)")
+        else:
+            is_wrong = "type(y) is not tuple or len(y) != 2 or type(y[0]) is not Tensor"
+            self.add(f"if {is_wrong}: y = {result}(y)")
+            self.add("x = y[0]")
         self.check_casts(step)
         if step.has_extras:
-            self._name_outputs(step, outputs)
+            self._name_outputs(step, "y")
 
     def _extra_inputs(self, step: Step, index: int) -> str:
         """The extra inputs of an op; None where the producer is in the same step."""
@@ -170,9 +173,6 @@ class _Forward(Source):
         counts = {i: stop - start for i, start, stop in saved.ranges}
         for i in self._doubtful:
             is_wrong = f"c{i}.saved_tensors is not None or "
-            if i not in self.program.fresh:
-                most = lines.NUM_ATTRIBUTES + saved.declared_attributes[i]
-                is_wrong += f"len(vars(c{i})) > {most} or "
             is_wrong += f"s{i} is None or len(s{i}) != {counts[i]}" if i in counts else f"s{i}"
             check = self.call(checks.checked_saved, self.program, i, at=i)
             self.add(f"s{i} = c{i}.to_save")
