@@ -134,8 +134,9 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 @main.command(name="explain", short_help="Run a model once and show what is fused, and why.")
 @click.argument("target", metavar="MODULE:OBJECT")
 @click.option("--details", is_flag=True, help="Every step in order and every candidate refused.")
+@click.option("--code", is_flag=True, help="The Python that ran instead of the report.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout, nothing else.")
-def explain_command(target: str, details: bool, as_json: bool) -> None:
+def explain_command(target: str, details: bool, code: bool, as_json: bool) -> None:
     """Run a model once and show what is fused, by which plugin, and why the rest is not.
 
     MODULE is imported from the current directory or from what is installed. OBJECT is a tuple
@@ -148,6 +149,7 @@ def explain_command(target: str, details: bool, as_json: bool) -> None:
         with told(f"{target}: {type(model).__name__}{how} raised"):
             explanation = explain(model, *inputs, **by_name)
     text = explanation.details if details else str(explanation)
+    text = explanation.code if code else text
     click.echo(json.dumps(explanation.to_dict(), indent=2) if as_json else text)
 
 

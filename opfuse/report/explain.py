@@ -40,7 +40,7 @@ class Explanation:
 
     ``str()`` is the short report: the steps of each chain, those alike once, and each reason why a
     candidate was refused, once. ``details`` is the long one, ``to_dict()`` has the same for
-    programs.
+    programs. ``code`` is the Python that ran.
 
     Attributes:
         calls: The calls.
@@ -64,6 +64,11 @@ class Explanation:
     def details(self) -> str:
         """The long report: every step in order, every refused candidate, notes of fused ops."""
         return self._described(full=True)
+
+    @property
+    def code(self) -> str:
+        """The Python of each chain, that of equal ones once: the functions of both passes."""
+        return "\n\n".join(dict.fromkeys(call.code for call in self.calls))
 
     def _described(self, *, full: bool) -> str:
         lines = [line for row in self.memory for line in wrap(_said(*row), "", "  ")]
@@ -285,7 +290,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         model(*inputs, **kwargs)
     places = _locate(model)
     calls = tuple(
-        dataclasses.replace(call, notes=_notes(program), **places.get(fuser, {}))
+        dataclasses.replace(call, notes=_notes(program), code=program.code, **places.get(fuser, {}))
         for call, (fuser, program) in zip(recorder.calls, recorder.ran, strict=True)
     )
     if not isinstance(model, nn.Module):

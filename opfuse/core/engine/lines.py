@@ -14,9 +14,7 @@ from ..cast import Cast
 from ..extra_dtypes import is_kind, refuse_kind
 from ..op_context import OperationContext, summed
 from ..quantization import QuantizedTensor, Quantizer, Usage
-from ..quantization.activation import entering as _entering
-from ..quantization.activation import leaving as _leaving
-from ..quantization.activation import plain
+from ..quantization.activation import entering, leaving, plain
 from ..quantization.quantizer import same_quantizer
 from ..settings import current
 from . import checks
@@ -26,7 +24,7 @@ from .step import Step
 if TYPE_CHECKING:
     from .program import Program
 
-__all__ = ["plain", "summed"]
+__all__ = ["entering", "leaving", "plain", "summed"]
 
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
@@ -35,16 +33,6 @@ _OF_ONE_PASS = frozenset(
     {"to_save", "params", "saved_tensors", "owns_grad_output", "is_reached", "grad_sum"}
 )
 """The attributes of a context that no forward passes on."""
-
-
-def entering(cast: Any, x: Any) -> Any:
-    """The initial tensor of a pass; see :func:`opfuse.core.quantization.activation.entering`."""
-    return _entering(x, cast)
-
-
-def leaving(recipe: Any, x: Any) -> Any:
-    """The last tensor of a pass; see :func:`opfuse.core.quantization.activation.leaving`."""
-    return _leaving(x, recipe)
 
 
 # Contexts

@@ -137,6 +137,7 @@ class Program:
         self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
         self.requires_grad = env.requires_grad
         self.double_backward = bool(env.options.get("double_backward"))
+        self.trains = self.requires_grad and not self.double_backward
         known = torch.amp.is_autocast_available(env.device.type)
         self.autocast_device = env.device.type if known else "cpu"
         self.first_backward, self.num_params = first_backward, len(chain.param_sources)
@@ -157,6 +158,13 @@ class Program:
         self.contexts = [vars(OperationContext()) | values for values in contexts]
         self.turns: dict[Any, Any] = {}
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
+        self._set_calls(contexts)
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self.run = self._forward_function(False, False, False)
+
+    def _set_calls(self, contexts: Sequence[dict[str, Any]]) -> None:
+        """What happens around a call of the functions."""
+        env, chain = self.env, self.chain
         self.called_before = self._called_before(contexts)
         used = [q for values in contexts for q in values["quantizers"].values()]
         self.advances = any(quantizer.pending_names for quantizer in used)
@@ -164,15 +172,14 @@ class Program:
         self._lock = None if lock is None else (lock, setting(env.device))
         more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
         self.is_plain = not any(more) and self._lock is None
-        self.trains = self.requires_grad and not self.double_backward
-        self._functions: dict[Any, Callable[..., Any]] = {}
-        self._sources: dict[Any, str] = {}
-        self.run = self._forward_function(False, False, False)
 
     @property
     def code(self) -> str:
-        """The source of the functions that were written so far."""
-        return "\n".join(self._sources.values())
+        """The source of both passes, as an ordinary call runs them."""
+        passes = [write_forward(self, self.forward)]
+        if self.trains:
+            passes.append(write_backward(self, self.backward, self.contexts, traced=self.compiling))
+        return "\n".join(source.text for source in passes)
 
     def check_lock(self) -> None:
         """Refuse a call if something that is locked changed since the plan was made."""
@@ -246,11 +253,9 @@ class Program:
             steps: Sequence[Step] = self.forward
             if codes:
                 steps = _with_codes(steps, "forward", self.facts.edges.forward.get(0))
-            source = write_forward(self, steps, ranged=ranged, recorded=recorded)
-            function = source.compiled()
+            function = write_forward(self, steps, ranged=ranged, recorded=recorded).compiled()
             function = _function(self, function) if self.trains else function
             self._functions.setdefault(key, function)
-            self._sources[key] = source.text
         return function
 
     def _backward_function(
@@ -277,7 +282,6 @@ class Program:
                     of_op["owns_grad_output"] = False
             source = write_backward(self, steps, values, late, traced=traced, ranged=ranged)
             function = self._functions.setdefault(key, source.compiled())
-            self._sources[key] = source.text
         return function
 
     def _late_start(

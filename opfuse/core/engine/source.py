@@ -35,7 +35,8 @@ _numbers = itertools.count()
 def is_builtin(op: Any, pass_name: str) -> bool:
     """Return whether the passes of an op are of this package, and so keep to their contract."""
     return all(
-        name not in vars(op) and getattr(type(op), name).__module__.startswith("opfuse.")
+        name not in vars(op)
+        and getattr(getattr(type(op), name), "__module__", "").startswith("opfuse.")
         for name in (f"op_{pass_name}", f"fuser_{pass_name}")
     )
 
@@ -178,13 +179,13 @@ class Source:
         everyone = range(first, len(values))
         self._pooled = [i for i in everyone if i not in fresh]
         if self._pooled:
-            names = "".join(f"c{i}, " for i in self._pooled)
-            self.add(f"try: {names}= {self.bind('idle', [])}.pop()")
+            names = several(f"c{i}" for i in self._pooled)
+            self.add(f"try: {names} = {self.bind('idle', [])}.pop()")
             make = self.call(lines.contexts, self._kinds(self._pooled, values))
-            self.add(f"except IndexError: {names}= {make}()")
+            self.add(f"except IndexError: {names} = {make}()")
         if others := [i for i in everyone if i in fresh]:
             make = self.call(lines.contexts, self._kinds(others, values), at="fresh")
-            self.add(f"{''.join(f'c{i}, ' for i in others)}= {make}()")
+            self.add(f"{several(f'c{i}' for i in others)} = {make}()")
 
     def _kinds(self, indexes: Iterable[int], values: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """The class and the attributes of the contexts of some ops."""
@@ -203,7 +204,7 @@ class Source:
         if left:
             self.add(f"del {', '.join(left)}")
         if self._pooled:
-            self.add(f"idle.append(({''.join(f'c{i}, ' for i in self._pooled)}))")
+            self.add(f"idle.append(({several(f'c{i}' for i in self._pooled)}))")
 
     def by_index(self, indexes: Iterable[int]) -> str:
         """A dict of contexts."""
@@ -211,7 +212,7 @@ class Source:
 
     def attributes(self) -> str:
         """The context attributes that the forward passes on to the backward."""
-        return "".join(f"c{i}.{name}, " for i, name in self.program.saved.attributes)
+        return several(f"c{i}.{name}" for i, name in self.program.saved.attributes)
 
     def enter(self, x: str, cast: Any) -> None:
         """Take what comes as it is, if it is a plain tensor."""
@@ -253,6 +254,12 @@ class Source:
 
 
 _MODES = "forward", "backward"
+
+
+def several(names: Iterable[str]) -> str:
+    """Names in a tuple, without its parentheses unless it is empty."""
+    found = ", ".join(names)
+    return found if ", " in found else f"{found}," if found else "()"
 
 
 def _comment(text: str) -> str:

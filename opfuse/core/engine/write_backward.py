@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cast import Cast
 from . import checks, lines
 from .chain import Slot
-from .source import Source, is_builtin
+from .source import Source, is_builtin, several
 from .step import Step
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Backward(Source):
         for i, start, stop in saved.ranges:
             self.add(f"c{i}.saved_tensors = saved[{start}:{stop}]")
         if saved.attributes:
-            self.add(f"{self.attributes()}= ctx.attributes")
+            self.add(f"{self.attributes()} = ctx.attributes")
         for i in [i for i in saved.undeclared if i >= self._low]:
             self.add(f"{self.call(lines.restore_context)}(c{i}, ctx.contexts[{i}], saved)")
 
@@ -169,7 +169,7 @@ class _Backward(Source):
     def _output_grads(self, index: int) -> str:
         """The gradients of an op's extra outputs."""
         slots = [(index, k) for k in range(self.chain.ops[index].num_extra_outputs)]
-        return f"({''.join(f'{self._of_outputs.get(slot)}, ' for slot in slots)})"
+        return f"({several(str(self._of_outputs.get(slot)) for slot in slots)})" if slots else "()"
 
     def _name_input_grads(self, step: Step, behind: bool) -> None:
         """Name the gradients of extra inputs, or add them to those of the channel's producer."""
@@ -222,4 +222,4 @@ class _Backward(Source):
         holding = [i for i, _, _ in program.saved.ranges]
         sums = [i for i, *_ in program.accumulating]
         self.release_contexts(saved_tensors=holding, grad_sum=sums)
-        self.add(f"return ({', '.join([flat, *ends])},)")
+        self.add(f"return {several([flat, *ends])}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..cast import Cast
 from ..settings import current
 from . import checks, lines
-from .source import Source, is_builtin
+from .source import Source, is_builtin, several
 from .step import Step
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Forward(Source):
             self.add(f"ctx.call = {self.bind('settings', current)}.running")
         self.make_contexts(0, program.contexts)
         for i, first, last in program.params:
-            self.add(f"c{i}.params = ({''.join(f'p{n}, ' for n in range(first, last))})")
+            self.add(f"c{i}.params = {several(f'p{n}' for n in range(first, last))}")
         x = "input"
         for step in self.steps:
             if isinstance(step.op, Cast):
@@ -141,7 +141,7 @@ class _Forward(Source):
                 name = f"{'a' if flows else 'o'}{source[0]}_{source[1]}"
                 check = self.call(lines.checked_kind, self.chain, (index, k), at=f"{index}_{k}")
                 found.append(f"{check}({name})")
-        return f"({''.join(f'{name}, ' for name in found)})"
+        return f"({several(found)})" if found else "()"
 
     def _name_outputs(self, step: Step, outputs: str) -> None:
         """Name the extra outputs of a step, and what channels hand on of them."""
@@ -150,7 +150,7 @@ class _Forward(Source):
             (i, k) for i in range(step.start, step.stop) for k in range(ops[i].num_extra_outputs)
         ]
         if slots:
-            self.add(f"{''.join(f'o{i}_{k}, ' for i, k in slots)} = {outputs}")
+            self.add(f"{several(f'o{i}_{k}' for i, k in slots)} = {outputs}")
         for i, k in slots if self._trains else ():
             if (i, k) in self.program.gradient_channels:
                 alias = self.call(lines.traced_alias if self.env.compiling else lines.alias)
@@ -202,7 +202,7 @@ class _Forward(Source):
             self.add(f"ctx.dropped = {drop}({contexts}, saved)")
         if program.accumulating:
             spans = [range(first, last) for _, first, last in program.accumulating]
-            of_ops = [f"({''.join(f'p{n}, ' for n in span)})" for span in spans]
+            of_ops = [f"({several(f'p{n}' for n in span)})" for span in spans]
             self.add(f"ctx.accumulating = [{', '.join(of_ops)}]")
         if recorded:
             contexts = "ctx.contexts" if saved.undeclared else "{}"

@@ -200,24 +200,24 @@ def brings_codes(x: Any, cast: Any) -> bool:
     return known and x.codes_for(cast.quantizer, cast.usage) is not None
 
 
-def entering(x: Any, cast: Any) -> Any:
+def entering(cast: Any, x: Any) -> Any:
     """The initial tensor of a pass: codes if its first cast would make the same, or a plain tensor.
 
     Args:
-        x: The incoming tensor.
         cast: The first cast, with its ``quantizer`` and ``usage``; None: there is none.
+        x: The incoming tensor.
     """
     known = cast is not None and isinstance(x, QuantizedActivation)
     codes = x.codes_for(cast.quantizer, cast.usage) if known else None
     return plain(x) if codes is None else codes
 
 
-def leaving(x: Any, recipe: Recipe | None) -> Any:
+def leaving(recipe: Recipe | None, x: Any) -> Any:
     """The output of a chain under a recipe: quantized if its last op, or its first, asks for it.
 
     Args:
-        x: The computed tensor, plain or quantized.
         recipe: The recipe; None: a plain tensor is wanted, as while ``torch.compile`` traces.
+        x: The computed tensor, plain or quantized.
     """
     if not isinstance(x, QuantizedTensor):
         return x
