@@ -194,8 +194,6 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1
 LONGER = {  # functions of more lines, and why
-    "run_forward": "the loop of every call",
-    "run_backward": "the loop of every call",
     "_replace": "the functions that it puts in place of Triton's",
     "make_chains": "the order in which cases are made is the point",
     "_compare_context": "one comparison for each thing that a forward leaves",

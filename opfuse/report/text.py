@@ -46,7 +46,7 @@ class Call:
         saved_bytes: Bytes that each step of the forward keeps for the backward, without parameters
             and with each storage once; empty without a backward; not compared.
         sent: What this process sends to others, for each op with collectives; not compared.
-        code: The Python that ran: the functions of both passes.
+        code: The Python that ran, the functions of both passes; not compared.
         quantized: The effect of a recipe; not compared, since its ops have names.
     """
 
@@ -60,7 +60,7 @@ class Call:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     saved_bytes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
     sent: tuple[Sent, ...] = dataclasses.field(default=(), compare=False)
-    code: str = ""
+    code: str = dataclasses.field(default="", compare=False)
     quantized: Quantized = dataclasses.field(default=Quantized(), compare=False)
 
 

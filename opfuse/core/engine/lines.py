@@ -82,7 +82,8 @@ def kept_contexts(position: int, contexts: Contexts) -> tuple[dict[int, Any], li
     Returns:
         For each the attributes of its context, and the range of its tensors; and all these tensors.
     """
-    kept, tensors = {}, []
+    kept: dict[int, Any] = {}
+    tensors: list[Any] = []
     for index, ctx in contexts.items():
         start = position + len(tensors)
         tensors += ctx.to_save or ()

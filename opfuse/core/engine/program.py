@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import keyword
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ class Program:
         if not self.trains:
             return run(None, kwargs, x, *tensors)
         if self.compiling:
-            tensors = _distinct(tensors, self.num_params)
+            tensors = tuple(_distinct(tensors, self.num_params))
         return run(kwargs, x, *tensors)
 
     def backward_of(
@@ -272,7 +272,8 @@ class Program:
         """
         key = reached, codes, owns, traced, ranged
         if (function := self._functions.get(key)) is None:
-            steps, late, values = self.backward, None, [dict(of) for of in self.contexts]
+            steps: Sequence[Step] = self.backward
+            late, values = None, [dict(of) for of in self.contexts]
             if codes:
                 steps = _with_codes(steps, "backward", self.last_cast)
             if reached is not None:
@@ -434,7 +435,7 @@ _write_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 class Pipeline(torch.autograd.Function):
     """The autograd function of a chain: each forward is the ``forward`` of a class of its own."""
 
-    backward = staticmethod(_run_backward)  # type: ignore[assignment]
+    backward = staticmethod(_run_backward)
 
 
 class _PipelineInGroup(Pipeline):
@@ -452,12 +453,12 @@ class _PipelineInGroup(Pipeline):
 
 def _function(program: Program, run: Callable[..., Any]) -> Any:
     """The ``apply`` of the autograd function of a program."""
-    passes = {"forward": staticmethod(run)}
     if program.compiling:  # nothing is decided later
-        passes["backward"] = staticmethod(program.backward_of([torch.empty(0)], traced=True))
-        return type("Pipeline", (torch.autograd.Function,), passes).apply
+        back: Any = program.backward_of([torch.empty(0)], traced=True)
+        passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
+        return cast(Any, type("Pipeline", (torch.autograd.Function,), passes)).apply
     base = _PipelineInGroup if program.chain.groups else Pipeline
-    made: Any = type("Pipeline", (base,), passes)
+    made: Any = type("Pipeline", (base,), {"forward": staticmethod(run)})
     made._backward_cls.program = program
     # without torch's functorch code, which is never needed here, a call takes a microsecond less
     return super(torch.autograd.Function, made).apply

@@ -189,7 +189,7 @@ class Source:
 
     def _kinds(self, indexes: Iterable[int], values: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """The class and the attributes of the contexts of some ops."""
-        names = {i: None for i in indexes}
+        names: dict[int, tuple[str, ...] | None] = dict.fromkeys(indexes)
         if not self.env.compiling:
             names |= {i: self.program.saved.context_names[i] for i in indexes if i in self._pooled}
         return tuple([(lines.context_class(names[i]), values[i]) for i in indexes])
