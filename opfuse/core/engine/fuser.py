@@ -26,7 +26,7 @@ from . import checks
 from .agreement import Reported, begin_call
 from .chain import Chain
 from .invariant import Blocks, asked, refuse_apart
-from .partition import Partition, cut
+from .partition import cut
 from .planner import Key, make_program, rows_of
 from .program import Kwargs, Program
 
@@ -69,7 +69,7 @@ class OperationFuser:
         self._units = [unit for unit in units if unit is not owner]
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | Partition | None] = (None, None)  # no key is None
+        self._last: tuple[Any, Program | Blocks | None] = (None, None)  # no key is None
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         if self._chain.groups:
@@ -213,7 +213,7 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor],
         training: Sequence[bool],
         kwargs: Kwargs | None,
-    ) -> Program | Partition:
+    ) -> Program | Blocks:
         """Return the program for a call: the last one, an earlier one, or a new one."""
         autocast = None
         # creating and comparing a device takes longer than this check
@@ -229,15 +229,15 @@ class OperationFuser:
 
     def _run_special(
         self,
-        program: Program | Partition,
+        program: Program | Blocks,
         input: Tensor,
         tensors: list[Tensor],
         extra_inputs: Sequence[Tensor],
         kwargs: Kwargs | None,
     ) -> Any:
         """Run a program that needs more than its steps."""
-        if isinstance(program, Partition):
-            return program.run_with(tensors, self, input, extra_inputs, kwargs)
+        if isinstance(program, Blocks):
+            return program.run(self, input, tensors, extra_inputs, kwargs)
         program.check_lock()
         if self._chain.groups and not program.compiling:
             begin_call(program, input, extra_inputs)
@@ -300,13 +300,13 @@ class OperationFuser:
 
     def _program(
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
-    ) -> Program | Partition:
+    ) -> Program | Blocks:
         key = Key(*given)  # a lookup needs only a plain tuple, which is faster
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
             facts, programs = self._programs.get(key, ((), {}))
-            program: Program | Partition | None = programs.get(rows_of(facts, input))
+            program: Program | Blocks | None = programs.get(rows_of(facts, input))
             if program is None and asked(key.settings.options) and not key.settings.within:
                 program = Blocks(self._chain, key)
                 self._programs[key] = (), {(): program}

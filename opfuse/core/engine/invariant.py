@@ -24,7 +24,6 @@ from ..introspection import op_class, why_apart
 from ..precision import matmul_precision
 from ..settings import Options, current
 from .chain import Chain
-from .partition import Partition
 
 BLOCK = 64
 """The number of rows in a block."""
@@ -57,7 +56,7 @@ def refuse_apart(modules: Iterable[nn.Module]) -> None:
             raise RuntimeError(f'{who} {why}, and promises nothing to invariant="batch"')
 
 
-class Blocks(Partition):
+class Blocks:
     """Replaces the program of a chain in this mode: cuts the rows of a call into blocks.
 
     Args:
@@ -67,6 +66,11 @@ class Blocks(Partition):
     Raises:
         RuntimeError: The chain promises nothing, or the call asks for more than a forward.
     """
+
+    row_facts: tuple[str, ...] = ()
+    rows: tuple[Any, ...] = ()
+    is_plain = False
+    recipe: Any = None
 
     def __init__(self, chain: Chain, key: Any) -> None:
         self._chain, recipe = chain, key.settings.recipe
@@ -93,15 +97,33 @@ class Blocks(Partition):
     def _refuse(self, why: str) -> None:
         raise RuntimeError(f'{self._chain.title}, with invariant="batch": {why}')
 
-    def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
-        """Run a call, which may have no keyword arguments."""
+    def run(
+        self,
+        fuser: Any,
+        input: Tensor,
+        tensors: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kwargs: Any,
+    ) -> Any:
+        """Run a call, which may have no keyword arguments.
+
+        Args:
+            fuser: The fuser of the chain.
+            input: Its input.
+            tensors: The parameters that were read, which may change a state.
+            extra_inputs: The extra inputs that no channel feeds.
+            kwargs: Keyword arguments per basic op, or None.
+        """
         if kwargs and any(kwargs):
             self._refuse("keyword arguments may be about all rows")
         for tensor in (input, *extra_inputs):
             if type(tensor) not in (Tensor, nn.Parameter):
                 self._refuse(f"expected plain tensors, got {type(tensor).__name__}")
         run = functools.partial(type(fuser).run, fuser)
-        with current.temporarily(values=current.values._replace(within=self._within)):
+        pairs = zip(fuser._params, tensors, strict=False)
+        read = {(module, name): tensor for (_, module, name), tensor in pairs}
+        values = current.values._replace(within=self._within)
+        with current.temporarily(values=values, given=read):
             if self._within == "whole":
                 return run(input, *extra_inputs)
             return self._by_rows(run, input, extra_inputs)

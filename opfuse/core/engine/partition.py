@@ -7,12 +7,10 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation
-from ..settings import current
 from .chain import Chain, Slot, flatten
 
 
@@ -33,42 +31,7 @@ class Part(NamedTuple):
     outputs: tuple[Slot, ...]
 
 
-class Partition:
-    """Replaces the program of a chain that runs as several calls, each with its own program."""
-
-    row_facts: tuple[str, ...] = ()
-    rows: tuple[Any, ...] = ()
-    is_plain = False
-    recipe: Any = None
-
-    def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
-        """Run a call.
-
-        Args:
-            fuser: The fuser of the whole chain.
-            input: Its input.
-            extra_inputs: The extra inputs that no channel feeds.
-            kwargs: Keyword arguments per basic op, or None.
-        """
-        raise NotImplementedError
-
-    def run_with(self, tensors: Sequence[Tensor], fuser: Any, input: Tensor, *given: Any) -> Any:
-        """As :meth:`run`, with parameters that were read, which may change a state.
-
-        Args:
-            tensors: The parameters that its parts take, too.
-            fuser: As for :meth:`run`, as the rest.
-            input: The input.
-            *given: The other arguments.
-        """
-        if is_dynamo_compiling():
-            return self.run(fuser, input, *given)
-        pairs = zip(fuser._params, tensors, strict=False)
-        with current.temporarily(given={(module, name): t for (_, module, name), t in pairs}):
-            return self.run(fuser, input, *given)
-
-
-class Cut(Partition):
+class Cut:
     """A chain that is cut at some of its ops.
 
     Args:
