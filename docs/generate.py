@@ -30,13 +30,17 @@ HOOKS = """# Hooks
 
 A plugin implements hooks in the module that its entry point of group `{group}` names. \
 Every hook returns declarations.
-opfuse calls hooks while it loads plugins, converts a model or plans, \
-never during a forward or backward pass. \
+opfuse calls hooks while it loads plugins or plans, never during a forward or backward pass. \
 It calls each plugin on its own: if one
 raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
 An implementation may take fewer arguments than
 the hook has. \
-opfuse refuses a function whose name begins like a hook's but is not a hook, and lists the hooks.
+opfuse refuses a function that is marked and is not a hook, and lists the hooks.
+
+A package may declare hooks of its own ({{doc}}`plugins`): `opfuse-convert` has \
+{{func}}`~opfuse_convert.hookspecs.opfuse_converters`. If your plugin works without that
+package, mark the function with `opfuse.hookimpl(optionalhook=True)`: \
+it is then ignored where the package is missing.
 
 The examples build on each other, and begin with `import opfuse`.
 """
@@ -93,7 +97,7 @@ or `"bool"`; the others
 must be floating point. An op that declares no `saved_names` runs like any other, \
 but only its author's
 fusions can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
-with its own numbers leaves them as `numbers`, \
+with its own numbers declares `number_names`, and leaves them as `numbers`, \
 which {{meth}}`opfuse.ops.Activation.operand` does for a fusion too.
 """
 

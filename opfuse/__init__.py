@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import ops
@@ -75,45 +75,49 @@ __all__ = [
 ]
 # fmt: on
 
-_AT_FIRST_USE = {  # those of other packages are not in __all__: they need not be installed
-    "assign_names": "opfuse.core.assign_names",
-    "check_ranks": "opfuse.report.ranks",
-    "convert": "opfuse_convert",
-    "converted": "opfuse_convert",
-    "explain": "opfuse.report.explain",
-    "freeze": "opfuse.core.lock",
-    "plan_memory": "opfuse_convert",
-    "quantized_model_init": "opfuse_quantized",
-    "revert": "opfuse_convert",
-    "tune": "opfuse.tuning",
-    "watch_quantization": "opfuse_quantized",
+_AT_FIRST_USE = {
+    "assign_names": "core.assign_names",
+    "check_ranks": "report.ranks",
+    "explain": "report.explain",
+    "freeze": "core.lock",
+    "tune": "tuning",
 }
+
+# fmt: off
+_GIVEN_BY = {
+    "opfuse-convert": (
+        "opfuse.convert", "opfuse.converted", "opfuse.plan_memory", "opfuse.revert",
+        "opfuse convert",
+    ),
+    "opfuse-quantized": ("opfuse.quantized_model_init", "opfuse.watch_quantization"),
+    "opfuse-plugin-fp8": (
+        "opfuse.from_te_extra_state",
+        "fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4",
+    ),
+}
+# fmt: on
+"""The attributes, commands and recipes whose package an error names if it is not installed."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("report", "testing", "tuning"):
         return importlib.import_module(f"opfuse.{name}")
-    if name not in _AT_FIRST_USE:
+    if name in _AT_FIRST_USE:
+        value = getattr(importlib.import_module(f"opfuse.{_AT_FIRST_USE[name]}"), name)
+    elif entry := plugins.manager.entry_points["opfuse.attributes"].get(name):
+        value = entry.load()
+    elif why := plugins.manager.why_missing(f"opfuse.{name}"):
+        raise ImportError(why)
+    else:
         raise AttributeError(f"module 'opfuse' has no attribute {name!r}")
-    try:
-        module = importlib.import_module(_AT_FIRST_USE[name])
-    except ModuleNotFoundError as error:
-        if error.name != _AT_FIRST_USE[name] or error.name.startswith("opfuse."):
-            raise
-        package = error.name.replace("_", "-")
-        what = f"opfuse.{name} needs the package {package}, which is not installed"
-        raise ImportError(f"{what}: python -m pip install {package}") from None
-    value = globals()[name] = getattr(module, name)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    names = [
-        name
-        for name, where in _AT_FIRST_USE.items()
-        if where.startswith("opfuse.") or importlib.util.find_spec(where) is not None
-    ]
-    return sorted({*globals(), *names, "report", "testing", "tuning"})
+    given = plugins.manager.entry_points["opfuse.attributes"]
+    return sorted({*globals(), *_AT_FIRST_USE, *given, "report", "testing", "tuning"})
 
 
-plugins.manager.discover()  # reads metadata, imports no plugin
+# reads metadata, imports no plugin
+plugins.manager.discover({name: package for package in _GIVEN_BY for name in _GIVEN_BY[package]})

@@ -96,7 +96,7 @@ def check(folder, *arguments, status=0):
 
 def described():
     """What is declared by the distribution that ``install`` wrote."""
-    records = [record for record in installed_plugins() if record.name == "pair"]
+    records = [record for record in installed_plugins()[0] if record.name == "pair"]
     with opfuse.plugins.isolated():
         opfuse.plugins.manager.records = records
         try:

@@ -463,7 +463,7 @@ def test_convert_shows_what_it_would_do(models):
 
 
 def test_the_command_of_a_package_that_is_not_installed_says_which(monkeypatch):
-    monkeypatch.setattr(cli, "_entry_points", lambda: ())
+    monkeypatch.setitem(cli.manager.entry_points, cli.GROUP, {})
     result = CliRunner().invoke(cli.main, ["convert", "a:b"])
     assert result.exit_code == 2 and "needs the package opfuse-convert" in result.output
     assert "No such command 'nothing'" in CliRunner().invoke(cli.main, ["nothing"]).output

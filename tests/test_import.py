@@ -41,20 +41,21 @@ def test_importing_opfuse_loads_the_core_and_the_ops():
 
 
 def test_names_of_a_package_that_is_not_installed_are_not_offered():
-    hide = "import sys; sys.modules['opfuse_convert'] = None; import importlib.util as u; find = u.find_spec; "
-    hide += (
-        "u.find_spec = lambda name, *of: None if name == 'opfuse_convert' else find(name, *of); "
-    )
-    code = (
-        hide
-        + "from opfuse import *; import opfuse; print({'explain', 'tune'} <= {*dir(opfuse)}, 'convert' in dir(opfuse))"
-    )
-    assert python(code) == "True False"
+    hide = "from opfuse.core.records import metadata; found = [d for d in metadata.distributions() "
+    hide += "if not d.name.startswith('opfuse-')]; metadata.distributions = lambda: found; "
+    hide += "import opfuse; opfuse.plugins.manager.discover(opfuse.plugins.manager.packages); "
+    code = "from opfuse import *; print({'explain', 'tune'} <= {*dir(opfuse)}, 'convert' in dir(opfuse))"
+    assert python(hide + code) == "True False"
     assert {"convert", "converted", "revert"} <= {*dir(opfuse)} or not importlib.util.find_spec(
         "opfuse_convert"
     )
-    said = hide + "import opfuse\ntry: opfuse.convert\nexcept ImportError as error: print(error)"
-    assert "opfuse.convert needs the package opfuse-convert, which is not installed" in python(said)
+    for name, package in {
+        "convert": "opfuse-convert",
+        "quantized_model_init": "opfuse-quantized",
+        "from_te_extra_state": "opfuse-plugin-fp8",
+    }.items():
+        said = f"{hide}\ntry: opfuse.{name}\nexcept ImportError as error: print(error)"
+        assert f"opfuse.{name} needs the package {package}, which is not installed" in python(said)
 
 
 def test_import_adds_little_to_torch():

@@ -646,6 +646,88 @@ def test_discovery_of_installed_plugins(site):
     assert told.startswith("opfuse plugin 'bad' (opfuse-plugin-bad 0.3) failed at import: ")
 
 
+HOOKS = """
+    from opfuse.core.hookspecs import hookspec
+
+    @hookspec
+    def opfuse_extras(count):
+        ...
+"""
+
+IMPLEMENTS = """
+    from opfuse import hookimpl
+
+    @hookimpl{}
+    def opfuse_extras({}):
+        return [7]
+"""
+
+ASKED = """
+    import json, warnings
+    import opfuse
+    from opfuse.core.plugins import manager
+    assert "hooks_of_extras" not in sys.modules
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with opfuse.plugins.using("one"):
+            rows = [row for row in opfuse.plugins.listing() if row["name"] == "one"]
+    (record,) = [record for record in manager.records if record.name == "one"]
+    told = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
+    answer = manager.ask(record, "opfuse_extras", int, each=True, count=1)
+    print(json.dumps([rows[0]["state"], rows[0]["hooks"], told, answer]))
+"""
+
+
+@pytest.mark.parametrize("optional", [False, True])
+@pytest.mark.parametrize("of", ["installed", "missing", "broken"])
+def test_a_hook_of_another_package(tmp_path, of, optional):
+    """It is like a hook of opfuse; where the package is missing, an optional one is ignored."""
+    code = IMPLEMENTS.format("(optionalhook=True)" if optional else "", "count")
+    install(tmp_path, "opfuse-plugin-one", entry_point("one", "one"), one=code)
+    if of != "missing":
+        hooks = HOOKS if of == "installed" else "import nowhere_to_be_found"
+        points = entry_point("extras", "hooks_of_extras", "opfuse.hookspecs")
+        install(tmp_path, "opfuse-extras", points, "0.4", hooks_of_extras=hooks)
+    state, has, told, answer = json.loads(run(ASKED, tmp_path).stdout)
+    if of == "broken":
+        assert told.pop(0).startswith(
+            "the hooks hooks_of_extras of opfuse-extras 0.4 are not known: ModuleNotFoundError: "
+        )
+    if of == "installed":
+        assert (state, has, told, answer) == ("loaded", ["opfuse_extras"], [], [7])
+    elif optional:
+        assert (state, has, told, answer) == ("loaded", [], [], [7])
+    else:
+        assert state == "failed" and "unknown hook opfuse_extras; opfuse.v1 has " in told.pop()
+        assert told == []
+
+
+def test_the_arguments_of_a_hook_of_another_package_are_checked(tmp_path):
+    code = IMPLEMENTS.format("(optionalhook=True)", "size")
+    install(tmp_path, "opfuse-plugin-one", entry_point("one", "one"), one=code)
+    points = entry_point("extras", "hooks_of_extras", "opfuse.hookspecs")
+    install(tmp_path, "opfuse-extras", points, hooks_of_extras=HOOKS)
+    state, _, (told,), _ = json.loads(run(ASKED, tmp_path).stdout)
+    assert state == "failed" and "registration: PluginValidationError" in told
+
+
+def test_what_a_package_adds_to_opfuse(tmp_path):
+    points = "[opfuse.attributes]\nextra = adding:extra\nlost = nowhere_to_be_found:lost\n"
+    install(tmp_path, "opfuse-adding", points, adding="extra = [1]")
+    install(tmp_path, "opfuse-later", "[opfuse.attributes]\nextra = later:extra\n")
+    code = """
+        import opfuse
+        assert "adding" not in sys.modules and {"extra", "lost"} <= {*dir(opfuse)}
+        assert opfuse.extra == [1] and opfuse.extra is opfuse.extra and "adding" in sys.modules
+        try: opfuse.lost
+        except ModuleNotFoundError as error: assert "nowhere_to_be_found" in str(error)
+        assert not hasattr(opfuse, "nothing")
+        from opfuse import *
+        assert "extra" not in globals()
+    """
+    run(code, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("selection", "state"), [(None, "loaded"), ("fast", "loaded"), ("-quick", "blocked")]
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata as metadata
 import json
 import pathlib
 import sys
@@ -35,25 +34,19 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names."""
-        return sorted({*super().list_commands(ctx), *(entry.name for entry in _entry_points())})
+        return sorted({*super().list_commands(ctx), *manager.entry_points[GROUP]})
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """The command of a name, or None."""
         found = super().get_command(ctx, name)
         if found is not None:
             return found
-        for entry in _entry_points():
-            if entry.name == name:
-                with told(f"the command {name} of {entry.value} cannot be loaded:"):
-                    return entry.load()  # type: ignore[no-any-return]
-        if name == "convert":
-            needs = "needs the package opfuse-convert, which is not installed"
-            raise UserError(f"opfuse convert {needs}: python -m pip install opfuse-convert")
+        if entry := manager.entry_points[GROUP].get(name):
+            with told(f"the command {name} of {entry.value} cannot be loaded:"):
+                return entry.load()  # type: ignore[no-any-return]
+        if why := manager.why_missing(f"opfuse {name}"):
+            raise UserError(why)
         return None
-
-
-def _entry_points() -> Any:
-    return metadata.entry_points(group=GROUP)
 
 
 @click.group(cls=_Commands, invoke_without_command=True)

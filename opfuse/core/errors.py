@@ -27,12 +27,3 @@ class TuningWarning(UserWarning):
 
     The text names the file and what to do.
     """
-
-
-FP8_RECIPES = "fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4"
-"""The recipes whose plugin an error names if it is not installed."""
-
-FP8_PLUGIN = "opfuse-plugin-fp8"
-
-TE_STATE_READER = f"opfuse_fp8.from_te_extra_state of {FP8_PLUGIN}"
-"""It reads the quantizer state in a checkpoint of Transformer Engine."""

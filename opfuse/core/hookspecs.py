@@ -119,40 +119,6 @@ def opfuse_recipes() -> dict[str, type[Recipe]]:
 
 
 @hookspec
-def opfuse_converters() -> list[Any]:
-    """Converters for ``opfuse.convert``, which replace the forwards of modules by chains.
-
-    The package opfuse-convert calls the hook, and has the classes ``Converter`` and ``Conversion``.
-
-    A converter is needed only where ``opfuse.convert`` cannot read a module's ``forward``. Its
-    ``build`` makes each op with ``Op.reading(child)``: the op uses the child's parameters, and the
-    child keeps them. For parameters of the module itself, write ``reading(module, "name")`` and
-    ``reads=[""]``. ``reads`` names every child whose parameters or results the chain uses.
-    ``opfuse.convert(model, verify=True)`` compares the chain with the module, as does
-    ``probed=True`` of a conversion. Otherwise the chain is used as it is, so test yours.
-
-    Example:
-        from opfuse import ops
-        from opfuse_convert import Conversion, Converter
-
-
-        def build(module, env):
-            first = ops.BasicLinear.reading(module.inner)
-            chain = opfuse.Sequential(first, ops.GELU(approximate="none"))
-            return Conversion(chain, reads=["inner"], call=call)
-
-
-        def call(module, chain, x):  # takes what the module's own forward takes
-            return chain(x)
-
-
-        @opfuse.hookimpl
-        def opfuse_converters():
-            return [Converter("mypackage.layers.Inner", build)]
-    """
-
-
-@hookspec
 def opfuse_options() -> dict[str, Any]:
     """The plugin's options by name, ``"<entry-point name>.<option>"``, with their defaults.
 

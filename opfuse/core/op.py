@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .errors import TE_STATE_READER
 from .fusible import FusibleOperation, ParamSource
 from .layout import Ends, Layout
 from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
@@ -519,8 +518,8 @@ class BasicOperation(FusibleOperation):
             if pickled is not None and not (isinstance(pickled, Tensor) and not pickled.numel()):
                 args[-1].append(
                     f"{key} is pickled FP8 state of Transformer Engine, which opfuse does not "
-                    f"read: convert the checkpoint with {TE_STATE_READER}, or drop the key to "
-                    f"load the parameters without it"
+                    f"read: convert the checkpoint with opfuse.from_te_extra_state, or drop the "
+                    f"key to load the parameters without it"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

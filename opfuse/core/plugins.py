@@ -14,8 +14,8 @@ import dataclasses
 import threading
 import warnings
 import weakref
-from collections import ChainMap
-from collections.abc import Iterator
+from collections import ChainMap, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pluggy
@@ -25,6 +25,7 @@ from .errors import PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Recipe
 from .records import (
+    EntryPoints,
     FusionSource,
     PluginFilter,
     PluginRecord,
@@ -65,14 +66,29 @@ class PluginManager:
         # the tables that opfuse.core.tuning_table has read; None: there are no tables
         self.tables: dict[Any, Any] | None = {}
         self.fusers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that live
+        # what other packages add to opfuse, and which ones to install for what is not there
+        self.entry_points: EntryPoints = defaultdict(dict)
+        self.packages: Mapping[str, str] = {}
         self._warned: set[str] = set()
         self._pluggy = pluggy.PluginManager("opfuse")
         self._pluggy.add_hookspecs(hookspecs)
         self._lock = threading.RLock()
 
-    def discover(self) -> None:
-        """Add the installed plugins; imports none."""
-        self.records = sorted([*self.records, *installed_plugins()], key=lambda record: record.key)
+    def discover(self, packages: Mapping[str, str] | None = None) -> None:
+        """Add what is installed; imports nothing of it.
+
+        Args:
+            packages: The package that gives an attribute, a command or a recipe, for errors.
+        """
+        found, self.entry_points = installed_plugins()
+        self.records = sorted([*self.records, *found], key=lambda record: record.key)
+        self.packages = packages or {}
+
+    def why_missing(self, name: str) -> str:
+        """The sentence for an attribute or a command of a package that is not installed, or ""."""
+        package = self.packages.get(name)
+        needs = f"{name} needs the package {package}, which is not installed"
+        return f"{needs}: python -m pip install {package}" if package else ""
 
     def register(
         self,
@@ -151,6 +167,7 @@ class PluginManager:
             chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
             for record in chosen:
                 if record.state == "found":
+                    self._add_hookspecs()
                     self._load(record)
             loaded = [record for record in chosen if record.state == "loaded"]
             self._warn_of_namesakes(loaded)
@@ -171,6 +188,21 @@ class PluginManager:
         if subject not in self._warned:
             self._warned.add(subject)
             warnings.warn(PluginWarning(text), stacklevel=3)
+
+    def _add_hookspecs(self) -> None:
+        """Add the hooks that other packages declare, before the first plugin is registered."""
+        waiting = self.entry_points["opfuse.hookspecs"]
+        while waiting:
+            _, entry = waiting.popitem()
+            try:
+                self._pluggy.add_hookspecs(entry.load())
+            except Exception as error:
+                if is_strict():
+                    raise
+                who = f"the hooks {entry.value} of {entry.dist.name} {entry.dist.version}"
+                why = f"{type(error).__name__}: {error}. Everything else works without them"
+                text = f"{who} are not known: {why}; OPFUSE_STRICT=1 raises this."
+                warnings.warn(PluginWarning(text), stacklevel=3)
 
     def _load(self, record: PluginRecord) -> None:
         # a plugin that plans while it is imported does not load itself again
@@ -212,9 +244,12 @@ class PluginManager:
         for caller in callers:
             mine = [impl for impl in caller.get_hookimpls() if impl.plugin is plugin]
             if not caller.has_spec() and not all(impl.optionalhook for impl in mine):
-                known = sorted(name for name in vars(hookspecs) if name.startswith("opfuse_"))
-                has = f"{hookspecs.GROUP} has {', '.join(known)}"
-                raise TypeError(f"unknown hook {caller.name}; {has}")
+                hooks = vars(self._pluggy.hook).values()
+                known = ", ".join(sorted(hook.name for hook in hooks if hook.has_spec()))
+                raise TypeError(
+                    f"unknown hook {caller.name}; {hookspecs.GROUP} has {known}; mark one of a "
+                    f"package that may be missing with optionalhook=True"
+                )
             for impl in mine:
                 check_hookimpl(caller.name, impl)
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
@@ -234,7 +269,8 @@ class PluginManager:
             record.options.update(options)
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
-        for impl in getattr(self._pluggy.hook, hook).get_hookimpls():
+        caller = getattr(self._pluggy.hook, hook, None)  # None: no plugin has it, nor a package
+        for impl in caller.get_hookimpls() if caller is not None else ():
             if impl.plugin is record.plugin:
                 yield impl.function(*[kwargs[name] for name in impl.argnames])
 

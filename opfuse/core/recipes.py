@@ -10,7 +10,6 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from .environment import Environment
-from .errors import FP8_PLUGIN, FP8_RECIPES
 from .plugins import manager
 from .quantization import Quantizer, QuantizerRole, Recipe
 from .records import PluginFilter, PluginRecord, normalize
@@ -44,7 +43,8 @@ def _recipe_of(name: str, selection: str | None, generation: int) -> Recipe:
     """As :func:`recipe_of`; the same one in every step, which is quickly compared."""
     known = _offering()
     if name not in known:
-        install = f"install {FP8_PLUGIN}, which does; " if name in FP8_RECIPES else ""
+        package = manager.packages.get(name)
+        install = f"install {package}, which does; " if package else ""
         raise ValueError(f"no plugin offers a recipe {name!r}; {install}{_offered()}")
     try:
         return known[name]()

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -184,32 +185,41 @@ def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
 # The installed plugins, found by their entry points; none is imported
 
 
-def installed_plugins() -> list[PluginRecord]:
-    """The plugins of all distributions, from the entry points of groups ``opfuse.v*``.
+EntryPoints = defaultdict[str, dict[str, Any]]
+"""Entry points by group and name; of two with one name, the first that was found."""
 
-    A distribution whose metadata cannot be read becomes a plugin that is ``broken``: a warning
-    says so when plugins are needed, unless it is blocked.
+
+def installed_plugins() -> tuple[list[PluginRecord], EntryPoints]:
+    """The plugins of all distributions, and the entry points of the other groups ``opfuse.*``.
+
+    Plugins have groups ``opfuse.v*``. A distribution whose metadata cannot be read becomes a plugin
+    that is ``broken``: a warning says so when plugins are needed, unless it is blocked.
     """
     found: list[PluginRecord] = []
+    others: EntryPoints = defaultdict(dict)
     seen: set[str] = set()
     for dist in metadata.distributions():
         name, version = str(getattr(dist, "_path", "unknown")).rpartition(os.sep)[2], "unknown"
         try:
             if "opfuse." not in (dist.read_text("entry_points.txt") or ""):
                 continue
-            name, version = dist.metadata["Name"] or name, dist.version or version
+            given = dist.metadata  # parsed at each access
+            name, version = given["Name"] or name, given["Version"] or version
             if normalize(name) not in seen:  # otherwise an earlier entry of sys.path shadows it
                 seen.add(normalize(name))
-                found += _plugins_of(dist, name, version)
+                found += _plugins_of(dist, name, version, others)
         except Exception as error:
             found.append(PluginRecord(name, name, version, broken=error))
-    return found
+    return found, others
 
 
-def _plugins_of(dist: Any, name: str, version: str) -> Iterator[PluginRecord]:
+def _plugins_of(dist: Any, name: str, version: str, others: EntryPoints) -> Iterator[PluginRecord]:
     """The plugins of one distribution: one for each module that its entry points name."""
     known: dict[tuple[str, str], PluginRecord] = {}
-    for ep in sorted(ep for ep in dist.entry_points if re.fullmatch(r"opfuse\.v\d+", ep.group)):
+    for ep in sorted(ep for ep in dist.entry_points if ep.group.startswith("opfuse.")):
+        if not re.fullmatch(r"opfuse\.v\d+", ep.group):
+            others[ep.group].setdefault(ep.name, ep)
+            continue
         if (ep.group, ep.value) in known:
             known[ep.group, ep.value].aliases += (ep.name,)
             continue

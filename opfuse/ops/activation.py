@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import inspect
 import numbers
 from abc import abstractmethod
@@ -14,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..core.cast import PassThrough
-from ..core.op import BasicOperation
+from ..core.introspection import PASS_METHODS
 from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import may_write, reusable
 from ..core.precision import cast, wide, widen
@@ -22,28 +24,28 @@ from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, in_blocks
 from ._common import OpGrads, RowwiseOperation, check_bool, expected
 
-_LINEAR = ("linear_value", "linear_derivative")
-_GRADIENTS = ("derivative", "value", *_LINEAR, "split", "join", "_gradient", "gate_gradient")
-_SHORTCUTS = {
-    "value_and_derivative": ("value", "derivative"),
-    "linear_value_and_derivative": ("value", *_LINEAR),
-    "gate_value": ("value",),
-    "_gradient": ("derivative",),
-    "gate_gradient": ("derivative",),
-    "device_functions": ("value", "derivative", *_LINEAR),
-    "_write_gradients": _GRADIENTS,
-    "backward_value": (*_GRADIENTS, "_write_gradients"),
-    "forward_value": ("value", "linear_value", "split", "gate_value"),
+_FORMULAS = "value", "derivative", "linear_value", "linear_derivative", "split", "join"
+"""The methods that say what an activation computes."""
+
+_FASTER = (
+    *("value_and_derivative", "linear_value_and_derivative", "gate_value", "gate_gradient"),
+    *("forward_value", "backward_value", "_gradient", "_write_gradients", "device_functions"),
+)
+"""Methods that compute the same in less time, and functions that kernels compute it by."""
+
+_COMPUTING = *_FORMULAS, *_FASTER
+
+_DECLARED: dict[str, tuple[Any, Any]] = {
+    "deterministic": (True, False),
+    "saves_output": (False, False),
+    "number_names": ((), None),
+    "_in_parts": (True, False),
 }
-"""Optional methods for speed, and the methods that they must agree with.
+"""What a class declares about its own methods: the defaults of opfuse's classes, and of others."""
 
-The first of the latter is abstract at first.
-"""
-
-_FORMULAS = {*_SHORTCUTS, *(name for names in _SHORTCUTS.values() for name in names)}
-_COMPUTING = (_FORMULAS - {"device_functions"}) | {"op_forward", "op_backward", "operand"}
-_COMMON = frozenset(vars(PassThrough()))
-"""The attributes that every op has."""
+_PLAIN = numbers.Number, str, enum.Enum, torch.dtype, type(None)
+_COMMON = frozenset(vars(PassThrough())) - {"training"}
+"""The attributes that every op has, and no formula reads."""
 
 
 class Activation(RowwiseOperation):
@@ -57,11 +59,15 @@ class Activation(RowwiseOperation):
     uses its own again.
 
     An op's own numbers, such as ``self.slope``, may change at any time: a backward uses those of
-    its forward. The same holds for strings and tuples, and for ``self.training`` if a method reads
-    it, but not for tensors.
+    its forward. The same holds for strings and tuples, but not for tensors. Name them in
+    ``number_names``. A class that does not is right, too, but each forward then looks for all plain
+    values that its methods may read, and no kernel computes it.
 
     Attributes:
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
+        number_names: Names of the attributes that the methods read, such as ``("slope",)``; that
+            of ``self.training`` is ``"training"``. A class that implements any of the computing
+            methods declares its own. None: not declared.
         deterministic: Whether the same input always gives the same output, so that it may be
             computed again. False for a class that implements any of the computing methods and does
             not declare it, unless it is one of opfuse's.
@@ -86,6 +92,7 @@ class Activation(RowwiseOperation):
     gated: ClassVar[bool] = False
     deterministic: bool = True
     saves_output: bool = False
+    number_names: ClassVar[tuple[str, ...] | None] = ()
     saved_names = ("input",)
     feature_ratio = 1
     casts_input = True
@@ -93,28 +100,26 @@ class Activation(RowwiseOperation):
     _caches: bool = False
     _built_in: ClassVar[bool] = True  # whether opfuse.ops defines the class, not a class below it
     _in_parts: ClassVar[bool] = True  # whether the formulas are known to take any rows of an input
-    _numbers: tuple[tuple[str, Any], ...] = ()
-    _numbers_as_of: int | None = None
 
     def __init_subclass__(cls, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         type.__setattr__(cls, "_built_in", built_in)
-        computing = _newest(cls, _COMPUTING)
-        if computing < _newest(cls, {"deterministic"}):
-            type.__setattr__(cls, "deterministic", _is_built_in(cls.__mro__[computing]))
-        if computing < _newest(cls, {"saves_output"}):
-            type.__setattr__(cls, "saves_output", False)
-        formulas = cls.__mro__[_newest(cls, _FORMULAS | _COMPUTING)]
-        type.__setattr__(cls, "_in_parts", _is_built_in(formulas))
-        for name, replaced in _SHORTCUTS.items():
-            newest = _newest(cls, set(replaced))
-            for index, base in enumerate(cls.__mro__):
-                first = getattr(base, replaced[0], None)
-                made_of_them = getattr(first, "__isabstractmethod__", False)
-                if name in vars(base) and (index <= newest or made_of_them):
-                    break
-            if name in vars(base) and index > _newest(cls, {name}):
-                type.__setattr__(cls, name, vars(base)[name])
+        computing = _newest(cls, *_COMPUTING, *PASS_METHODS, "operand")
+        for name, (ours, of_others) in _DECLARED.items():
+            if computing < _newest(cls, name):
+                type.__setattr__(cls, name, ours if _is_built_in(cls, computing) else of_others)
+        if cls.number_names != () and "numbers" not in cls.context_names:
+            type.__setattr__(cls, "context_names", (*cls.context_names, "numbers"))
+        for name in cls.number_names or ():
+            if hasattr(getattr(cls, name, None), "__set__"):
+                what = f"{cls.__name__}.number_names has the property {name!r}"
+                raise TypeError(f"{what}: name the attributes that it reads")
+        formulas = _newest(cls, *_FORMULAS)
+        abstract = filter(inspect.isabstract, reversed(cls.__mro__))
+        templates = {name: method for base in abstract for name, method in vars(base).items()}
+        for name in templates.keys() & _FASTER:
+            if formulas < _newest(cls, name) and getattr(cls, name) is not templates[name]:
+                type.__setattr__(cls, name, templates[name])  # computes by the new formulas
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
@@ -140,7 +145,6 @@ class Activation(RowwiseOperation):
 
     def _constructed(self) -> None:
         super()._constructed()
-        self._find_numbers()
         declared = self.saves_output and not self._built_in
         if declared and (self.gated or not self._is_its_input()):
             raise ValueError(
@@ -154,64 +158,36 @@ class Activation(RowwiseOperation):
         y = self.value(x)
         return torch.equal(self.value(y), y) and torch.equal(self.derivative(y), self.derivative(x))
 
-    def _find_numbers(self) -> None:
-        """Find the op's own plain values: attributes that no class of the library has."""
-        mro = type(self).__mro__
-        library = [base for base in mro if _is_built_in(base) or base.__module__[:6] == "torch."]
-        foreign = [base for base in mro if base not in library]
-        members = {name: value for base in reversed(foreign) for name, value in vars(base).items()}
-        skipped = _COMMON.union(self._fixed, *map(vars, library))
-        codes = [member.__code__ for member in members.values() if inspect.isfunction(member)]
-        if any("training" in code.co_names for code in codes):
-            skipped -= {"training"}
-        own = {name: value for name, value in (members | vars(self)).items() if name[:2] != "__"}
-        if self._built_in and self._numbers_as_of is not None:
-            # no others matter to its formulas
-            own = {name: getattr(self, name) for name, _ in self._numbers}
-        found = tuple(pair for pair in own.items() if pair[0] not in skipped and _is_plain(pair[1]))
-        vars(self).update(_numbers=found, _numbers_as_of=BasicOperation.changes)
-        if found and "numbers" not in self.context_names:
-            self.context_names = (*self.context_names, "numbers")  # type: ignore[misc]
-
     @classmethod
     def _check_class_attribute(cls, name: str) -> None:
         if name in cls._fixed and hasattr(cls, name):
             raise RuntimeError(f"{cls.__name__}.{name} is fixed: write a subclass")
-        if name not in _FORMULAS:
+        if name not in _COMPUTING:
             return
-        library = [base for base in cls.__mro__ if "_built_in" in vars(base) and _is_built_in(base)]
+        library = [base for base in cls.__mro__ if vars(base).get("_built_in")]
         if not all(map(inspect.isabstract, library)):
             why = "cannot be replaced, kernels would not follow: write a subclass"
             raise RuntimeError(f"{cls.__name__}.{name} {why}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         who = f"{type(self).__name__}.{name}"
-        if name in _FORMULAS and hasattr(type(self), name):
+        if name in _COMPUTING and hasattr(type(self), name):
             why = "on one op, whose kernels would not follow: write a subclass"
             raise RuntimeError(f"{who} cannot be replaced {why}")
         if name in self._fixed and hasattr(self, name):
             remedy = f"make another {type(self).__name__}"
             raise RuntimeError(f"{who} is fixed, and is {getattr(self, name)!r}: {remedy}")
         super().__setattr__(name, value)
-        own = _is_plain(value) and not self._built_in
-        if self._numbers_as_of is not None and (own or name in dict(self._numbers)):
-            self._find_numbers()
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        self._find_numbers()
 
     def numbers_of(self) -> tuple[tuple[str, Any], ...]:
-        """The op's own numbers as ``(name, value)``.
+        """The op's own numbers as ``(name, value)``, in the order of ``number_names``.
 
-        A forward leaves them as ``ctx.numbers`` if there are any.
+        A forward leaves them as ``ctx.numbers`` if there are any. They are all its plain values if
+        its class declares no names.
         """
-        if not self._numbers:
-            return ()
-        # its class may have another one
-        if self._numbers_as_of not in (None, BasicOperation.changes):
-            self._find_numbers()
-        return tuple([(name, getattr(self, name)) for name, _ in self._numbers])
+        if self.number_names is None:
+            return () if is_dynamo_compiling() else _plain_values(self)  # one graph has both passes
+        return tuple([(name, getattr(self, name)) for name in self.number_names])
 
     def with_numbers(self, values: tuple[tuple[str, Any], ...]) -> Activation:
         """The activation as it was when :meth:`numbers_of` gave ``values``.
@@ -223,7 +199,7 @@ class Activation(RowwiseOperation):
             return self
         twin = object.__new__(type(self))
         kept = {name: value for name, value in vars(self).items() if name not in dict(now)}
-        vars(twin).update(kept, **dict(values), _numbers=values, _numbers_as_of=None)
+        vars(twin).update(kept, **dict(values))
         return twin
 
     @abstractmethod
@@ -244,7 +220,7 @@ class Activation(RowwiseOperation):
     def device_functions(self) -> tuple[Any, ...] | None:
         """Triton device functions that compute this op: its value and its derivative.
 
-        Each takes one fp32 value, and then the op's numbers in the order of :meth:`numbers_of`. A
+        Each takes one fp32 value, and then the op's numbers in the order of ``number_names``. A
         gated activation with its own ``linear_value`` returns four, the last two for that half.
         None: there are none. A kernel for any activation gets them from
         ``opfuse_triton.functions_of(op)``, and declines if there are none.
@@ -310,7 +286,7 @@ class Activation(RowwiseOperation):
             if self._caches and kept is not None and ctx.quantizers:
                 kept = ctx.quantizers["cached"](x, ROWWISE)
             ctx.to_save = (kept,)
-            if self._numbers:
+            if self.number_names != ():
                 ctx.numbers = self.numbers_of()
         return x
 
@@ -332,24 +308,42 @@ class Activation(RowwiseOperation):
             grad_output = grad_output.to(x.dtype)
         out = grad_output if ctx.owns_grad_output and not self.gated else None
         # a custom forward may have left none
-        op = self.with_numbers(getattr(ctx, "numbers", self._numbers)) if self._numbers else self
+        has_numbers = self.number_names != () and hasattr(ctx, "numbers")
+        op = self.with_numbers(ctx.numbers) if has_numbers else self  # type: ignore[attr-defined]
         return op.backward_value(grad_output, x, out=out), ()
+
+
+def _plain_values(op: Activation) -> tuple[tuple[str, Any], ...]:
+    """All plain values of an op and of its author's classes, but those that every op has."""
+    found: dict[str, Any] = {}
+    for base in reversed(type(op).__mro__):
+        if base not in Activation.__mro__:
+            found.update(vars(base))
+    found.update(vars(op))
+    own = [(n, v) for n, v in found.items() if n not in _COMMON and n[:2] != "__" and _is_plain(v)]
+    return tuple(own)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return isinstance(value, (numbers.Number, str))
+    return _is_plain_class(type(value))  # type: ignore[arg-type]
 
 
-def _is_built_in(cls: type) -> bool:
-    """Return whether a class comes with opfuse: its formulas take any rows, and do not draw."""
-    return vars(cls).get("_built_in", cls in Activation.__mro__)  # type: ignore[no-any-return]
+@functools.cache  # each forward of a class that declares no numbers asks
+def _is_plain_class(cls: type) -> bool:
+    return issubclass(cls, _PLAIN)
 
 
-def _newest(cls: type, names: set[str]) -> int:
+def _is_built_in(cls: type, index: int) -> bool:
+    """Return whether a class of the MRO comes with opfuse: it takes any rows, and does not draw."""
+    base = cls.__mro__[index]
+    return vars(base).get("_built_in", base in Activation.__mro__)  # type: ignore[no-any-return]
+
+
+def _newest(cls: type, *names: str) -> int:
     """Return the MRO index of the first class that defines one of these names."""
-    found = (i for i, base in enumerate(cls.__mro__) if not names.isdisjoint(vars(base)))
+    found = (i for i, base in enumerate(cls.__mro__) if not vars(base).keys().isdisjoint(names))
     return next(found, len(cls.__mro__))
 
 

@@ -282,8 +282,7 @@ class SiTUGLU(GatedActivation, built_in=True):
         ValueError: A bound is not finite, or not greater than 0.
     """
 
-    context_names = ("numbers",)
-    real_numbers = ("beta1", "beta2")
+    number_names = real_numbers = ("beta1", "beta2")
 
     def __init__(
         self,
@@ -349,8 +348,7 @@ class ClampedSwiGLU(GatedActivation, built_in=True):
         ValueError: ``limit`` is negative or not a number.
     """
 
-    context_names = ("numbers",)
-    real_numbers = ("limit", "alpha", "glu_linear_offset")
+    number_names = real_numbers = ("limit", "alpha", "glu_linear_offset")
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -305,7 +304,6 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
 
 
 def _convertible(model: nn.Module) -> int:
-    """How many modules of a model opfuse-convert could convert; 0 where it is not installed."""
-    if importlib.util.find_spec("opfuse_convert") is None:
-        return 0
-    return int(importlib.import_module("opfuse_convert").count_convertible(model))
+    """How many modules of a model could be converted; 0 where no package does so."""
+    entry = manager.entry_points["opfuse.reports"].get("convertible")
+    return int(entry.load()(model)) if entry else 0

@@ -16,6 +16,8 @@ from opfuse.core import plugins
 class Mish(ops.Activation):
     """What a third party writes: value and derivative."""
 
+    number_names = ()
+
     def value(self, x):
         return x * torch.tanh(F.softplus(x))
 
@@ -548,10 +550,20 @@ class LeakyGLU(ops.GatedActivation):
     slope = 0.1
 
 
+class Declared(LeakyByClass):
+    number_names = ("slope",)
+
+
+class DeclaredGLU(LeakyGLU):
+    number_names = ("slope",)
+
+
 NUMBERS = [
     (Leaky, {"slope": 0.5}),
     (LeakyByClass, {"slope": 0.5}),
     (LeakyGLU, {"slope": 0.5}),
+    (Declared, {"slope": 0.5}),
+    (DeclaredGLU, {"slope": 0.5}),
     (ops.ClampedSwiGLU, {"limit": 0.1}),
     (ops.ClampedSwiGLU, {"alpha": 0.1}),
     (ops.ClampedSwiGLU, {"glu_linear_offset": 0.1}),
@@ -561,12 +573,22 @@ NUMBERS = [
 ]
 
 
-def test_numbers_of_a_gated_activation_are_its_own():
-    class Scaled(ops.GatedActivation):
-        slope = 0.5
+def test_numbers_are_those_that_a_class_declares_for_its_formulas():
+    class Same(DeclaredGLU):
+        scale = 3.0
+
+    class Other(DeclaredGLU):
         value, derivative = ops.SiLU.value, ops.SiLU.derivative
 
-    assert Scaled().numbers_of() == (("slope", 0.5),)
+    assert Declared().numbers_of() == Same().numbers_of() == (("slope", 0.1),)
+    assert DeclaredGLU.context_names == ("numbers",) and ops.SwiGLU().numbers_of() == ()
+    assert Other.number_names is None and LeakyGLU.number_names is None
+    assert {"slope", "training"} <= dict(Other().numbers_of()).keys()
+    with pytest.raises(TypeError, match="Wrong.number_names has the property 'slope'"):
+
+        class Wrong(Mish):
+            number_names = ("slope",)
+            slope = property(lambda self: 0.1)
 
 
 @pytest.mark.parametrize("alone", [True, False])

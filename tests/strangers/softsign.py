@@ -17,7 +17,7 @@ def derivative_on_gpu(x):
 
 
 class Softsign(ops.Activation):
-    deterministic = True  # so that it may be computed again
+    number_names, deterministic = (), True  # it reads no number of its own, and draws none
 
     def value(self, x):
         return x / (1 + x.abs())

@@ -85,6 +85,7 @@ def leaky_derivative(x, slope):
 
 class LeakyReLU(Activation):
     slope = 0.01
+    number_names = ("slope",)
 
     def value(self, x):
         return torch.where(x > 0, x, x * self.slope)
@@ -100,6 +101,7 @@ class LeakyGLU(GatedActivation):
     """Its linear half is ``leaky`` too."""
 
     slope = 0.25
+    number_names = ("slope",)
     value, derivative = LeakyReLU.value, LeakyReLU.derivative
     linear_value, linear_derivative = LeakyReLU.value, LeakyReLU.derivative
 
@@ -111,6 +113,7 @@ class LeakyGate(GatedActivation):
     """Its gate has a number, and its linear half is the usual one."""
 
     slope = 0.25
+    number_names = ("slope",)
     value, derivative = LeakyReLU.value, LeakyReLU.derivative
 
     def device_functions(self):

@@ -21,9 +21,7 @@ from .edges import Edges, Needs
 from .step import Step
 
 Shapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
-_COMMON = frozenset(
-    {*vars(Identity()), "_captured", "_numbers", "_numbers_as_of", "_name", "_path", "_prepared"}
-)
+_COMMON = frozenset({*vars(Identity()), "_captured", "_name", "_path", "_prepared"})
 """Attributes that the engine and the base classes set on an op; some vary between processes."""
 
 

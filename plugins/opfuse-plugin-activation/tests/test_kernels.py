@@ -53,6 +53,7 @@ class SoftStep(ops.Activation):
     """An activation of another package, with a number of its own."""
 
     slope = 2.0
+    number_names = ("slope",)
 
     def value(self, x):
         return x * torch.sigmoid(self.slope * x)
@@ -67,6 +68,7 @@ class SoftStep(ops.Activation):
 
 class SoftGLU(ops.GatedActivation):
     slope = 0.5
+    number_names = ("slope",)
     value, derivative = SoftStep.value, SoftStep.derivative
 
     def device_functions(self):
@@ -399,6 +401,8 @@ def local_functions():
         return tl.zeros_like(x) + 2.0
 
     class Double(ops.Activation):
+        number_names = ()
+
         def value(self, x):
             return 2.0 * x
 

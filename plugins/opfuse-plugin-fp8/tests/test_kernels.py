@@ -81,6 +81,7 @@ class SoftStep(ops.Activation):
     """An activation of another package, with a number of its own."""
 
     slope = 2.0
+    number_names = ("slope",)
 
     def value(self, x):
         return x * torch.sigmoid(self.slope * x)

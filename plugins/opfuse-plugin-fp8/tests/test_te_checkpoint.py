@@ -384,7 +384,7 @@ assert "fc.basic_ops.0.quantizers.0.input.scale" in state
 
 def test_without_it_the_message_says_so():
     state = checkpoint("op 2", [trained(), trained()])
-    with pytest.raises(RuntimeError, match=r"0._extra_state is .*opfuse_fp8.from_te_extra_state"):
+    with pytest.raises(RuntimeError, match=r"0._extra_state is .*opfuse.from_te_extra_state"):
         model().load_state_dict(state)
 
 

@@ -137,6 +137,7 @@ class Softsign(ops.Activation):
     """An activation of another package, with a number of its own."""
 
     slope = 2.0
+    number_names = ("slope",)
 
     def value(self, x):
         return x / (1 + self.slope * x.abs())

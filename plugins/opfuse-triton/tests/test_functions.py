@@ -162,6 +162,8 @@ class Doubled(ops.SiLU):
 
 
 class DoubledWithFunctions(Doubled):
+    number_names = ()
+
     def derivative(self, x):
         return 2 * super().derivative(x)
 
@@ -186,6 +188,7 @@ class OtherLinearHalf(support.LeakyGLU):
 
 class Named(support.LeakyReLU):
     mode = "fast"
+    number_names = ("slope", "mode")
 
 
 class Splits(support.LeakyGLU):
@@ -199,11 +202,14 @@ class Passes(support.LeakyReLU):
 
 
 class HalfGiven(support.LeakyGLU):
+    number_names = ("slope",)
+
     def device_functions(self):
         return super().device_functions()[:2]
 
 
 class Plain(ops.GatedActivation):
+    number_names = ()
     value, derivative = ops.SiLU.value, ops.SiLU.derivative
 
     def device_functions(self):
@@ -241,6 +247,18 @@ def test_an_op_with_known_math_has_functions():
     assert functions_of(support.LeakyGLU()).names == ("slope",)
     situ = functions_of(ops.SiTUGLU(beta1=2, beta2=3))
     assert situ.numbers(ops.SiTUGLU(beta1=2, beta2=3).numbers_of()) == (2.0, 3.0)
+
+
+def test_functions_of_a_class_that_does_not_say_which_numbers_they_take():
+    class Undeclared(ops.SiLU):
+        slope = 2.0
+
+        def device_functions(self):
+            return support.leaky, support.leaky_derivative
+
+    text = "Undeclared.device_functions gave functions: declare number_names, of the numbers that"
+    with pytest.raises(ValueError, match=text):
+        functions_of(Undeclared())
 
 
 def test_a_wrong_number_of_functions_is_an_error():

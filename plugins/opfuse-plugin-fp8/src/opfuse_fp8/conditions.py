@@ -30,9 +30,7 @@ PLAIN = Tensor, torch.nn.Parameter
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
-_COMMON = frozenset(
-    {*vars(Identity()), "_caches", "_captured", "_numbers", "_numbers_as_of", "_path"}
-)
+_COMMON = frozenset({*vars(Identity()), "_caches", "_captured", "_path"})
 """Attributes that every op has, and those that do not affect an activation's formulas."""
 
 
@@ -100,6 +98,8 @@ def why_not_compiled(env: Environment, quantizer: Any, activation: Any = None) -
         return f"{name} does not declare itself deterministic, and compiled it may draw others"
     if described(activation) is None:
         return f"{name} has more attributes than numbers, and what is compiled is shared"
+    if activation is not None and activation.number_names is None:
+        return f"{name} does not declare number_names, and what is compiled is shared"
     return ""
 
 

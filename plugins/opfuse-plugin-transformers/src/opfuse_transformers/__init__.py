@@ -23,7 +23,7 @@ def opfuse_options() -> dict[str, Any]:
     }
 
 
-@hookimpl
+@hookimpl(optionalhook=True)  # of opfuse-convert
 def opfuse_converters() -> list[Any]:
     """For attention, experts, LoRA, losses and log-probabilities, and forwards with chunks."""
     from opfuse_convert import ORDINARY, Converter

@@ -77,18 +77,19 @@ def functions_of(op: Any) -> DeviceFunctions | None:
     """The device functions that compute an activation; None: there are none.
 
     Ask while planning, since it looks at every method. An op of your own class has functions if
-    its ``device_functions`` returns them. They then get all its numbers, in the order of
-    ``op.numbers_of()``, as fp32.
+    its ``device_functions`` returns them. They then get the numbers that its ``number_names``
+    declare, in this order, as fp32.
 
     The answer is None for an op that is not an activation, that overrides a formula and brings no
     functions, or that has its own passes or its own split of the features; and for one of your
-    classes with a plain value that is not a real number, such as a string.
+    classes that declares a value that is not a real number, such as a string.
 
     Args:
         op: An op.
 
     Raises:
-        ValueError: ``device_functions`` gives neither two functions nor, for a gated op, four.
+        ValueError: ``device_functions`` gives neither two functions nor, for a gated op, four; or
+            its class does not declare ``number_names``.
     """
     if not isinstance(op, ops.Activation):
         return None
@@ -108,9 +109,12 @@ def _own(op: ops.Activation, given: tuple[Any, ...]) -> DeviceFunctions | None:
             f"{gave} {len(given)} functions: expected value and derivative, and for a gated op "
             "maybe those of the linear half"
         )
+    if overridden(op, ops.Activation, *_RUN):
+        return None
+    if op.number_names is None:
+        raise ValueError(f"{gave} functions: declare number_names, of the numbers that they take")
     numbers = op.numbers_of()
-    real = all(isinstance(value, int | float) for _, value in numbers)
-    if overridden(op, ops.Activation, *_RUN) or not real:
+    if not all(isinstance(value, int | float) for _, value in numbers):
         return None
     for function in given:
         names = getattr(function, "arg_names", None)
