@@ -262,7 +262,9 @@ class Careless(opfuse.ops.Identity):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_context_takes_nothing_that_its_op_did_not_declare(requires_grad):
     chain = opfuse.Sequential(Careless())
-    with pytest.raises(AttributeError, match="context_names declare nothing' object has no attribute 'factor'"):
+    with pytest.raises(
+        AttributeError, match="context_names declare nothing' object has no attribute 'factor'"
+    ):
         chain(torch.ones(2, requires_grad=requires_grad))
 
 

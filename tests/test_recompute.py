@@ -1,6 +1,7 @@
 """What a fused op computes again instead of keeping it: what is saved, that the numbers stay, and where it is not done."""
 
 import itertools
+import weakref
 
 import faulty
 import pytest
@@ -69,6 +70,21 @@ def test_the_next_op_does_not_keep_its_input(fused):
     assert torch.equal(y, expected)
     for got, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_what_is_not_kept_is_let_go(fused, monkeypatch):
+    given, forward = weakref.WeakSet(), ops.BasicLinear.op_forward
+
+    def noting(self, ctx, input_, *args, **kwargs):
+        given.add(input_)
+        return forward(self, ctx, input_, *args, **kwargs)
+
+    monkeypatch.setattr(ops.BasicLinear, "op_forward", noting)
+    chain, x = make(4, 5, 6), torch.randn(3, 4, requires_grad=True)
+    y = chain(x)
+    assert len(given) == 0
+    y.sum().backward()
+    assert len(given) == 0
 
 
 def test_a_graph_that_is_retained(fused):

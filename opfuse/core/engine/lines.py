@@ -30,7 +30,8 @@ Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
 
 _OF_ONE_PASS = frozenset(
-    {"to_save", "params", "saved_tensors", "owns_grad_output", "is_reached", "grad_sum"}
+    ("to_save", "params", "saved_tensors", "owns_grad_output", "is_reached", "grad_sum")
+    + ("recomputable_output",)
 )
 """The attributes of a context that no forward passes on."""
 
@@ -382,7 +383,8 @@ def drop_recomputable(program: Program, contexts: Contexts, saved: list[Any]) ->
     """
     dropped = {}
     for index, how in program.recomputing.items():
-        output: Any = contexts[how.start].recomputable_output
+        ctx = contexts[how.start]
+        output, ctx.recomputable_output = ctx.recomputable_output, None
         kept: Any = saved[how.position]
         if output is None or not _is_of(kept, output, how.cast):
             continue

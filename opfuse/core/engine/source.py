@@ -49,6 +49,7 @@ class Source:
         pass_name: ``"forward"`` or ``"backward"``.
         arguments: The names of the function's arguments.
         steps: The steps, in the order they run.
+        traced: Whether ``torch.compile`` or compiled autograd traces it.
         ranged: Whether fused steps mark their ranges for a profiler.
     """
 
@@ -58,10 +59,11 @@ class Source:
         pass_name: str,
         arguments: Iterable[str],
         steps: Sequence[Step],
+        traced: bool,
         ranged: bool,
     ) -> None:
         self.program, self.chain, self.env = program, program.chain, program.env
-        self.pass_name, self.steps, self._ranged = pass_name, steps, ranged
+        self.pass_name, self.steps, self.traced, self._ranged = pass_name, steps, traced, ranged
         self.kwargs = program.facts.kwargs
         mode = "training" if self.env.training else "evaluation"
         title = f"{self.chain.title} on {self.env.device}, {self.env.dtype}, {mode}"
@@ -175,7 +177,7 @@ class Source:
 
         Making one takes half a microsecond, and resetting it a twentieth of that.
         """
-        fresh = range(len(values)) if self.env.compiling else self.program.fresh
+        fresh = range(len(values)) if self.traced else self.program.fresh
         everyone = range(first, len(values))
         self._pooled = [i for i in everyone if i not in fresh]
         if self._pooled:
@@ -190,7 +192,7 @@ class Source:
     def _kinds(self, indexes: Iterable[int], values: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """The class and the attributes of the contexts of some ops."""
         names: dict[int, tuple[str, ...] | None] = dict.fromkeys(indexes)
-        if not self.env.compiling:
+        if not self.traced:
             names |= {i: self.program.saved.context_names[i] for i in indexes if i in self._pooled}
         return tuple([(lines.context_class(names[i]), values[i]) for i in indexes])
 
@@ -239,7 +241,7 @@ class Source:
         asking = [op for op in self.chain.ops if any(map(op.num_quantizers, _MODES))]
         others = [s for s in self.steps if s.source or not is_builtin(s.op, self.pass_name)]
         forward = self.pass_name == "forward"
-        if asking and others and not self.env.compiling and (self.env.recipe is None) is forward:
+        if asking and others and not self.traced and (self.env.recipe is None) is forward:
             self.bind("settings", current)
             self.add(f"before, settings.in_forward = settings.in_forward, {forward}")
             self.add("try:")

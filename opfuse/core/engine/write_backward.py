@@ -68,8 +68,8 @@ class _Backward(Source):
         slots = program.chain.public_outputs
         self._of_outputs = {(i, k): f"d{i}_{k}" for i, k in slots}
         arguments = ["ctx", "grad_output", *self._of_outputs.values()]
-        super().__init__(program, "backward", arguments, steps, ranged)
-        self._values, self._late, self._traced = values, late, traced
+        super().__init__(program, "backward", arguments, steps, traced, ranged)
+        self._values, self._late = values, late
         self._low = min([step.start for step in steps], default=0)
         self._reached = len(values) if late is None else late.reached
         self._of_params: dict[int, str] = {}  # by op, as an expression
@@ -87,7 +87,7 @@ class _Backward(Source):
             if late.watched:
                 watched = self.call(lines.pending_state)
                 self.add(f"pending = {watched}([{', '.join(f'c{i}' for i in late.watched)}])")
-        if self.program.accumulating and not self._traced:
+        if self.program.accumulating and not self.traced:
             self._offer_sums()
         behind = late is not None
         for step in self.steps:
@@ -209,7 +209,7 @@ class _Backward(Source):
         dx = "dy" if program.input_requires_grad else "None"
         arguments = range(len(chain.external_inputs))
         ends = [functools.reduce(self._sum, self._of_arguments.get(i, ["None"])) for i in arguments]
-        if program.has_extras and not self._traced:
+        if program.has_extras and not self.traced:
             separate = self.call(lines.separate_memory)
             self.add(f"dx, *ends = {separate}([{', '.join([dx, *ends])}], grad_output)")
             dx, ends = "dx", ["*ends"]

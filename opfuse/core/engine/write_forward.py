@@ -39,7 +39,7 @@ class _Forward(Source):
         self._extras = [f"e{i}" for i in range(len(program.chain.external_inputs))]
         self._trains = program.trains
         arguments = ["ctx", "kwargs", "input", *self._params, *self._extras]
-        super().__init__(program, "forward", arguments, steps, ranged)
+        super().__init__(program, "forward", arguments, steps, program.compiling, ranged)
 
     def write(self, recorded: bool) -> Source:
         program = self.program
