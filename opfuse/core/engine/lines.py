@@ -30,8 +30,7 @@ Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
 
 _OF_ONE_PASS = frozenset(
-    ("to_save", "params", "saved_tensors", "owns_grad_output", "is_reached", "grad_sum")
-    + ("recomputable_output",)
+    "to_save params saved_tensors owns_grad_output is_reached grad_sum recomputable_output".split()
 )
 """The attributes of a context that no forward passes on."""
 
