@@ -183,8 +183,8 @@ def fused_backward_result(
     grads: list[Any] = []
     for i, of_op in enumerate(of_params, step.start):
         first, last = program.chain.param_ranges[i]
-        given = _param_grads(program, i, last - first, of_op)
-        grads += given if i <= reached else (None,) * len(given)
+        count = last - first
+        grads += _param_grads(program, i, count, of_op) if i <= reached else (None,) * count
     if not step.has_extras:
         return dx, grads, []
     pairs = checks.per_basic_op(step, of_extras, program.chain, "extra-input gradients")
