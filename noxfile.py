@@ -342,8 +342,12 @@ def types(session: nox.Session) -> None:
 
 @timed(venv_params=ALONE)
 def docs(session: nox.Session) -> None:
-    """The documentation, into docs/_build; a warning is an error."""
-    install(session, ROOT, *TOOLKITS, *group("docs"))
+    """The documentation, into docs/_build; a warning is an error.
+
+    The reference has the ops of the toolkits, and the losses of the plugin that has them.
+    """
+    losses = ROOT / "plugins" / "opfuse-plugin-loss"
+    install(session, ROOT, *TOOLKITS, losses, *group("docs"))
     out = ROOT / "docs" / "_build"
     session.run(
         "python",

@@ -150,6 +150,7 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
 def whole_losses(head: Any, x: Any, targets: Any) -> dict[str, Callable[[], None]]:
     """GRPO and DPO over responses, of opfuse and of Liger, without a reference model."""
     import torch
+    from opfuse_loss import losses
 
     import opfuse
     from opfuse import ops
@@ -158,8 +159,8 @@ def whole_losses(head: Any, x: Any, targets: Any) -> dict[str, Callable[[], None
     sequences = torch.arange(count).repeat_interleave(RESPONSE)
     responses, hidden = targets.view(count, RESPONSE), x.view(count, RESPONSE, -1)
     advantages, mask = torch.randn(count), torch.ones(count, RESPONSE)
-    policy = opfuse.Sequential(head, ops.TokenLogProb(), ops.losses.GRPO())
-    preference = opfuse.Sequential(head, ops.TokenLogProb(), ops.losses.DPO())
+    policy = opfuse.Sequential(head, ops.TokenLogProb(), losses.GRPO())
+    preference = opfuse.Sequential(head, ops.TokenLogProb(), losses.DPO())
     pairs, nothing = torch.arange(count).view(2, -1).t(), torch.zeros(len(targets))
     few = 512 // RESPONSE  # responses, of as many rows as a chunk of opfuse has
 

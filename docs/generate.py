@@ -124,13 +124,11 @@ def hooks():
 
 def contracts():
     rows = {}
-    of_losses = {f"losses.{name}": getattr(ops.losses, name) for name in ops.losses.__all__}
-    for name, op in ({name: getattr(ops, name) for name in ops.__all__} | of_losses).items():
+    for name, op in {name: getattr(ops, name) for name in ops.__all__}.items():
         if issubclass(op, opfuse.BasicOperation):
             kinds = "".join(f", {kind}" for kind in op.extra_input_dtypes)
             extras = [f"{op.num_extra_inputs} in{kinds}"] * bool(op.num_extra_inputs)
             extras += [f"{op.num_extra_outputs} out"] * bool(op.num_extra_outputs)
-            extras = ["`input_names` in, `metric_names` out"] if name in of_losses else extras
             saved = op.saved_names  # a property tells in words
             contract = (
                 code(saved) if isinstance(saved, tuple) else in_words(saved),

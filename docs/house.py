@@ -74,7 +74,9 @@ def draw():
     for i, name in enumerate(house.TOOLKITS):
         y = top + int((i + 0.5) * (height - top) / len(house.TOOLKITS)) - HIGH // 2
         places[name] = y + HIGH / 2
-        parts.append(box(column[1], y, name, fill="#e6f3e6"))
+        others = [other for other in house.TOOLKITS if other in below.get(name, ())]
+        note = f"imports {', '.join(others)}" if others else ""
+        parts.append(box(column[1], y, name, note, fill="#e6f3e6"))
         parts.append(arrow((column[1], y + HIGH / 2), (column[0] + WIDE + 12, y + HIGH / 2)))
     for i, name in enumerate(plugins):
         y = top + i * (HIGH + GAP)

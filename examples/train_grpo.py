@@ -2,7 +2,7 @@
 
 The model has random weights and the reward is a rule, so nothing is downloaded::
 
-    pip install opfuse opfuse-plugin-linear transformers
+    pip install opfuse opfuse-plugin-loss transformers
     python examples/train_grpo.py
 
 Each step draws a group of responses to each prompt, rates them, and takes a few updates. The chain
@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 try:
     import torch
     import transformers
+    from opfuse_loss import losses
 except ModuleNotFoundError as error:
-    sys.exit(f"This example needs {error.name}: pip install transformers")
+    sys.exit(f"This example needs {error.name}: pip install transformers opfuse-plugin-loss")
 
 import opfuse
-from opfuse.ops import BasicLinear, TokenLogProb, losses
+from opfuse.ops import BasicLinear, TokenLogProb
 
 WORDS, END = 32, 0
 PROMPTS, GROUP, PROMPT, LENGTH = 4, 8, 4, 12

@@ -85,10 +85,8 @@ _AT_FIRST_USE = {
 
 # fmt: off
 _GIVEN_BY = {
-    "opfuse-convert": (
-        "opfuse.convert", "opfuse.converted", "opfuse.plan_memory", "opfuse.revert",
-        "opfuse convert",
-    ),
+    "opfuse-convert": ("opfuse.convert", "opfuse.converted", "opfuse.revert", "opfuse convert"),
+    "opfuse-memory": ("opfuse.plan_memory",),
     "opfuse-quantized": ("opfuse.quantized_model_init", "opfuse.watch_quantization"),
     "opfuse-plugin-fp8": (
         "opfuse.from_te_extra_state",

@@ -81,26 +81,6 @@ def test_two_processes_train_as_one():
     assert done.stdout.count("on two processes") == 4 and "The losses agree" in done.stdout
 
 
-@pytest.mark.costly(1)
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="the model is one of transformers"
-)
-@pytest.mark.parametrize("dtype, apart", [("float64", 1e-12), ("float32", 1e-4)])
-def test_grpo_with_chains_gives_the_rewards_and_the_curve_of_eager_pytorch(dtype, apart):
-    command = [sys.executable, "-W", "ignore", str(SCRIPT.with_name("train_grpo.py"))]
-    sizes = ["--steps", "4", "--dtype", dtype]
-    done = subprocess.run(
-        [*command, *sizes], capture_output=True, text=True, encoding="utf-8", timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [[float(cell) for cell in line.split()] for line in done.stdout.splitlines()[1:5]]
-    assert [row[0] for row in rows] == [1, 2, 3, 4]
-    assert all(row[1] == row[3] and abs(row[2] - row[4]) < 1e-4 for row in rows)
-    assert len({row[2] for row in rows}) == 4  # it learns, so the losses differ
-    (most,) = re.findall(r"rewards: the same; losses: at most (\S+) apart", done.stdout)
-    assert float(most) < apart
-
-
 @needs_extras
 def test_report(tmp_path):
     # what compiles has tests of its own

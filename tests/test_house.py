@@ -19,8 +19,10 @@ pytestmark = pytest.mark.alone
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDERS = ("core", "ops", "report", "tuning", "testing", "cli")
 """Of opfuse, the lowest first: one knows those before it."""
-TOOLKITS = ("opfuse_triton", "opfuse_convert", "opfuse_quantized")
+TOOLKITS = ("opfuse_triton", "opfuse_convert", "opfuse_memory", "opfuse_quantized")
 """What plugins may import besides opfuse."""
+OVER = {("opfuse_memory", "opfuse_convert")}
+"""The toolkits that may import another, and which."""
 PACKAGES = {"opfuse": ROOT / "opfuse"} | {
     path.name: path for path in sorted(ROOT.glob("plugins/*/src/*")) if path.is_dir()
 }
@@ -144,7 +146,8 @@ def test_a_plugin_imports_no_other_plugin():
     assert not [
         (a, b)
         for a, b in arrows()
-        if a.startswith(TOOLKITS) and b.startswith(TOOLKITS) and a[:9] != b[:9]
+        if a.startswith(TOOLKITS) and b.startswith(TOOLKITS)
+        if (pair := (unit_of(a), unit_of(b))) not in OVER and pair[0] != pair[1]
     ]
 
 
@@ -182,15 +185,17 @@ def test_the_engine_is_handed_down_once():
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
     "opfuse.core": 7480,  # 415 for ranks, 415 for isolation, 115 for programs: the seams take back 3,400
-    "opfuse.ops": 4440,  # 700 for what runs on several processes, 900 for log-probabilities and losses
+    "opfuse.ops": 3910,  # 700 for what runs on several processes, 300 for log-probabilities
     "opfuse.report": 630,
     "opfuse.tuning": 1130,  # 50 for processes that tune together
     "opfuse.testing": 4420,  # 700 for ranks that are simulated, and the suite that runs on them; 320 to take back
     "opfuse.cli": 850,  # 550 for check-plugin
     "opfuse_triton": 3602,
-    "opfuse_convert": 4340,
-    "opfuse_convert.memory": 1030,  # 165 for what is compiled, and how it is compared
+    "opfuse_convert": 3310,
+    "opfuse_memory": 1030,  # 165 for what is compiled, and how it is compared
     "opfuse_quantized": 950,
+    "opfuse_linear": 1375,
+    "opfuse_loss": 1870,  # 600 for losses of preferences and rewards
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1
 LONGER = {  # functions of more lines, and why

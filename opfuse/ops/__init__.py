@@ -31,7 +31,6 @@ from .scaled import ScaledActivation, ScaledClampedQGeGLU, ScaledSiTUGLU, Scaled
 from .token_log_prob import TokenLogProb
 
 if typing.TYPE_CHECKING:
-    from . import losses as losses
     from .low_rank_linear import LowRankLinear
     from .vocab_parallel import VocabParallelCrossEntropy
     from .vocab_parallel_log_prob import VocabParallelTokenLogProb
@@ -98,8 +97,6 @@ _AT_FIRST_USE = {
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name == "losses":
-        return importlib.import_module("opfuse.ops.losses")
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module 'opfuse.ops' has no attribute {name!r}")
     return getattr(importlib.import_module(f"opfuse.ops.{_AT_FIRST_USE[name]}"), name)

@@ -83,6 +83,22 @@ def check_recipe():
             assert 0 < error < 0.3, f"{name}: an error of {error}"
 
 
+def check_loss():
+    """A head and its loss are one op of the plugin, with the answers of the separate ops."""
+    chain = opfuse.Sequential(ops.Linear(16, 48), ops.CrossEntropy())
+    x, targets = torch.randn(128, 16, requires_grad=True), torch.randint(48, (128,))
+    found = []
+    for plugins in (SHORT, ""):
+        with opfuse.plugins.using(plugins):
+            loss = chain(x, targets)
+            found.append([loss, *torch.autograd.grad(loss, [x, *chain.parameters()])])
+            fused = [
+                step["fusion"] for step in opfuse.explain(chain, x, targets).to_dict()["forward"]
+            ]
+        assert fused == (["linear+loss"] if plugins else [None] * 3), fused
+    torch.testing.assert_close(*found)
+
+
 def check_conversion():
     """A model is converted in place, and gives what it gave."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
@@ -93,14 +109,29 @@ def check_conversion():
     assert "Sequential" in report, report
 
 
+def check_memory():
+    """A model keeps no more than half of what it kept, and its gradients stay."""
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU()) for _ in range(4)]
+    layers = [torch.nn.Sequential(layer, torch.nn.Linear(16, 8)) for layer in layers]
+    model, x = torch.nn.Sequential(*layers), torch.randn(32, 8, requires_grad=True)
+    exact = step(model, x)
+    plan = opfuse.plan_memory(model, x, budget=0.5, measure=False)
+    assert plan.kept <= plan.budget, plan
+    torch.testing.assert_close(step(model, x), exact)
+
+
 warnings.simplefilter("error")
 torch.manual_seed(0)
 check_installation()
 check_answers()
 if SHORT == "fp8":
     check_recipe()
+if SHORT == "loss":
+    check_loss()
 if NAME == "opfuse-convert":
     check_conversion()
+if NAME == "opfuse-memory":
+    check_memory()
 print(
     f"{NAME} {importlib.metadata.version(NAME)}: installed by its name, and does what it promises"
 )

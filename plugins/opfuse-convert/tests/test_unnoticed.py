@@ -6,6 +6,7 @@ Each entry point and each first call leaves everything as the model that was not
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import random
 import types
 
@@ -190,12 +191,13 @@ ENTRIES = {
     "explain a method": lambda model, x, path: opfuse.explain(model.forward, x),
     "picture": picture,
     "tune": lambda model, x, path: opfuse.tune(model, x),
-    "plan": lambda model, x, path: opfuse.plan_memory(model, x, measure=False),
     "names": lambda model, x, path: opfuse.assign_names(model),
     "freeze": lambda model, x, path: opfuse.freeze(),
     "doctor": lambda model, x, path: doctor.examine(),
     "copy": lambda model, x, path: copy.deepcopy(model),
 }
+if importlib.util.find_spec("opfuse_memory"):  # which needs this package, and not the other way
+    ENTRIES["plan"] = lambda model, x, path: opfuse.plan_memory(model, x, measure=False)
 
 
 @pytest.mark.costly(10)
@@ -372,10 +374,43 @@ class Forwards(nn.Module):
 
 def test_a_conversion_asks_a_module_for_no_attribute_that_it_lacks(table):
     model, x = nn.ModuleList([Forwards()])[0], torch.randn(8, WIDTH)
-    opfuse.plan_memory(model, x, measure=False, budget=1.0)
     for look in (opfuse.convert, lambda m: opfuse.explain(m, x), lambda m: m(x), opfuse.revert):
         look(model)
         assert model.asked == 0
+
+
+class Setting(nn.Module):
+    """A layer that counts each attribute that is set, and draws its weight, outside of itself."""
+
+    def __init__(self):
+        super().__init__()
+        vars(self)["set"] = 0
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        parametrize.register_parametrization(self.up, "weight", Drawn(), unsafe=True)
+
+    def __setattr__(self, name, value):
+        vars(self)["set"] += 1
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+DRAWS = torch.Generator()
+
+
+class Drawn(nn.Module):
+    def forward(self, weight):
+        return weight + torch.rand(1, generator=DRAWS)
+
+
+@pytest.mark.parametrize("inputs", [(), (torch.ones(2, WIDTH),)])
+def test_what_a_conversion_does_is_not_seen_outside_of_the_model(inputs):
+    model = Setting()
+    before = model.set, DRAWS.get_state().tolist()
+    opfuse.convert(model, *inputs)
+    opfuse.revert(model)
+    assert (model.set, DRAWS.get_state().tolist()) == before
 
 
 # Classes

@@ -2,15 +2,13 @@
 
 import dataclasses
 
-import opfuse_linear.chunks
 import opfuse_linear.conditions
-import opfuse_linear.kernels
 import pytest
 import torch
 
-import opfuse
 from opfuse import testing
-from opfuse.testing import CHECKS, FusionSuite
+from opfuse.ops import libraries
+from opfuse.testing import FusionSuite
 from opfuse.testing.machine import is_interpreting
 
 TRITON = {
@@ -18,10 +16,8 @@ TRITON = {
     ("forward", "parallel linear+activation"),
     ("forward", "linear+bias+add"),
     ("forward", "linear+scale+add"),
-    ("joint", "cross entropy"),
-    ("joint", "log-probabilities"),
 }
-"""The fusions that launch kernels, or whose product a kernel can compute."""
+"""The fusions whose product a kernel can compute."""
 
 
 def as_large_as_the_matrices(rows, target, facts):
@@ -37,28 +33,12 @@ def as_large_as_the_matrices(rows, target, facts):
 @pytest.mark.costly(0.12, always=("output", "gradients"), each=12)
 class TestConformance(FusionSuite):
     plugin = "linear"
-    most_rows = 8  # the loss has a program for each row; other tests have products of more
-    limits = {  # noqa: RUF012
-        f"linear+log-probability+loss{kind}: {next(iter(CHECKS))}": (
-            "the kit makes no advantages, which take no gradient: test_policy_loss.py has them"
-        )
-        for kind in ("", ", low rank")
-    }
+    most_rows = 8  # other tests have products of more
 
     @pytest.fixture(autouse=True)
     def _even_where_it_does_not_pay(self, monkeypatch):
         """A backward fusion that brings nothing on this CPU must give the right numbers all the same."""
         monkeypatch.setattr(opfuse_linear.conditions, "adds_nothing", lambda env: False)
-
-    @pytest.fixture(autouse=True)
-    def _few_rows_at_once(self, monkeypatch):
-        """A loss in several chunks, of several blocks each."""
-        monkeypatch.setattr(opfuse_linear.chunks, "LEAST_ROWS", 45)
-        monkeypatch.setattr(opfuse_linear.chunks, "MOST_ROWS", 45)
-        monkeypatch.setattr(opfuse_linear.chunks, "LOGITS", 1)
-        monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-        monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 200)
-        monkeypatch.setattr(opfuse_linear.chunks, "CLASSES", 5)
 
     @pytest.fixture(autouse=True)
     def _interpreted_in_large_tiles(self, monkeypatch, request):
@@ -97,8 +77,8 @@ ELSEWHERE = ("output", "gradients", "aliasing", "grad_input", "unmodified_gradie
 )
 def test_as_on_a_gpu_and_on_other_cpus(monkeypatch, passes, name):
     """The library that is the slower one here, and the scale of linear + scale in each product."""
-    worth = opfuse_linear.kernels._is_worth_it
-    monkeypatch.setattr(opfuse_linear.kernels, "_is_worth_it", lambda dtype: not worth(dtype))
+    worth = libraries.is_worth_it
+    monkeypatch.setattr(libraries, "is_worth_it", lambda dtype: not worth(dtype))
     monkeypatch.setattr(opfuse_linear.conditions, "scales_gradient", lambda env: False)
     monkeypatch.setattr(opfuse_linear.conditions, "adds_nothing", lambda env: False)
     subject = testing.find("linear", passes, name)

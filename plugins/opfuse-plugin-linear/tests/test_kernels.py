@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 import torch
 from opfuse_linear import kernels
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opfuse.ops import libraries
 from opfuse.testing import tolerance
 from opfuse.testing.machine import is_interpreting
 
@@ -26,7 +25,7 @@ needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
 )
 needs_bf16 = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available() or not kernels.onednn_has_bf16(),
+    not torch.backends.mkldnn.is_available() or not libraries.onednn_has_bf16(),
     reason="no bf16 in oneDNN",
 )
 
@@ -34,7 +33,7 @@ needs_bf16 = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def setting(monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: True)
 
 
 class Calls(TorchDispatchMode):
@@ -79,11 +78,11 @@ def gelu(x):
 
 FUNCTIONS = {  # kernel -> (shapes of its arguments but the rows, the same in fp64)
     "linear": (
-        lambda x, w, b: kernels.linear(x, w, b),
+        lambda x, w, b: libraries.linear(x, w, b),
         (IN, (OUT, IN), (OUT,)),
         lambda x, w, b: x @ w.T + b,
     ),
-    "no bias": (lambda x, w: kernels.linear(x, w, None), (IN, (OUT, IN)), lambda x, w: x @ w.T),
+    "no bias": (lambda x, w: libraries.linear(x, w, None), (IN, (OUT, IN)), lambda x, w: x @ w.T),
     "dgrad": (kernels.linear_dgrad, (OUT, (OUT, IN)), lambda dy, w: dy @ w),
     "wgrad": (kernels.linear_wgrad, (OUT, IN), lambda dy, x: rows(dy).T @ rows(x)),
     "wgrad, wide": (kernels.linear_wgrad, (256, 16), lambda dy, x: rows(dy).T @ rows(x)),
@@ -209,7 +208,7 @@ def test_bf16_goes_directly_to_onednn_where_something_follows(kernel):
 
 @needs_onednn
 def test_where_onednn_is_not_faster_it_is_not_used(kernel, monkeypatch):
-    monkeypatch.setattr(kernels, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: False)
     fn, shapes, _ = kernel
     assert calls_of(fn, *arguments(shapes, (ROWS,)))[1] == 0
 
@@ -222,7 +221,7 @@ def test_where_onednn_is_not_faster_it_is_not_used(kernel, monkeypatch):
 )
 def test_products_with_narrow_results_stay_with_the_default_library(shape, out):
     x, w, b = tensors(shape, (out, shape[1]), (out,))
-    got, calls = calls_of(kernels.linear, x, w, b)
+    got, calls = calls_of(libraries.linear, x, w, b)
     assert calls == 0
     check(got, x.double() @ w.double().T + b.double())
 
@@ -232,7 +231,7 @@ def test_a_tensor_subclass_stays_with_its_own_operations():
         pass
 
     x, w, b = tensors((ROWS, IN), (OUT, IN), (OUT,))
-    y, calls = calls_of(kernels.linear, x.as_subclass(Mine), w, b)
+    y, calls = calls_of(libraries.linear, x.as_subclass(Mine), w, b)
     assert type(y) is Mine and calls == 0
 
 
@@ -301,38 +300,6 @@ def test_onednn_is_not_asked_while_compiling():
         graphs.append(str(graph.code))
         return graph
 
-    compiled = torch.compile(kernels.linear, fullgraph=True, backend=backend)
+    compiled = torch.compile(libraries.linear, fullgraph=True, backend=backend)
     check(compiled(x, w, b), x.double() @ w.double().T + b.double())
     assert graphs and "mkldnn" not in graphs[0]
-
-
-# Which library is faster
-
-
-@pytest.mark.parametrize(
-    "machine, available, cpuinfo, processor, expected",
-    [
-        ("x86_64", True, "vendor_id : AuthenticAMD", "", True),
-        ("x86_64", True, "vendor_id : GenuineIntel", "AuthenticAMD", False),
-        ("AMD64", True, None, "AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD", True),
-        ("AMD64", True, None, "Intel64 Family 6 Model 158 Stepping 10, GenuineIntel", False),
-        ("x86_64", True, None, "", False),
-        ("x86_64", False, "vendor_id : AuthenticAMD", "", False),
-        ("arm64", True, None, "arm", False),
-        ("aarch64", True, "vendor_id : AuthenticAMD", "", False),
-    ],
-)
-def test_onednn_is_faster_on_amd(monkeypatch, machine, available, cpuinfo, processor, expected):
-    monkeypatch.undo()
-
-    def read_text(self, **kwargs):
-        assert str(self) == str(pathlib.Path("/proc/cpuinfo"))
-        if cpuinfo is None:
-            raise FileNotFoundError(self)
-        return cpuinfo
-
-    monkeypatch.setattr(kernels.platform, "machine", lambda: machine)
-    monkeypatch.setattr(kernels.platform, "processor", lambda: processor)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
-    monkeypatch.setattr(pathlib.Path, "read_text", read_text)
-    assert kernels.onednn_is_faster.__wrapped__() is expected

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
+from opfuse.ops import libraries
 from opfuse.testing import CubicActivation, recipes, tolerance
 from opfuse.testing.machine import is_interpreting
 
@@ -439,7 +440,7 @@ NOT_COVERED = {
 @pytest.mark.parametrize("rows", [3, 4096])
 @pytest.mark.parametrize("name", NOT_COVERED)
 def test_an_op_that_overrides_its_passes_keeps_them(name, rows, monkeypatch):
-    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: True)
     make, reason = NOT_COVERED[name]
     chain, x = Case(make).chain(), torch.randn(rows, IN)
     params = list(chain.parameters())
@@ -456,7 +457,7 @@ def test_an_op_that_overrides_its_passes_keeps_them(name, rows, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [3, 4096])
 def test_a_subclass_with_its_own_formulas_computes_them(rows, dtype, monkeypatch):
-    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: True)
     chain, x = Case(lambda: [linear(), Doubled()]).chain(dtype), torch.randn(rows, IN, dtype=dtype)
     params = list(chain.parameters())
     forward, backward = fused_steps(chain, x.clone().requires_grad_())
@@ -474,7 +475,7 @@ def test_a_subclass_with_its_own_formulas_computes_them(rows, dtype, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [3, 4096])
 def test_both_forms_of_gelu(rows, dtype, monkeypatch):
-    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: True)
     for form in ("tanh", "none"):
         chain = Case(lambda form=form: [linear(), ops.GELU(approximate=form)]).chain(dtype)
         x = 3 * torch.randn(rows, IN, dtype=dtype)
@@ -489,7 +490,7 @@ def test_both_forms_of_gelu(rows, dtype, monkeypatch):
 @pytest.mark.parametrize("rows", [3, 4096])
 @pytest.mark.parametrize("name", ["bias", "act", "add", "scale"])
 def test_forward_mode_tangents_match_the_unfused_chain(name, rows, dtype, monkeypatch):
-    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: True)
     chain, inputs = (
         CASES[name].chain(dtype).requires_grad_(False),
         CASES[name].inputs((rows, IN), dtype),
@@ -554,7 +555,7 @@ def test_where_nothing_is_gained_the_ops_run_one_by_one(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(opfuse_linear.kernels, "MIN_FEATURES", 0)
     for faster in (True, False):
-        monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda faster=faster: faster)
+        monkeypatch.setattr(libraries, "onednn_is_faster", lambda faster=faster: faster)
         for dtype in DTYPES:
             chain = CASES["bias"].chain(dtype)
             report = opfuse.explain(chain, torch.randn(3, IN, dtype=dtype))
@@ -645,7 +646,7 @@ def test_a_large_activation_is_left_to_others_in_training(monkeypatch):
     fused = [["linear+bias", "linear+bias+activation"], []]
     # the backward of linear + bias, without the activation
     apart = [["linear+bias", "linear+bias"], [BACK, BACK]]
-    monkeypatch.setattr(opfuse_linear.kernels, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(libraries, "onednn_is_faster", lambda: False)
     with torch.no_grad():
         assert [*fused_steps(chain, x)] == fused
     assert [*fused_steps(chain, x.requires_grad_())] == apart

@@ -20,7 +20,7 @@ def test_finetune_llama_lowers_the_loss(options):
     pytest.importorskip("accelerate")
     if options == ("--lora",):
         pytest.importorskip("peft")
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OPFUSE_PLUGINS": "transformers,linear"}
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OPFUSE_PLUGINS": "transformers,linear,loss"}
     result = subprocess.run(
         [sys.executable, str(SCRIPT), *options],
         capture_output=True,

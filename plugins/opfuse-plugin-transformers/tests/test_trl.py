@@ -39,7 +39,7 @@ CHAIN = "BasicLinear", "TokenLogProb"
 
 
 class ByChunks(opfuse.FusedOperation):
-    """What opfuse-plugin-linear does, where that is not installed: 16 rows at once, twice."""
+    """What opfuse-plugin-loss does, where that is not installed: 16 rows at once, twice."""
 
     def _parts(self, ctx, params, x, tokens):
         numbers, rows = self.basic_ops[-1].numbers_of(), x.reshape(-1, x.shape[-1])
@@ -84,9 +84,9 @@ class ByChunks(opfuse.FusedOperation):
 
 @pytest.fixture(autouse=True)
 def a_fusion_without_logits():
-    """That of opfuse-plugin-linear, or one that stands in for it; and no other."""
-    if importlib.util.find_spec("opfuse_linear") is not None:
-        with opfuse.plugins.using("transformers,linear"):
+    """That of opfuse-plugin-loss, or one that stands in for it; and no other."""
+    if importlib.util.find_spec("opfuse_loss") is not None:
+        with opfuse.plugins.using("transformers,loss"):
             yield
         return
     pattern = BasicLinear, opfuse.Optional(Bias), TokenLogProb

@@ -1,6 +1,6 @@
 """Real models: chains in place of the forwards of a model's modules.
 
-Users call ``opfuse.convert`` and ``opfuse.plan_memory``. For authors of converters, this package
+Users call ``opfuse.convert``. For authors of converters, this package
 has the parts of the ordinary converter, and the declarations of the hook ``opfuse_converters``.
 """
 
@@ -17,8 +17,6 @@ _NAMES = {
     "holder": ("Held",),
     "layers": ("functions_of", "reaches"),
     "leaves": ("gated", "leaf_of"),
-    "memory.plan": ("MemoryPlan",),
-    "memory.planning": ("plan_memory",),
     "report": ("ConversionReport",),
 }
 """The names of each module, which is imported at the first use of one."""

@@ -23,24 +23,3 @@ def opfuse_backward_fusions() -> list[Fusion]:
     from . import activation_gradient, fused, one_input
 
     return [*fused.BACKWARD, *activation_gradient.BACKWARD, *one_input.BACKWARD]
-
-
-@hookimpl
-def opfuse_joint_fusions() -> list[Fusion]:
-    """Linear [+ bias] + cross entropy or log-probabilities, by chunks of rows; these alone.
-
-    And linear [+ bias] + log-probabilities + a loss of rewards.
-    """
-    from . import (
-        cross_entropy,
-        log_prob,
-        loss,
-        low_rank,
-        policy_loss,
-        split_log_prob,
-        split_loss,
-        token_log_prob,
-    )
-
-    log_probs = *log_prob.JOINT, *split_log_prob.JOINT, *low_rank.JOINT, *policy_loss.JOINT
-    return [*loss.JOINT, *split_loss.JOINT, *log_probs, *cross_entropy.JOINT, *token_log_prob.JOINT]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opfuse_triton import Predicted, is_interpreting
+from opfuse_triton import Predicted, why_no_kernel
 
 from opfuse import Environment
 from opfuse.ops import AddExtraInput, ConstantScale, ParallelLinear
 
 from .kernels import DTYPES
-
-MIN_CAPABILITY = 8, 0
 
 MANY_ROWS = 8192
 """Rows for which configurations are ordered."""
@@ -40,8 +37,6 @@ PREDICTED = Predicted(
                 "gradient of SwiGLU before a linear",
             ],
         ),
-        "cross entropy": (9.51, ["cross entropy", "cross entropy with all options"]),
-        "log-probabilities": (9.51, ["log-probabilities", "log-probabilities, all outputs"]),
     },
 )
 """The speed of each fusion by the model. A product is taken to be as fast as the library's."""
@@ -55,11 +50,7 @@ def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> s
         env: The environment.
         measured: Whether it also has to be the fastest that was measured on this GPU.
     """
-    if env.compiling:
-        return "under torch.compile no Triton product was measured"
-    if env.recipe is not None:
-        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
-    if said := cannot_run(env, "a Triton product") or _does_not_compute(ops):
+    if said := _cannot_run(env) or _does_not_compute(ops):
         return said
     if env.device.type == "cpu" or not measured or env.measured == math.inf:
         return ""
@@ -82,17 +73,15 @@ def found(env: Environment) -> Mapping[str, Any] | None:
     return given if given is not None and "constants" in given else None
 
 
-def cannot_run(env: Environment, what: str) -> str:
-    """Why no Triton kernel can run, as a sentence about ``what``; empty: one can."""
+def _cannot_run(env: Environment) -> str:
+    """Why no Triton product can run, as a sentence; empty: one can."""
+    if env.compiling:
+        return "under torch.compile no Triton product was measured"
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
     if env.dtype not in DTYPES:
-        return f"{what} takes no {str(env.dtype)[6:]}"
-    if env.device.type != "cuda" and not (env.device.type == "cpu" and is_interpreting()):
-        return f"{what} needs a GPU"
-    if env.capability is not None and env.capability < MIN_CAPABILITY:
-        return f"{what} needs a GPU of compute capability 8.0"
-    if importlib.util.find_spec("triton") is None:
-        return f"{what} needs Triton, which is not installed"
-    return ""
+        return f"a Triton product takes no {str(env.dtype)[6:]}"
+    return why_no_kernel(env.device, env.capability)
 
 
 def _does_not_compute(ops: Sequence[Any]) -> str:
@@ -130,11 +119,7 @@ def activation_gradient_refusal(ops: Sequence[Any], env: Environment) -> str:
         ops: A bias or not, the activation, the linear.
         env: The environment.
     """
-    if env.compiling:
-        return "under torch.compile no Triton product was measured"
-    if env.recipe is not None:
-        return f"{type(env.recipe).__name__} quantizes the linear, and a Triton product does not"
-    if said := cannot_run(env, "a Triton product"):
+    if said := _cannot_run(env):
         return said
     from opfuse_triton import functions_of
 

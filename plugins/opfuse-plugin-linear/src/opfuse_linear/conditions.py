@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from opfuse import Environment, has_same_math
-from opfuse.ops import GELU, Activation, SiLU
+from opfuse.ops import GELU, Activation, SiLU, libraries
 
 from . import choice, kernels
 
@@ -119,4 +119,4 @@ def adds_nothing(env: Environment) -> bool:
         return True
     if env.measured is not None:
         return env.measured < MIN_SPEED
-    return not kernels.onednn_is_faster()
+    return not libraries.onednn_is_faster()

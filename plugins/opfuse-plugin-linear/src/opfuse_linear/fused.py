@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
 from opfuse.core.authoring import added
-from opfuse.ops import Activation, AddExtraInput, BasicLinear, Bias, ConstantScale, ParallelLinear
+from opfuse.ops import (
+    Activation,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ConstantScale,
+    ParallelLinear,
+    libraries,
+)
 
 from . import choice, conditions, kernels
 
@@ -21,22 +28,12 @@ Extras = Sequence[Sequence[Tensor | None]]
 # is slow.
 
 
-class Products(FusedOperation):
-    """Matrix products, in the library that was measured to be faster here, if any was."""
-
-    adds_to_sum = True
-    _onednn: bool | None = None
-
-    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
-        """See :meth:`opfuse.FusedOperation.configurations`."""
-        on_cpu = env.device.type == "cpu" and not env.compiling
-        if not on_cpu or env.dtype not in (torch.float32, torch.bfloat16):
-            return ()
-        return [{"onednn": use} for use in (True, False)]
+class Products(libraries.Products):
+    """Matrix products, in the faster library here, and small ones by the shortest way."""
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
-        self._onednn = env.configuration.get("onednn") if env.configuration else None
+        super().planned(env)
         self._small, self._linear = kernels.for_small(env)
 
 
@@ -65,7 +62,7 @@ class ForwardLinear(Products):
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return kernels.linear(x, weight, None, self._onednn), ((),)
+        return libraries.linear(x, weight, None, self._onednn), ((),)
 
 
 class ForwardLinearBias(Products):
@@ -79,7 +76,7 @@ class ForwardLinearBias(Products):
         (bias,) = basic_op_ctxs[1].params
         if x.numel() < self._small and bias.dtype is x.dtype:
             return self._linear(x, weight, bias), ((), ())
-        return kernels.linear(x, weight, bias, self._onednn), ((), ())
+        return libraries.linear(x, weight, bias, self._onednn), ((), ())
 
 
 class ForwardLinearBiasActivation(_WithEpilogue):
@@ -113,7 +110,7 @@ class ForwardLinearBiasActivation(_WithEpilogue):
         elif epilogue is not None and not act.requires_grad:
             y = kernels.linear_activation(x, weight, bias, *epilogue, self._onednn)
         if y is None:
-            y = op_forward(act, kernels.linear(x, weight, bias, self._onednn))
+            y = op_forward(act, libraries.linear(x, weight, bias, self._onednn))
         return y, no_extras
 
 
@@ -189,7 +186,7 @@ class ForwardLinearAdd(_WithEpilogue):
                 return y, no_extras
             if extra.dtype is x.dtype and type(extra) in kernels.PLAIN:
                 return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
-        y = kernels.linear(x, weight, bias, self._onednn)
+        y = libraries.linear(x, weight, bias, self._onednn)
         if in_place:
             return added(extra.detach(), y, scale), no_extras
         return add.sum(y if scale == 1.0 else y * scale, extra), no_extras

@@ -1,76 +1,42 @@
 """The arithmetic, in PyTorch primitives.
 
-A CPU runs it, and GPU kernels are compared with it.
-
-On x86 CPUs that are not Intel's, PyTorch's default library for fp32 matrix products takes a generic
-path, while oneDNN uses the chip's vector units at the same fp32 accuracy.
-``torch.backends.mkldnn.flags(enabled=False)`` turns oneDNN off, here too.
+A CPU runs it, and GPU kernels are compared with it. :mod:`opfuse.ops.libraries` says which of a
+CPU's two libraries computes a product.
 """
 
 from __future__ import annotations
 
-import functools
-import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from opfuse import Environment, OperationContext
 from opfuse.core.authoring import added, may_write, reusable
 from opfuse.ops import BasicLinear
-
-ONEDNN_MIN_SIZE = 1 << 14
-"""Elements of the left operand below which oneDNN, called directly, costs more than it saves.
-
-In bf16 the default library is oneDNN too, but without epilogue: only products with something after
-them are called directly, and small ones add their bias afterwards, since a kernel of their own
-costs more than an addition.
-"""
-
-ONEDNN_MIN_WIDTH = 8
-"""Rows and columns of the result below which the default library's matrix-vector products are
-faster.
-"""
+from opfuse.ops.libraries import (
+    ONEDNN_MIN_SIZE,
+    PLAIN,
+    adds_afterwards,
+    linear,
+    linear_then_add,
+    onednn_linear,
+    use_onednn,
+)
 
 ONEDNN_MIN_ADDEND = 1 << 14
 """Elements of a residual below which adding it afterwards is faster than in oneDNN's epilogue."""
-
 
 HALF = torch.bfloat16, torch.float16
 DTYPES = torch.float32, *HALF
 """The dtypes that the Triton products compute in."""
 
-PLAIN = Tensor, Parameter
-"""Their subclasses bring their own operations."""
-
 MIN_FEATURES = 32
 """Features below which no fusion of the backward pays on a CPU, whatever the number of rows: it is
 all Python.
 """
-
-
-@functools.cache
-def onednn_is_faster() -> bool:
-    """Whether oneDNN beats the default library for fp32 matrix products on this machine's CPU."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if not x86 or not torch.backends.mkldnn.is_available():
-        return False
-    try:
-        vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        vendor = platform.processor()
-    return "AuthenticAMD" in vendor
-
-
-@functools.cache
-def onednn_has_bf16() -> bool:
-    """Whether this machine's CPU multiplies bf16 matrices in oneDNN."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -80,47 +46,6 @@ def for_small(env: Environment) -> tuple[int, Callable[[Tensor, Tensor, Tensor],
     """
     afterwards = env.dtype is torch.bfloat16 and env.device.type == "cpu"
     return 0 if env.compiling else ONEDNN_MIN_SIZE, linear_then_add if afterwards else F.linear
-
-
-def linear_then_add(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The product, and the bias added to it."""
-    return added(F.linear(x, weight), bias)
-
-
-def _use_onednn(
-    x: Tensor, weight: Tensor, addend: Tensor | None = None, onednn: bool | None = None
-) -> bool:
-    """Whether ``x`` times ``weight``, or its transpose, goes to oneDNN.
-
-    While tracing, the compiler decides. ``onednn`` says what was measured here; None: nothing.
-    """
-    return (
-        type(x) is Tensor
-        and not is_dynamo_compiling()
-        and x.numel() >= ONEDNN_MIN_SIZE
-        and (x.dtype is torch.float32 or x.dtype is torch.bfloat16)
-        and x.numel() >= ONEDNN_MIN_WIDTH * x.shape[-1]
-        and min(weight.shape) >= ONEDNN_MIN_WIDTH
-        and x.is_cpu
-        and type(weight) in PLAIN
-        and (addend is None or type(addend) in PLAIN)
-        and not is_compiling()
-        and x.layout is torch.strided
-        and torch._C._get_mkldnn_enabled()
-        and (x.dtype is torch.float32 or onednn_has_bf16())
-        and (onednn is True or (onednn is None and _is_worth_it(x.dtype)))
-    )
-
-
-def _is_worth_it(dtype: torch.dtype) -> bool:
-    return dtype is not torch.float32 or onednn_is_faster()
-
-
-def _onednn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, name: str = "none", form: str = ""
-) -> Tensor:
-    bias = None if bias is None else bias.to(x.dtype)
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -136,22 +61,6 @@ def _scaled_mm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(a.new_zeros(()), a, b, beta=0, alpha=scale)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool | None = None) -> Tensor:
-    """``x @ weight.T + bias`` over the last dimension, in the dtype of ``x`` and ``weight``.
-
-    ``onednn``, here and in the other functions: whether that is the library to take; None: where
-    it is known to be the faster one.
-    """
-    dtype = x.dtype
-    if bias is not None and bias.dtype is not dtype:
-        bias = bias.to(dtype)
-    if (bias is not None or dtype is torch.float32) and _use_onednn(x, weight, bias, onednn):
-        return _onednn(x, weight, bias)
-    if dtype is torch.bfloat16 and bias is not None and _adds_afterwards(x):
-        return linear_then_add(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
 def linears(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -164,14 +73,14 @@ def linears(
     nothing may be written.
     """
     pairs = list(zip(weights, biases, strict=True))
-    if x.dtype is not torch.float32 or not all([_use_onednn(x, *pair, onednn) for pair in pairs]):
+    if x.dtype is not torch.float32 or not all([use_onednn(x, *pair, onednn) for pair in pairs]):
         return None
     if not may_write(x, *weights, *biases):
         return None
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty((*x.shape[:-1], sum(sizes)))
     for place, pair in zip(torch.split_with_sizes(y, sizes, -1), pairs, strict=True):
-        place.copy_(_onednn(x, *pair))
+        place.copy_(onednn_linear(x, *pair))
     return y
 
 
@@ -181,10 +90,6 @@ def is_small(x: Tensor) -> bool:
     It is false for tensors without a size.
     """
     return type(x) is Tensor and not is_dynamo_compiling() and x.numel() < ONEDNN_MIN_SIZE
-
-
-def _adds_afterwards(x: Tensor) -> bool:
-    return x.dtype is torch.bfloat16 and x.is_cpu and not is_compiling()
 
 
 def has_gelu_epilogue(env: Environment) -> bool:
@@ -220,10 +125,10 @@ def linear_activation(
         name: The activation as oneDNN calls it: "gelu" or "swish". Not "relu", for which oneDNN
             turns NaN into 0.
         form: Which form of it: "tanh" or "none" for GELU.
-        onednn: See :func:`linear`.
+        onednn: See :func:`opfuse.ops.libraries.linear`.
     """
-    if _use_onednn(x, weight, bias, onednn):
-        return _onednn(x, weight, bias, name, form)
+    if use_onednn(x, weight, bias, onednn):
+        return onednn_linear(x, weight, bias, name, form)
     gelu = bias is not None and form == "tanh" and x.is_cuda and x.dtype in HALF
     # for an empty product PyTorch returns the bias, without its GELU
     if not gelu or not x.numel() or is_compiling():
@@ -237,8 +142,8 @@ def linear_dgrad(
 ) -> Tensor:
     """Gradient of ``scale * linear`` for its input: ``scale * grad_output @ weight``."""
     plain = scale == 1.0 and grad_output.dtype is torch.float32
-    if plain and _use_onednn(grad_output, weight, None, onednn):
-        return _onednn(grad_output, weight.t())
+    if plain and use_onednn(grad_output, weight, None, onednn):
+        return onednn_linear(grad_output, weight.t())
     if scale != 1.0:
         rows = _scaled_mm(_rows(grad_output), weight, scale)
         return rows.view(*grad_output.shape[:-1], weight.shape[1])
@@ -269,13 +174,13 @@ def linear_wgrad(
     """Gradient of ``scale * linear`` for its weight: ``scale * grad_output.T @ x``, all rows."""
     grad_output, x = _rows(grad_output), _rows(x)
     plain = scale == 1.0 and grad_output.dtype is torch.float32
-    if plain and _use_onednn(grad_output, x, None, onednn):
+    if plain and use_onednn(grad_output, x, None, onednn):
         (rows, inputs), outputs = x.shape, grad_output.shape[1]
         # oneDNN copies a transposed left operand: better the small one, even if the result must be
         # transposed too
         if rows * inputs + inputs * outputs < rows * outputs:
-            return _onednn(x.t(), grad_output.t()).t().contiguous()
-        return _onednn(grad_output.t(), x.t())
+            return onednn_linear(x.t(), grad_output.t()).t().contiguous()
+        return onednn_linear(grad_output.t(), x.t())
     return grad_output.t().mm(x) if scale == 1.0 else _scaled_mm(grad_output.t(), x, scale)
 
 
@@ -299,7 +204,7 @@ def linear_grads(
         scale: The scale; 1 with an addend.
         addend: Of the input's shape.
         owned: Whether nothing else reads the addend, which may then be overwritten.
-        onednn: See :func:`linear`.
+        onednn: See :func:`opfuse.ops.libraries.linear`.
         ctx: The context of the linear, if its weight's gradient may go to ``ctx.grad_sum``.
     """
     operand = weight if x is None else x
@@ -330,7 +235,7 @@ def _added_grad(
 ) -> Tensor | None:
     """The gradient of a weight, added to its sum by the product; None where oneDNN is faster."""
     dy, rows = _rows(grad_output), _rows(x)
-    if dy.dtype is torch.float32 and scale == 1.0 and _use_onednn(dy, rows, None, onednn):
+    if dy.dtype is torch.float32 and scale == 1.0 and use_onednn(dy, rows, None, onednn):
         return None
     return BasicLinear.added_grad(ctx, dy, rows, scale)
 
@@ -349,11 +254,11 @@ def linear_add(
     onednn: bool | None = None,
 ) -> Tensor:
     """``addend + scale * (x @ weight.T + bias)``, with the shape and dtype of the addend."""
-    direct = _use_onednn(x, weight, bias, onednn)
+    direct = use_onednn(x, weight, bias, onednn)
     if direct and scale == 1.0 and addend.numel() >= ONEDNN_MIN_ADDEND:
         bias = bias if bias is None else bias.to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
-    added_inside = bias is None and addend.ndim == 2 and not _adds_afterwards(x)
+    added_inside = bias is None and addend.ndim == 2 and not adds_afterwards(x)
     if not direct and added_inside and scale:  # 0 times NaN is NaN, but not in a library
         return torch.addmm(addend, x, weight.t(), alpha=scale)
     product = linear(x, weight, bias, onednn)
@@ -372,7 +277,7 @@ def linear_dgrad_add(
 ) -> Tensor:
     """``addend + grad_output @ weight``; in the memory of the addend, if it is ``owned``."""
     wide = grad_output.dtype is torch.float32
-    if wide and _use_onednn(grad_output, weight, addend, onednn):
+    if wide and use_onednn(grad_output, weight, addend, onednn):
         return torch.ops.mkldnn._linear_pointwise.binary(
             grad_output, addend, weight.t(), None, "add"
         )

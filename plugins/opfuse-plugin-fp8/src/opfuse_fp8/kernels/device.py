@@ -1,5 +1,5 @@
 """Device functions: scales and codes, bit for bit those of :mod:`opfuse_fp8.casts`."""
-# ruff: noqa: ANN202  # kernels take what they are given
+# kernels take what they are given
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 One source serves every activation, by its device functions, and every format.
 """
-# ruff: noqa: ANN202  # kernels take what they are given
+# kernels take what they are given
 
 from __future__ import annotations
 

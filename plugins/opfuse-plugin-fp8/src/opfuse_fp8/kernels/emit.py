@@ -3,7 +3,7 @@
 A tile is a matrix of fp32 values, already rounded to the dtype that the separate ops give, and 0
 outside. It starts at a multiple of its sides, or of a block's.
 """
-# ruff: noqa: ANN202  # kernels take what they are given
+# kernels take what they are given
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ tiles, which are taller than a program could hold whole rows: so the statistics 
 first, and the tiles read the input again. Where one scale serves the whole tensor, the codes are
 transposed instead, which are half of that.
 """
-# ruff: noqa: ANN202  # kernels take what they are given
+# kernels take what they are given
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Bit for bit those of :mod:`opfuse_fp8.nvfp4`. A copy of a tile has its blocks along the last
 dimension: of the columnwise copy the tile is transposed.
 """
-# ruff: noqa: ANN202  # kernels take what they are given
+# kernels take what they are given
 
 from __future__ import annotations
 

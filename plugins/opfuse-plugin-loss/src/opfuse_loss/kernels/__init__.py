@@ -1,0 +1,1 @@
+"""The Triton kernels of losses and log-probabilities, and their launches."""

@@ -1,0 +1,10 @@
+"""Losses of preferences and of rewards, over the log-probabilities of tokens.
+
+They take what :class:`opfuse.ops.TokenLogProb` gives, as in ``Sequential(Linear(...),
+TokenLogProb(), losses.GRPO())``.
+"""
+
+from .policy import GRPO
+from .preference import DPO, KTO, ORPO
+
+__all__ = ["DPO", "GRPO", "KTO", "ORPO"]
