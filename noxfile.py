@@ -334,7 +334,7 @@ def lint(session: nox.Session) -> None:
 
 @timed(venv_params=ALONE, reuse_venv=True)
 def types(session: nox.Session) -> None:
-    """Mypy, strict on the core and the toolkits."""
+    """Mypy, strict on the core, the toolkits and the losses."""
     install(session, *group("types"))
     session.chdir(ROOT)
     session.run("python", "-m", "mypy", *session.posargs)

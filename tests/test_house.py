@@ -184,7 +184,7 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 7480,  # 415 for ranks, 415 for isolation, 115 for programs: the seams take back 3,400
+    "opfuse.core": 7500,  # 415 for ranks, 415 for isolation, 135 for programs: the seams take back 3,400
     "opfuse.ops": 3910,  # 700 for what runs on several processes, 300 for log-probabilities
     "opfuse.report": 630,
     "opfuse.tuning": 1130,  # 50 for processes that tune together

@@ -62,7 +62,7 @@ class Products(FusedOperation):
 def onednn_is_faster() -> bool:
     """Whether oneDNN beats the default library for fp32 matrix products on this machine's CPU."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if not x86 or not torch.backends.mkldnn.is_available():
+    if not x86 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
