@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 import numbers
 from abc import abstractmethod
@@ -38,7 +37,6 @@ _COMPUTING = *_FORMULAS, *_FASTER
 _DECLARED: dict[str, tuple[Any, Any]] = {
     "deterministic": (True, False),
     "saves_output": (False, False),
-    "number_names": ((), None),
     "_in_parts": (True, False),
 }
 """What a class declares about its own methods: the defaults of opfuse's classes, and of others."""
@@ -67,7 +65,8 @@ class Activation(RowwiseOperation):
         gated: Whether the op splits its features; see :class:`opfuse.ops.GatedActivation`.
         number_names: Names of the attributes that the methods read, such as ``("slope",)``; that
             of ``self.training`` is ``"training"``. A class that implements any of the computing
-            methods declares its own. None: not declared.
+            methods declares its own; one with both passes of its own, which declares
+            ``saved_names``, has none. None: not declared.
         deterministic: Whether the same input always gives the same output, so that it may be
             computed again. False for a class that implements any of the computing methods and does
             not declare it, unless it is one of opfuse's.
@@ -108,18 +107,34 @@ class Activation(RowwiseOperation):
         for name, (ours, of_others) in _DECLARED.items():
             if computing < _newest(cls, name):
                 type.__setattr__(cls, name, ours if _is_built_in(cls, computing) else of_others)
+        cls._declare_numbers()
+        cls._replace_faster_methods()
+
+    @classmethod
+    def _declare_numbers(cls) -> None:
+        """Set ``number_names`` where the class has new formulas; let the context carry them."""
+        formulas = _newest(cls, *_COMPUTING)
+        if formulas < _newest(cls, "number_names"):
+            both_passes = max(_newest(cls, "op_forward"), _newest(cls, "op_backward"))
+            own_passes = both_passes < cls.__mro__.index(Activation)
+            none = _is_built_in(cls, formulas) or (own_passes and cls.saved_names is not None)
+            type.__setattr__(cls, "number_names", () if none else None)
         if cls.number_names != () and "numbers" not in cls.context_names:
             type.__setattr__(cls, "context_names", (*cls.context_names, "numbers"))
         for name in cls.number_names or ():
             if hasattr(getattr(cls, name, None), "__set__"):
                 what = f"{cls.__name__}.number_names has the property {name!r}"
                 raise TypeError(f"{what}: name the attributes that it reads")
+
+    @classmethod
+    def _replace_faster_methods(cls) -> None:
+        """Take those that inherited formulas had from the nearest abstract base."""
         formulas = _newest(cls, *_FORMULAS)
         abstract = filter(inspect.isabstract, reversed(cls.__mro__))
         templates = {name: method for base in abstract for name, method in vars(base).items()}
         for name in templates.keys() & _FASTER:
             if formulas < _newest(cls, name) and getattr(cls, name) is not templates[name]:
-                type.__setattr__(cls, name, templates[name])  # computes by the new formulas
+                type.__setattr__(cls, name, templates[name])
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
@@ -327,12 +342,7 @@ def _plain_values(op: Activation) -> tuple[tuple[str, Any], ...]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
-    return _is_plain_class(type(value))  # type: ignore[arg-type]
-
-
-@functools.cache  # each forward of a class that declares no numbers asks
-def _is_plain_class(cls: type) -> bool:
-    return issubclass(cls, _PLAIN)
+    return isinstance(value, _PLAIN)
 
 
 def _is_built_in(cls: type, index: int) -> bool:

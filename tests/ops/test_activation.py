@@ -591,6 +591,40 @@ def test_numbers_are_those_that_a_class_declares_for_its_formulas():
             slope = property(lambda self: 0.1)
 
 
+def test_a_class_with_passes_of_its_own_leaves_the_numbers_or_declares_all():
+    class Through(Declared):
+        saved_names = ("input",)
+
+        def op_forward(self, ctx, input_, **unused):
+            return super().op_forward(ctx, input_)
+
+    class Without(Declared):
+        saved_names = ("input",)
+
+        def op_forward(self, ctx, input_, **unused):
+            ctx.save_for_backward(input_)
+            return self.value(input_)
+
+    class Both(Squares, ops.Activation):
+        saved_names = ("input",)
+        op_forward = Without.op_forward
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * self.derivative(*ctx.saved_tensors), ()
+
+    x, results = torch.randn(3, 8, requires_grad=True), []
+    for slope in (0.1, 0.5):
+        op = Through()
+        y = op(x)
+        op.slope = slope
+        results.append(torch.autograd.grad(y.sum(), x)[0])
+    assert torch.equal(*results)
+    with pytest.raises(RuntimeError, match="attribute 'numbers', but the forward .* did not leave"):
+        Without()(x)
+    assert Both.context_names == Both.number_names == ()
+    assert torch.equal(torch.autograd.grad(Both()(x).sum(), x)[0], 2 * x)
+
+
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(("build", "numbers"), NUMBERS)
 def test_a_backward_uses_the_numbers_of_its_forward(build, numbers, alone):
