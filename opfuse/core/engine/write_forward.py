@@ -65,6 +65,8 @@ class _Forward(Source):
         if self._trains:
             self._save(recorded)
             self._make_independent()
+        else:
+            self._checked()
         doubtful = self._doubtful
         saving = [i for i, _, _ in self.program.saved.ranges if i not in doubtful]
         self.release_contexts(params=[i for i, *_ in program.params], to_save=[*saving, *doubtful])
