@@ -209,7 +209,7 @@ SOURCES = {
 }
 
 GUARDS = {"may_write", "reusable", "in_blocks"}
-NO_PASS = {"testing", "cli", "report", "tuning", "gpu", "cases", "te_pickle"}
+NO_PASS = {"testing", "cli", "report", "tuning", "gpu", "cases", "_samples"}
 """Parts of the names of modules that run no pass of a chain."""
 
 STATE = "it updates what is kept from call to call"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 import os
@@ -20,7 +21,7 @@ from opfuse.core.recipes import CACHE_RECIPE
 from opfuse.testing import interpreter, machine, report
 from opfuse.testing import suite as suites
 from opfuse.testing.checks import calls
-from opfuse.testing.generate import structures
+from opfuse.testing.placing import samples_of, structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
 from opfuse.testing.scenarios import FOUND, combined, covered, variants
 from opfuse.testing.tensors import LAYOUTS
@@ -400,7 +401,10 @@ def in_turns(answers):
 @pytest.mark.parametrize(
     "when, says",
     [
-        (in_turns(itertools.cycle([True, "not this time"])), "says .*, then .*'not this time'"),
+        (
+            in_turns(itertools.cycle([True, "not this time"])),
+            "says .*'not this time'.* in Environment",
+        ),
         (lambda ops, env: True if ops[0].weight is not None else 1 / 0, "raised ZeroDivisionError"),
         (lambda ops, env: ops[0].weight is not None, "returned False instead of True"),
     ],
@@ -426,12 +430,12 @@ def test_recipes_of_a_plugin_that_is_gone_are_not_served(no_plugins):
     assert served() == testing.PerTensor()
 
 
-@pytest.mark.parametrize("where", ["hidden", "residual"])
-def test_each_extra_output_has_a_channel_of_its_own(where):
+@pytest.mark.parametrize("channels", ["hidden", "residual"])
+def test_each_extra_output_has_a_channel_of_its_own(channels):
     chain = testing.Op(ops.MakeExtraOutput), testing.Op(ops.MakeExtraOutput)
-    case = testing.Case(subject(ops.MakeExtraOutput), chain, **{where: True})
-    channels = [op.extra_output_channels for op in case.basic_ops()]
-    assert len({*channels}) == 2 and len(case.build()()) == (1 if where == "hidden" else 3)
+    case = testing.Case(subject(ops.MakeExtraOutput), chain, channels=channels)
+    own = [op.extra_output_channels for op in case.basic_ops()]
+    assert len({*own}) == 2 and len(case.build()()) == (1 if channels == "hidden" else 3)
 
 
 def test_how_many_extra_tensors_an_op_has_is_no_number_of_it():
@@ -693,3 +697,87 @@ def test_numbers_of_its_own_are_compared_with_its_lone_call(register, build):
     for check, number in says.items():
         with pytest.raises(pytest.fail.Exception, match=number):
             suite.test_fusion(tier, found, check)
+
+
+# What ops offer
+
+
+class Offering(ops.AddExtraInput):
+    """Says how to make it, with one sample that it refuses, and what it takes beside its input."""
+
+    num_extra_inputs = 3
+    extra_input_dtypes = ("floating", "floating", "integer")
+
+    def __init__(self, one, *, positive=1.0):
+        if positive < 0:
+            raise ValueError(positive)
+        super().__init__()
+
+    @classmethod
+    def sample_inputs(cls, op, features, out_features):
+        yield op(cls, features, positive=-1.0)
+        yield op(cls, features)
+        yield op(cls, out_features or "any")
+
+    def sample_extra_inputs(self, shape, generator):
+        return [shape[:-1], torch.rand(7, generator=generator), torch.tensor([4])]
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        return input_.clone(), [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        return grad_output.clone(), [()], [(None, None, None)]
+
+
+class Inheriting(Offering):
+    def __init__(self, one):
+        super().__init__(one, positive=2.0)
+
+
+@pytest.mark.parametrize("cls", [Offering, Inheriting])
+def test_an_op_says_how_to_make_it(cls):
+    chains = testing.make_chains(subject(cls))
+    assert [case.ops[0].args for case in chains.all[:2]] == [(8,), ("any",)]
+    own = testing.make_chains(subject(cls), makers={cls: lambda width: testing.Op(cls, "own")})
+    assert [case.ops[0].args for case in own.plain] == [("own",)]
+
+
+def test_an_op_says_what_it_takes_beside_its_input():
+    case = testing.Case(subject(Offering), (testing.Op(Offering, 1),), dtype=torch.bfloat16)
+    leaves = case.build().leaves
+    drawn, given, whole = (leaves[f"extra {k}"] for k in range(3))
+    assert drawn.shape == (3,) and drawn.requires_grad and drawn.dtype is torch.bfloat16
+    assert given.shape == (7,) and not given.requires_grad and given.dtype is torch.bfloat16
+    assert whole.tolist() == [4] and whole.dtype is torch.int64
+    wide = case.build(torch.float64).leaves["extra 1"]
+    assert torch.equal(wide, given.double())  # the same values, rounded
+
+
+class Plain(ops.Identity):
+    num_extra_inputs = 3
+    extra_input_dtypes = ("floating", "integer", "bool")
+
+
+def test_an_op_that_offers_nothing_gets_what_is_usual():
+    leaves = testing.Case(subject(Plain), (testing.Op(Plain),), rows=(2, 5)).build().leaves
+    shapes = [tuple(leaf.shape) for leaf in leaves.values()]
+    assert shapes == [(2, 5, 8), (2, 5, 8), (2, 5), (2, 5)]
+    assert leaves["extra 1"].max() < 8 and leaves["extra 2"].dtype is torch.bool
+
+
+def built_in_ops():
+    every = (getattr(ops, name) for name in ops.__all__)
+    basic = [cls for cls in every if issubclass(cls, opfuse.BasicOperation)]
+    alone = [cls for cls in basic if not issubclass(cls, ops.distributed.WithProcessGroup)]
+    return [cls for cls in alone if not inspect.isabstract(cls) and cls is not ops.Cast]
+
+
+@pytest.mark.parametrize("cls", built_in_ops(), ids=lambda cls: cls.__name__)
+def test_every_op_of_opfuse_can_be_made(cls):
+    samples = samples_of(cls, 8, None)
+    assert samples or cls is ops.TrackedDropout  # needs a function
+    for op in samples:
+        assert isinstance(op(), cls)
+        case = testing.Case(subject(cls), (op,), rows=(4, 4))
+        (y, *_) = case.build()()
+        assert y.isfinite().all()

@@ -23,9 +23,8 @@ from ..core.fusion import Fusion
 from ..testing import CHECKS, DistributedSuite, FusionSuite, QuantizerSuite
 from ..testing.cases import Case, Subject, has_collectives, offered
 from ..testing.failures import Failure
-from ..testing.generate import chains, structures
 from ..testing.machine import is_interpreting, tiers
-from ..testing.placing import environment, matched, placed
+from ..testing.placing import chains, environment, matched, placed, structures
 from ..testing.processes import PLUGIN_CHECKS
 from ..testing.recipes import recipes_for
 from ..testing.running import only
@@ -177,8 +176,8 @@ def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
     sizes = itertools.product((torch.bfloat16, torch.float32), (((4096,), 1024), ((3,), 32)))
     for (dtype, (rows, width)), recipe in itertools.product([*sizes], recipes):
         for elements in structures(fusion.pattern):
-            for ops in chains(elements, width, makers)[: 1 if recipe else None]:
-                base = Case(subject, (), rows=rows, dtype=dtype, recipe=recipe)
+            base = Case(subject, (), rows=rows, dtype=dtype, recipe=recipe)
+            for ops in chains(base, elements, width)[: 1 if recipe else None]:
                 case = placed(base, ops, width)
                 try:
                     matched(case)

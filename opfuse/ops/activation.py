@@ -22,6 +22,7 @@ from ..core.precision import cast, wide, widen
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, in_blocks
 from ._common import OpGrads, RowwiseOperation, check_bool, expected
+from ._samples import samples
 
 _FORMULAS = "value", "derivative", "linear_value", "linear_derivative", "split", "join"
 """The methods that say what an activation computes."""
@@ -407,6 +408,7 @@ class GELU(Activation, built_in=True):
     """
 
     _fixed = ("approximate",)
+    sample_inputs = samples({}, {"approximate": "none"})
 
     def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)

@@ -153,6 +153,13 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
             self.accumulates_grads, self.differentiable = True, False
 
     @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op; the second as GPT-2's ``Conv1D`` has its weight."""
+        out = out_features or features + features // 2
+        turned = op(cls, op(cls, out, features), via="reading", transposed=True)
+        return [op(cls, features, out), turned]
+
+    @classmethod
     def reading(
         cls,
         module: nn.Module,

@@ -16,6 +16,7 @@ from ..core.overwriting import added, may_write, multiplied, tracing, with_share
 from ..core.precision import wide, widen
 from . import _blocks
 from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
+from ._samples import sample_targets, samples
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -63,6 +64,13 @@ class CrossEntropy(ExtraTensorOperation):
     saved_names = ("input", "targets")
     context_names = ("numbers",)
     real_numbers = ("label_smoothing", "z_loss")
+    sample_inputs = samples(
+        {},
+        {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0},
+        {"reduction": "sum", "ignore_index": 0},
+        {"reduction": "none"},
+    )
+    sample_extra_inputs = sample_targets
     grad_input = "fresh"
     differentiable = True
     autocast_dtype = torch.float32

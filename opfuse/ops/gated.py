@@ -16,6 +16,7 @@ from ..core.overwriting import filled, may_write, reusable, tracing
 from ..core.precision import cast, wide
 from ._blocks import blocks, in_blocks
 from ._common import check_size, expected, shows
+from ._samples import BOUNDED, CLAMPED, INTERLEAVED, samples
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU, sigmoid
 
 
@@ -44,6 +45,7 @@ class GatedActivation(Activation, built_in=True):
 
     gated: ClassVar[bool] = True
     feature_ratio = 2
+    sample_inputs = samples({}, INTERLEAVED)
     _fixed: ClassVar[tuple[str, ...]] = ("glu_interleave_size",)
     _has_kernels: ClassVar[bool] = False  # gate_value and gate_gradient are kernels
     _rounds: ClassVar[bool] = False  # they compute all there is
@@ -283,6 +285,7 @@ class SiTUGLU(GatedActivation, built_in=True):
     """
 
     number_names = real_numbers = ("beta1", "beta2")
+    sample_inputs = samples({}, INTERLEAVED, BOUNDED)
 
     def __init__(
         self,
@@ -349,6 +352,7 @@ class ClampedSwiGLU(GatedActivation, built_in=True):
     """
 
     number_names = real_numbers = ("limit", "alpha", "glu_linear_offset")
+    sample_inputs = samples({}, INTERLEAVED, CLAMPED)
 
     def __init__(
         self,

@@ -139,6 +139,19 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         if accumulate_into_main_grad:
             self.accumulates_grads, self.differentiable = True, False
 
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        given: Any = 3, features, out_features or features + features // 2
+        one = op(cls, 1, features, features, bias=False)
+        return [op(cls, *given), one, op(cls, *given, scale_bias=True)]
+
+    def sample_extra_inputs(self, shape: tuple[int, ...], generator: Any) -> list[Any]:
+        """Split sizes, some of them 0 at times, and the scale of each row's bias."""
+        cuts = torch.randint(0, shape[0] + 1, (self.num_groups - 1,), generator=generator)
+        sizes = torch.tensor([0, *sorted(cuts.tolist()), shape[0]]).diff()
+        return [sizes, shape[:-1]][: self.num_extra_inputs]
+
     def _register(self, bias: bool, **made: Any) -> None:
         """Register the parameters of each group; None as a bias where there is none."""
         shapes = {"weight": self._features[::-1], "bias": self._features[1:]}

@@ -66,6 +66,11 @@ class Bias(SplitLayer, RowwiseOperation):
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
 
     @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        return [op(cls, features), op(cls, op(cls, features), via="reading")]
+
+    @classmethod
     def reading(cls, module: nn.Module, bias: str = "bias", *, name: str = "") -> Bias:
         """Return an op that reads its bias from another module; see :meth:`BasicLinear.reading`.
 

@@ -79,6 +79,11 @@ class LowRankLinear(RowwiseOperation):
 
     extra_repr = shows("in_features", "out_features", "rank", "scaling", "dropout")
 
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        return [op(cls, features, out_features or features + features // 2, 2, scaling=0.5)]
+
     def reset_parameters(self) -> None:
         """Draw weight and ``lora_a`` again, and zero ``lora_b``; not those of another module."""
         if not self._sources:

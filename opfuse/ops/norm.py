@@ -17,6 +17,7 @@ from ..core.ranks import Group
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
+from ._samples import samples
 
 
 class _Norm(RowwiseOperation):
@@ -63,6 +64,14 @@ class _Norm(RowwiseOperation):
             summed = Layout(Group(sequence_parallel_group), None, summed=True)
             self._layouts = {"weight": summed, "bias": summed}
         self.reset_parameters()
+
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        other, deep = op(cls, features, eps=0.1), op(cls, (4, features)).on(4, 4)
+        centered = [op(cls, features, zero_centered_gamma=flag) for flag in (False, True)]
+        lacking = [op(cls, features, **{name: False}) for name in ("elementwise_affine", "bias")]
+        return [*centered, other, deep, op(cls, other, via="reading"), *lacking]
 
     @property
     def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -448,6 +457,7 @@ class L2Normalization(RowwiseOperation):
     saved_names = ("input", "rstd")
     batch_invariant = ("rows",)
     real_numbers = ("eps",)
+    sample_inputs = samples({}, {"eps": 0.1})
     feature_ratio = 1
     autocast_dtype = torch.float32
 

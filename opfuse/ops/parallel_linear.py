@@ -93,6 +93,16 @@ class ParallelLinear(LinearOperation):
         self.param_names, self._shapes = tuple(shapes), list(shapes.values())
         self._known = frozenset(shapes)
 
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op: with and without biases, of one width and of two."""
+        out = out_features or features + features % 2
+        sizes = out - out // 4, out // 4
+        first, second = [op(BasicLinear, features, size) for size in sizes]
+        biased = op(Linear, features, sizes[0])
+        each = op(cls, (first, second)), op(cls, (biased, second))
+        return [*each, op(cls, (biased,), via="reading")]
+
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """``input``, and the weight of each linear."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.op import BasicOperation
 from ..core.op_context import Unread
 from ._common import OpGrads, RowwiseOperation, expected, shows, whole
+from ._samples import samples
 from ._tensor_parallel import Tracker, check_tracker, forked
 
 
@@ -28,6 +29,7 @@ class ConstantScale(RowwiseOperation):
     context_names = ("scale",)
     batch_invariant = ("rows", "exact")
     real_numbers = ("scale",)
+    sample_inputs = samples(-0.75, 0.0, 1.0, 2.0**-13, 256.0)
     feature_ratio = 1
 
     def __init__(self, scale: float) -> None:
@@ -80,6 +82,11 @@ class Reshape(BasicOperation):
 
     extra_repr = shows("shape")
 
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        return [op(cls, (-1, features))]
+
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The reshaped input; saves no tensor."""
@@ -109,6 +116,7 @@ class Dropout(RowwiseOperation):
     saved_names = ("mask",)
     context_names = ("p",)
     real_numbers = ("p",)
+    sample_inputs = samples(0.0, 0.5, 1.0)
     feature_ratio = 1
     grad_input = "same"
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.op_context import AllGrads, OperationContext, Outputs
 from ..core.overwriting import added
 from ._common import ExtraTensorOperation, expected, shows
+from ._samples import samples
 
 
 class _JoinOrFork(ExtraTensorOperation):
@@ -55,6 +56,7 @@ class AddExtraInput(_JoinOrFork):
 
     num_extra_inputs = 1
     params_in_compute_dtype = True
+    sample_inputs = samples({}, {"in_place": True})
     input_first = False
 
     def fuser_forward(

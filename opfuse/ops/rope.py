@@ -46,6 +46,12 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
 
     extra_repr = shows("head_dim", "interleaved", "rotary_dim")
 
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        given: Any = {}, {"interleaved": True}, {"rotary_dim": features // 2}
+        return [op(cls, features, **some) for some in given]
+
     @property
     def rotation(self) -> Rotation:
         """The rotation, as a forward leaves it for the backward."""
@@ -103,6 +109,10 @@ class RoPE(_Rotary):
 
     extra_repr = shows("head_dim", "base", "interleaved", "rotary_dim")
 
+    def sample_extra_inputs(self, shape: tuple[int, ...], generator: Any) -> list[Any]:
+        """Positions, for all heads."""
+        return [torch.randint(0, 4096, shape[:-2], generator=generator)]
+
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:
@@ -150,6 +160,11 @@ class ApplyRoPE(_Rotary):
     num_extra_inputs = 2
     saved_names = ("cos", "sin")
     batch_invariant = ("exact",)
+
+    def sample_extra_inputs(self, shape: tuple[int, ...], generator: Any) -> list[Any]:
+        """Cosines and sines, for all heads; they get no gradient."""
+        angles = torch.randn(*shape[:-2], self.rotary_dim, generator=generator, dtype=torch.float64)
+        return [angles.cos(), angles.sin()]
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any

@@ -14,7 +14,8 @@ from ..core.introspection import overridden, why_apart
 from ..core.op_context import AllGrads, Outputs
 from ..core.precision import widen
 from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, expected
-from .activation import Activation, SReLU
+from ._samples import BOUNDED, CLAMPED, INTERLEAVED, samples
+from .activation import Activation, SiLU, SReLU
 from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 
 
@@ -61,6 +62,15 @@ class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
         self.activation = activation
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self.feature_ratio = activation.feature_ratio
+
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """How tests make the op."""
+        return [op(cls, op(SiLU))]
+
+    def sample_extra_inputs(self, shape: tuple[int, ...], generator: Any) -> list[Any]:
+        """A scale per row."""
+        return [shape[:-1]]
 
     @property
     def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -155,6 +165,8 @@ class ScaledSwiGLU(ScaledActivation):
         TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
 
+    sample_inputs = samples({}, INTERLEAVED)
+
     def __init__(
         self, *, glu_interleave_size: int | None = None, activation_recompute_in_mlp: bool = False
     ) -> None:
@@ -175,6 +187,8 @@ class ScaledSiTUGLU(ScaledActivation):
         ValueError: As for :class:`SiTUGLU`.
         TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
+
+    sample_inputs = samples({}, INTERLEAVED, BOUNDED)
 
     def __init__(
         self,
@@ -202,6 +216,8 @@ class ScaledClampedQGeGLU(ScaledActivation):
         ValueError: As for :class:`ClampedSwiGLU`.
         TypeError: ``activation_recompute_in_mlp`` is not a bool.
     """
+
+    sample_inputs = samples({}, INTERLEAVED, CLAMPED)
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
 from ..core.overwriting import filled, may_write, multiplied, reusable, with_shares
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
+from ._samples import sample_targets, samples
 from .cross_entropy import Spare, capped, gradients_by_parts, parts, uncapped, widened
 
 
@@ -71,6 +72,8 @@ class TokenLogProb(ExtraTensorOperation):
     grad_input = "fresh"
     differentiable = True
     autocast_dtype = torch.float32
+    sample_inputs = samples({}, {"temperature": 0.7, "softcap": 3.0, "ignore_index": 1})
+    sample_extra_inputs = sample_targets
 
     def __init__(
         self,

@@ -7,12 +7,13 @@ Not imported by opfuse itself. Needs pytest.
 """
 
 from ..tuning.tolerance import ROWS, TOLERANCES, assert_close, tolerance
-from .cases import Case, CubicActivation, CubicGLU, Op, Subject, find, subjects
+from .cases import Case, Op, Subject, find, subjects
 from .checks import CHECKS
 from .distributed import DistributedSuite
 from .failures import Declined, Failure
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
+from .placing import CubicActivation, CubicGLU
 from .quantizers import QuantizerSuite
 from .rank_checks import CHECKS as RANK_CHECKS
 from .rank_checks import Trial

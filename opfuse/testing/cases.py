@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,32 +33,7 @@ from ..core.plugins import manager, using
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
 from ..ops.distributed import WithProcessGroup
-from .tensors import extra_shape, input_shapes, lay_out, normal, whole_numbers
-
-
-class CubicActivation(built_in.Activation):
-    """An activation unknown to every plugin: ``x + 0.1 x^3``."""
-
-    number_names = ()
-
-    def value(self, x: Tensor) -> Tensor:
-        """The function."""
-        return x + 0.1 * x**3
-
-    def derivative(self, x: Tensor) -> Tensor:
-        """Its derivative."""
-        return 1 + 0.3 * x**2
-
-
-class CubicGLU(built_in.GatedActivation):
-    """A gated activation unknown to every plugin."""
-
-    number_names = ()
-    value = CubicActivation.value
-    derivative = CubicActivation.derivative
-
-
-_WITHOUT_MODES = CubicActivation, CubicGLU, *[getattr(built_in, n) for n in built_in.__all__]
+from .tensors import extra_inputs, input_shapes, lay_out, normal, place
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -72,12 +47,16 @@ class Op:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     via: str
+    rows: tuple[int, ...] = dataclasses.field(compare=False)
 
     def __init__(self, cls: Any, *args: Any, via: str = "", **kwargs: Any) -> None:
-        object.__setattr__(self, "cls", cls)
-        object.__setattr__(self, "args", args)
-        object.__setattr__(self, "kwargs", tuple(kwargs.items()))
-        object.__setattr__(self, "via", via)
+        vars(self).update(cls=cls, args=args, kwargs=tuple(kwargs.items()), via=via, rows=())
+
+    def on(self, *rows: int) -> Op:
+        """The op, for an input of these leading dimensions, if it does not take any."""
+        made = Op(self.cls, *self.args, via=self.via, **dict(self.kwargs))
+        vars(made)["rows"] = rows
+        return made
 
     def __call__(self) -> BasicOperation:
         """A new op."""
@@ -108,6 +87,13 @@ class undrawn(TorchFunctionMode):
         return given[0] if drawn else func(*args, **(kwargs or {}))
 
 
+def makes(op: Op) -> bool:
+    """Return whether the constructor of an op takes its arguments."""
+    with undrawn(), contextlib.suppress(Exception):  # it says why not
+        return op() is not None
+    return False
+
+
 def _made(argument: Any) -> Any:
     if isinstance(argument, tuple):
         return tuple(map(_made, argument))
@@ -129,6 +115,11 @@ def where(cls: type) -> str:
         return f"ops.{cls.__name__}"
     own = cls.__module__.startswith(__package__)
     return f"testing.{cls.__name__}" if own else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def is_foreign(name: str) -> bool:
+    """Return whether a name that :func:`where` gave is of neither opfuse's ops nor the kit."""
+    return not name.startswith(("ops.", "testing."))
 
 
 def changed(value: Any) -> dict[str, Any]:
@@ -245,11 +236,7 @@ class Built(NamedTuple):
 
     def params(self) -> dict[str, Tensor]:
         """The Parameters of the chain's ops, wherever they are, by the names of ``leaves``."""
-        return {
-            f"{number}.{name}": param
-            for number, op in enumerate(self.chain)
-            for name, param in params_of(op).items()  # type: ignore[arg-type]
-        }
+        return params_of(self.chain)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Every output of the chain."""
@@ -267,18 +254,14 @@ class Built(NamedTuple):
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Autocast, options and the recipe in force, for a ``with`` block."""
-        case = self.case
-        with contextlib.ExitStack() as around:
-            if case.autocast:
-                around.enter_context(torch.autocast(case.device, case.autocast))
-            if case.prefer != "speed":
-                around.enter_context(options(prefer=case.prefer))
-            if case.recipe:
-                around.enter_context(quantize(case.recipe))
+        case, usual = self.case, contextlib.nullcontext()
+        autocast = torch.autocast(case.device, case.autocast) if case.autocast else usual
+        preferred = usual if case.prefer == "speed" else options(prefer=case.prefer)
+        with autocast, preferred, quantize(case.recipe) if case.recipe else usual:
             yield
 
 
-NOT_SMALLER = frozenset("subject ops rows dtype residual shared hidden device recipe least".split())
+NOT_SMALLER = frozenset("subject ops rows dtype channels shared device recipe least".split())
 """Attributes of a case that have no default, or whose default is not smaller than others."""
 
 
@@ -291,7 +274,7 @@ class Case:
         ops: The ops that it replaces, with :data:`CAST` where its pattern has a cast.
         before, after: Ops around them.
         rows: Leading dimensions of the input.
-        width: Features of the input, where no op insists on some; None: as few as they take.
+        width: Features of the input, where no op insists on some; None: 8.
         dtype: Of the input, and of the parameters.
         layout: Of input, extra inputs and incoming gradients: one of ``LAYOUTS``; ``summed`` is of
             the gradients alone.
@@ -308,10 +291,10 @@ class Case:
         prefer: The option of this name: "speed" or "memory".
         param_dtype: Of the parameters where ops take another one; None: that of the input.
         extra_dtype: Of the extra inputs; None: that of autocast, or of the input.
-        residual: Extra inputs come out of a channel, from the first extra output.
+        channels: Extra outputs go into channels; "": they do not. "residual": Extra inputs come out
+            of that of the first. "crossing": They come out of them in the same order. "hidden":
+            Nobody reads them.
         shared: Split sizes of several ops are one tensor, by name.
-        hidden: Extra outputs go into channels that nobody reads.
-        crossing: Extra outputs go into channels, and extra inputs come out of them in that order.
         device: Where it runs.
         training: The mode of the chain.
         switched: Ops of the other mode, by number.
@@ -342,10 +325,8 @@ class Case:
     prefer: str = "speed"
     param_dtype: torch.dtype | None = None
     extra_dtype: torch.dtype | None = None
-    residual: bool = False
+    channels: str = ""
     shared: bool = True
-    hidden: bool = False
-    crossing: bool = False
     device: str = "cpu"
     training: bool = True
     switched: tuple[int, ...] = ()
@@ -355,7 +336,7 @@ class Case:
     least: int = 1
 
     def __repr__(self) -> str:
-        known: Any = {"ops": _tuple, "before": _tuple, "after": _tuple, "recipe": recipe_code}
+        known: Any = {"recipe": recipe_code}
         texts = {name: known.get(name, repr)(value) for name, value in changed(self).items()}
         lines = [texts.pop("subject"), *(f"{name}={text}" for name, text in texts.items())]
         return "testing.Case(\n" + "".join(f"    {line},\n" for line in lines) + ")"
@@ -392,7 +373,7 @@ class Case:
 
         That is a dropout, or an op that is not built in.
         """
-        return any(op.cls is built_in.Dropout or op.cls not in _WITHOUT_MODES for op in self.ops)
+        return any(op.cls is built_in.Dropout or is_foreign(where(op.cls)) for op in self.ops)
 
     @property
     def exact(self) -> torch.dtype | None:
@@ -424,14 +405,16 @@ class Case:
             basic = [op() for op in self.chain_ops]
         for number, op in enumerate(basic):
             op.train(self.training is not (number in self.switched))
-        channels = iter(["residual", *map(str, range(99))])  # one producer each
-        for op in basic if self.residual or self.hidden else ():
-            for k in range(op.num_extra_outputs):
-                op.set_extra_output_channel(k, next(channels), output_to_caller=self.residual)
-            for k, kind in enumerate(kinds_of(op) if self.residual else ()):
-                op.set_extra_input_channel(k, "residual" if kind == "floating" else None)
-        if self.crossing:
-            _cross(basic)
+        forks = [(op, k) for op in basic for k in range(op.num_extra_outputs)]
+        every = [(op, k, kind) for op in basic for k, kind in enumerate(kinds_of(op))]
+        joins = [(op, k) for op, k, kind in every if kind == "floating"]
+        crossing, to_caller = self.channels == "crossing", self.channels == "residual"
+        last = len(joins) if crossing else len(forks)
+        for number, (op, k) in enumerate(forks[:last] if self.channels else ()):
+            op.set_extra_output_channel(k, f"channel {number}", output_to_caller=to_caller)
+        for number, (op, k) in enumerate(joins[: len(forks)] if crossing else joins):
+            if crossing or to_caller:
+                op.set_extra_input_channel(k, f"channel {number * crossing}")
         grouped = [op for op in basic if isinstance(op, built_in.GroupedLinear)]
         for op in grouped if self.shared and len(grouped) > 1 else ():
             op.set_extra_input_name(0, "split_sizes")
@@ -440,11 +423,9 @@ class Case:
     def first_width(self) -> int:
         """Features of the input.
 
-        It is what the first op that insists on some takes, or else ``width``, or what the others
-        need.
+        It is what the first op that insists on some takes, or else ``width``.
         """
-        insists, ratio = first_width(self.chain_ops)
-        return insists or self.width or 8 * ratio
+        return insisted(self.chain_ops) or self.width or 8
 
     def build(self, dtype: torch.dtype | None = None) -> Built:
         """Ops and tensors, the same ones every time.
@@ -458,42 +439,41 @@ class Case:
         chain = Sequential(*basic)
         chain.training = self.training
         generator = torch.Generator().manual_seed(0)
-        leaves: dict[str, Tensor] = {}
 
-        def draw(shape: Any, own: Any, scale: float, mixed: bool = False, put: Any = ()) -> Tensor:
-            values = normal(tuple(shape), generator, mixed) * scale
-            values += self.mean if "input" not in leaves else 0.0
-            _place(values, put if "input" not in leaves else [0.0])
-            return values.to(own).to(dtype or own).to(self.device)
+        def draw(shape: Any, scale: float, mixed: bool = False, put: Any = (0.0,)) -> Tensor:
+            return place(normal(tuple(shape), generator, mixed) * scale, put)
 
-        width, layout = self.first_width(), "contiguous" if self.layout == "summed" else self.layout
-        shape, numbers = (*self.rows, width), (self.dtype, self.scale, self.mixed)
+        def lay(values: Tensor, own: torch.dtype, layout: str) -> Tensor:
+            values = values.to(own).to(dtype or own) if values.is_floating_point() else values
+            return lay_out(values.to(self.device), layout)
+
+        layout = "contiguous" if self.layout == "summed" else self.layout
+        shape = (*self.rows, self.first_width())
         put = [0.0, *(n for op in basic[len(self.before) :] for n in vars(op).values())]
         usual = (self.scale, self.mean, self.mixed) == (1.0, 0.0, False)
-        leaves["input"] = lay_out(draw(shape, *numbers, put if usual else ()), layout)
-        extra_dtype = self.extra_dtype or self.autocast or self.dtype
-        structure, shapes = Chain(basic), input_shapes(basic, shape)
-        for number, (i, k) in enumerate(structure.external_inputs):
-            if structure.kinds[i, k] == "floating":
-                extra = draw(extra_shape(basic[i], shapes[i], k), extra_dtype, *numbers[1:])
+        values = self.mean + draw(shape, self.scale, self.mixed, put if usual else ())
+        leaves = {"input": lay(values, self.dtype, layout)}
+        structure, shapes, fixed = Chain(basic), input_shapes(basic, shape), {*self.frozen}
+        places = {f"extra {n}": place for n, place in enumerate(structure.external_inputs)}
+        for name, (i, k) in places.items():
+            extra = extra_inputs(basic[i], shapes[i], generator)[k]
+            if isinstance(extra, Tensor):
+                fixed.add(name)
             else:
-                extra = whole_numbers(basic[i], shapes[i], k, generator).to(self.device)
-            leaves[f"extra {number}"] = lay_out(extra, layout)
-        writable = [getattr(basic[i], "in_place", False) for i, _ in structure.external_inputs]
-        for number, op in enumerate(basic):
+                extra = draw(extra, self.scale, self.mixed)
+            leaves[name] = lay(extra, self.extra_dtype or self.compute_dtype, layout)
+        writable = {name for name, (i, _) in places.items() if getattr(basic[i], "in_place", False)}
+        for name, param in params_of(basic).items():
+            op = basic[int(name.partition(".")[0])]
             own = None if op.params_in_compute_dtype else self.param_dtype
-            for name, param in params_of(op).items():
-                scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
-                param.data = lay_out(draw(param.shape, own or self.dtype, scale), self.params)
-                leaves[f"{number}.{name}"] = param
+            scale = 1 / math.sqrt(param.shape[-1]) if param.ndim > 1 else 1.0
+            param.data = lay(draw(param.shape, scale), own or self.dtype, self.params)
+            leaves[name] = param
         for op in basic if self.parametrized else ():
             _parametrize(op)
-        inputs = enumerate(structure.external_inputs)
-        tables = {f"extra {n}" for n, (i, _) in inputs if isinstance(basic[i], built_in.ApplyRoPE)}
         for name, leaf in leaves.items():
-            leaf.requires_grad_(leaf.is_floating_point() and name not in {*self.frozen, *tables})
-        names = {f"extra {k}" for k, writes in enumerate(writable) if writes}
-        return Built(chain, leaves, names, self if dtype is None else self.with_(autocast=None))
+            leaf.requires_grad_(leaf.is_floating_point() and name not in fixed)
+        return Built(chain, leaves, writable, self if dtype is None else self.with_(autocast=None))
 
     def leaf_names(self) -> list[str]:
         """The names of the leaves that could need a gradient."""
@@ -527,51 +507,26 @@ class _Drawn(nn.Module):
         return original * factor.to(original.dtype)
 
 
-def _place(tensor: Tensor, numbers: Sequence[Any]) -> None:
-    """Write 0 or numbers of ops, and their negatives, into both ends of a tensor.
-
-    An op may compute otherwise at exactly one of them, where that is a number of every dtype.
-    """
-    plain = (n for n in numbers if type(n) is float and abs(n) <= 16 and n * 16 % 1 == 0)
-    flat, placed = tensor.view(-1), [s * n for n in dict.fromkeys(plain) for s in (1, -1)]
-    for number, value in enumerate(placed[: len(flat) // 4]):
-        flat[number] = flat[-1 - number] = value
-
-
 def _parametrize(op: BasicOperation) -> None:
     for name in [*op._parameters] if op.param_names else ():
         if op._parameters[name] is not None:
             parametrize.register_parametrization(op, name, _Drawn(), unsafe=True)
 
 
-def _cross(basic: Sequence[BasicOperation]) -> None:
-    """Let extra inputs read the channels of the extra outputs, the first that of the first."""
-    forks = [(op, k) for op in basic for k in range(op.num_extra_outputs)]
-    joins = [(op, k) for op in basic for k, kind in enumerate(kinds_of(op)) if kind == "floating"]
-    for number, ((fork, k), (join, slot)) in enumerate(zip(forks, joins, strict=False)):
-        fork.set_extra_output_channel(k, f"channel {number}", output_to_caller=False)
-        join.set_extra_input_channel(slot, f"channel {number}")
-
-
 @functools.lru_cache(maxsize=1024)
-def first_width(ops: tuple[Op, ...]) -> tuple[int | None, int]:
-    """Features that ops insist on for their input, or None; how many features they make one of."""
-    ratio = 1
+def insisted(ops: tuple[Op, ...]) -> int | None:
+    """Features that ops insist on for their input, or None."""
     with torch.random.fork_rng([]), undrawn():
-        for op in (op() for op in ops):
-            insists = op.shape[-1] if isinstance(op, built_in.Reshape) else op.in_features
-            if insists is not None and insists > 0:
-                return insists * ratio, ratio
-            ratio *= op.feature_ratio or 1
-    return None, ratio
+        chain = Chain([op() for op in ops])
+    return chain.width or next(iter(chain.later_widths.values()), None)
 
 
-def params_of(op: BasicOperation) -> dict[str, Tensor]:
-    """The Parameters of an op by name, those that it reads from another module too."""
-    read = {name: op.param_source(name) for name in op.param_names or ()}
-    found = {name: module._parameters[leaf] for name, (module, leaf) in read.items()}
-    return {**dict(op.named_parameters()), **{n: p for n, p in found.items() if p is not None}}
-
-
-def _tuple(items: Sequence[Op]) -> str:
-    return "(" + ", ".join(map(repr, items)) + ("," if len(items) == 1 else "") + ")"
+def params_of(ops: Iterable[Any]) -> dict[str, Tensor]:
+    """The Parameters of ops by number and name, ``1.bias``; those read from another module too."""
+    found: dict[str, Any] = {}
+    for number, op in enumerate(ops):
+        read = {name: op.param_source(name) for name in op.param_names or ()}
+        own = dict(op.named_parameters())
+        own |= {name: module._parameters[leaf] for name, (module, leaf) in read.items()}
+        found |= {f"{number}.{name}": param for name, param in own.items() if param is not None}
+    return found

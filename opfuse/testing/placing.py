@@ -1,31 +1,28 @@
-"""Makes the ops of a case for the classes of a pattern, and places them among others."""
+"""Makes chains of ops for the classes of a pattern, and places them among others."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import ops as built_in
 from ..core.engine.chain import Chain
 from ..core.engine.edges import Needs
 from ..core.engine.planner import edges_of
 from ..core.environment import Environment
-from ..core.fusion import OneOf, Subclasses
+from ..core.fusion import OneOf, OneOrMore, Optional, Subclasses
 from ..core.op import BasicOperation
 from ..core.settings import current
 from ..ops.distributed import WithProcessGroup
-from .cases import CAST, Case, CubicActivation, CubicGLU, Op, first_width, is_cast, undrawn
+from .cases import CAST, Case, Op, insisted, is_cast, makes, undrawn
 from .failures import Declined
 from .running import only
 from .tensors import next_width
-
-DEEP = (4, 4)
-"""Rows for a norm over two dimensions: 16 in all, so that none is refused for their number."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,21 +39,15 @@ def width_behind(ops: Sequence[Op], width: int) -> int:
 
 def placed(case: Case, ops: tuple[Op, ...], width: int) -> Case:
     """The case with other ops, between ops that ask for the casts at their ends."""
-    case = case.with_(ops=ops, rows=DEEP if is_deep(ops) else case.rows, before=(), after=())
-    insists, ratio = first_width(tuple(op for op in ops if not is_cast(op)))
-    case = case.with_(width=None if insists or width in (8, 8 * ratio) else width)
+    rows = next((op.rows for op in ops if op.rows), case.rows)
+    case = case.with_(ops=ops, rows=rows, before=(), after=())
+    case = case.with_(width=None if width == 8 or insisted(case.chain_ops) else width)
+    behind = width_behind(ops, width)
     if case.subject.passes == "backward" and is_cast(ops[0]):
         return case.with_(before=(Op(built_in.BasicLinear, min(width, 512), width),))
     if case.subject.passes == "forward" and is_cast(ops[-1]):
-        behind = width_behind(ops, width)
         return case.with_(after=(Op(built_in.BasicLinear, behind, min(behind, 512)),))
     return case
-
-
-def is_deep(ops: Sequence[Op]) -> bool:
-    """Return whether a norm is over more than the last dimension."""
-    norms = [op for op in ops if issubclass(op.cls, (built_in.LayerNorm, built_in.RMSNorm))]
-    return any(isinstance(arg, tuple) for op in norms for arg in op.args[:1])
 
 
 def matched(case: Case, ops: Sequence[BasicOperation] = ()) -> tuple[BasicOperation, ...]:
@@ -92,130 +83,140 @@ def environment(device: str, **changes: Any) -> Environment:
     return env._replace(options=options, **changes)
 
 
-# Ops of the classes of a pattern, with arguments that matter
-
-Makers = Mapping[type, Callable[[int], Any]]
+# Ops of the classes of a pattern
 
 
-APART = ("Cast", "TrackedDropout")  # no pattern has one
+class CubicActivation(built_in.Activation):
+    """An activation unknown to every plugin: ``x + 0.1 x^3``."""
+
+    number_names = ()
+
+    def value(self, x: Tensor) -> Tensor:
+        """The function."""
+        return x + 0.1 * x**3
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Its derivative."""
+        return 1 + 0.3 * x**2
+
+
+class CubicGLU(built_in.GatedActivation):
+    """A gated activation unknown to every plugin."""
+
+    number_names = ()
+    value = CubicActivation.value
+    derivative = CubicActivation.derivative
 
 
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
-    every = [getattr(built_in, name) for name in built_in.__all__ if name not in APART]
+    every = [getattr(built_in, name) for name in built_in.__all__ if name != "Cast"]
     alone = [cls for cls in every if not issubclass(cls, WithProcessGroup)]
-    classes = [c for c in alone if issubclass(c, BasicOperation) and not inspect.isabstract(c)]
+    classes = [cls for cls in alone if issubclass(cls, BasicOperation)]
     # representatives first
     classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))
     return (*classes, CubicActivation, CubicGLU)
 
 
 def classes_of(element: Any) -> list[type]:
-    """The classes of ops to try for a pattern element.
-
-    For an abstract class these are the built-in subclasses.
-    """
+    """The classes of ops to try for a pattern element; an abstract one needs a maker."""
     if isinstance(element, OneOf):
         return list(dict.fromkeys(cls for inner in element.elements for cls in classes_of(inner)))
     if isinstance(element, Subclasses):
-        found: list[type] = [cls for cls in _built_in_classes() if issubclass(cls, element.cls)]
-        if issubclass(element.cls, BasicOperation) and not inspect.isabstract(element.cls):
-            found = [element.cls, *found]
-        return list(dict.fromkeys(found))
+        every = (element.cls, *_built_in_classes())
+        return list(dict.fromkeys(cls for cls in every if issubclass(cls, element.cls)))
     return [element]
 
 
-def variants_of(cls: type, width: int, makers: Makers) -> list[Op]:
-    """The ways to make an op of a class for an input of ``width`` features."""
-    known = {**_MAKERS, **makers}
-    made = known[cls](width) if cls in known else _by_constructor(cls, width)
-    return [made] if isinstance(made, Op) else list(made)
-
-
 @functools.lru_cache(maxsize=4096)
-def _by_constructor(cls: type, width: int) -> list[Op]:
-    found = []
-    for op in (Op(cls), Op(cls, width)):
-        with contextlib.suppress(Exception):  # its constructor wants something else
-            op()
-            found.append(op)
-            break
-    if issubclass(cls, _NAMED):
-        takes = inspect.signature(cls).parameters
-        given = {n: v for n, v in {**_OTHERWISE, "rotary_dim": width // 2}.items() if n in takes}
-        found += [op.with_(**{n: v}) for op in found for n, v in given.items()]
-    if cls in _ARGUMENTS:
-        found.append(Op(cls, **_ARGUMENTS[cls]))
-    return found
+def samples_of(cls: Any, width: int, out: int | None, makers: Any = ()) -> tuple[Op, ...]:
+    """The ways to make an op of a class for an input of ``width`` features, the plainest first.
+
+    They are what a suite says, or ``sample_inputs`` of the class, or what its constructor takes.
+
+    Args:
+        cls: The class.
+        width: Features of the input.
+        out: Features of the output, for an op that may give any number; it is made in one way.
+        makers: Classes, and how a suite makes their ops.
+    """
+    if make := dict(makers).get(cls):
+        made = make(width)
+        return (made,) if isinstance(made, Op) else tuple(made)
+    if cls is built_in.Cast:
+        return (CAST,)
+    offered = getattr(cls, "sample_inputs", lambda op, *features: ())(Op, width, out)
+    if found := tuple(filter(makes, offered)):
+        return found if out is None or found == samples_of(cls, width, None) else found[:1]
+    return tuple(filter(makes, (Op(cls), Op(cls, width))))[:1]
 
 
-_ROTATING = (built_in.RoPE, built_in.ApplyRoPE)
-_NAMED = (built_in.GatedActivation, built_in.ScaledActivation, built_in.GELU, *_ROTATING)
-_OTHERWISE: Any = {"glu_interleave_size": 2, "approximate": "none", "interleaved": True}
-"""Values of arguments of these classes that are not the default."""
-_CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
-_BOUNDED = {"beta1": 2.0, "beta2": 3.0}
-_LOSS: Any = {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0}
-_LOSSES: Any = {}, _LOSS, {"reduction": "sum", "ignore_index": 0}, {"reduction": "none"}
-_ARGUMENTS: Mapping[type, Mapping[str, Any]] = {
-    built_in.ClampedSwiGLU: _CLAMPED,
-    built_in.ScaledClampedQGeGLU: _CLAMPED,
-    built_in.SiTUGLU: _BOUNDED,
-    built_in.ScaledSiTUGLU: _BOUNDED,
-    built_in.L2Normalization: {"eps": 0.1},
-}
-"""Arguments that are not the default, and matter for inputs around 1."""
+# Chains of such ops
 
 
-def _read(op: Op, **given: Any) -> Op:
-    """An op that reads the parameters of another one."""
-    return Op(op.cls, op, via="reading", **given)
+def structures(pattern: Sequence[Any]) -> Iterator[list[Any]]:
+    """The pattern with each optional element and without, each repeated one once and twice."""
+
+    def forms(element: Any) -> list[list[Any]]:
+        if isinstance(element, Optional):
+            return [[element.element], []]
+        repeated = isinstance(element, OneOrMore)
+        return [[element.element], [element.element] * 2] if repeated else [[element]]
+
+    for chosen in itertools.product(*map(forms, pattern)):
+        if flat := [*itertools.chain(*chosen)]:
+            yield flat
 
 
-def _norms(cls: type, width: int) -> list[Op]:
-    plain = [Op(cls, width, zero_centered_gamma=centered) for centered in (False, True)]
-    read = _read(Op(cls, width, eps=0.1))
-    without = [Op(cls, width, elementwise_affine=False)]
-    without += [Op(cls, width, bias=False)] if cls is built_in.LayerNorm else []
-    return [*plain, Op(cls, width, eps=0.1), Op(cls, (DEEP[-1], width)), read, *without]
+def chains(
+    case: Case,
+    elements: Sequence[Any],
+    width: int,
+    out: int | None = None,
+    one_by_one: bool = False,
+) -> list[tuple[Op, ...]]:
+    """Chains of one structure, the plainest one first.
 
+    Then comes one for every other class and sample at every place. Where an element is repeated,
+    all its places vary at once.
 
-def _linears(width: int) -> list[Op]:
-    turned = Op(built_in.BasicLinear, width + width // 2, width)  # as GPT-2's Conv1D
-    return [Op(built_in.BasicLinear, width, width + width // 2), _read(turned, transposed=True)]
+    Args:
+        case: One of the fusion.
+        elements: The structure.
+        width: Features of the input.
+        out: Features that matrix products give; None: as their samples have them.
+        one_by_one: The places of a repeated element vary each alone, too.
+    """
 
+    @functools.cache
+    def options(place: int, at: int) -> list[tuple[Op, int]]:
+        """The ops that are possible at a place, and the width of each one's output."""
+        classes = classes_of(elements[place])
+        found = [op for cls in classes for op in samples_of(cls, at, out, case.subject.makers)]
+        return [(op, behind) for op in found if (behind := next_width_behind(op, at)) is not None]
 
-def _parallel(width: int) -> list[Op]:
-    """With and without biases, of one width and of two."""
-    sizes = width - width // 4, width // 4 + width % 2
-    cls, plain = built_in.ParallelLinear, [Op(built_in.BasicLinear, width, size) for size in sizes]
-    biased = Op(built_in.Linear, width, sizes[0])
-    return [Op(cls, tuple(plain)), Op(cls, (biased, plain[1])), Op(cls, (biased,), via="reading")]
+    def find(
+        numbers: Mapping[int, int], chosen: tuple[Op, ...] = (), at: int = width
+    ) -> tuple[Op, ...]:
+        """The chain whose op at a place has this number among what is possible, if it fits.
 
+        Without a number, it is the first op that fits.
+        """
+        if len(chosen) == len(elements):
+            return chosen
+        found = options(len(chosen), at)
+        number = numbers.get(len(chosen))
+        for op, behind in found if number is None else found[number : number + 1]:
+            if rest := find(numbers, (*chosen, op), behind):
+                return rest
+        return ()
 
-def _grouped(width: int) -> list[Op]:
-    plain = Op(built_in.GroupedLinear, 3, width, width + width // 2)
-    one = Op(built_in.GroupedLinear, 1, width, width, bias=False)
-    return [plain, one, plain.with_(scale_bias=True)]
-
-
-_SCALES = -0.75, 0.0, 1.0, 2.0**-13, 256.0
-_ADDS: Any = {}, {"in_place": True}
-_TOKENS: Any = {}, {"temperature": 0.7, "softcap": 3.0, "ignore_index": 1}
-
-_MAKERS: Makers = {
-    built_in.Cast: lambda at: CAST,
-    built_in.BasicLinear: _linears,
-    built_in.Bias: lambda at: [Op(built_in.Bias, at), _read(Op(built_in.Bias, at))],
-    built_in.ParallelLinear: _parallel,
-    built_in.LayerNorm: lambda at: _norms(built_in.LayerNorm, at),
-    built_in.RMSNorm: lambda at: _norms(built_in.RMSNorm, at),
-    built_in.ConstantScale: lambda at: [Op(built_in.ConstantScale, scale) for scale in _SCALES],
-    built_in.AddExtraInput: lambda at: [Op(built_in.AddExtraInput, **given) for given in _ADDS],
-    built_in.GroupedLinear: _grouped,
-    built_in.Dropout: lambda at: [Op(built_in.Dropout, p) for p in (0.0, 0.5, 1.0)],
-    built_in.Reshape: lambda at: Op(built_in.Reshape, (-1, at)),
-    built_in.CrossEntropy: lambda at: [Op(built_in.CrossEntropy, **given) for given in _LOSSES],
-    built_in.ScaledActivation: lambda at: Op(built_in.ScaledActivation, Op(built_in.SiLU)),
-    built_in.LowRankLinear: lambda at: Op(built_in.LowRankLinear, at, at + at // 2, 2, scaling=0.5),
-    built_in.TokenLogProb: lambda at: [Op(built_in.TokenLogProb, **given) for given in _TOKENS],
-}
+    made = {find({}): None}
+    for _, group in itertools.groupby(range(len(elements)), lambda place: id(elements[place])):
+        places = list(group)
+        count = len(options(places[0], width))
+        for number in range(count):
+            together = find({place: (number + i) % count for i, place in enumerate(places)})
+            made[together] = None
+            if one_by_one or not together:
+                made |= dict.fromkeys(find({place: number}) for place in places)
+    return [*filter(None, made)]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import pytest
 import torch
 
-from .cases import Case, where
+from .cases import Case, is_foreign, where
 from .checks import CHECKS, Check
 from .checks.leavings import restored_settings
 from .failures import UNUSED, Declined, Failure, blamed
@@ -149,8 +149,7 @@ def snippet(check: str, case: Case) -> str:
     """Code that runs a check on a case."""
     named = [where(op.cls) for op in case.chain_ops]
     named += [where(type(case.recipe))] if case.recipe else []
-    foreign = [name for name in named if not name.startswith(("ops.", "testing."))]
-    modules = {name.rpartition(".")[0] for name in foreign}
+    modules = {name.rpartition(".")[0] for name in named if is_foreign(name)}
     lines = ["import torch", *(f"import {module}" for module in sorted(modules))]
     lines += ["from opfuse import ops, testing", "", f"case = {case!r}"]
     lines += ["chain, leaves, *_ = case.build()  # to look at by hand"]

@@ -16,7 +16,7 @@ from ..core.fusion import PASSES
 from ..core.quantization import Recipe
 from ..ops import AddExtraInput, BasicLinear, ConstantScale, MakeExtraOutput
 from ..tuning.tolerance import MORE_ROWS, ROWS
-from .cases import Case, Op, is_cast
+from .cases import Case, Op, is_cast, makes
 from .failures import Declined
 from .generate import DTYPES, Chains, fitted, neighbours, refusal
 from .placing import width_behind
@@ -95,7 +95,7 @@ def _axes(case: Case) -> dict[str, list[Any]]:
         "parametrized": (False, True),
         "prefer": (*dict.fromkeys((case.prefer, "memory")),),
         "checkpointed": (False, False, True),
-        "hidden": (False, True) if forks else (False,),
+        "channels": ("", "hidden") if forks else ("",),
         "reached": ("all", "first", "extra") if forks else ("all",),
     }
     taken: dict[str, list[Any]] = {
@@ -167,7 +167,7 @@ def variants(case: Case) -> tuple[Case, ...]:
     for row in rows if len(named) > 1 else ({"0": v} for v in named.get("0", ())):
         ops, given = [own.get(n, op) for n, op in enumerate(case.ops)], zip(options, row.values())  # noqa: B905
         for (n, name), value in given:
-            if _makes(ops[n], name, value):  # beside those before
+            if makes(ops[n].with_(**{name: value})):  # beside those before
                 ops[n] = ops[n].with_(**{name: value})
         found.append(case.with_(ops=tuple(ops)))
     return tuple(dict.fromkeys(found))
@@ -191,17 +191,10 @@ def choices(op: Op) -> list[tuple[str, tuple[Any, ...]]]:
         value = getattr(made, name, parameter.default)
         if name not in positional and isinstance(value, (bool, float)):
             other = (1.0, 0.5) if name == "eps" else NUMBERS
-            values = (value, not value) if isinstance(value, bool) else (value, *other)
-            found.append((name, tuple(v for v in dict.fromkeys(values) if _makes(op, name, v))))
+            tried = (value, not value) if isinstance(value, bool) else (value, *other)
+            values = tuple(v for v in dict.fromkeys(tried) if makes(op.with_(**{name: v})))
+            found.append((name, values))
     return found
-
-
-def _makes(op: Op, name: str, value: Any) -> bool:
-    try:
-        op.with_(**{name: value})()
-    except Exception:  # it says why not
-        return False
-    return True
 
 
 def crossed(case: Case) -> Case:
@@ -209,7 +202,7 @@ def crossed(case: Case) -> Case:
     rest = (op for op in case.before if op.cls is not MakeExtraOutput)
     before = (Op(MakeExtraOutput), Op(ConstantScale, -2.0), Op(MakeExtraOutput), *rest)
     after = (*case.after, *(Op(AddExtraInput),) * 2)
-    return case.with_(before=before, after=after, residual=False, crossing=True)
+    return case.with_(before=before, after=after, channels="crossing")
 
 
 # One case in several circumstances

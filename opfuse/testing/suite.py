@@ -47,9 +47,10 @@ class FusionSuite:
         inexact: Fusions that cast, and whose kernels may differ in the last bit: name -> reason. In
             their casts one code in 1000 may be one step off; all other fusions give the codes of
             the separate ops.
-        makers: How to make ops that are not built in: class -> function of the input's features
-            that gives an :class:`Op`, or several. Fusions of collectives are tested if these are
-            among them, for a group of one process that your tests initialize.
+        makers: How to make ops in another way than ``sample_inputs`` of their class, or their
+            constructor, says: class -> function of the input's features that gives an :class:`Op`,
+            or several. Fusions of collectives are tested if these are among them, for a group of
+            one process that your tests initialize.
         examples: For a fusion that is a plain function, which has no pattern: its name -> chains,
             each a list of :class:`Op`.
         recipes: The recipes that its fusions are tested under; None: those of the plugin, with

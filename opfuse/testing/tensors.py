@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,18 @@ def normal(shape: tuple[int, ...], generator: torch.Generator, mixed: bool) -> T
         values *= 2.0 ** -torch.randint(0, 11, shape, generator=generator)
         values[1::2] *= 2.0**-14 if values.ndim else 1.0
     return values
+
+
+def place(tensor: Tensor, numbers: Sequence[Any]) -> Tensor:
+    """Write 0 or numbers of ops, and their negatives, into both ends of a tensor.
+
+    An op may compute otherwise at exactly one of them, where that is a number of every dtype.
+    """
+    plain = (n for n in numbers if type(n) is float and abs(n) <= 16 and n * 16 % 1 == 0)
+    flat, placed = tensor.view(-1), [s * n for n in dict.fromkeys(plain) for s in (1, -1)]
+    for number, value in enumerate(placed[: len(flat) // 4]):
+        flat[number] = flat[-1 - number] = value
+    return tensor
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
@@ -71,41 +84,25 @@ def input_shapes(basic: Sequence[BasicOperation], shape: tuple[int, ...]) -> lis
     return shapes
 
 
-def extra_shape(op: BasicOperation, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-    """The shape of an extra input of an op, for an input of ``shape``.
+def extra_inputs(
+    op: BasicOperation, shape: tuple[int, ...], generator: torch.Generator
+) -> Sequence[Any]:
+    """The extra inputs of an op for an input of ``shape``: integers, bools, or the shape of others.
 
-    Scales and whole numbers have one per row, split sizes one per group, all others have the shape
-    of the op's input.
+    An op says it in ``sample_extra_inputs``. Without it, floating-point numbers have the shape of
+    the input. Of others there is one per row; integers are below the number of features.
     """
-    if isinstance(op, built_in.GroupedLinear):
-        return shape[:-1] if index else (op.num_groups,)
-    if isinstance(op, (built_in.RoPE, built_in.ApplyRoPE)):  # one for all heads
-        return (*shape[:-2], *([op.rotary_dim] if op.num_extra_inputs == 2 else []))
-    per_row = isinstance(op, built_in.ScaledActivation) or kinds_of(op)[index] != "floating"
-    return shape[:-1] if per_row else shape
+    if hasattr(op, "sample_extra_inputs"):
+        return op.sample_extra_inputs(shape, generator)  # type: ignore[no-any-return]
 
+    def default(kind: str) -> Any:
+        most = 2 if kind == "bool" else max(1, *shape[-1:])
+        if kind == "floating":
+            return shape
+        numbers = torch.randint(0, most, shape[:-1], generator=generator)
+        return numbers.bool() if kind == "bool" else numbers
 
-def whole_numbers(
-    op: BasicOperation, shape: tuple[int, ...], index: int, generator: torch.Generator
-) -> Tensor:
-    """An extra input of integers or bools, for an input of ``shape``.
-
-    Split sizes sum up to the rows; positions are below 4096, other integers below the number of
-    features, as targets are. The first third of the targets is to be ignored, except for a sum; of
-    one, that one.
-    """
-    size = extra_shape(op, shape, index)
-    if isinstance(op, built_in.GroupedLinear):
-        cuts = torch.randint(0, shape[0] + 1, (op.num_groups - 1,), generator=generator)
-        return torch.tensor([0, *sorted(cuts.tolist()), shape[0]]).diff()
-    if kinds_of(op)[index] == "bool":
-        return torch.randint(0, 2, size, generator=generator).bool()
-    most = 4096 if isinstance(op, built_in.RoPE) else max(1, shape[-1])
-    numbers = torch.randint(0, most, size, generator=generator)
-    ignores = isinstance(op, built_in.CrossEntropy) and op.reduction != "sum"
-    if ignores or isinstance(op, built_in.TokenLogProb):
-        numbers.view(-1)[: -(-numbers.numel() // 3)] = op.ignore_index
-    return numbers
+    return [*map(default, kinds_of(op))]
 
 
 def next_width(op: BasicOperation, width: int) -> int | None:

@@ -99,6 +99,7 @@ class Conformance(FusionSuite):
             pytest.skip("another fusion, or one that does not pay here, whatever the activation")
         found = super().chains(subject, device)
         longest = max(found.plain, key=lambda case: len(case.ops))
+        assert softsign.Softsign in [op.cls for op in longest.ops]
         alike = [case for case in found.all if case.ops == longest.ops]
         some = dataclasses.replace(found, plain=(longest,), all=tuple(alike), models=())
         return dataclasses.replace(some, quantized=found.quantized[:1])

@@ -686,7 +686,7 @@ class DependsOnWhatWasPlannedBefore(Pointwise):
 
 @faulty(
     "unmodified_inputs",
-    r"(?s)its forward modifies the input.*residual=True",
+    r"(?s)its forward modifies the input.*channels='residual'",
     "forward",
     BasicLinear,
     AddExtraInput,

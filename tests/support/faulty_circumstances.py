@@ -394,7 +394,14 @@ class NumbersByTheFirst(Both):
             op.limit, op.alpha, op.glu_linear_offset = now
 
 
-@faulty("output", "(?s)is wrong by.*crossing=True", "forward", MakeExtraOutput, Bias, AddExtraInput)
+@faulty(
+    "output",
+    "(?s)is wrong by.*channels='crossing'",
+    "forward",
+    MakeExtraOutput,
+    Bias,
+    AddExtraInput,
+)
 class EveryAddIsItsOwn(opfuse.FusedOperation):
     """What is added out of a channel is what was forked, whichever channel it is."""
 

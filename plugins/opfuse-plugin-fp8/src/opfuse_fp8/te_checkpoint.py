@@ -4,34 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import te_pickle
 from .recipes import BY_NAME, DelayedScaling, Format
-from .te_pickle import Refused, short
 
 __all__ = ["from_te_extra_state"]
 
 _KEY = "_extra_state"
 _NAME = "fp8-delayed"
-_FORMATS = {(448.0, 448.0): Format.E4M3, (448.0, 57344.0): Format.HYBRID}
 _MODES = ("forward", "backward", "input", "param", "grad_output")  # the last three: 1.13
 _OP = "saved by an op"
-_ADVICE = (
-    "set the state by hand from scale and amax_history of the module's fp8_meta, which "
-    "Transformer Engine gives after loading the checkpoint, or leave the key out"
+_SCRIPT = (
+    "write the checkpoint with plain values beside Transformer Engine, by examples/te_state.py of "
+    "opfuse, or leave the key out"
+)
+_TORCHS_ADVICE = re.compile(
+    r"\n|In PyTorch 2|Please |Re-running |Check the doc|To bypass |If you trust"
 )
 _FIELDS = (
     *("margin", "amax_history_len", "amax_compute_algo", "scaling_factor_compute_algo"),
-    "reduce_amax",
+    *("reduce_amax", "fp8_format"),
 )
 _KNOWN = {"recipe", "scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"}
 _TENSORS = ("input", "weight", "grad_output")
 _STATELESS = {cls.__name__ for cls in BY_NAME.values()} - {"DelayedScaling", "CustomRecipe"}
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxother = 2, 60
+
+
+class Refused(ValueError):
+    """An extra state holds something that is not the state of a recipe."""
+
+
+def short(value: Any) -> str:
+    """The beginning of the ``repr`` of a value, however large it is."""
+    return _short.repr(value)
 
 
 class _Column(NamedTuple):
@@ -58,8 +71,8 @@ def from_te_extra_state(
     under the same recipe to go on with the same scales. Parameters stay as they are.
 
     Nothing is unpickled. What ``torch.save`` wrote (before Transformer Engine 2.0) is read with
-    ``weights_only=True``. A pickle (since 2.0) is taken apart into its instructions: names in it
-    stay names, and nothing is imported or called. What holds anything else is refused.
+    ``weights_only=True``. A pickle (since 2.0) needs the classes of Transformer Engine: beside it,
+    ``examples/te_state.py`` writes a checkpoint with plain values, which is read here.
 
     Args:
         state_dict: The checkpoint, of ``te.ops`` or of modules such as ``te.Linear``.
@@ -76,8 +89,8 @@ def from_te_extra_state(
         A new dictionary.
 
     Raises:
-        TypeError: An ``_extra_state`` is neither bytes nor a tensor of them, or ``recipe`` is
-            another recipe.
+        TypeError: An ``_extra_state`` is neither a dictionary, bytes nor a tensor of them, or
+            ``recipe`` is another recipe.
         ValueError: It cannot be read so, belongs to another recipe or op, or ``names`` has a
             module that the checkpoint does not have.
     """
@@ -111,12 +124,12 @@ def _read(
     found: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The entries of the checkpoint for one extra state; every error says which."""
-    if not isinstance(value, io.BytesIO | bytes | bytearray | None) and not (
+    if not isinstance(value, dict | io.BytesIO | bytes | bytearray | None) and not (
         isinstance(value, Tensor) and (value.dtype == torch.uint8 or not value.numel())
     ):
         raise TypeError(
-            f"{key}: expected what Transformer Engine saves, a uint8 tensor or io.BytesIO, "
-            f"got {type(value).__name__}"
+            f"{key}: expected what Transformer Engine saves, a uint8 tensor or io.BytesIO, or a "
+            f"dictionary of it, got {type(value).__name__}"
         )
     try:
         state = _merged(_content(value))
@@ -138,19 +151,18 @@ def _is_extra(key: str) -> bool:
 
 def _content(value: Any) -> Any:
     """The content of an extra state; None if it is empty. No code in it runs."""
+    if isinstance(value, dict):
+        return value
     if isinstance(value, io.BytesIO):
         try:
             return torch.load(io.BytesIO(value.getvalue()), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise Refused(
-                f"torch.load(weights_only=True) refuses it: {te_pickle.why(error)}; {_ADVICE}"
-            ) from None
-    if isinstance(value, Tensor):
-        value = bytes(value.detach().cpu().flatten().tolist()) if value.numel() else b""
-    try:
-        return te_pickle.read(bytes(value)) if value else None
-    except Refused as error:
-        raise Refused(f"{error}; {_ADVICE}") from error
+            text = str(error.__context__ or error).removeprefix("Weights only load failed. ")
+            why = _TORCHS_ADVICE.split(text)[0].strip()[:300] or type(error).__name__
+            raise Refused(f"torch.load(weights_only=True) refuses it: {why}; {_SCRIPT}") from None
+    if value.numel() if isinstance(value, Tensor) else value:
+        raise Refused(f"it is pickled with classes of Transformer Engine: {_SCRIPT}")
+    return None
 
 
 def _merged(content: Any) -> dict[str, Any]:
@@ -178,7 +190,7 @@ def _merged(content: Any) -> dict[str, Any]:
 def _is_stateless(state: dict[str, Any]) -> bool:
     """Whether it is that of a recipe whose scales follow from the tensors alone."""
     saved = state.get("recipe")
-    return isinstance(saved, te_pickle.Value) and saved.name.name in _STATELESS
+    return isinstance(saved, dict) and saved.get("class") in _STATELESS
 
 
 def _targets(module: str, state: dict[str, Any], given: str | Sequence[str] | None) -> list[str]:
@@ -198,7 +210,7 @@ def _entries(
     """What goes into the checkpoint for one extra state."""
     products, saved = _products(state), state.get("recipe")
     if not products:
-        if isinstance(saved, te_pickle.Value | None):
+        if isinstance(saved, dict | None):
             return {}
         raise Refused(f"expected a recipe, got {short(saved)}")
     rows = next(len(column.history) for column in products[0].values() if column)
@@ -294,18 +306,12 @@ def _recipe(saved: Any, rows: int) -> DelayedScaling:
     """
     if saved is None:
         return DelayedScaling(amax_history_len=rows)
-    if not isinstance(saved, te_pickle.Value) or saved.name.name != "DelayedScaling":
-        what = saved.name if isinstance(saved, te_pickle.Value) else short(saved)
+    if not isinstance(saved, dict) or saved.get("class") != "DelayedScaling":
+        what = short(saved.get("class") if isinstance(saved, dict) else saved)
         raise Refused(f"expected the state of DelayedScaling, got that of {what}")
-    fields = {**dataclasses.asdict(DelayedScaling()), **saved.fields}
-    functions = [str(value) for value in fields.values() if isinstance(value, te_pickle.Name)]
-    if functions:
-        raise Refused(
-            f"its recipe has the function {functions[0]}, which is not part of a recipe of "
-            f"opfuse; pass recipe=..."
-        )
-    overridden = fields.pop("override_linear_precision", None)
-    if any(value is not False for value in getattr(overridden, "given", ())):
+    fields = {**dataclasses.asdict(DelayedScaling()), **saved}
+    overridden = fields.get("override_linear_precision")
+    if isinstance(overridden, list) and any(value is not False for value in overridden):
         raise Refused(
             "its recipe has override_linear_precision, which opfuse has not; pass recipe=..."
         )
@@ -316,24 +322,9 @@ def _recipe(saved: Any, rows: int) -> DelayedScaling:
     try:
         given = {name: fields[name] for name in _FIELDS}
         given |= {name: int(given[name]) for name in ("margin", "amax_history_len")}
-        return DelayedScaling(**given, fp8_format=_format(fields["fp8_format"]))
+        return DelayedScaling(**given | {"fp8_format": Format(given["fp8_format"])})
     except (TypeError, ValueError) as error:
         raise Refused(f"its recipe is none of opfuse: {error}; pass recipe=...") from error
-
-
-def _format(value: Any) -> Format:
-    """A format of FP8, by its name or by its largest numbers forward and backward."""
-    if isinstance(value, Format):
-        return value
-    given = value.given[0] if isinstance(value, te_pickle.Value) and value.given else None
-    if isinstance(given, te_pickle.Value):
-        given = tuple(float(number) for number in given.given)
-    if isinstance(given, str) and given in Format.__members__:
-        return Format[given]
-    found = next((made for most, made in _FORMATS.items() if most == given), None)
-    if found is None:
-        raise ValueError(f"expected fp8_format to be E4M3 or HYBRID, got {short(given)}")
-    return found
 
 
 def _saved(
