@@ -13,7 +13,7 @@ README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
 def test_the_example_of_the_hook_converts():
-    text = inspect.getdoc(hookspecs.opfuse_converters).partition("Example:\n")[2]
+    text = inspect.getdoc(hookspecs.opfuse_converters).partition("Example::\n")[2]
     example = textwrap.dedent(text).strip()
     assert f"```python\n{example}\n```" in README.read_text(encoding="utf-8")
     namespace = {}

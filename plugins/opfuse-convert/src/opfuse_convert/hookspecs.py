@@ -24,7 +24,8 @@ def opfuse_converters() -> list[Converter]:
     ``opfuse.convert(model, verify=True)`` compares the chain with the module, as does
     ``probed=True`` of a conversion. Otherwise the chain is used as it is, so test yours.
 
-    Example:
+    Example::
+
         import opfuse
         from opfuse import ops
 
