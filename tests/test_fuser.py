@@ -804,3 +804,16 @@ def test_a_view_of_the_input_stays_one():
     assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     with pytest.raises(RuntimeError, match="is being modified inplace"):
         y += 1
+
+
+def test_a_value_of_somebody_else_is_looked_at_though_the_pass_is_of_the_library():
+    class Pair(ops.ReLU):
+        number_names = ()
+
+        def value(self, x):
+            return x, x
+
+        forward_value = value
+
+    with opfuse.plugins.using(""), pytest.raises(TypeError, match="must return its output"):
+        opfuse.Sequential(Pair())(torch.randn(2, 3, requires_grad=True))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..cast import Cast
-from ..introspection import op_class
+from ..introspection import op_class, overridden
 from ..op import is_direct
 from ..quantization import QuantizedTensor
 from ..settings import current
@@ -33,12 +33,14 @@ _numbers = itertools.count()
 
 
 def is_builtin(op: Any, pass_name: str) -> bool:
-    """Return whether the passes of an op are of this package, and so keep to their contract."""
-    return all(
-        name not in vars(op)
-        and getattr(getattr(type(op), name), "__module__", "").startswith("opfuse.")
-        for name in (f"op_{pass_name}", f"fuser_{pass_name}")
-    )
+    """Return whether an op computes by this package alone, which keeps its contract.
+
+    A class of somebody else may inherit the pass, and give a value of its own to it.
+    """
+    cls = op_class(op)
+    methods = [getattr(type(op), f"{kind}_{pass_name}") for kind in ("op", "fuser")]
+    sources = [getattr(each, "__module__", "") for each in (cls, *methods)]
+    return all(each.startswith("opfuse.") for each in sources) and overridden(op, cls) is None
 
 
 class Source:
