@@ -55,6 +55,7 @@ PACKAGES = {
     for path in sorted(ROOT.glob("plugins/*/pyproject.toml"))
 }
 TOOLKITS = [ROOT / "plugins" / name for name in PACKAGES if not name.startswith("opfuse-plugin-")]
+KIT = [ROOT / "plugins" / name for name in ("opfuse-distributed", "opfuse-reproducible")]
 NAMES = {name.removeprefix("opfuse-").removeprefix("plugin-"): name for name in PACKAGES}
 PLUGINS = {short for short, name in NAMES.items() if name == f"opfuse-plugin-{short}"}
 
@@ -209,13 +210,10 @@ def show_plugins(session: nox.Session, python: str = "python") -> None:
         "plugins: "
         + ", ".join(f"{row['distribution']} {row['version']} {row['state']}" for row in rows)
     )
-    loaded = {
-        row["distribution"].removeprefix("opfuse-plugin-")
-        for row in rows
-        if row["state"] == "loaded"
-    }
-    if loaded != PLUGINS:
-        session.error(f"expected {sorted(PLUGINS)} to be loaded, got:\n{text}")
+    expected = {*(f"opfuse-plugin-{name}" for name in PLUGINS), *(each.name for each in KIT)}
+    expected.add("opfuse")  # which has a tool
+    if {row["distribution"] for row in rows if row["state"] == "loaded"} != expected:
+        session.error(f"expected {sorted(expected)} to be loaded, got:\n{text}")
 
 
 def everything(session: nox.Session) -> None:
@@ -239,8 +237,8 @@ def tests(session: nox.Session) -> None:
 @timed(venv_params=ALONE)
 @nox.parametrize("name", [nox.param(name, id=name) for name in NAMES])
 def plugin(session: nox.Session, name: str) -> None:
-    """The tests of one plugin or toolkit, with the core and no other plugin installed."""
-    install(session, ROOT, *folders(NAMES[name]))
+    """The tests of one plugin or toolkit, with the core, its kit, and no other plugin installed."""
+    install(session, ROOT, *{*KIT, *folders(NAMES[name])})
     folder = ROOT / "plugins" / NAMES[name]
     pytest(session, folder / "tests")
     sources = [path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")]
@@ -273,7 +271,8 @@ def other_torch(session: nox.Session) -> None:
     """
     failed = []
     for name in ("opfuse", *sorted(PACKAGES)):
-        python = install(session, ROOT, *(folders(name) if name in PACKAGES else TOOLKITS))
+        needed = {*KIT, *folders(name)} if name in PACKAGES else TOOLKITS
+        python = install(session, ROOT, *needed)
         session.env["PYTHONPATH"] = str(ROOT / "tests" / "support")
         where = ROOT / "plugins" / name / "tests" if name in PACKAGES else ROOT / "tests"
         try:

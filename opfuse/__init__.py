@@ -11,7 +11,7 @@ from .core.context_managers import autocast, checkpoint_contexts, options
 from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
 from .core.environment import Environment
-from .core.errors import LockError, PluginWarning, TuningWarning
+from .core.errors import CallRefusedError, PluginWarning, TuningWarning
 from .core.fused_op import FusedOperation
 from .core.fusible import FusibleOperation
 from .core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
@@ -29,9 +29,7 @@ from .core.sequential import Sequential
 
 if TYPE_CHECKING:
     from .core.assign_names import assign_names
-    from .core.lock import freeze
     from .report.explain import explain
-    from .report.ranks import check_ranks
     from .tuning import tune
 
 __version__ = "0.1.0"
@@ -39,12 +37,12 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "BasicOperation",
+    "CallRefusedError",
     "Environment",
     "FusedOperation",
     "FusibleOperation",
     "Fusion",
     "FusionPlan",
-    "LockError",
     "OneOf",
     "OneOrMore",
     "OperationContext",
@@ -59,10 +57,8 @@ __all__ = [
     "TuningWarning",
     "assign_names",
     "autocast",
-    "check_ranks",
     "checkpoint_contexts",
     "explain",
-    "freeze",
     "has_same_math",
     "hookimpl",
     "ops",
@@ -75,18 +71,17 @@ __all__ = [
 ]
 # fmt: on
 
-_AT_FIRST_USE = {
-    "assign_names": "core.assign_names",
-    "check_ranks": "report.ranks",
-    "explain": "report.explain",
-    "freeze": "core.lock",
-    "tune": "tuning",
-}
+_AT_FIRST_USE = {"assign_names": "core.assign_names", "explain": "report.explain", "tune": "tuning"}
 
 # fmt: off
 _GIVEN_BY = {
     "opfuse-convert": ("opfuse.convert", "opfuse.converted", "opfuse.revert", "opfuse convert"),
     "opfuse-memory": ("opfuse.plan_memory",),
+    "opfuse-reproducible": (
+        "opfuse.LockError", "opfuse.freeze", "opfuse freeze", "option locked", "option invariant",
+    ),
+    "opfuse": ("option debug",),
+    "opfuse-distributed": ("opfuse.check_ranks",),
     "opfuse-quantized": ("opfuse.quantized_model_init", "opfuse.watch_quantization"),
     "opfuse-plugin-fp8": (
         "opfuse.from_te_extra_state",
@@ -94,7 +89,7 @@ _GIVEN_BY = {
     ),
 }
 # fmt: on
-"""The attributes, commands and recipes whose package an error names if it is not installed."""
+"""What an error names the package of: attributes, commands, options and recipes."""
 
 
 def __getattr__(name: str) -> Any:

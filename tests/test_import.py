@@ -69,9 +69,11 @@ def test_the_public_names_are_these():
         assert getattr(opfuse, name) is not None
     names = """FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser Sequential Fusion Optional
     OneOrMore OneOf Subclasses Environment FusionPlan hookimpl register_forward_fusion register_backward_fusion
-    register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning LockError freeze
-    checkpoint_contexts plugins assign_names ops has_same_math tune check_ranks TuningWarning"""
+    register_forward_backward_fusion explain options autocast Recipe Quantizer QuantizerRole PluginWarning CallRefusedError
+    checkpoint_contexts plugins assign_names ops has_same_math tune TuningWarning"""
     assert set(names.split()) == set(opfuse.__all__)
+    for name in ("LockError", "freeze", "check_ranks"):  # of tools
+        assert getattr(opfuse, name) is not None and name in dir(opfuse)
 
 
 @pytest.mark.alone

@@ -18,7 +18,7 @@ from opfuse.core.authoring import plan_of
 from opfuse.core.engine.chain import Chain
 from opfuse.core.engine.cover import best_cover, conflict
 from opfuse.core.engine.edges import Edges, Needs
-from opfuse.core.engine.measured import Facts
+from opfuse.core.engine.facts import Facts
 from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.core.engine.selection import choose
 from opfuse.core.engine.step import Step

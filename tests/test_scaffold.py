@@ -27,7 +27,15 @@ pytestmark = pytest.mark.alone
 ROOT = pathlib.Path(__file__).parents[1]
 IN_TREE = sorted(path.parent for path in ROOT.glob("plugins/opfuse-plugin-*/pyproject.toml"))
 
-TOOLKITS = "opfuse", "opfuse-triton", "opfuse-convert", "opfuse-memory", "opfuse-quantized"
+TOOLKITS = (
+    "opfuse",
+    "opfuse-triton",
+    "opfuse-convert",
+    "opfuse-memory",
+    "opfuse-quantized",
+    "opfuse-distributed",
+    "opfuse-reproducible",
+)
 DEPENDENCIES = {f"{name}>=0.1,<0.2" for name in TOOLKITS}
 
 

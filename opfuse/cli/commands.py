@@ -13,7 +13,6 @@ import click
 import torch
 
 from .. import __version__
-from ..core.lock import freeze
 from ..core.plugins import manager
 from ..core.records import PluginFilter, is_strict
 from ..core.settings import current
@@ -75,23 +74,24 @@ def plugins(as_json: bool) -> None:
     1.
     """
     with quiet_stdout():
-        rows = _listing()
-    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(_table(rows)))
-    if is_strict() and any(row["state"] == "failed" for row in rows):
+        rows, tools = _listing(), _listing(tools=True)
+    text = "\n".join([*_table(rows), "", *_tools(tools)])
+    click.echo(json.dumps(rows + tools, indent=2) if as_json else text)
+    if is_strict() and any(row["state"] == "failed" for row in rows + tools):
         sys.exit(1)
 
 
-def _listing() -> list[dict[str, Any]]:
-    """Every plugin, in strict mode too.
+def _listing(*, tools: bool = False) -> list[dict[str, Any]]:
+    """Every plugin, or every tool, in strict mode too.
 
     There each failure raises, and the next call continues after it.
     """
-    for _ in range(len(manager.records)):
+    for _ in (*manager.records, *manager.tools):
         try:
-            return manager.listing()
+            return manager.listing(tools=tools)
         except Exception as error:
             click.echo(f"Error: {type(error).__name__}: {' '.join(str(error).split())}", err=True)
-    return manager.listing()
+    return manager.listing(tools=tools)
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
@@ -119,6 +119,16 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         lines += wrap(gives, f"{start:{width}}", " " * width)
         lines += wrap(" ".join((row["error"] or "").split()), "    ")
     return lines
+
+
+def _tools(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [("TOOL", "DISTRIBUTION", "STATE", "WRAPS")]
+    for row in rows:
+        wraps = [hook for hook in row["hooks"] if hook.startswith("opfuse_wrap_")]
+        wraps = [hook.removeprefix("opfuse_wrap_") for hook in wraps]
+        what = row["error"] or f"each {', '.join(wraps)}"
+        lines.append((row["name"], f"{row['distribution']} {row['version']}", row["state"], what))
+    return table(lines)
 
 
 # Explain
@@ -220,20 +230,6 @@ def doctor(as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else as_text(found))
     if is_strict() and found["errors"]:
         sys.exit(1)
-
-
-@main.command(name="freeze", short_help="Print what decides numbers here, to lock it.")
-def freeze_command() -> None:
-    """Print what decides numbers here, as JSON: `opfuse freeze > numbers.json`.
-
-    It lists versions, the selection of plugins, hashes of the tuning tables, devices, threads, the
-    precision of products, and whether algorithms are deterministic. opfuse.options(locked=PATH)
-    then refuses to run under anything else. In a program, opfuse.freeze() gives the same with the
-    options and the recipe in force.
-    """
-    with quiet_stdout():
-        text = freeze()
-    click.echo(text)
 
 
 # New plugins

@@ -12,24 +12,14 @@ from torch.compiler import is_compiling
 
 from .engine.fuser import OperationFuser
 from .engine.program import Program
-from .lock import SETTINGS, Lock
 from .overwriting import put_back, unseen
+from .plugins import manager
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.quantizer import CALIBRATING
 from .quantization.scale_update import Block
 from .recipes import DEFAULT_RECIPE, offered
-from .settings import Recorder, Setting, Settings, checkpoint_frames, current
-
-_CORE_OPTIONS: dict[str, type] = {
-    "fusion_limit": int,
-    "double_backward": bool,
-    "debug": bool,
-    "prefer": str,
-    "chains_under_compile": bool,
-    "locked": Lock,
-    "invariant": str,
-}
+from .settings import CORE_OPTIONS, Option, Recorder, Setting, Settings, checkpoint_frames, current
 
 
 class options(Setting):
@@ -78,17 +68,15 @@ class options(Setting):
     """
 
     def __init__(self, **values: Any) -> None:
-        if "locked" in values:
-            values["locked"] = Lock.read(values["locked"])
+        self._tools: dict[str, Option] = {}
         for name, value in values.items():
-            if "." not in name and name not in _CORE_OPTIONS:
-                raise ValueError(
-                    f"unknown option {name!r}: the core has {sorted(_CORE_OPTIONS)}, a plugin's "
-                    f"option is named '<plugin>.<option>'"
-                )
-            expected = _CORE_OPTIONS.get(name)
-            if expected is not None and type(value) is not expected:
-                raise TypeError(f"option {name} must be of type {expected.__name__}, got {value!r}")
+            if (expected := CORE_OPTIONS.get(name)) is not None:
+                if type(value) is not expected:
+                    what = f"must be of type {expected.__name__}, got {value!r}"
+                    raise TypeError(f"option {name} {what}")
+            elif "." not in name:
+                self._tools[name] = manager.tool_option(name, current.selection)
+                values[name] = value = self._tools[name].convert(value)
             try:
                 hash(value)
             except TypeError:
@@ -99,8 +87,6 @@ class options(Setting):
             raise ValueError(f"option fusion_limit must not be negative, got {limit}")
         if values.get("prefer", "speed") not in ("speed", "memory"):
             raise ValueError(f"option prefer must be 'speed' or 'memory', got {values['prefer']!r}")
-        if values.get("invariant", "batch") != "batch":
-            raise ValueError(f"option invariant must be 'batch', got {values['invariant']!r}")
         super().__init__(options=values)
 
     def _changes_after(self, before: Settings) -> dict[str, Any]:
@@ -109,12 +95,13 @@ class options(Setting):
 
     def __enter__(self) -> None:
         super().__enter__()
-        if (lock := self._changes["options"].get("locked")) is not None:
-            try:
-                lock.check(but=SETTINGS)
-            except BaseException:
-                self.__exit__()
-                raise
+        try:
+            for name, option in self._tools.items():
+                if option.enter is not None:
+                    option.enter(self._changes["options"][name])
+        except BaseException:
+            self.__exit__()
+            raise
 
 
 class autocast(Setting):

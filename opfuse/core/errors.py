@@ -7,10 +7,10 @@ not need to import opfuse to catch a wrong shape.
 from __future__ import annotations
 
 
-class LockError(RuntimeError):
-    """What decides numbers here differs from what ``opfuse.options(locked=...)`` names.
+class CallRefusedError(RuntimeError):
+    """A tool refuses a call; its hooks, and what they return, may raise it.
 
-    The text names the first difference.
+    Every other error of a hook is a failure of the tool, see :class:`PluginWarning`.
     """
 
 

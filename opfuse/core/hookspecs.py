@@ -4,12 +4,18 @@ A plugin is a distribution with an entry point in group ``opfuse.v1`` that names
 whose functions are marked with :data:`opfuse.hookimpl`. Every hook returns declarations and is
 called while planning, never during a forward or backward pass. Adding an argument to a hook is
 compatible (an implementation may take fewer); anything else opens group ``opfuse.v2``.
+
+A *tool* has an entry point in group ``opfuse.tools.v1`` instead. It wraps what runs, from the
+outside to the inside: a call, the choice of fusions, a pass of a plan, a step. A list of plugins
+selects fusions and leaves tools alone; only ``-name`` switches one off. Tools wrap in the sorted
+order of their names: the first is the innermost. A :class:`opfuse.CallRefusedError` that a hook of
+a tool raises is raised by the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -17,8 +23,21 @@ from .environment import Environment
 from .fusion import FusionLike
 from .quantization import Quantizer, QuantizerRole, Recipe
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from .engine.chain import Chain
+    from .engine.facts import Facts
+    from .engine.program import Program
+    from .engine.step import Step
+
+Run = Callable[..., Any]
+
 GROUP = "opfuse.v1"
 """The entry-point group of this contract."""
+
+TOOLS = "opfuse.tools.v1"
+"""The entry-point group of tools, which wrap what runs instead of offering fusions."""
 
 hookspec = pluggy.HookspecMarker("opfuse")
 hookimpl = pluggy.HookimplMarker("opfuse")
@@ -166,4 +185,95 @@ def opfuse_quantizer(
         @opfuse.hookimpl
         def opfuse_quantizer(recipe, role):
             return RoundingQuantizer(recipe.step) if isinstance(recipe, Rounding) else None
+    """
+
+
+@hookspec
+def opfuse_wrap_call(chain: Chain | None, module: Module | None, run: Run) -> Run | None:
+    """Wrap the calls of a chain: its door, planning, and the run. None leaves them as they are.
+
+    It is asked once, when a chain is captured. For a module that runs by its own call between
+    chains, and for an op that does, ``chain`` is None, and ``module`` is that module.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_wrap_call(chain, run):
+            def counted(*args, **kwargs):
+                counts[chain] += 1
+                return run(*args, **kwargs)
+
+            return None if chain is None else counted
+    """
+
+
+@hookspec
+def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
+    """Wrap the choice among overlapping fusions. None leaves it as it is.
+
+    It is asked once for each plan. What it returns is called for each precedence, with a
+    :class:`opfuse.core.engine.selection.Choice`, and returns the candidates that are used. It may
+    refuse some first, with a sentence for reports.
+
+    Args:
+        facts: What the plan is made from: its chain, its environment, and more.
+        run: The choice by declared benefits.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_wrap_choice(run):
+            def without_liger(choice):
+                for step in choice.candidates:
+                    if step.source.distribution == "opfuse-plugin-liger":
+                        choice.refused[step] = "it is not trusted here"
+                return run(choice)
+
+            return without_liger
+    """
+
+
+@hookspec
+def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
+    """Wrap a pass of a plan, ``"forward"`` or ``"backward"``. None leaves it as it is.
+
+    It is asked once for each plan and pass. ``torch.compile`` traces what it returns for a program
+    that is ``compiling``. A forward is called with ``(fuser, program, input, tensors,
+    extra_inputs, kwargs)``, where ``tensors`` has the parameters, then the extra inputs. A backward
+    is called with the context of the autograd function and the gradients of the outputs; what the
+    forward set as ``current.call`` of :mod:`opfuse.core.settings` is ``call`` on that context.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_wrap_pass(program, pass_name, run):
+            def announced(*args):
+                print(pass_name, "of", program.chain.title)
+                return run(*args)
+
+            return announced
+    """
+
+
+@hookspec
+def opfuse_wrap_step(step: Step, pass_name: str, facts: Facts, run: Run) -> Run | None:
+    """Wrap the method that runs a step. None leaves it as it is.
+
+    It is asked while the functions of a plan are written: for each step of a pass, and with the
+    name ``"recompute"`` for a step whose output the backward computes again.
+
+    Args:
+        step: The step: its ops, and the fusion if it is fused.
+        pass_name: ``"forward"``, ``"backward"`` or ``"recompute"``.
+        facts: What the plan is made from: its chain, its environment, and more.
+        run: The method: ``op_forward``, ``op_backward``, ``fuser_forward``, ``fuser_backward`` or
+            ``fuser_recompute``.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_wrap_step(step, run):
+            def timed(*args, **kwargs):
+                before = time.perf_counter()
+                result = run(*args, **kwargs)
+                seconds[type(step.op).__name__] += time.perf_counter() - before
+                return result
+
+            return timed
     """

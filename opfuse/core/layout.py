@@ -5,6 +5,7 @@ Such a parameter is a ``DTensor`` of ``torch.distributed``, or already the part 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -103,6 +104,12 @@ class Ends(NamedTuple):
 
     def __deepcopy__(self, memo: Any) -> Ends:
         return self
+
+
+def on_parts(chain: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a chain on the parts of this process, if an end of it may be a ``DTensor``."""
+    first, last = chain.ends
+    return functools.partial(run_on_parts, run, first, last) if first or last else run
 
 
 def run_on_parts(

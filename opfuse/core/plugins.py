@@ -15,14 +15,15 @@ import threading
 import warnings
 import weakref
 from collections import ChainMap, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pluggy
 
 from . import hookspecs
-from .errors import PluginWarning
+from .errors import CallRefusedError, PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
+from .hookspecs import Run
 from .quantization import Recipe
 from .records import (
     EntryPoints,
@@ -30,14 +31,16 @@ from .records import (
     PluginFilter,
     PluginRecord,
     check_hookimpl,
+    check_hooks,
     check_option,
     check_plugin,
+    checked_options,
     checked_recipes,
     installed_plugins,
     is_strict,
     normalize,
 )
-from .settings import Options, Setting, current
+from .settings import CORE_OPTIONS, Option, Options, Setting, current
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,8 +64,10 @@ class PluginManager:
     def __init__(self) -> None:
         self.generation = 0
         self.records: list[PluginRecord] = []
+        self.tools: list[PluginRecord] = []
         self._registered: list[Registration] = []
         self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
+        self._tools: dict[str | None, Sequence[PluginRecord]] = {}
         # the tables that opfuse.core.tuning_table has read; None: there are no tables
         self.tables: dict[Any, Any] | None = {}
         self.fusers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that live
@@ -81,7 +86,9 @@ class PluginManager:
             packages: The package that gives an attribute, a command or a recipe, for errors.
         """
         found, self.entry_points = installed_plugins()
-        self.records = sorted([*self.records, *found], key=lambda record: record.key)
+        known = sorted([*self.records, *self.tools, *found], key=lambda record: record.key)
+        self.records = [record for record in known if not record.is_tool]
+        self.tools = [record for record in known if record.is_tool]
         self.packages = packages or {}
 
     def why_missing(self, name: str) -> str:
@@ -97,8 +104,16 @@ class PluginManager:
         name: str,
         distribution: str = "registered in code",
         version: str = "0",
+        tool: bool = False,
     ) -> PluginRecord:
         """Add a plugin object that is not installed (a notebook's, a test's).
+
+        Args:
+            plugin: A module or an object with functions marked :data:`opfuse.hookimpl`.
+            name: Its name in selections.
+            distribution: What it belongs to, for messages.
+            version: The version of that.
+            tool: Whether it is a tool, see :mod:`opfuse.core.hookspecs`.
 
         Raises:
             TypeError: ``plugin`` is no module or object with hooks, or ``name`` no string.
@@ -109,8 +124,10 @@ class PluginManager:
                 f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}"
             )
         with self._lock:
-            record = PluginRecord(name, distribution, version, load=lambda: plugin)
-            self.records = sorted([*self.records, record], key=lambda record: record.key)
+            group = hookspecs.TOOLS if tool else hookspecs.GROUP
+            record = PluginRecord(name, distribution, version, group, load=lambda: plugin)
+            listed = "tools" if tool else "records"
+            setattr(self, listed, sorted([*getattr(self, listed), record], key=lambda r: r.key))
             self.changed()
         return record
 
@@ -118,6 +135,7 @@ class PluginManager:
         """Forget a plugin that :meth:`register` added."""
         with self._lock:
             self.records = [other for other in self.records if other is not record]
+            self.tools = [other for other in self.tools if other is not record]
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
                 record.plugin = None
@@ -129,11 +147,12 @@ class PluginManager:
 
         Registrations made inside the block end with it. Other threads are isolated too.
         """
-        with self.temporarily(records=[], _registered=[]), using(None):
+        tools = self.tools
+        with self.temporarily(records=[], tools=tools, _registered=[]), using(None):
             try:
                 yield
             finally:
-                for record in list(self.records):
+                for record in [*self.records, *(tool for tool in self.tools if tool not in tools)]:
                     self.remove(record)
 
     @contextlib.contextmanager
@@ -150,7 +169,7 @@ class PluginManager:
 
     def changed(self) -> None:
         """Invalidate every plan."""
-        self._sources = {}
+        self._sources, self._tools = {}, {}
         self.generation += 1  # last: a reader of the new number sees the new fusions
 
     # Loading
@@ -160,18 +179,31 @@ class PluginManager:
         selection = PluginFilter.parse(text)
         with self._lock:
             for name in selection.only or selection.blocked:
-                if not any(record.answers_to(name) for record in self.records):
+                if not any(each.answers_to(name) for each in (*self.records, *self.tools)):
                     what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed, or yet"
                     self.warn_once(name, f"{what} registered in code")
             chosen = [record for record in self.records if selection.position(record) is not None]
             chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
-            for record in chosen:
-                if record.state == "found":
-                    self._add_hookspecs()
-                    self._load(record)
-            loaded = [record for record in chosen if record.state == "loaded"]
+            loaded = self._loaded(chosen)
             self._warn_of_namesakes(loaded)
             return loaded
+
+    def active_tools(self, text: str | None) -> Sequence[PluginRecord]:
+        """The tools that a selection does not switch off, loaded and sorted; cached."""
+        found = self._tools.get(text)
+        if found is None:
+            with self._lock:
+                selection = PluginFilter.parse(text)
+                on = [record for record in self.tools if selection.position(record) is not None]
+                found = self._tools[text] = self._loaded(on)
+        return found
+
+    def _loaded(self, chosen: Sequence[PluginRecord]) -> list[PluginRecord]:
+        for record in chosen:
+            if record.state == "found":
+                self._add_hookspecs()
+                self._load(record)
+        return [record for record in chosen if record.state == "loaded"]
 
     def _warn_of_namesakes(self, loaded: list[PluginRecord]) -> None:
         first: dict[str, PluginRecord] = {}
@@ -230,7 +262,7 @@ class PluginManager:
     def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
         """Register a plugin with pluggy; refuse one registered before, and unknown hooks."""
         check_plugin(plugin)
-        for other in self.records:
+        for other in (*self.records, *self.tools):
             if other.plugin is plugin:
                 raise ValueError(
                     f"it is the plugin {other.name!r} ({other.distribution}), which is loaded "
@@ -253,6 +285,7 @@ class PluginManager:
             for impl in mine:
                 check_hookimpl(caller.name, impl)
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
+        check_hooks(record)
 
     def _read_hooks(self, record: PluginRecord) -> None:
         """Call the hooks of a plugin that are called once."""
@@ -262,11 +295,7 @@ class PluginManager:
         for recipes in self._call(record, "opfuse_recipes"):
             record.recipes.update(checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
-            is_dict = isinstance(options, dict)
-            if not is_dict or not all(str(o).partition(".")[0] in record.names for o in options):
-                wanted = f"a dict of '{record.name}.<option>'"
-                raise TypeError(f"opfuse_options must return {wanted}, got {options!r}")
-            record.options.update(options)
+            record.options.update(checked_options(record, options))
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
         caller = getattr(self._pluggy.hook, hook, None)  # None: no plugin has it, nor a package
@@ -315,6 +344,30 @@ class PluginManager:
                 found = self._sources[text] = tuple(sources)
         return found
 
+    def tool_option(self, name: str, text: str | None) -> Option:
+        """An option with a plain name, which a tool declares.
+
+        Raises:
+            ValueError: No tool has it.
+            ImportError: The package of its tool is not installed.
+            RuntimeError: Its tool is switched off, or failed.
+        """
+        active = self.active_tools(text)
+        for record in active:
+            if (option := record.options.get(name)) is not None:
+                return option  # type: ignore[no-any-return]
+        for record in self.tools:
+            if normalize(record.distribution) == self.packages.get(f"option {name}"):
+                why = record.error or f"OPFUSE_PLUGINS={text} switches it off"
+                raise RuntimeError(f"option {name} needs the tool {record.name}: {why}")
+        if why := self.why_missing(f"option {name}"):
+            raise ImportError(why)
+        known = sorted([*CORE_OPTIONS, *(name for record in active for name in record.options)])
+        raise ValueError(
+            f"unknown option {name!r}: known are {known}, a plugin's option is named "
+            f"'<plugin>.<option>'"
+        )
+
     def check_options(self, given: Options, text: str | None) -> None:
         """Refuse unknown options and wrong types; warn of options that belong to no plugin.
 
@@ -326,7 +379,11 @@ class PluginManager:
         active = [
             r for r in self.records if r.state == "loaded" and selection.position(r) is not None
         ]
-        for name, value in [(name, value) for name, value in given if "." in name]:
+        for name, value in given:
+            if "." not in name:
+                if name not in CORE_OPTIONS:
+                    self.tool_option(name, text)
+                continue
             owner = name.partition(".")[0]
             owners = [record for record in active if owner in record.names]
             known = dict(ChainMap(*[record.options for record in reversed(owners)]))
@@ -366,10 +423,28 @@ class PluginManager:
                     raise TypeError(f"{hook} must return a {kind}, got {type(got).__name__}")
                 if answer is not None:
                     return answer
+        except CallRefusedError:
+            raise
         except Exception as error:
             self._fail(record, "hook call", error)
             self.changed()
         return None
+
+    def wrap(self, tools: Iterable[PluginRecord], hook: str, run: Run, **given: Any) -> Run:
+        """What tools make of a function; the first of them is the innermost.
+
+        Args:
+            tools: The tools.
+            hook: One of their hooks.
+            run: The function.
+            **given: The other arguments of the hook.
+
+        Raises:
+            CallRefusedError: A tool refuses what would run.
+        """
+        for record in [record for record in tools if hook in record.hooks]:
+            run = self.ask(record, hook, Callable, run=run, **given) or run  # type: ignore[arg-type]
+        return run
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it is active whichever plugins are selected."""
@@ -385,16 +460,19 @@ class PluginManager:
             self.changed()
         return registration
 
-    def listing(self) -> list[dict[str, Any]]:
+    def listing(self, *, tools: bool = False) -> list[dict[str, Any]]:
         """Every plugin with its state, after the selected ones are loaded, as JSON-able data.
 
         ``fusions`` maps the names of a plugin's fusions to their passes, ``priorities`` to
         those that are not 0, by pass.
+
+        Args:
+            tools: Whether to list the tools instead.
         """
-        self.active(current.selection)
+        (self.active_tools if tools else self.active)(current.selection)
         selection = PluginFilter.parse(current.selection)
         rows = []
-        for record in self.records:
+        for record in self.tools if tools else self.records:
             blocked = selection.position(record) is None and record.state in ("found", "loaded")
             fusions: dict[str, list[str]] = {}
             priorities: dict[str, dict[str, int]] = {}

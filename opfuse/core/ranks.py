@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .errors import CallRefusedError
 from .settings import current
 
 # torch 2.13 renamed them, and warns of the old names
@@ -42,7 +43,7 @@ _KEPT = 1 << 14  # turns, at least, by which the next one is predicted
 _talks: WeakKeyDictionary[Any, Talk | None] = WeakKeyDictionary()  # by group
 
 
-class RankError(RuntimeError):
+class RankError(CallRefusedError):
     """The processes of a group run different things, or one is missing; the others know it.
 
     Attributes:

@@ -16,6 +16,7 @@ from . import hookspecs
 from .errors import PluginWarning
 from .fusion import FusionLike, fusion_name
 from .quantization import Recipe
+from .settings import Option
 
 if sys.version_info >= (3, 12):
     import importlib.metadata as metadata
@@ -57,6 +58,11 @@ class PluginRecord:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     module: str = ""
+
+    @property
+    def is_tool(self) -> bool:
+        """Whether it is a tool, which a list of plugins leaves alone."""
+        return self.group.startswith("opfuse.tools.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +138,7 @@ class PluginFilter(NamedTuple):
 
     def position(self, record: PluginRecord) -> int | None:
         """A selected plugin's index in the user's list, 0 without a list; None: blocked."""
-        if self.only is None:
+        if self.only is None or record.is_tool:
             return None if any(record.answers_to(name) for name in self.blocked) else 0
         return next((i for i, name in enumerate(self.only) if record.answers_to(name)), None)
 
@@ -170,6 +176,31 @@ def check_option(owner: str, name: str, value: Any, default: Any) -> None:
         raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
 
 
+def check_hooks(record: PluginRecord) -> None:
+    """Refuse a tool that offers fusions, which a selection could not choose among."""
+    wrong = [hook for hook in record.hooks if hook.startswith("opfuse_wrap_") != record.is_tool]
+    if wrong := [hook for hook in wrong if hook != "opfuse_options"]:
+        group = hookspecs.GROUP if record.is_tool else hookspecs.TOOLS
+        raise TypeError(f"{' and '.join(wrong)}: give it an entry point in group {group} for that")
+
+
+def checked_options(record: PluginRecord, options: Any) -> dict[str, Any]:
+    """Return the answer of ``opfuse_options`` after checking it."""
+    wanted = (
+        "a dict of plain names to Option"
+        if record.is_tool
+        else f"a dict of '{record.name}.<option>'"
+    )
+    if not isinstance(options, dict) or not all(
+        isinstance(value, Option) and str(name).isidentifier()
+        if record.is_tool
+        else str(name).partition(".")[0] in record.names
+        for name, value in options.items()
+    ):
+        raise TypeError(f"opfuse_options must return {wanted}, got {options!r}")
+    return options
+
+
 def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
     """Return the answer of ``opfuse_recipes`` after checking it."""
     if not isinstance(recipes, dict):
@@ -192,8 +223,9 @@ EntryPoints = defaultdict[str, dict[str, Any]]
 def installed_plugins() -> tuple[list[PluginRecord], EntryPoints]:
     """The plugins of all distributions, and the entry points of the other groups ``opfuse.*``.
 
-    Plugins have groups ``opfuse.v*``. A distribution whose metadata cannot be read becomes a plugin
-    that is ``broken``: a warning says so when plugins are needed, unless it is blocked.
+    Plugins have groups ``opfuse.v*``, and tools ``opfuse.tools.v*``. A distribution whose metadata
+    cannot be read becomes a plugin that is ``broken``: a warning says so when plugins are needed,
+    unless it is blocked.
     """
     found: list[PluginRecord] = []
     others: EntryPoints = defaultdict(dict)
@@ -217,7 +249,7 @@ def _plugins_of(dist: Any, name: str, version: str, others: EntryPoints) -> Iter
     """The plugins of one distribution: one for each module that its entry points name."""
     known: dict[tuple[str, str], PluginRecord] = {}
     for ep in sorted(ep for ep in dist.entry_points if ep.group.startswith("opfuse.")):
-        if not re.fullmatch(r"opfuse\.v\d+", ep.group):
+        if not re.fullmatch(r"opfuse\.(tools\.)?v\d+", ep.group):
             others[ep.group].setdefault(ep.name, ep)
             continue
         if (ep.group, ep.value) in known:
@@ -225,7 +257,8 @@ def _plugins_of(dist: Any, name: str, version: str, others: EntryPoints) -> Iter
             continue
         record = PluginRecord(ep.name, name, version, ep.group, ep.load, module=ep.module)
         known[ep.group, ep.value] = record
-        if ep.group != hookspecs.GROUP:
+        spoken = hookspecs.TOOLS if record.is_tool else hookspecs.GROUP
+        if ep.group != spoken:
             record.state = "incompatible"
-            record.error = f"written for {ep.group}, this opfuse speaks {hookspecs.GROUP}"
+            record.error = f"written for {ep.group}, this opfuse speaks {spoken}"
     yield from known.values()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .engine.chain import flatten
-from .engine.fuser import OperationFuser
-from .engine.invariant import refuse_apart
+from .engine.fuser import OperationFuser, wrap_call
 from .fusible import FusibleOperation, dynamo_traces
 from .introspection import hook_kinds, kwarg_names
 from .op import BasicOperation
@@ -41,8 +40,8 @@ class Sequential(nn.Sequential):
         """The current groups: a fuser for each run of fusible ops, and the other modules."""
         return self._grouped()[0]
 
-    def _grouped(self) -> tuple[list[Any], Any]:
-        """The groups; and the callable that runs the group, if there is only one."""
+    def _grouped(self) -> tuple[list[Any], list[Any], Any]:
+        """The groups, what calls each, and the callable that runs the group if there is one."""
         key = list(_contents(self))
         if dynamo_traces() or not _same(self._cache.key, key):
             _regroup(self, *key)
@@ -74,7 +73,7 @@ class Sequential(nn.Sequential):
         # modules are compared by identity, since one may define ==
         known = not is_dynamo_compiling() and len(cache.key) == len(modules)
         current = known and all(map(operator.is_, cache.key, modules))
-        groups, run = cache.value if current else self._grouped()
+        groups, calls, run = cache.value if current else self._grouped()
         if run is not None and not op_kwargs:
             return run(input, *extra_inputs)
         extras = [_extras(group) for group in groups]
@@ -86,9 +85,14 @@ class Sequential(nn.Sequential):
             )
         kwargs = self._resolve_kwargs(op_kwargs, groups) if op_kwargs else {}
         x, outputs = input, []
-        for group, (takes, gives) in zip(groups, extras, strict=True):
+        for group, call, (takes, gives) in zip(groups, calls, extras, strict=True):
             given, extra_inputs = extra_inputs[:takes], extra_inputs[takes:]
-            x = _run(group, x, given, kwargs)
+            if isinstance(group, OperationFuser) and kwargs:
+                ops, own = group._chain.ops, group._chain.own
+                here = [kwargs.get(ops[i], {}) for i in own]
+                x = call(x, *given, basic_op_kwargs=here)
+            else:
+                x = call(x, *given)
             if gives:
                 x, *more = x
                 outputs += more
@@ -217,19 +221,6 @@ def _contents(chain: Sequential) -> list[Any]:
     return contents
 
 
-def _run(
-    group: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[Any, dict[str, Any]]
-) -> Any:
-    """Run a group: a fuser, which takes keyword arguments of its ops, or another module."""
-    if not isinstance(group, OperationFuser):
-        if not isinstance(group, Sequential):
-            refuse_apart([group])
-        return group(x, *extra_inputs)
-    chain = group._chain
-    here = [kwargs.get(chain.ops[i], {}) for i in chain.own] if kwargs else None
-    return group.run(x, *extra_inputs, basic_op_kwargs=here)
-
-
 def parts(chain: Sequential) -> tuple[list[nn.Module], dict[nn.Module, str]]:
     """Flatten nested chains into their modules; return also why the others were not flattened.
 
@@ -279,9 +270,17 @@ def _regroup(chain: Sequential, *key: Any) -> None:
         for group in groups:
             if isinstance(group, OperationFuser):
                 group.kept_in = chain._cache
+        calls = [_call_of(group) for group in groups]
         single = len(groups) == 1 and isinstance(groups[0], OperationFuser)
-        alone = groups[0].run if single else None
-        chain._cache.value, chain._cache.key = (groups, alone), list(key)
+        value = groups, calls, calls[0] if single else None
+        chain._cache.value, chain._cache.key = value, list(key)
+
+
+def _call_of(group: Any) -> Any:
+    """What calls a group."""
+    if isinstance(group, OperationFuser):
+        return group.run
+    return group if isinstance(group, Sequential) else wrap_call(group, module=group)
 
 
 _regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

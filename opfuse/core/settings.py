@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +24,29 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
+
+
+CORE_OPTIONS: dict[str, type] = {
+    "fusion_limit": int,
+    "double_backward": bool,
+    "prefer": str,
+    "chains_under_compile": bool,
+}
+"""The options that no tool declares, and their types."""
+
+
+class Option(NamedTuple):
+    """An option with a plain name, which a tool declares.
+
+    Attributes:
+        convert: Makes the value in a plan's key, which is hashable, from what the user gives.
+            Raises ``ValueError`` or ``TypeError`` for what it cannot be.
+        enter: Called with that value when a block with the option begins; what it raises ends the
+            block.
+    """
+
+    convert: Callable[[Any], Any]
+    enter: Callable[[Any], None] | None = None
 
 
 def _options_from_environ() -> Options:
@@ -41,8 +64,6 @@ class Settings(NamedTuple):
         recipe: The quantization recipe, or None.
         skip: Name patterns of ops that the recipe does not quantize.
         observer: The observer of each tensor that the recipe quantizes, or None.
-        within: What runs now under the option ``invariant``: a ``"block"`` of rows, or the
-            ``"whole"`` of them; empty at the door of a chain.
     """
 
     options: Options = ()
@@ -50,7 +71,6 @@ class Settings(NamedTuple):
     recipe: Any = None
     skip: tuple[str, ...] = ()
     observer: Any = None
-    within: str = ""
 
 
 class ThreadSettings(threading.local):
@@ -77,7 +97,9 @@ class ThreadSettings(threading.local):
         casts: A weak reference to the weights that were cast in this block of ``torch.autocast``.
         told: The errors that the other processes of a group were told of in the outermost block
             that tells them, each with its :class:`opfuse.core.ranks.Talk`; None: there is none.
-        running: The :class:`opfuse.core.engine.agreement.Pass` that runs, or None.
+        running: The :class:`opfuse.core.ranks.Pass` that runs, or None.
+        call: What a tool leaves in a forward for its backward, see
+            :func:`opfuse.core.hookspecs.opfuse_wrap_pass`.
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
@@ -97,6 +119,7 @@ class ThreadSettings(threading.local):
     casts: Any = None
     told: list[tuple[Any, BaseException]] | None = None
     running: Any = None
+    call: Any = None
 
     @contextlib.contextmanager
     def temporarily(self, **values: Any) -> Iterator[None]:

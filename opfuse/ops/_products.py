@@ -27,7 +27,7 @@ def tiled(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     depends on the place of the row (PyTorch 2.13, EPYC of family 26).
     """
     short = -x.shape[-1] % (_TILE if x.element_size() > 2 else _TILE_OF_HALF)
-    if not short or not current.values.within or not x.is_cpu:
+    if not short or not x.is_cpu or "invariant" not in dict(current.options):
         return x, *weights
     return tuple([F.pad(tensor, (0, short)) for tensor in (x, *weights)])
 

@@ -208,9 +208,10 @@ def _why_unfused() -> str:
     """Return why nothing can be fused in this thread now; ``""`` if there are fusions on offer."""
     if _functorch_active():
         return "functorch transforms run the ops one by one"
-    if dict(current.options).get("double_backward"):
+    options = dict(current.options)
+    if options.get("double_backward"):
         return "the option double_backward runs the ops one by one"
-    if current.values.within == "whole":
+    if options.get("invariant") == "whole":
         return 'the option invariant="batch" runs these ops one by one'
     selection = current.selection
     if manager.sources(selection):

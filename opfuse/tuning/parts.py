@@ -15,7 +15,7 @@ from ..core.cast import Cast
 from ..core.engine.chain import Chain
 from ..core.engine.compile import compile_program
 from ..core.engine.edges import Edges, Needs
-from ..core.engine.measured import Facts
+from ..core.engine.facts import Facts
 from ..core.engine.planner import build_step
 from ..core.engine.program import Program
 from ..core.engine.selection import Selection, find_candidates

@@ -10,10 +10,10 @@ import pytest
 import tensor_parallel as ranks
 import torch
 import torch.distributed as dist
+from opfuse_distributed.agreement import reported
 from torch.utils.checkpoint import _StopRecomputationError
 
 from opfuse import ops
-from opfuse.core.engine.agreement import reported
 
 pytestmark = [
     pytest.mark.skipif(

@@ -17,10 +17,9 @@ from ..fusible import declared
 from ..introspection import op_class
 from ..quantization import Quantizer
 from ..quantization.parameter import note_of
-from .agreement import Reported
 from .chain import Chain
 from .edges import Edges, View
-from .measured import Facts
+from .facts import Facts
 from .plan import FusionPlan, PlanStep
 from .program import Program
 from .selection import Selection
@@ -164,8 +163,7 @@ def _let_recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> None:
         step.note = f"its input is not computed again: {kept}"
         return
     run: Any = before.op.fuser_recompute
-    if facts.chain.groups:
-        run = Reported(run, facts.chain, before)
+    run = facts.wrap("opfuse_wrap_step", run, step=before, pass_name="recompute")
     step.recompute = Recompute(before, run, names.index("input"), cast)
 
 

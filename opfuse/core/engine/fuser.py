@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,14 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import Engine, FusibleOperation, bind_engine, dynamo_traces
 from ..introspection import hook_dicts, own_call, why_apart
-from ..layout import is_dtensor, run_on_parts
+from ..layout import is_dtensor
 from ..op_context import ModuleCache
 from ..overwriting import without_modes
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current, is_captured
 from . import checks
-from .agreement import Reported, begin_call
 from .chain import Chain
-from .invariant import Blocks, asked, refuse_apart
 from .partition import cut
 from .planner import Key, make_program, rows_of
 from .program import Kwargs, Program
@@ -69,14 +67,12 @@ class OperationFuser:
         self._units = [unit for unit in units if unit is not owner]
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | Blocks | None] = (None, None)  # no key is None
+        self._last: tuple[Any, Program | None] = (None, None)  # no key is None
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
-        if self._chain.groups:
-            self.run = Reported(functools.partial(OperationFuser.run, self), self._chain)  # type: ignore[method-assign]
-        first, last = self._chain.ends
-        if (first or last) and not part:
-            self.run = functools.partial(run_on_parts, self.run, first, last)  # type: ignore[method-assign]
+        run = functools.partial(OperationFuser.run, self)
+        if not part and (wrapped := wrap_call(run, chain=self._chain)) is not run:
+            self.run = wrapped  # type: ignore[method-assign]
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
@@ -146,12 +142,11 @@ class OperationFuser:
         if self._owner is not None:
             training.append(self._owner.training)
         tensors = self._tensors(input, extra_inputs)
-        program: Any = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
+        program = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
         watched = (current.recorder is not None) | profiler._is_profiler_enabled
         if not program.is_plain or basic_op_kwargs or watched:
-            quantized = program.recipe is not None
-            special = _never_traced(self._run_special) if quantized else self._run_special
-            return special(program, input, tensors, extra_inputs, basic_op_kwargs)
+            call = program.call if program.recipe is None else _never_traced(program.call)
+            return call(self, program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
             if type(input) is not Tensor:
                 return program(None, input, *tensors)
@@ -197,7 +192,7 @@ class OperationFuser:
         given = current.given
         for attributes, module, name in self._params:
             tensor = given.get((module, name)) if given else None
-            if tensor is None:  # no chain around this one has read it
+            if tensor is None:  # no call around this one has read it
                 there = attributes is _ELSEWHERE
                 tensor = module.read_parameter(name) if there else getattr(module, name)
             if tensor is None:
@@ -213,7 +208,7 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor],
         training: Sequence[bool],
         kwargs: Kwargs | None,
-    ) -> Program | Blocks:
+    ) -> Program:
         """Return the program for a call: the last one, an earlier one, or a new one."""
         autocast = None
         # creating and comparing a device takes longer than this check
@@ -229,18 +224,13 @@ class OperationFuser:
 
     def _run_special(
         self,
-        program: Program | Blocks,
+        program: Program,
         input: Tensor,
         tensors: list[Tensor],
         extra_inputs: Sequence[Tensor],
         kwargs: Kwargs | None,
     ) -> Any:
         """Run a program that needs more than its steps."""
-        if isinstance(program, Blocks):
-            return program.run(self, input, tensors, extra_inputs, kwargs)
-        program.check_lock()
-        if self._chain.groups and not program.compiling:
-            begin_call(program, input, extra_inputs)
         if program.recipe is not None:
             _begin_under_recipe(program, input.device)
         if kwargs and not program.double_backward and torch.is_grad_enabled():
@@ -294,26 +284,26 @@ class OperationFuser:
         how = input.device, autocast, training, torch.are_deterministic_algorithms_enabled(), True
         *key, settings = _key(input, tensors, extra_inputs, kwargs, *how)
         program = getattr(self, _plan_untraced(self, *settings, *key))
-        return self._run_special(program, input, tensors, extra_inputs, kwargs)
+        return program.call(self, program, input, tensors, extra_inputs, kwargs)
 
     # Planning
 
     def _program(
         self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
-    ) -> Program | Blocks:
+    ) -> Program:
         key = Key(*given)  # a lookup needs only a plain tuple, which is faster
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
             facts, programs = self._programs.get(key, ((), {}))
-            program: Program | Blocks | None = programs.get(rows_of(facts, input))
-            if program is None and asked(key.settings.options) and not key.settings.within:
-                program = Blocks(self._chain, key)
-                self._programs[key] = (), {(): program}
-            elif program is None:
+            program: Program | None = programs.get(rows_of(facts, input))
+            if program is None:
                 make = _never_traced(without_modes()(make_program))
                 with current.temporarily(in_forward=True):
                     made = make(self._chain, self._owner, key, input, params)
+                made.set_call(OperationFuser._run_special)
+                # a tool may have failed meanwhile, and what it was asked for must not be lost
+                manager.check_options(key.settings.options, key.settings.selection)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}
@@ -323,6 +313,14 @@ class OperationFuser:
                 self._programs.popitem(last=False)
         self._last = key, program
         return program
+
+
+def wrap_call(
+    run: Callable[..., Any], *, chain: Chain | None = None, module: nn.Module | None = None
+) -> Callable[..., Any]:
+    """What the tools in use make of the calls of a chain, or of a module between chains."""
+    tools = manager.active_tools(current.selection)
+    return manager.wrap(tools, "opfuse_wrap_call", run, chain=chain, module=module)
 
 
 def _key(
@@ -460,10 +458,10 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
         *hooked: Whether each op has hooks; it guards the traced code too.
     """
     apart = [op for op in fuser._units if why_apart(op)]
-    refuse_apart(apart)
     name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
     if not hasattr(fuser, name):
-        made = cut(fuser.ops, fuser._chain, apart, lambda ops: OperationFuser(ops, part=True))
+        make_part = functools.partial(OperationFuser, part=True)
+        made = cut(fuser.ops, fuser._chain, apart, make_part, wrap_call)
         setattr(fuser, name, made)
     return name
 

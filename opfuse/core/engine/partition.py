@@ -19,12 +19,14 @@ class Part(NamedTuple):
 
     Attributes:
         run: A fuser, or the op that runs through its own ``__call__``.
+        call: What calls it.
         start, stop: Range of its basic ops in the chain.
         inputs: The chain's slots of the extra inputs that it takes.
         outputs: The slots of the extra outputs that it returns.
     """
 
     run: Callable[..., Any]
+    call: Callable[..., Any]
     start: int
     stop: int
     inputs: tuple[Slot, ...]
@@ -47,13 +49,13 @@ class Cut:
         x: Any = input
         given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
         made: dict[Slot, Any] = {}
-        for run, start, stop, inputs, outputs in self.parts:
+        for run, call, start, stop, inputs, outputs in self.parts:
             extras = [given[s] if s in given else made[chain.sources[s]] for s in inputs]
             here: dict[str, Any] = {}
             if kwargs is not None and any(kwargs[start:stop]):
                 own = [kwargs[i] for i in chain.own if start <= i < stop]
                 here = own[0] if isinstance(run, BasicOperation) else {"basic_op_kwargs": own}
-            result = run(x, *extras, **here)
+            result = call(x, *extras, **here)
             x, *more = result if isinstance(result, tuple) else (result,)
             if len(more) != len(outputs):
                 who = op_class(run).__name__ if isinstance(run, nn.Module) else "part of the chain"
@@ -69,6 +71,7 @@ def cut(
     chain: Chain,
     apart: Sequence[FusibleOperation],
     fuser: Callable[[Sequence[FusibleOperation]], Callable[..., Any]],
+    wrap: Callable[..., Callable[..., Any]],
 ) -> Cut:
     """Cut a chain at some of its ops.
 
@@ -77,6 +80,7 @@ def cut(
         chain: Its structure.
         apart: The ops, or their basic ops, that run through their own ``__call__``.
         fuser: Creates the fuser of a run between them.
+        wrap: Makes what calls such an op.
     """
     single: list[FusibleOperation] = []
     for op in ops:
@@ -92,7 +96,8 @@ def cut(
         outputs = [
             (i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)
         ]
-        parts.append(Part(run, start, stop, tuple(inputs), tuple(outputs)))
+        call = wrap(run, module=run) if run in apart else run
+        parts.append(Part(run, call, start, stop, tuple(inputs), tuple(outputs)))
         start = stop
     return Cut(tuple(parts))
 

@@ -23,7 +23,7 @@ from .chain import Chain
 from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
 from .compile import compile_program
 from .edges import Edges, Needs, find_edges
-from .measured import Facts, Shapes
+from .facts import Facts, Shapes
 from .program import Program
 from .selection import Selection, check_expansion, choose
 from .step import Step
@@ -91,8 +91,6 @@ def make_program(
         tensors: The parameters, for their shapes; None: they are looked at.
     """
     settings = key.settings
-    if (lock := dict(settings.options).get("locked")) is not None:
-        lock.check()
     given = key.dtype, key.device, key.autocast, key.extras or ()
     check_tensors(chain, owner, *given, input is None or is_dtensor(input))
     check_kwargs(chain, key.kwargs)
@@ -100,12 +98,12 @@ def make_program(
     check_names(settings.skip)
     env = _environment(key, input)._replace(recipe=None if off else settings.recipe)
     needs = _needs(chain, key.grads)
-    unfused = env.options.get("double_backward") or settings.within == "whole"
-    if env.requires_grad and not unfused:
-        check_attributes(chain)
-    if env.options.get("double_backward"):
+    double_backward = env.options.get("double_backward")
+    if double_backward:
         check_differentiable(chain, env.recipe)
-    sources = () if unfused else manager.sources(settings.selection)
+    elif env.requires_grad:
+        check_attributes(chain)
+    sources = () if double_backward else manager.sources(settings.selection)
     manager.check_options(settings.options, settings.selection)
     edges = edges_of(chain, env, needs, settings, off)
     table = table_for(key.device) if sources else NO_TABLE
@@ -113,6 +111,7 @@ def make_program(
     facts = Facts(
         chain, env, needs, edges, _shapes(chain, tensors), kwargs,
         autocast=key.autocast, input_dtype=key.dtype, table=table,
+        tools=manager.active_tools(settings.selection),
     )  # fmt: skip
     return compile_program(facts, _build(facts, sources))
 
@@ -143,7 +142,7 @@ def edges_of(
 
 def _environment(key: Key, input: Tensor | None) -> Environment:
     """The environment of a plan, from its key."""
-    device, in_block = key.device, key.settings.within == "block"
+    device = key.device
     return Environment(
         device=device,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
@@ -154,7 +153,7 @@ def _environment(key: Key, input: Tensor | None) -> Environment:
         device_name=device_name(device.type, device.index if device.type == "cuda" else None),
         **processor(device),
         deterministic=key.deterministic,
-        options={k: v for k, v in key.settings.options if k != "invariant" or in_block},
+        options=dict(key.settings.options),
         compiling=key.compiling,
     )
 

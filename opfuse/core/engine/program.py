@@ -20,17 +20,15 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
 from ..fusion import Fusion
+from ..hookspecs import Run
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization.activation import brings_codes
 from ..quantization.parameter import dequantized
 from ..quantization.scale_update import current_backward, in_backward
-from ..ranks import Pass
-from ..tuning_table import setting
-from .agreement import reported
 from .chain import Chain
-from .measured import Facts
+from .facts import Facts
 from .plan import FusionPlan
 from .step import Recompute, Step
 from .step_calls import separate
@@ -114,8 +112,10 @@ class Program:
         is_plain: Whether a call only runs the functions.
         row_facts, rows: The facts about the rows that the plan depends on, and their values.
         seen: Shape and contiguity of the last input with these rows, or None.
-        turns: The last turn of each group, behind what it is for.
         run: The function of a forward that has nothing rare.
+        call: What runs a call that needs more: a function of the fuser, and what tools make of it.
+        run_backward: The ``backward`` of its autograd function.
+        leaves_call: Whether a forward leaves ``current.call`` for that.
     """
 
     seen: Any = None
@@ -156,7 +156,6 @@ class Program:
         self.fresh = {*places, *self.saved.undeclared}
         self.recomputing = self._recomputing()
         self.contexts = [vars(OperationContext()) | values for values in contexts]
-        self.turns: dict[Any, Any] = {}
         self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
         self._set_calls(contexts)
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -164,14 +163,22 @@ class Program:
 
     def _set_calls(self, contexts: Sequence[dict[str, Any]]) -> None:
         """What happens around a call of the functions."""
-        env, chain = self.env, self.chain
         self.called_before = self._called_before(contexts)
         used = [q for values in contexts for q in values["quantizers"].values()]
         self.advances = any(quantizer.pending_names for quantizer in used)
-        lock = env.options.get("locked")
-        self._lock = None if lock is None else (lock, setting(env.device))
-        more = env.recipe, self.double_backward, self.called_before, self.autocast, chain.groups
-        self.is_plain = not any(more) and self._lock is None
+        more = self.recipe, self.double_backward, self.called_before, self.autocast
+        self.is_plain = not any(more)
+        self.run_backward = self._wrap("backward", _run_backward)
+        self.leaves_call = self.run_backward is not _run_backward
+
+    def set_call(self, run: Run) -> None:
+        """Set what runs a call, from what does without tools."""
+        self.call = self._wrap("forward", run)
+        self.is_plain &= self.call is run
+
+    def _wrap(self, pass_name: str, run: Run) -> Run:
+        given = dict(program=self, pass_name=pass_name)
+        return self.facts.wrap("opfuse_wrap_pass", run, **given)
 
     @property
     def code(self) -> str:
@@ -180,13 +187,6 @@ class Program:
         if self.trains:
             passes.append(write_backward(self, self.backward, self.contexts, traced=self.compiling))
         return "\n".join(source.text for source in passes)
-
-    def check_lock(self) -> None:
-        """Refuse a call if something that is locked changed since the plan was made."""
-        if self._lock is not None and not self.compiling:
-            lock, planned = self._lock
-            if planned != setting(self.env.device):
-                lock.check()
 
     # Calling
 
@@ -432,33 +432,14 @@ def _write_untraced(program: Program, *missing: bool) -> str:
 _write_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-class Pipeline(torch.autograd.Function):
-    """The autograd function of a chain: each forward is the ``forward`` of a class of its own."""
-
-    backward = staticmethod(_run_backward)
-
-
-class _PipelineInGroup(Pipeline):
-    """That of a chain with collectives, whose backward knows which call it belongs to."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if is_dynamo_compiling():
-            return _run_backward(ctx, *grads)
-        call = ctx.call
-        running = Pass("backward", call.chain, call.turns, call.size)
-        with reported(call.chain, running=running):
-            return _run_backward(ctx, *grads)
-
-
 def _function(program: Program, run: Callable[..., Any]) -> Any:
     """The ``apply`` of the autograd function of a program."""
     if program.compiling:  # nothing is decided later
         back: Any = program.backward_of([torch.empty(0)], traced=True)
         passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
         return cast(Any, type("Pipeline", (torch.autograd.Function,), passes)).apply
-    base = _PipelineInGroup if program.chain.groups else Pipeline
-    made: Any = type("Pipeline", (base,), {"forward": staticmethod(run)})
+    passes = {"forward": staticmethod(run), "backward": staticmethod(program.run_backward)}
+    made: Any = type("Pipeline", (torch.autograd.Function,), passes)
     made._backward_cls.program = program
     # without torch's functorch code, which is never needed here, a call takes a microsecond less
     return super(torch.autograd.Function, made).apply

@@ -7,12 +7,13 @@ the largest total benefit wins; ties go to the longer pattern, then to the distr
 to the fusion's. Nothing depends on the order in which plugins were discovered.
 
 An entry of a tuning table for a candidate takes precedence over declarations: see
-:mod:`opfuse.core.engine.measured`.
+:mod:`opfuse.core.engine.facts`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -31,7 +32,7 @@ from ..records import FusionSource
 from ..tuning_table import Measurement
 from .cover import beaten, best_cover, conflict, overlapping
 from .edges import View
-from .measured import Facts, counting
+from .facts import Facts, counting
 from .plan import Refusal
 from .step import Step
 
@@ -46,6 +47,46 @@ class Selection:
     taken: tuple[Step, ...]
     refused: tuple[Refusal, ...]
     row_facts: tuple[str, ...]
+
+
+class Choice:
+    """What is chosen among at once: the fusions of one precedence and pass.
+
+    Attributes:
+        taken: The candidates taken before, of higher precedence.
+        refused: Why a candidate is not taken.
+
+    Args:
+        finder: Finds candidates.
+        sources: The fusions.
+        later: Those that choose after them.
+        taken: As above.
+    """
+
+    def __init__(
+        self,
+        finder: _Finder,
+        sources: Sequence[FusionSource],
+        later: Sequence[FusionSource],
+        taken: Sequence[Step],
+    ) -> None:
+        self._finder, self._sources, self._later = finder, sources, later
+        self.taken, self.refused = taken, finder.lost
+        self.found: list[Step] = []
+
+    @functools.cached_property
+    def candidates(self) -> list[Step]:
+        """Those that overlap nothing taken; their conditions are asked when this is first read."""
+        for source in self._sources:
+            self.found += self._finder.candidates(source, self.taken)
+        return [step for step in self.found if not overlapping(step, self.taken)]
+
+    def best(self) -> list[Step]:
+        """The set of candidates with the largest total benefit."""
+        finder = self._finder
+        free = [step for step in self.candidates if step not in self.refused]
+        free = finder.not_beaten(free, self._later, self.taken)
+        return best_cover(free, finder.length, finder.prefer)
 
 
 def choose(
@@ -64,23 +105,22 @@ def choose(
             f"OPFUSE_FUSION_LIMIT must be a whole number of fusions to keep, got {limit!r}"
         )
     finder = _Finder(facts, excluded)
-    prefer, length = finder.prefer, finder.length
+    best = facts.wrap("opfuse_wrap_choice", Choice.best)
     candidates: list[Step] = []
     taken: list[Step] = []
     ordered = sorted(sources, key=_precedence)
     for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
         positions, group = zip(*of_class, strict=True)
-        found = [step for source in group for step in finder.candidates(source, taken)]
-        candidates += found
-        free = finder.not_beaten(found, ordered[positions[-1] :], taken)
-        taken += best_cover(free, length, prefer)
+        choice = Choice(finder, group, ordered[positions[-1] :], taken)
+        taken = taken + best(choice)
+        candidates += choice.found
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept = taken[:limit]
     won, fitting = {*kept}, {*taken}
     for loser in [step for step in candidates if step not in won]:
         limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
-        why = limited or finder.beaten.get(loser)
-        lost = (why, None) if why else conflict(loser, overlapping(loser, taken), prefer)
+        why = limited or finder.lost.get(loser)
+        lost = (why, None) if why else conflict(loser, overlapping(loser, taken), finder.prefer)
         finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
     return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
@@ -109,7 +149,7 @@ class _Finder:
     excluded: Collection[tuple[Any, int, int]] = ()
     refused: list[Refusal] = dataclasses.field(default_factory=list)
     row_facts: set[str] = dataclasses.field(default_factory=set)
-    beaten: dict[Step, str] = dataclasses.field(default_factory=dict)
+    lost: dict[Step, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ops, self.env, self.edges = self.facts.chain.ops, self.facts.env, self.facts.edges
@@ -142,17 +182,16 @@ class _Finder:
             later: The fusions that choose after them.
             taken: The candidates taken so far.
         """
-        free = [step for step in found if not overlapping(step, taken)]
-        joint = [step for step in free if step.passes == "joint" and step.measured]
+        joint = [step for step in found if step.passes == "joint" and step.measured]
         trades = [step for step in joint if self._trade(step)["trades_time"]]
         alike = [source for source in later if joint and source.rank == joint[0].source.rank]
         for steps, rivals in ((trades, later), (joint, alike)):
             others = self.peek(rivals, taken) if steps else []
             others += joint if rivals is later else []
             for step in steps:
-                why = self.beaten.get(step) or beaten(step, others, self.length, self.prefer)
-                self.beaten[step] = why
-        return [step for step in free if not self.beaten.get(step)]
+                why = self.lost.get(step) or beaten(step, others, self.length, self.prefer)
+                self.lost[step] = why
+        return [step for step in found if not self.lost.get(step)]
 
     def refuse(self, step: Step, reason: str, lost_to: str | None = None) -> None:
         source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
@@ -225,8 +264,6 @@ class _Finder:
         if (source, step.begin, step.end) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
-        if self.env.options.get("invariant") and not getattr(fusion, "batch_invariant", False):
-            return 'it does not promise the bits of a row that invariant="batch" asks for'
         if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
             if between := self.edges.between(source.passes, start, stop):
                 return f"{between}, and this fusion does not cast there"

@@ -24,7 +24,7 @@ from ..quantization import QuantizedTensor
 from ..settings import current
 from . import lines
 from .step import Step
-from .step_calls import InRange, wrapped
+from .step_calls import InRange
 
 if TYPE_CHECKING:
     from .program import Program
@@ -127,7 +127,8 @@ class Source:
         op, given = step.op, any(self.kwargs[step.start : step.stop])
         direct = not given and not step.has_extras and is_direct(op, self.pass_name)
         run = getattr(op, f"{'op' if direct else 'fuser'}_{self.pass_name}")
-        run = wrapped(step, self.pass_name, run, self.program.facts)
+        facts, name = self.program.facts, self.pass_name
+        run = facts.wrap("opfuse_wrap_step", run, step=step, pass_name=name)
         if self._ranged and step.source:
             run = InRange(step, self.pass_name, run)
         word = "fused" if step.source else "op"

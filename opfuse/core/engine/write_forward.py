@@ -49,8 +49,8 @@ class _Forward(Source):
             self.add(f"if type({name}) is not Tensor: {name} = {self.call(lines.plain)}({name})")
         if self._watches_versions:
             self.add(f"versions = [{', '.join(f'{name}._version' for name in self._extras)}]")
-        if self.chain.groups and self._trains and not program.compiling:
-            self.add(f"ctx.call = {self.bind('settings', current)}.running")
+        if program.leaves_call and self._trains:
+            self.add(f"ctx.call = {self.bind('settings', current)}.call")
         self.make_contexts(0, program.contexts)
         for i, first, last in program.params:
             self.add(f"c{i}.params = {several(f'p{n}' for n in range(first, last))}")

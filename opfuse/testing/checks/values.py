@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...core.context_managers import _CORE_OPTIONS, options
+from ...core.context_managers import options
 from ..cases import Case, subjects
 from ..failures import Declined, blamed, saying
 from ..generate import Chains, fitted
@@ -59,7 +59,7 @@ def unmodified_inputs(case: Case) -> None:
 def unmodified_gradients(case: Case) -> None:
     """The backward changes no incoming gradient, saved tensor, output, input or parameter."""
     observed(case, "unmodified_gradients")
-    if "debug" in _CORE_OPTIONS and _is_usual(case):  # what is between two steps, too
+    if _is_usual(case):  # what is between two steps, too
         with only(case.subject), options(debug=True), blamed():
             backward(case, forward(case))
 

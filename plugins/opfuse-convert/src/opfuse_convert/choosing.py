@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opfuse import ops
 from opfuse.core import tuning_table as tables
-from opfuse.core.engine.measured import counting, describe
+from opfuse.core.engine.facts import counting, describe
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
 from opfuse.core.isolation import standing_for

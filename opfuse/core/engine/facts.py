@@ -13,8 +13,10 @@ from torch import nn
 
 from ..cast import Identity
 from ..environment import Environment
+from ..hookspecs import Run
 from ..introspection import op_class
-from ..records import normalize
+from ..plugins import manager
+from ..records import PluginRecord, normalize
 from ..tuning_table import NO_TABLE, Entries, Measurement, Table, subject_key
 from .chain import Chain
 from .edges import Edges, Needs
@@ -40,6 +42,7 @@ class Facts:
         input_dtype: The dtype of the chain's input, which autocast may cast.
         table: The measurements that apply here.
         assumed: Whether every candidate counts as measured, in order to list all of them.
+        tools: The tools that wrap what runs.
     """
 
     chain: Chain
@@ -52,6 +55,11 @@ class Facts:
     input_dtype: torch.dtype | None = None
     table: Table = NO_TABLE
     assumed: bool = False
+    tools: Sequence[PluginRecord] = ()
+
+    def wrap(self, hook: str, run: Run, **given: Any) -> Run:
+        """What the tools make of a function; see :meth:`PluginManager.wrap`."""
+        return manager.wrap(self.tools, hook, run, facts=self, **given)
 
     def entries(self, step: Step) -> Entries:
         """The entries of a candidate, by the shape of its input."""

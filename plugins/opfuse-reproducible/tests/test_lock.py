@@ -11,14 +11,15 @@ import torch
 from click.testing import CliRunner
 from fakes import make_plugin
 from fp32 import restored
+from opfuse_reproducible import lock
 
 import opfuse
 from opfuse import ops
 from opfuse.cli import commands as cli
-from opfuse.core import lock, plugins
+from opfuse.core import plugins
 from opfuse.core import tuning_table as tables
-from opfuse.core.lock import causes
 from opfuse.core.quantization import Recipe
+from opfuse.tuning.causes import causes
 
 
 @pytest.fixture

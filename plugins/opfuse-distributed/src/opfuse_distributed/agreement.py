@@ -6,53 +6,84 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
 
-from ..lock import causes
-from ..ranks import Pass, RankError
-from ..settings import current
-from .chain import Chain
-from .step import Step
-
-if TYPE_CHECKING:
-    from .program import Program
-
+from opfuse.core.engine.chain import Chain
+from opfuse.core.engine.program import Program
+from opfuse.core.engine.step import Step
+from opfuse.core.ranks import Pass, RankError
+from opfuse.core.settings import current
+from opfuse.tuning.causes import causes
 
 # a checkpoint raises it in a forward whose backward needs no more, on each process at its own time
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
 
 
-def begin_call(program: Program, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
-    """Take the turn of a call in the groups of its chain.
+class Agreed:
+    """Wraps what runs a plan of a chain with collectives: it takes the turn of each call first.
 
     Args:
-        program: The program that is about to run.
-        input: The chain's input.
-        extra_inputs: Its extra inputs.
-
-    Raises:
-        RankError: Another process does something else, failed, or did not come.
+        run: What runs it.
     """
-    chain, shapes = program.chain, (input.shape, *[extra.shape for extra in extra_inputs])
-    running = current.running = Pass("forward", chain, {})
-    again = torch._C._current_graph_task_id() != -1  # a recomputation is no new call
-    for group in chain.groups:
-        if (talk := group.talk) is not None:
-            known = program.turns.get((talk, again))
-            if known is None or known[:2] != (talk.era, shapes):
-                what = f"{chain.title}, in a backward" if again else chain.title
-                name = what, "", "", tuple([talk.number(op) for op in chain.ops])
-                uneven = any(op.uneven_rows for op in chain.ops)
-                size = 1 if uneven else input.numel() or 1  # equal on all processes
-                turn = name, _details(program, shapes, uneven)
-                program.turns[talk, again] = known = talk.era, shapes, turn, size
-            running.turns[talk], running.size = talk.turn, known[3]
-            talk.take_turn(group, known[2])
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._turns: dict[Any, Any] = {}  # the last turn of each group, behind what it is for
+
+    def __call__(
+        self,
+        fuser: Any,
+        program: Program,
+        input: Tensor,
+        tensors: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kwargs: Any,
+    ) -> Any:
+        """Run a call.
+
+        Raises:
+            RankError: Another process does something else, failed, or did not come.
+        """
+        chain, shapes = program.chain, (input.shape, *[extra.shape for extra in extra_inputs])
+        running = current.running = current.call = Pass("forward", chain, {})
+        again = torch._C._current_graph_task_id() != -1  # a recomputation is no new call
+        for group in chain.groups:
+            if (talk := group.talk) is not None:
+                known = self._turns.get((talk, again))
+                if known is None or known[:2] != (talk.era, shapes):
+                    what = f"{chain.title}, in a backward" if again else chain.title
+                    name = what, "", "", tuple([talk.number(op) for op in chain.ops])
+                    uneven = any(op.uneven_rows for op in chain.ops)
+                    size = 1 if uneven else input.numel() or 1  # equal on all processes
+                    turn = name, _details(program, shapes, uneven)
+                    self._turns[talk, again] = known = talk.era, shapes, turn, size
+                running.turns[talk], running.size = talk.turn, known[3]
+                talk.take_turn(group, known[2])
+        return self._run(fuser, program, input, tensors, extra_inputs, kwargs)
+
+
+def backward_of(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the backward of a chain with collectives, which knows which call it belongs to."""
+
+    def run_backward(ctx: Any, *grads: Any) -> Any:
+        if is_dynamo_compiling():
+            return run(ctx, *grads)
+        call = ctx.call
+        running = Pass("backward", call.chain, call.turns, call.size)
+        with reported(call.chain, running=running):
+            return run(ctx, *grads)
+
+    return run_backward
+
+
+def reporting(chain: Chain, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a chain, and tells the other processes of its groups of an error."""
+    return Reported(run, chain) if chain.groups else run
 
 
 def _details(program: Program, shapes: Sequence[Any], uneven: bool) -> tuple[str, str]:

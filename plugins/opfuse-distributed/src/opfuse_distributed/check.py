@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import distributed as dist
 
-from ..core.engine.program import Program
-from ..core.lock import causes
-from ..core.plugins import manager
-from ..core.ranks import Group, RankError, first_difference
+from opfuse.core.plugins import manager
+from opfuse.core.ranks import Group, RankError
+from opfuse.tuning.causes import causes, first_difference
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> None:
@@ -56,8 +55,7 @@ def _plans() -> dict[str, list[str]]:
         for key, (_, programs) in list(fuser._programs.items()):
             made_for = key._replace(device=key.device.type, generation=0, changes=0)
             for rows, program in programs.items():
-                if isinstance(program, Program):
-                    newest[f"{program.chain.title}, for {(*made_for, rows)}"] = program.plan
+                newest[f"{program.chain.title}, for {(*made_for, rows)}"] = program.plan
         for name, plan in newest.items():
             found.setdefault(name, set()).add(f"{plan.digest()} {plan}")
     return {name: sorted(plans) for name, plans in sorted(found.items())}

@@ -8,16 +8,24 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 
-from . import tuning_table as tables
-from .errors import LockError
-from .plugins import manager
-from .ranks import first_difference
-from .settings import current
+from opfuse.core import tuning_table as tables
+from opfuse.core.engine.program import Program
+from opfuse.core.errors import CallRefusedError
+from opfuse.core.settings import current
+from opfuse.tuning.causes import causes, devices, first_difference
+
+
+class LockError(CallRefusedError):
+    """What decides numbers here differs from what ``opfuse.options(locked=...)`` names.
+
+    The text names the first difference.
+    """
+
 
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -32,34 +40,12 @@ VARIABLES = (
 """Environment variables by which libraries choose their arithmetic."""
 
 
-def _devices() -> list[torch.device]:
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        devices.append(torch.device("cuda", torch.cuda.current_device()))
-    return devices
-
-
-def causes() -> dict[str, Any]:
-    """What plans depend on in a process, as JSON-able data; causes come before effects."""
-    active = manager.active(current.selection)
-    given = [pair for pair in current.options if pair[0] != "locked"]
-    return {
-        "torch": torch.__version__,
-        "the plugins": {record.distribution: record.version for record in active},
-        "the selection of plugins": current.selection,
-        "the options": {name: repr(value) for name, value in given},
-        "the tuning tables": {
-            device.type: tables.table_for(device).digest or "none" for device in _devices()
-        },
-    }
-
-
 def machine() -> dict[str, Any]:
     """What decides numbers around the plans: devices, threads and the switches of PyTorch."""
     cuda = torch.backends.cuda.matmul
     sums = cuda.allow_fp16_reduced_precision_reduction, cuda.allow_bf16_reduced_precision_reduction
     return {
-        **{f"the {device.type}": tables.setting(device) for device in _devices()},
+        **{f"the {device.type}": tables.setting(device) for device in devices()},
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "other switches": {
             "mkldnn": torch.backends.mkldnn.enabled,
@@ -83,12 +69,12 @@ def deciding() -> dict[str, Any]:
         "ops that it skips": list(current.skip),
         "torch.autocast": {
             device.type: str(torch.get_autocast_dtype(device.type))
-            for device in _devices()
+            for device in devices()
             if torch.is_autocast_enabled(device.type)
         },
         "the kernels' configurations": {
             device.type: tables.kernels_digest(tables.setting(device)["device"]) or "none"
-            for device in _devices()
+            for device in devices()
         },
         **machine(),
     }
@@ -157,3 +143,29 @@ class Lock(NamedTuple):
 
 SETTINGS = "the options", "the recipe", "ops that it skips", "torch.autocast"
 """What may still change inside of a block; it is compared when a plan is made."""
+
+
+def check_settings(lock: Lock) -> None:
+    """Compare a lock where a block begins, but for what may still change inside of it."""
+    lock.check(but=SETTINGS)
+
+
+def checked(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what runs a plan: it refuses to run once something that is locked has changed.
+
+    Raises:
+        LockError: What is locked differs from what is here already.
+    """
+    options, device = program.env.options, program.env.device
+    lock = options.get("locked")
+    if lock is None or options.get("invariant", "batch") != "batch":
+        return run  # a block of rows is of a call that was compared
+    lock.check()
+    planned = tables.setting(device)
+
+    def run_if_alike(*args: Any) -> Any:
+        if planned != tables.setting(device):
+            lock.check()
+        return run(*args)
+
+    return run_if_alike

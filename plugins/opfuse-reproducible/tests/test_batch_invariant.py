@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 import torch
+from opfuse_reproducible import invariant
 from torch import nn
 
 import opfuse
 from opfuse import Fusion, ops
-from opfuse.core.engine import invariant
 from opfuse.ops._common import RowwiseOperation
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -476,17 +476,19 @@ def test_random_numbers_are_left_alone(no_plugins):
 
 
 def test_a_recipe_has_to_promise_it(register):
-    import dataclasses
-
-    from opfuse.core.quantization import Recipe
-
-    @dataclasses.dataclass(frozen=True)
-    class PerTensor(Recipe):
-        pass
-
     from fakes import make_plugin
 
-    register(make_plugin(recipes={"per-tensor": PerTensor}))
+    from opfuse.core.quantization.formats import ScaledTensor
+    from opfuse.testing import PerTensor
+
+    class Quantizer(opfuse.Quantizer):
+        def quantize(self, tensor, usage, out=None):
+            scale = torch.ones(1, dtype=torch.float32)
+            return ScaledTensor(
+                tensor.shape, tensor.dtype, self, tensor.to(torch.int8), None, scale
+            )
+
+    register(make_plugin(recipes={"per-tensor": PerTensor}, quantizer=lambda: Quantizer()))
     with mode(), opfuse.autocast(PerTensor()):
         with pytest.raises(RuntimeError, match="PerTensor does not promise that it casts a row"):
             ops.Linear(4, 4)(torch.randn(2, 4))

@@ -13,17 +13,21 @@ leave no remainder.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..fusible import FusibleOperation, declared
-from ..introspection import op_class, why_apart
-from ..precision import matmul_precision
-from ..settings import Options, current
-from .chain import Chain
+from opfuse.core.engine.facts import Facts
+from opfuse.core.engine.program import Program
+from opfuse.core.engine.selection import Choice
+from opfuse.core.engine.step import Step
+from opfuse.core.errors import CallRefusedError
+from opfuse.core.fusible import FusibleOperation, declared
+from opfuse.core.introspection import op_class, why_apart
+from opfuse.core.precision import matmul_precision
+from opfuse.core.settings import current
 
 BLOCK = 64
 """The number of rows in a block."""
@@ -42,44 +46,93 @@ _FEW, _MORE = 512, 7
 Run = Callable[..., Any]
 
 
-def asked(options: Options) -> bool:
-    """Return whether the options ask for the mode."""
-    return ("invariant", "batch") in options
+def mode(value: Any) -> str:
+    """The value of the option that a user gives.
+
+    Inside of a call it is ``"block"`` where a block of rows runs, and ``"whole"`` where all rows
+    do, by ops whose every operation is exact.
+    """
+    if type(value) is not str:
+        raise TypeError(f"option invariant must be of type str, got {value!r}")
+    if value != "batch":
+        raise ValueError(f"option invariant must be 'batch', got {value!r}")
+    return str(value)
 
 
-def refuse_apart(modules: Iterable[nn.Module]) -> None:
-    """Refuse modules that run by a call of their own, if the mode is asked for."""
-    for module in modules if asked(current.values.options) else ():
-        op = isinstance(module, FusibleOperation)
-        if why := why_apart(module) if op else "is no op":
-            who = op_class(module).__name__
-            raise RuntimeError(f'{who} {why}, and promises nothing to invariant="batch"')
+class Refused:
+    """A module that runs by a call of its own: the mode refuses it.
+
+    Args:
+        module: The module.
+        run: What calls it.
+    """
+
+    def __init__(self, module: nn.Module, run: Run) -> None:
+        self._module, self._run = module, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it outside of the mode."""
+        if ("invariant", "batch") in current.values.options:
+            module = self._module
+            is_op = isinstance(module, FusibleOperation)
+            who, why = op_class(module).__name__, why_apart(module) if is_op else "is no op"
+            raise CallRefusedError(f'{who} {why}, and promises nothing to invariant="batch"')
+        return self._run(*args, **kwargs)
+
+
+def among_promising(facts: Facts, run: Run) -> Run:
+    """The choice of fusions in the mode: among those that promise the bits of a row."""
+    inside = facts.env.options.get("invariant")
+    if inside is None:
+        return run
+
+    def choose(choice: Choice) -> Any:
+        for step in choice.candidates:
+            if not getattr(step.source.fusion, "batch_invariant", False):
+                why = 'it does not promise the bits of a row that invariant="batch" asks for'
+                choice.refused[step] = why
+        return run(choice)
+
+    return choose if inside == "block" else lambda choice: []
+
+
+def in_blocks(program: Program, run: Run) -> Run:
+    """What runs a plan, by blocks of rows at the door of the mode.
+
+    Raises:
+        CallRefusedError: The chain promises nothing, or the call asks for more than a forward.
+    """
+    return Blocks(program).run if program.env.options.get("invariant") == "batch" else run
+
+
+def in_parts(step: Step, facts: Facts, run: Run) -> Run:
+    """What runs a step of an op without a matrix in the mode, on a CPU."""
+    env, chain = facts.env, facts.chain
+    if "invariant" not in env.options or env.device.type != "cpu" or step.op not in chain.ops:
+        return run
+    shapes = [shape for shape, _ in facts.params[step.start]]
+    return InParts(run) if all(len(shape) < 2 for shape in shapes) else run
 
 
 class Blocks:
-    """Replaces the program of a chain in this mode: cuts the rows of a call into blocks.
+    """Runs a chain in this mode: cuts the rows of a call into blocks.
 
     Args:
-        chain: The chain.
-        key: The :class:`opfuse.core.engine.planner.Key` of the call.
+        program: What would run them all at once.
 
     Raises:
-        RuntimeError: The chain promises nothing, or the call asks for more than a forward.
+        CallRefusedError: The chain promises nothing, or the call asks for more than a forward.
     """
 
-    row_facts: tuple[str, ...] = ()
-    rows: tuple[Any, ...] = ()
-    is_plain = False
-    recipe: Any = None
-
-    def __init__(self, chain: Chain, key: Any) -> None:
-        self._chain, recipe = chain, key.settings.recipe
+    def __init__(self, program: Program) -> None:
+        chain = self._chain = program.chain
+        recipe = program.recipe
         promised = [tuple(declared(op, "batch_invariant")) for op in chain.ops]
         alike = all("exact" in promise for promise in promised)
         self._within = "whole" if alike and recipe is None else "block"
-        if key.grads is not None and any(key.grads):
+        if program.requires_grad:
             self._refuse("it is for the forward alone: call it under torch.no_grad()")
-        if key.compiling or ("double_backward", True) in key.settings.options:
+        if program.compiling or program.double_backward:
             self._refuse("torch.compile, functorch and double_backward compute in their own way")
         if recipe is not None and not recipe.batch_invariant:
             what = "that it casts a row by that row alone (Recipe.batch_invariant)"
@@ -95,11 +148,12 @@ class Blocks:
         self._tried: set[Any] = set()
 
     def _refuse(self, why: str) -> None:
-        raise RuntimeError(f'{self._chain.title}, with invariant="batch": {why}')
+        raise CallRefusedError(f'{self._chain.title}, with invariant="batch": {why}')
 
     def run(
         self,
         fuser: Any,
+        program: Program,
         input: Tensor,
         tensors: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
@@ -109,7 +163,8 @@ class Blocks:
 
         Args:
             fuser: The fuser of the chain.
-            input: Its input.
+            program: What would run them all at once.
+            input: The chain's input.
             tensors: The parameters that were read, which may change a state.
             extra_inputs: The extra inputs that no channel feeds.
             kwargs: Keyword arguments per basic op, or None.
@@ -122,7 +177,8 @@ class Blocks:
         run = functools.partial(type(fuser).run, fuser)
         pairs = zip(fuser._params, tensors, strict=False)
         read = {(module, name): tensor for (_, module, name), tensor in pairs}
-        values = current.values._replace(within=self._within)
+        options = dict(current.values.options) | {"invariant": self._within}
+        values = current.values._replace(options=tuple(sorted(options.items())))
         with current.temporarily(values=values, given=read):
             if self._within == "whole":
                 return run(input, *extra_inputs)
