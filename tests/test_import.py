@@ -29,15 +29,19 @@ def test_nothing_heavy_is_imported():
     assert python("import torch, sys, opfuse; print('torch._dynamo' in sys.modules)") == "False"
 
 
-def test_importing_opfuse_loads_the_core_and_the_ops():
+def test_importing_opfuse_loads_the_core_and_no_op():
     code = "import sys, opfuse; print(*[m for m in sys.modules if m.split('.')[0].startswith('opfuse')])"
     loaded = python(code).split()
-    assert {".".join(name.split(".")[:2]) for name in loaded} == {
+    assert {name for name in loaded if not name.startswith("opfuse.core")} == {
         "opfuse",
-        "opfuse.core",
         "opfuse.ops",
     }
-    assert len(loaded) <= 86
+    assert len(loaded) <= 60
+
+
+def test_loading_the_ops_outdates_no_plan():
+    code = "from opfuse.core.fusible import FusibleOperation; from opfuse.ops import *; print(FusibleOperation.changes)"
+    assert python(code) == "0"
 
 
 def test_names_of_a_package_that_is_not_installed_are_not_offered():

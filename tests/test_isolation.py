@@ -17,7 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import opfuse
 from opfuse import ops
-from opfuse.core.isolation import isolated, standing_for
+from opfuse.core.introspection import standing_for
+from opfuse.report.isolation import isolated
 
 
 @pytest.fixture(autouse=True)
@@ -249,10 +250,34 @@ def test_looking_up_a_plan_runs_no_parametrization_for_good():
     assert Noisy.runs <= 2, "planning while it is traced runs it, too"
 
 
+class Widening(nn.Module):
+    """A parametrization of another shape, which counts how often it runs, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs, self.seen = 0, []
+
+    def forward(self, weight):
+        self.runs += 1
+        self.seen.append(torch.rand(()))
+        return torch.cat((weight, weight))
+
+
+def test_a_parameter_of_another_shape_is_looked_at_by_a_copy_of_what_computes_it():
+    module, widening = nn.Linear(4, 2, bias=False), Widening()
+    nn.utils.parametrize.register_parametrization(module, "weight", widening, unsafe=True)
+    runs, seen, before = widening.runs, [*widening.seen], torch.get_rng_state()
+    with torch.no_grad():
+        found = standing_for(module, "weight")
+    assert found.shape == (4, 4) and found.dtype == torch.float32 and found.requires_grad
+    assert (widening.runs, widening.seen) == (runs, seen)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_spectral_norm_advances_once_in_a_call():
     chain = opfuse.Sequential(ops.Linear(16, 16), ops.GELU())
     nn.utils.parametrizations.spectral_norm(chain[0])
     twin, x = copy.deepcopy(chain), torch.randn(8, 16)
-    standing_for(chain[0], "weight")
-    opfuse.core.authoring.plan_of(chain, x)
+    assert standing_for(chain[0], "weight").requires_grad
+    assert opfuse.core.authoring.plan_of(chain, x).backward
     assert torch.equal(chain(x), twin(x))

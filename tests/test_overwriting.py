@@ -219,7 +219,6 @@ LIST = "it is a list"
 ALLOWED = {
     "opfuse.core.engine.lines.restore_state": STATE,
     "opfuse.core.engine.program.Program._late_start": LIST,
-    "opfuse.core.isolation._tensor.restore": "it puts back what a model held",
     "opfuse.core.overwriting.put_back": STATE,
     "opfuse.core.precision._library_adds": "it asks a library, once",
     "opfuse.core.precision.add_product": GIVEN,

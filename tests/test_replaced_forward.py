@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.core.replaced_forward import KEPT_AS, ReplacedForward
 from opfuse.core.settings import current
+from opfuse.report.replaced_forward import KEPT_AS, ReplacedForward
 
 
 class Replaced(ReplacedForward):

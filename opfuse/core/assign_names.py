@@ -15,9 +15,15 @@ from .quantization import Recipe
 from .quantization.names import matching
 from .quantization.scale_update import PreparedOps
 from .recipes import offered
-from .replaced_forward import replaced_forward
 
 M = TypeVar("M", bound=nn.Module)
+
+KEPT_AS = "_opfuse"
+"""The name in the ``vars()`` of a module under which it keeps an object with ops that it runs.
+
+They are not its children. The object takes the dotted name of the module as its attribute ``path``,
+and ``names(paths)`` gives its ops with their names, for the modules of the model with theirs.
+"""
 
 
 def assign_names(model: M, recipe: Recipe | str | None = None, skip: Iterable[str] = ()) -> M:
@@ -48,9 +54,9 @@ def assign_names(model: M, recipe: Recipe | str | None = None, skip: Iterable[st
     fused: dict[FusedOperation, str] = {}
     paths = {module: path for path, module in model.named_modules()}
     for module, path in paths.items():
-        if (replaced := replaced_forward(module)) is not None:
-            replaced.path = path
-            for op, name in replaced.names(paths):
+        if (kept := vars(module).get(KEPT_AS)) is not None:
+            kept.path = path
+            for op, name in kept.names(paths):
                 ops.setdefault(op, name)
         if isinstance(module, BasicOperation):
             ops.setdefault(module, path)

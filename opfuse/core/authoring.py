@@ -37,12 +37,12 @@ import torch
 from torch import Tensor
 
 from .fusible import ParamSource
-from .introspection import hook_dicts, op_class
+from .introspection import hook_dicts, op_class, standing_for
 from .op_context import ModuleCache
 from .overwriting import added, may_write, reusable
 from .precision import add_product, adds_itself, matmul_precision, wide
 from .ranks import Group, Pending, gather_into, scatter_into, start_collective, take_turn
-from .settings import is_captured
+from .settings import current, is_captured
 
 if TYPE_CHECKING:
     from .engine.plan import FusionPlan
@@ -81,17 +81,21 @@ def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | No
     Returns:
         The plan; None: the call would run in parts, because of hooks or of what is not fusible.
     """
-    from .isolation import isolated, parametrizations
-
     fuser, *others = chain._module_groups
     units = getattr(fuser, "_units", ())
     if others or not units or any(any(hook_dicts(unit)) for unit in units):
         return None
     owners = () if fuser._owner is None else (fuser._owner,)
     training = [unit.training for unit in (*units, *owners)]
-    with isolated(*parametrizations(module for module, _ in fuser._chain.param_sources)):
+    params = {
+        (module, name): standing_for(module, name)
+        if attributes is vars(module)
+        else module.read_parameter(name, standing_for)
+        for attributes, module, name in fuser._params
+    }
+    with current.temporarily(given=params):
         tensors = fuser._tensors(input, extra_inputs)
-        return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
+    return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

@@ -1,17 +1,24 @@
-"""Finds what an op overrides, and so whether the known arithmetic of its class applies."""
+"""Finds what an op overrides, and so whether the known arithmetic of its class applies.
+
+It also looks at parameters without running what computes them, see :func:`standing_for`.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .fused_op import FusedOperation
 from .fusible import FusibleOperation
 from .op import BasicOperation
 from .op_context import QUANTIZERS, asks_for_quantizers
+from .overwriting import without_modes
 
 _LIBRARY = BasicOperation.forward, FusedOperation.forward
 _CALL = "__call__", "_call_impl"
@@ -65,7 +72,7 @@ def op_class(op: nn.Module) -> type[nn.Module]:
         bases = cls.__bases__
         if CONVERTED in vars(cls):
             cls = vars(cls)[CONVERTED]
-        elif cls.__name__.startswith("Parametrized") and nn.utils.parametrize.is_parametrized(op):
+        elif cls.__name__.startswith("Parametrized") and parametrize.is_parametrized(op):
             cls = bases[0]
         elif len(bases) == 2 and any(base.__name__ == "FSDPModule" for base in bases[0].__mro__):
             cls = bases[1]
@@ -148,3 +155,19 @@ def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
         return None
     keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in parameters if p.kind in keyword and p.name not in QUANTIZERS)
+
+
+def standing_for(module: nn.Module, name: str) -> Any:
+    """A tensor of the shape and dtype of a parameter, which requires a gradient if that does.
+
+    Reading a parametrized one runs its parametrization, which may count, draw, or have a state, as
+    spectral norm does. If that may give another shape than it gets, a copy of it runs.
+    """
+    if not parametrize.is_parametrized(module, name):
+        return getattr(module, name)
+    of: Any = module.parametrizations[name]  # type: ignore[index]
+    if of.is_tensor and not of.unsafe and not any(hasattr(p, "right_inverse") for p in of):
+        return of.original
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with without_modes(), torch.random.fork_rng(devices), torch.enable_grad():
+        return copy.deepcopy(of)()

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from .engine.fuser import OperationFuser
     from .engine.program import Program
-    from .replaced_forward import ReplacedForward
 
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
@@ -203,13 +202,11 @@ class Recorder:
         if self._outer is not None:
             self._outer.record(fuser, program, given)
 
-    def replaced(
-        self, replaced: ReplacedForward, module: nn.Module, tensors: tuple[Tensor, ...]
-    ) -> None:
+    def replaced(self, replaced: Any, module: nn.Module, tensors: tuple[Tensor, ...]) -> None:
         """Called where a module's chain or its own operations run; calls an outer recorder too.
 
         Args:
-            replaced: The module's :class:`opfuse.core.replaced_forward.ReplacedForward`.
+            replaced: What the module keeps of the two.
             module: The module.
             tensors: The chain's input and extra inputs.
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.introspection import hook_kinds
+from ..core.introspection import hook_kinds, standing_for
 
 
 def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Tensor:
@@ -23,8 +23,6 @@ def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Ten
         AttributeError: There is no such attribute.
         ValueError: It has another number of dimensions.
     """
-    from ..core.isolation import standing_for
-
     who = f"{cls.__name__}.reading"
     if not isinstance(module, nn.Module):
         raise TypeError(f"{who} expected a torch.nn.Module, got {module!r}")

@@ -112,10 +112,13 @@ class GatedActivation(Activation, built_in=True):
         super().__init_subclass__(**kwargs)
         base = GatedActivation
         own_value = base.gate_value is not cls.gate_value
-        cls._has_kernels = own_value and base.gate_gradient is not cls.gate_gradient
+        has_kernels = own_value and base.gate_gradient is not cls.gate_gradient
         linear = cls.linear_value, cls.linear_derivative
-        cls._rounds = cls._has_kernels and linear == (base.linear_value, base.linear_derivative)
-        cls._splits = (cls.split, cls.join) == (base.split, base.join)
+        rounds = has_kernels and linear == (base.linear_value, base.linear_derivative)
+        splits = (cls.split, cls.join) == (base.split, base.join)
+        facts = {"_has_kernels": has_kernels, "_rounds": rounds, "_splits": splits}
+        for name, value in facts.items():
+            type.__setattr__(cls, name, value)  # no plan has a class that is being made
 
     def forward_value(self, x: Tensor) -> Tensor:
         """The op's output ``(..., n)`` for the input ``(..., 2 n)``, in the dtype of ``x``."""

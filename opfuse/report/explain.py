@@ -18,16 +18,16 @@ from ..core.engine.program import Program
 from ..core.fused_op import FusedOperation
 from ..core.fusible import FusibleOperation
 from ..core.introspection import op_class, why_apart
-from ..core.isolation import isolated
 from ..core.plugins import manager
 from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter
-from ..core.replaced_forward import MEMORY, replaced_forwards
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
+from .isolation import isolated
 from .lines import wrap
 from .picture import draw, write
 from .quantized import quantized_by
+from .replaced_forward import MEMORY, replaced_forwards
 from .text import Call, Sent, describe
 
 _OWN = "path", "class", "reason"

@@ -15,12 +15,12 @@ from ..core.context_managers import options
 from ..core.engine.fuser import OperationFuser
 from ..core.engine.program import Program
 from ..core.engine.step import Step
-from ..core.isolation import isolated
 from ..core.plugins import manager
 from ..core.ranks import Group, Pass
-from ..core.replaced_forward import ReplacedForward
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, shape_of
+from ..report.isolation import isolated
+from ..report.replaced_forward import ReplacedForward
 from .job import Job, add, check_writable
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import opfuse
 from opfuse.core import authoring
 from opfuse.core.introspection import op_class
-from opfuse.core.replaced_forward import replaced_forward
+from opfuse.report.replaced_forward import replaced_forward
 
 SUPPORT = pathlib.Path(families.__file__).parent
 

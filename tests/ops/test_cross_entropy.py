@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
+from opfuse.ops import _blocks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROWS = [(), (1,), (3,), (127,), (2, 3), (2, 3, 2), (0,), (0, 3)]
@@ -110,8 +111,8 @@ def test_computing_some_rows_at_a_time_gives_the_same(monkeypatch, name, dtype):
     results = []
     for block in (None, 3 * CLASSES):
         if block is not None:
-            monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-            monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", block)
+            monkeypatch.setattr(_blocks, "LEAST", 0)
+            monkeypatch.setattr(_blocks, "BLOCK", block)
         y = op(x, targets)
         results.append([y, *torch.autograd.grad(y, x, torch.ones_like(y))])
     torch.testing.assert_close(*results)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
+from opfuse.ops import _blocks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROWS = [(), (1,), (3,), (127,), (0,), (2, 3), (0, 3), (2, 3, 2)]
@@ -230,8 +231,8 @@ def rounding(name, reference, dtype):
 def test_two_rows_at_a_time_match_the_reference(monkeypatch, compare, call, name, dtype, rows):
     """As large tensors are computed on a CPU: two rows at a time."""
     op, reference, width = make(name, dtype)
-    monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-    monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 2 * width)
+    monkeypatch.setattr(_blocks, "LEAST", 0)
+    monkeypatch.setattr(_blocks, "BLOCK", 2 * width)
     extras = extras_of(name, rows, dtype)
     x = randn(*rows, width, dtype=dtype)
     y = compare(op, reference, x, *extras)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.ops import cross_entropy
+from opfuse.ops import _blocks, cross_entropy
 from opfuse.ops.token_log_prob import row_log_probs, row_logit_gradients
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -131,8 +131,8 @@ def test_computing_some_rows_at_a_time_gives_the_same(monkeypatch, name):
     op, results = ops.TokenLogProb(**options), []
     for block in (None, 3 * CLASSES):
         if block is not None:
-            monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-            monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", block)
+            monkeypatch.setattr(_blocks, "LEAST", 0)
+            monkeypatch.setattr(_blocks, "BLOCK", block)
         found = outputs(op, x, tokens)
         ones = [torch.ones_like(each) for each in differentiable(found)]
         results.append([*found, *torch.autograd.grad(differentiable(found), x, ones)])
@@ -157,8 +157,8 @@ def test_computing_some_rows_at_a_time_gives_the_same(monkeypatch, name):
 def test_the_temporaries_of_all_parts_are_made_once(monkeypatch, op, dtype):
     """Freed memory may go back to the system; clearing it for each part takes longer than a part."""
     rows, classes, part = 64, 1024, 4
-    monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-    monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", part * classes)
+    monkeypatch.setattr(_blocks, "LEAST", 0)
+    monkeypatch.setattr(_blocks, "BLOCK", part * classes)
     x = torch.randn(rows, classes).to(dtype).requires_grad_()
     tokens = torch.randint(0, classes, (rows,))
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..environment import Environment
 from ..fused_op import FusedOperation
+from ..introspection import standing_for
 from ..layout import is_dtensor
 from ..plugins import manager
 from ..quantization.names import check_names, matching
@@ -119,8 +120,6 @@ def make_program(
 def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
     """Shape and dtype of the parameters of each op."""
     if tensors is None:
-        from ..isolation import standing_for
-
         named = [(op, name) for op in chain.ops for name in op.param_names or ()]
         with torch.no_grad():
             tensors = [op.read_parameter(name, standing_for) for op, name in named]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.isolation import standing_for
+from ...core.introspection import standing_for
 from ..cases import Built, Case
 from ..failures import Declined, Failure, blamed, saying
 from ..reference import (

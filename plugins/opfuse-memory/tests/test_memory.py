@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
-from opfuse.core.replaced_forward import MEMORY
+from opfuse.report.replaced_forward import MEMORY
 from opfuse.tuning.timing import MOST_NOISE, Timing
 
 TEXT = LLAMA, GPT2

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse.core.authoring import saved_bytes
-from opfuse.core.replaced_forward import MEMORY
+from opfuse.report.replaced_forward import MEMORY
 from opfuse.tuning.timing import Timing
 
 pytestmark = [

@@ -395,7 +395,7 @@ def test_every_activation_of_one_value_is_known_to_be_light_or_not():
     of = [functions_of(act).value for act in cases._KEPT.values()]
     assert {f.__name__ for f in of} == {*(f.__name__ for f in tiles.LIGHT), "gelu_erf"}
     single = [
-        cls for cls in vars(ops).values()
+        cls for cls in (getattr(ops, name) for name in ops.__all__)
         if isinstance(cls, type) and issubclass(cls, ops.Activation) and not cls.gated
         and cls is not ops.Activation and functions_of(cls()) is not None
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 import opfuse_loss.chunks
 import pytest
 
-import opfuse
+from opfuse.ops import _blocks
 from opfuse.testing import CHECKS, FusionSuite
 from opfuse.testing.machine import is_interpreting
 
@@ -28,8 +28,8 @@ class TestConformance(FusionSuite):
         monkeypatch.setattr(opfuse_loss.chunks, "LEAST_ROWS", 45)
         monkeypatch.setattr(opfuse_loss.chunks, "MOST_ROWS", 45)
         monkeypatch.setattr(opfuse_loss.chunks, "LOGITS", 1)
-        monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-        monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 200)
+        monkeypatch.setattr(_blocks, "LEAST", 0)
+        monkeypatch.setattr(_blocks, "BLOCK", 200)
         monkeypatch.setattr(opfuse_loss.chunks, "CLASSES", 5)
 
     @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import opfuse
 from opfuse import ops
 from opfuse.core.authoring import saved_bytes
+from opfuse.ops import _blocks
 from opfuse.testing import recipes
 from opfuse.testing.machine import is_interpreting
 
@@ -30,8 +31,8 @@ def few_rows_at_once(monkeypatch):
     monkeypatch.setattr(chunks, "LEAST_ROWS", CHUNK)
     monkeypatch.setattr(chunks, "MOST_ROWS", CHUNK)
     monkeypatch.setattr(chunks, "LOGITS", 1)
-    monkeypatch.setattr(opfuse.ops._blocks, "LEAST", 0)
-    monkeypatch.setattr(opfuse.ops._blocks, "BLOCK", 2 * CLASSES)
+    monkeypatch.setattr(_blocks, "LEAST", 0)
+    monkeypatch.setattr(_blocks, "BLOCK", 2 * CLASSES)
     monkeypatch.setattr(chunks, "CLASSES", 16)
     with opfuse.plugins.using("loss"):
         yield

@@ -12,8 +12,7 @@ from opfuse import ops
 from opfuse.core import tuning_table as tables
 from opfuse.core.engine.facts import counting, describe
 from opfuse.core.fusible import FusibleOperation
-from opfuse.core.introspection import op_class
-from opfuse.core.isolation import standing_for
+from opfuse.core.introspection import op_class, standing_for
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.precision import matmul_precision

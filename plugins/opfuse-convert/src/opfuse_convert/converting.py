@@ -12,12 +12,12 @@ from torch import nn
 from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import sharded_classes
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
-from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 from opfuse.core.sequential import Sequential
 from opfuse.core.settings import current
+from opfuse.report.isolation import sharded_classes
+from opfuse.report.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 
 from .building import ORDINARY, by_reading
 from .converted_forward import ConvertedForward

@@ -13,9 +13,9 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
-from opfuse.core.isolation import isolated, parametrizations
 from opfuse.core.layout import is_dtensor
 from opfuse.core.settings import Settings, current
+from opfuse.report.isolation import isolated
 
 from .converter import Conversion
 from .grammar import MISSING, Attributes, Place, key_place
@@ -175,7 +175,9 @@ def calm(module: nn.Module) -> Iterator[None]:
     """
     values = current.values
     options = tuple([pair for pair in values.options if pair[0] not in ("invariant", "locked")])
-    with isolated(*parametrizations([module])), contextlib.ExitStack() as stack:
+    # not by attribute: a module may have a __getattr__ of its own
+    computed = [each._modules.get("parametrizations") for each in module.modules()]
+    with isolated(*filter(None, computed)), contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         kinds = {"cpu", *[param.device.type for param in module.parameters()]}

@@ -20,7 +20,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse.core.introspection import CONVERTED
-from opfuse.core.replaced_forward import KEPT_AS, MEMORY
+from opfuse.report.replaced_forward import KEPT_AS, MEMORY
 
 _OWN, _BELOW = "_opfuse_forward", "_opfuse_below"
 """The names under which a layer keeps its forward, whatever a base put around it, and its class."""

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opfuse import ops
-from opfuse.core.introspection import op_class
-from opfuse.core.isolation import standing_for
+from opfuse.core.introspection import op_class, standing_for
 from opfuse.core.op import BasicOperation
 
 from . import probing

@@ -14,10 +14,10 @@ from torch.nn.utils import parametrizations, parametrize
 from opfuse import ops
 from opfuse.core.environment import Environment
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import isolated
 from opfuse.core.op import BasicOperation
 from opfuse.core.plugins import using
 from opfuse.core.settings import current
+from opfuse.report.isolation import isolated
 from opfuse.tuning.comparing import differ
 
 from .converter import Conversion, Converter

@@ -12,8 +12,8 @@ from torch import nn
 
 from opfuse.core.authoring import saved_bytes
 from opfuse.core.introspection import op_class
-from opfuse.core.isolation import isolated
 from opfuse.core.settings import Recorder
+from opfuse.report.isolation import isolated
 from opfuse.tuning.whole import switched_off
 
 from .building import NOTHING, ORDINARY

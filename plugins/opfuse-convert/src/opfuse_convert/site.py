@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from opfuse.core.replaced_forward import KEPT_AS
+from opfuse.report.replaced_forward import KEPT_AS
 
 from .converter import Conversion
 from .grammar import Place, table

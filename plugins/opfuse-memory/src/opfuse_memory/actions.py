@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opfuse.core.context_managers import checkpoint_contexts, options
 from opfuse.core.introspection import hook_kinds
-from opfuse.core.isolation import Traces
-from opfuse.core.replaced_forward import KEPT_AS, MEMORY
+from opfuse.report.isolation import Traces
+from opfuse.report.replaced_forward import KEPT_AS, MEMORY
 from opfuse.tuning.job import one_line
 
 _FIXED = (

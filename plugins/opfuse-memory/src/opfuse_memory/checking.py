@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opfuse.core.engine.checks import tensors_in
-from opfuse.core.replaced_forward import MEMORY, replaced_forwards
+from opfuse.report.replaced_forward import MEMORY, replaced_forwards
 from opfuse.tuning.comparing import Exact, differ, gradients, in_fp64
 from opfuse.tuning.job import one_line
 from opfuse.tuning.tolerance import difference

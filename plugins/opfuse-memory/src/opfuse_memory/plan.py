@@ -9,9 +9,9 @@ from xml.sax.saxutils import escape
 
 from torch import nn
 
-from opfuse.core.replaced_forward import MEMORY, replaced_forward
 from opfuse.report.lines import as_bytes, counted, table, wrap
 from opfuse.report.picture import write
+from opfuse.report.replaced_forward import MEMORY, replaced_forward
 
 from .actions import Action, ModuleMemory, attach, put_on, take_off
 

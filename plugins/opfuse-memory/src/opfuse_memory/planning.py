@@ -13,10 +13,10 @@ from torch import nn
 
 from opfuse.core.authoring import saved_bytes
 from opfuse.core.context_managers import options
-from opfuse.core.isolation import isolated
 from opfuse.core.layout import is_dtensor
-from opfuse.core.replaced_forward import MEMORY, replaced_forwards
+from opfuse.report.isolation import isolated
 from opfuse.report.lines import as_bytes, wrap
+from opfuse.report.replaced_forward import MEMORY, replaced_forwards
 from opfuse.tuning.timing import MOST_NOISE
 from opfuse.tuning.whole import switched_off
 

@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from opfuse.core.engine.checks import tensors_in
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import hook_kinds, op_class
-from opfuse.core.isolation import Traces, is_equal
-from opfuse.core.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 from opfuse.core.sequential import Sequential
+from opfuse.report.isolation import Traces, is_equal
+from opfuse.report.replaced_forward import KEPT_AS, MEMORY, replaced_forward
 
 from .actions import AsItIsError, put_on, take_off, take_tensors
 

@@ -22,17 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .fusible import FusibleOperation
-from .introspection import CONVERTED
-from .layout import is_dtensor
-from .overwriting import without_modes
-from .quantization import Quantizer
-from .quantization.state import QuantizerStates
+from ..core.fusible import FusibleOperation
+from ..core.introspection import CONVERTED
+from ..core.layout import is_dtensor
+from ..core.overwriting import without_modes
+from ..core.quantization import Quantizer
+from ..core.quantization.state import QuantizerStates
+from ..core.settings import is_captured
 from .replaced_forward import KEPT_AS, MEMORY, ReplacedForward
-from .settings import is_captured
 
 _CONTAINERS = (
     *(dict, collections.OrderedDict, collections.defaultdict, collections.Counter),
@@ -91,28 +90,6 @@ def isolated(*owners: Any, who: str = "") -> Iterator[None]:
             with torch.no_grad():
                 for restore in restores:
                     restore()
-
-
-def standing_for(module: nn.Module, name: str) -> Any:
-    """A tensor of the shape and dtype of a parameter of a module, without running any of its code.
-
-    Reading a parametrized one runs its parametrization, which may count, draw, or have a state, as
-    spectral norm does. If that may give another shape than it gets, it runs isolated.
-    """
-    if not parametrize.is_parametrized(module, name):
-        return getattr(module, name)
-    of: Any = module.parametrizations[name]  # type: ignore[index]
-    if of.is_tensor and not of.unsafe and not any(hasattr(p, "right_inverse") for p in of):
-        return of.original
-    with isolated(of), torch.no_grad():
-        return getattr(module, name)
-
-
-def parametrizations(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """What computes parameters of modules, and of those inside."""
-    every = dict.fromkeys(inner for module in modules for inner in module.modules())
-    found = [module._modules.get("parametrizations") for module in every]  # runs no __getattr__
-    return [each for each in found if each is not None]
 
 
 # What a run of a model may change
