@@ -281,8 +281,11 @@ def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
         return y, *torch.autograd.grad(y.square().sum(), [x, *chain.parameters()])
 
     separate = results(None)
-    plugin = type("Plugin", (), {name: staticmethod(namespace[name]) for name in names})()
-    opfuse.plugins.register(plugin, name="example")
+    for tool in (False, True):
+        given = [name for name in names if name.startswith("opfuse_wrap_") is tool]
+        plugin = type("Plugin", (), {name: staticmethod(namespace[name]) for name in given})()
+        opfuse.plugins.register(plugin, name="example", tool=tool)
+    chain = opfuse.Sequential(*chain)  # a call is wrapped when its chain is captured
     torch.testing.assert_close(results(None), separate)
     plan = opfuse.explain(chain, x).to_dict()
     assert [s["fusion"] for s in plan["forward"]] == [None, "BiasReLU", "TwiceScaled"]
@@ -290,6 +293,7 @@ def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
     coarse = results(opfuse.plugins.recipes()["rounding"](step=0.5))
     assert not torch.equal(coarse[0], separate[0])
     torch.testing.assert_close(coarse[0], separate[0], atol=30.0, rtol=0.0)
+    assert len(namespace["counts"]) == 1 and namespace["seconds"]["BiasReLUGrad"] > 0.0
 
 
 def test_every_environment_variable_has_its_row():

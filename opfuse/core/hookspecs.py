@@ -196,6 +196,11 @@ def opfuse_wrap_call(chain: Chain | None, module: Module | None, run: Run) -> Ru
     chains, and for an op that does, ``chain`` is None, and ``module`` is that module.
 
     Example:
+        import collections
+
+        counts = collections.Counter()
+
+
         @opfuse.hookimpl
         def opfuse_wrap_call(chain, run):
             def counted(*args, **kwargs):
@@ -267,6 +272,11 @@ def opfuse_wrap_step(step: Step, pass_name: str, facts: Facts, run: Run) -> Run 
             ``fuser_recompute``.
 
     Example:
+        import time
+
+        seconds = collections.Counter()
+
+
         @opfuse.hookimpl
         def opfuse_wrap_step(step, run):
             def timed(*args, **kwargs):
