@@ -82,7 +82,9 @@ _GIVEN_BY = {
     ),
     "opfuse": ("option debug",),
     "opfuse-distributed": ("opfuse.check_ranks",),
-    "opfuse-quantized": ("opfuse.quantized_model_init", "opfuse.watch_quantization"),
+    "opfuse-quantized": (
+        "opfuse.QuantizedActivation", "opfuse.quantized_model_init", "opfuse.watch_quantization",
+    ),
     "opfuse-plugin-fp8": (
         "opfuse.from_te_extra_state",
         "fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4",

@@ -191,8 +191,8 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 6800,  # 330 for ranks, 135 for programs: the seams take back 2,700
-    "opfuse.ops": 3990,  # 700 for several processes, 300 for log-probabilities, 80 for samples
+    "opfuse.core": 6525,  # 330 for ranks, 135 for programs: the seams take back 2,500
+    "opfuse.ops": 4125,  # 700 for several processes, 300 for log-probabilities, 160 for groups of rows, 80 for samples
     "opfuse.report": 985,  # 270 for isolation and 117 for replaced forwards, which came out of the core
     "opfuse.tuning": 1170,  # 40 for what plans depend on, which was in the core; 50 for processes that tune together
     "opfuse.testing": 4280,  # 700 for ranks that are simulated, and the suite that runs on them; 180 to take back
@@ -200,7 +200,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse_triton": 3602,
     "opfuse_convert": 3310,
     "opfuse_memory": 1030,  # 165 for what is compiled, and how it is compared
-    "opfuse_quantized": 950,
+    "opfuse_quantized": 1100,  # 150 for tensors over codes, which the core had
     "opfuse_linear": 1375,
     "opfuse_loss": 1870,  # 600 for losses of preferences and rewards
 }

@@ -44,22 +44,42 @@ def test_loading_the_ops_outdates_no_plan():
     assert python(code) == "0"
 
 
+HIDE = "from opfuse.core.records import metadata; found = [d for d in metadata.distributions() "
+HIDE += "if not d.name.startswith('opfuse-')]; metadata.distributions = lambda: found; "
+HIDE += "import opfuse; opfuse.plugins.manager.discover(opfuse.plugins.manager.packages); "
+
+
 def test_names_of_a_package_that_is_not_installed_are_not_offered():
-    hide = "from opfuse.core.records import metadata; found = [d for d in metadata.distributions() "
-    hide += "if not d.name.startswith('opfuse-')]; metadata.distributions = lambda: found; "
-    hide += "import opfuse; opfuse.plugins.manager.discover(opfuse.plugins.manager.packages); "
     code = "from opfuse import *; print({'explain', 'tune'} <= {*dir(opfuse)}, 'convert' in dir(opfuse))"
-    assert python(hide + code) == "True False"
+    assert python(HIDE + code) == "True False"
     assert {"convert", "converted", "revert"} <= {*dir(opfuse)} or not importlib.util.find_spec(
         "opfuse_convert"
     )
     for name, package in {
         "convert": "opfuse-convert",
         "quantized_model_init": "opfuse-quantized",
+        "QuantizedActivation": "opfuse-quantized",
         "from_te_extra_state": "opfuse-plugin-fp8",
     }.items():
-        said = f"{hide}\ntry: opfuse.{name}\nexcept ImportError as error: print(error)"
+        said = f"{HIDE}\ntry: opfuse.{name}\nexcept ImportError as error: print(error)"
         assert f"opfuse.{name} needs the package {package}, which is not installed" in python(said)
+
+
+def test_what_leaves_a_chain_quantized_needs_a_package():
+    """A chain that uses its codes itself needs none."""
+    code = """
+import torch
+from opfuse import ops, testing
+from opfuse.testing import recipes
+
+x = torch.randn(4, 4)
+with recipes.offered(), opfuse.plugins.using(recipes.NAME), opfuse.autocast(testing.PerTensor()):
+    assert type(opfuse.Sequential(ops.Quantize(), ops.BasicLinear(4, 4))(x)) is torch.Tensor
+    try: opfuse.Sequential(ops.Quantize())(x)
+    except ImportError as error: print(error)
+"""
+    said = "opfuse.QuantizedActivation needs the package opfuse-quantized, which is not installed"
+    assert python(HIDE + code).startswith(said)
 
 
 def test_import_adds_little_to_torch():

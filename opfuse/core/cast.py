@@ -94,10 +94,9 @@ class Quantize(PassThrough):
     where fusions can take it, or is a step of its own. Next to an op that quantizes, it leaves the
     cast to that op.
 
-    A chain that ends with it returns a :class:`~opfuse.core.quantization.QuantizedActivation`; one
-    that begins with it and quantizes in backward returns such a gradient. A chain whose first op
-    quantizes its input takes the codes as they are, if it would make the same itself.
-    ``torch.compile`` gets their values.
+    A chain that ends with it returns an ``opfuse.QuantizedActivation``; one that begins with it and
+    quantizes in backward returns such a gradient. A chain whose first op quantizes its input takes
+    the codes as they are, if it would make the same itself. ``torch.compile`` gets their values.
 
     Args:
         forward: Quantize the tensor in forward.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .op_context import AllGrads, Extras, ModuleCache, OperationContext, Outputs
-from .quantization import Quantizer, parameter
+from .quantization import Quantizer, coded_tensor
 from .quantization.names import remember
 from .quantization.state import entries_of
 from .settings import current
@@ -289,10 +289,10 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        parameter.save(self, destination, prefix, keep_vars)
+        coded_tensor.save(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        parameter.load(self, state_dict, prefix, args[-1])
+        coded_tensor.load(self, state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _replicate_for_data_parallel(self) -> NoReturn:

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage, dequantize
+from ..core.quantization import (
+    COLUMNWISE,
+    ROWWISE,
+    QuantizedTensor,
+    Quantizer,
+    Usage,
+    WeightCache,
+    dequantize,
+)
 from ..core.quantization.quantizer import same_quantizer
+from ..core.quantization.weights import may_remember
 from ..core.settings import current
 from ._common import rows_of
 
@@ -52,7 +61,7 @@ def quantized_operands(
     first, last = ctx.quantizers[names[0]], ctx.quantizers[names[-1]]
     shared = len(names) > 1 and (first._recording or first) is (last._recording or last)
     if shared and all([same_quantizer(first, ctx.quantizers[name]) for name in names]):
-        weights = [ctx.weights.quantized_parts(names, params, first, usage)]
+        weights = [_as_rows_of_one(ctx.weights, names, params, first, usage)]
     else:
         weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
     if ctx.requires_grad:
@@ -65,6 +74,28 @@ def quantized_operands(
         kept = wgrad, *[dgrad] * len(names)
         ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
     return x, weights
+
+
+def _as_rows_of_one(
+    cache: WeightCache,
+    names: Sequence[str],
+    params: Sequence[Tensor],
+    quantizer: Quantizer,
+    usage: Usage,
+) -> QuantizedTensor:
+    """Weights that are cast as the rows of one matrix, or that were, if all are as they were."""
+    known = all([may_remember(param, quantizer) for param in params])
+    pairs = list(zip(names, params, strict=True)) if known else []
+    found = [cache.reusable(name, param, quantizer) for name, param in pairs]
+    first = found[0] if found else None
+    if first is not None and all([each is first for each in found]):
+        if first.usage.covers(usage):
+            return first
+        usage = Usage(*map(max, usage, first.usage))
+    made = quantizer.quantize_parts(params, usage)
+    for name, param in pairs:
+        cache.remember(name, param, quantizer, made)
+    return made
 
 
 def quantized_backward(

@@ -12,16 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core.op_context import OperationContext
-from ..core.quantization import COLUMNWISE, QuantizedTensor, Usage
-from ..core.quantization.grouped import RowGroups
+from ..core.quantization import COLUMNWISE, QuantizedTensor, Quantizer, Usage
 from ..core.quantization.state import quantizer_names
+from ..core.settings import current
 from ._common import rows_of
 from ._products import quantized_backward, quantized_operands, tiled
 from .grouped import Groups
+from .row_groups import RowGroups
 
 _NAMES = "input", "weight", "grad_output"
 
@@ -90,15 +92,24 @@ class QuantizedGroups:
         if ends is None:
             inner = math.prod(x.shape[1:-1])
             ends = torch.tensor(self._counts, dtype=torch.int64).cumsum(0) * inner
-        return quantizers[0].quantize_groups(x, ends.to(x.device, torch.int32), usage, quantizers)
+        ends = ends.to(x.device, torch.int32)
+        made: RowGroups | None = quantizers[0].quantize_groups(x, ends, usage, quantizers)
+        return made
 
     def _weights_at_once(self, usage: Usage) -> Sequence[QuantizedTensor]:
-        """The weights of all groups, quantized."""
-        ctx = self._ctx
-        assert ctx.weights is not None
-        quantizers = [ctx.quantizers[name] for name in self._weights]
+        """The weights of all groups, quantized: at once, if it can be."""
+        ctx, names = self._ctx, self._weights
+        cache = ctx.weights
+        assert cache is not None
+        quantizers = [ctx.quantizers[name] for name in names]
+        known = current.weights == "cached" and not cache.entries().keys().isdisjoint(names)
         params = ctx.params[: self._count]
-        return ctx.weights.quantized_groups(self._weights, params, quantizers, usage)
+        made = None if known else _cast_at_once(params, quantizers, usage)
+        if made is None:
+            return [group.quantized_weight(usage, name="weight", index=0) for group in self._each]
+        for i, name in enumerate(names):
+            cache.remember(name, params[0 if self._stacked else i], quantizers[i], made[i])
+        return made
 
     def _one_by_one(self, x: Tensor, saved: list[Any]) -> Iterator[tuple[Any, Any]]:
         """Input and weight of each group, cast by itself; saves what the backward needs."""
@@ -211,6 +222,30 @@ class QuantizedGroups:
         inner = math.prod(tensor.shape[1:-1])
         quantizers = [self._ctx.quantizers[name] for name in names]
         return tensor.cut([count * inner for count in self._counts], quantizers)
+
+
+def _cast_at_once(
+    weights: Sequence[Tensor], quantizers: Sequence[Quantizer], usage: Usage
+) -> Sequence[QuantizedTensor] | None:
+    """Matrices that are cast at once; None: each has to be cast by itself.
+
+    Args:
+        weights: One for each group, of one shape; or one parameter with all matrices.
+        quantizers: That of each matrix.
+        usage: The copies that are needed.
+    """
+    if is_compiling() or not quantizers[0].casts_groups:
+        return None
+    kinds = {(type(w) in (Tensor, nn.Parameter), w.shape, w.dtype, w.device) for w in weights}
+    if len(kinds) > 1 or not next(iter(kinds))[0]:
+        return None
+    whole = weights[0] if weights[0].ndim == 3 else torch.cat([w.detach() for w in weights])
+    count, rows = len(quantizers), whole.shape[:-1].numel() // len(quantizers)
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=whole.device) * rows
+    made = quantizers[0].quantize_groups(whole.detach().flatten(0, -2), ends, usage, quantizers)
+    parts = None if made is None else made.cut([rows] * count, quantizers)
+    # a format may fill up what a weight must have
+    return None if parts is None or parts[0].shape[0] != rows else parts
 
 
 class _Group:

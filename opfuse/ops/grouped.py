@@ -55,7 +55,7 @@ class Groups(NamedTuple):
         return _loop(self.counts, x, weights, biases)
 
     # Products of quantized rows and weights, for a fusion to override. The rows are one tensor,
-    # :class:`opfuse.core.quantization.grouped.GroupedTensor`. Each rounds its result once. None:
+    # :class:`opfuse.ops.row_groups.GroupedTensor`. Each rounds its result once. None:
     # the dequantized values have to be multiplied, group by group.
 
     def coded_products(

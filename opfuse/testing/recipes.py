@@ -30,9 +30,9 @@ from ..core.quantization import (
     nothing_recorded,
 )
 from ..core.quantization.formats import ScaledTensor, copy_to_read, untransposed
-from ..core.quantization.grouped import GroupedTensor, cast_each
 from ..core.recipes import CACHE_RECIPE
 from ..core.records import PluginRecord
+from ..ops.row_groups import GroupedTensor, cast_each
 
 _Out = QuantizedTensor | None
 OVERRIDES = (None, "high_precision", "dequantized")

@@ -16,7 +16,7 @@ from ..cast import Cast
 from ..fusible import declared
 from ..introspection import op_class
 from ..quantization import Quantizer
-from ..quantization.parameter import note_of
+from ..quantization.coded_tensor import note_of
 from .chain import Chain
 from .edges import Edges, View
 from .facts import Facts

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .. import quantization
 from ..cast import Cast
 from ..extra_dtypes import is_kind, refuse_kind
 from ..op_context import OperationContext, summed
-from ..quantization import QuantizedTensor, Quantizer, Usage
-from ..quantization.activation import entering, leaving, plain
+from ..quantization import QuantizedTensor, Quantizer, Recipe, Usage
+from ..quantization.coded_tensor import entering, plain
 from ..quantization.quantizer import same_quantizer
 from ..settings import current
 from . import checks
@@ -24,7 +25,7 @@ from .step import Step
 if TYPE_CHECKING:
     from .program import Program
 
-__all__ = ["entering", "leaving", "plain", "summed"]
+__all__ = ["entering", "plain", "summed"]
 
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
@@ -244,6 +245,21 @@ def refuse_width(op: Any, width: int, x: Tensor) -> NoReturn:
     """Refuse a tensor of another width."""
     who = f"{type(op).__name__} expected {width} features in the last dimension"
     raise ValueError(f"{who}, got shape {tuple(x.shape)}")
+
+
+def leaving(recipe: Recipe | None, x: QuantizedTensor) -> Tensor:
+    """The output of a chain, if its last op, or its first, asks for a quantized one.
+
+    Args:
+        recipe: The recipe; None: a plain tensor is wanted, as while ``torch.compile`` traces.
+        x: The computed tensor.
+
+    Raises:
+        ImportError: The package is missing that has tensors over codes.
+    """
+    if recipe is None or not getattr(x.quantizer, "quantizes", False):
+        return x.dequantize()
+    return quantization.QuantizedActivation(x, recipe)  # type: ignore[no-any-return]
 
 
 # Extra tensors

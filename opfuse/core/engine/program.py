@@ -24,8 +24,7 @@ from ..hookspecs import Run
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
-from ..quantization.activation import brings_codes
-from ..quantization.parameter import dequantized
+from ..quantization.coded_tensor import brings_codes, dequantized
 from ..quantization.scale_update import current_backward, in_backward
 from .chain import Chain
 from .facts import Facts

@@ -6,9 +6,11 @@ The core ships no recipe. A plugin offers recipes through the hook ``opfuse_reci
 quantizers through ``opfuse_quantizer``.
 """
 
-from .activation import QuantizedActivation
+import sys
+from typing import Any
+
+from .coded_tensor import CodedTensor, QuantizedParameter
 from .formats import QuantizedTensor, Usage
-from .parameter import QuantizedParameter
 from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded, unchanged
 from .recipe import QuantizerRole, Recipe
 from .weights import WeightCache
@@ -17,7 +19,7 @@ __all__ = [
     "BOTH",
     "COLUMNWISE",
     "ROWWISE",
-    "QuantizedActivation",
+    "CodedTensor",
     "QuantizedParameter",
     "QuantizedTensor",
     "Quantizer",
@@ -29,3 +31,10 @@ __all__ = [
     "nothing_recorded",
     "unchanged",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The class of what leaves a chain quantized, which another package gives to ``opfuse``."""
+    if name != "QuantizedActivation":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(sys.modules["opfuse"], name)

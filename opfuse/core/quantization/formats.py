@@ -2,7 +2,7 @@
 
 A format is a contract between packages: a kernel in one package writes what a GEMM in another
 reads. It holds plain tensors, and no recipe. The page "Formats" of the documentation has a
-table for each. Those with a scale for each block are in the package opfuse-quantized.
+table for each. Those with a scale for each block are in another package.
 
 Two rules hold for every format. A tensor counts as a matrix of ``rows`` by ``columns``: its last
 dimension is the columns, all others together are the rows. And the columnwise copy of a matrix is

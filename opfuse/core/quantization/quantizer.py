@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from .formats import QuantizedTensor, ScaledTensor, Usage
-from .grouped import RowGroups
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 BOTH = Usage(True, True)
@@ -60,7 +59,7 @@ class Quantizer(ABC):
 
     def quantize_groups(
         self, tensor: Tensor, ends: Tensor, usage: Usage, quantizers: Sequence[Quantizer]
-    ) -> RowGroups | None:
+    ) -> Any:
         """Quantize groups of rows at once, each as its own quantizer does: to the same codes.
 
         Args:
@@ -70,7 +69,8 @@ class Quantizer(ABC):
             quantizers: The quantizer of each group; this is the first.
 
         Returns:
-            Codes, a scale for each group, and ``ends`` itself. None: it cannot, and has recorded
+            A quantized tensor with a scale for each group, and ``ends`` itself, which a method
+            ``cut`` divides (:mod:`opfuse.ops.row_groups`). None: it cannot, and has recorded
             nothing; then each group is cast by itself.
         """
         return None
@@ -251,31 +251,11 @@ def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
     """Return whether two quantizers are the same, recording or not."""
     if one is None or other is None:
         return False
-    return one is other or _original(one) is _original(other)
+    return one is other or original(one) is original(other)
 
 
-def makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
-    """Return whether two quantizers make the same codes, apart from state and tensor names."""
-    if one is None or other is None or type(one := _original(one)) is not type(_original(other)):
-        return False
-    other = _original(other)
-    state = {*one.state_names, "_recording", "_shared"}
-    fields = [
-        {k: v for k, v in vars(each).items() if k not in state and not isinstance(v, str)}
-        for each in (one, other)
-    ]
-    same = one.describe() == other.describe() and fields[0].keys() == fields[1].keys()
-    return same and all(_equal(value, fields[1][name]) for name, value in fields[0].items())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether a field of two quantizers is equal; of a role, only the tensor type."""
-    one, other = (getattr(value, "tensor_type", value) for value in (one, other))
-    known = isinstance(one, Hashable) and not isinstance(one, Tensor)
-    return one is other or (known and type(one) is type(other) and bool(one == other))
-
-
-def _original(quantizer: Quantizer) -> Quantizer:
+def original(quantizer: Quantizer) -> Quantizer:
+    """The quantizer that records, which one may be a copy of that does not; or itself."""
     return quantizer._recording or quantizer
 
 

@@ -15,8 +15,8 @@ from torch.autograd import Variable
 
 from ..ranks import Group, Pass
 from ..settings import current, is_captured
+from .coded_tensor import held_by
 from .names import matching
-from .parameter import held_by
 from .quantizer import CALIBRATING, Quantizer
 from .recipe import Recipe
 
@@ -130,7 +130,7 @@ class Block:
             if failed or not (torch.is_grad_enabled() or recipe in self._calibrating):
                 for op in of.ops:
                     # nothing was recorded for quantized parameters in this block
-                    apart = [param.quantizer for param in held_by(op).values()]
+                    apart = [param.quantized.quantizer for param in held_by(op).values()]
                     for quantizer in op._quantizers.of_mode(op, recipe, "forward"):
                         if all(quantizer is not one for one in apart):
                             quantizer.discard()

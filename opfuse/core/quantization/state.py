@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..settings import current, is_captured
+from .coded_tensor import QuantizedParameter, held_by
 from .names import matching
-from .parameter import QuantizedParameter, held_by
 from .quantizer import Quantizer
 from .recipe import QuantizerRole, Recipe
 
@@ -115,7 +115,7 @@ class QuantizerStates:
         if known is not None and not held:
             return known
         lives = living_weights(op).items() if held else ()
-        theirs = {name: param.quantizer for name, param in lives if param.recipe == recipe}
+        theirs = {name: p.quantized.quantizer for name, p in lives if p.recipe == recipe}
         if known is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
             return known

@@ -16,7 +16,7 @@ import opfuse
 from opfuse import ops, testing
 from opfuse.core.quantization import BOTH, Quantizer
 from opfuse.core.quantization.formats import ScaledTensor
-from opfuse.core.quantization.grouped import cast_each
+from opfuse.ops.row_groups import cast_each
 from opfuse.testing import assert_close, interpreter, machine
 from opfuse.testing.recipes import offered
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opfuse import ops
 from opfuse.core.quantization import BOTH, ROWWISE, QuantizedTensor, Usage
-from opfuse.core.quantization.grouped import counts_of
+from opfuse.ops.row_groups import counts_of
 
 from . import delayed, formulas, library, twins
 from .kernels import launch, launch_groups, launch_norms, scales

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from opfuse.core.quantization import QuantizedTensor, Usage
-from opfuse.core.quantization.grouped import RowGroups
+from opfuse.ops.row_groups import RowGroups
 
 from .conditions import DTYPES, PLAIN, of_quantizer
 from .quantizers import DelayedQuantizer, MXQuantizer

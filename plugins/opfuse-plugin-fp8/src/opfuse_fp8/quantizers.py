@@ -17,7 +17,7 @@ from opfuse import Quantizer, QuantizerRole
 from opfuse.core.authoring import is_captured
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
-from opfuse.core.quantization.grouped import RowGroups, cast_each
+from opfuse.ops.row_groups import RowGroups, cast_each
 
 from . import casts
 from .twins import Into

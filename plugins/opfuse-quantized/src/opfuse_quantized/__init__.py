@@ -1,4 +1,4 @@
-"""Shared by recipes: formats with a scale for each block, stored weights, a look at each cast.
+"""Shared by recipes: formats with a scale for each block, tensors over codes, a look at each cast.
 
 Users call ``opfuse.quantized_model_init`` and ``opfuse.watch_quantization``. Authors of a recipe,
 or of a kernel that reads its tensors, find the formats in :mod:`opfuse_quantized.formats`.
@@ -10,11 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .activation import QuantizedActivation as QuantizedActivation
     from .model_init import quantized_model_init as quantized_model_init
     from .watching import watch_quantization as watch_quantization
     from .weight import QuantizedWeight as QuantizedWeight
 
 _WHERE = {
+    "QuantizedActivation": "activation",
     "QuantizedWeight": "weight",
     "quantized_model_init": "model_init",
     "watch_quantization": "watching",

@@ -8,18 +8,21 @@ later.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedParameter, QuantizedTensor
+from opfuse.core.quantization import QuantizedTensor
 from opfuse.core.recipes import recipe_name
 
-from .codes import alike
+from .codes import alike, values_of
+
+if TYPE_CHECKING:
+    from .weight import QuantizedWeight
 
 
-def entries(weight: QuantizedParameter) -> dict[str, Tensor]:
+def entries(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The entries in addition to the values, without their prefix."""
     text = json.dumps(_description(weight), sort_keys=True).encode()
     parts = {name: part for name, part in _parts(weight).items() if part is not None}
@@ -29,7 +32,7 @@ def entries(weight: QuantizedParameter) -> dict[str, Tensor]:
 
 
 def read_codes(
-    weight: QuantizedParameter, codes: dict[str, Any], values: Tensor, device: torch.device
+    weight: QuantizedWeight, codes: dict[str, Any], values: Tensor, device: torch.device
 ) -> QuantizedTensor | None:
     """Read codes and scales in the layout of a weight; None: the values are to be quantized.
 
@@ -65,12 +68,12 @@ def read_codes(
     return made
 
 
-def _description(weight: QuantizedParameter) -> dict[str, Any]:
+def _description(weight: QuantizedWeight) -> dict[str, Any]:
     recipe = weight.recipe.to_json(recipe_name(weight.recipe))
     return {"format": type(weight.quantized).__name__, "recipe": recipe}
 
 
-def _parts(weight: QuantizedParameter) -> dict[str, Tensor | None]:
+def _parts(weight: QuantizedWeight) -> dict[str, Tensor | None]:
     """The tensors of a weight and of its quantizer's state, by the names of their entries."""
     quantized, quantizer = weight.quantized, weight.quantizer
     parts = dict(zip(quantized.tensor_names, quantized.tensors(), strict=True))
@@ -104,6 +107,6 @@ def _equal_bits(made: QuantizedTensor, values: Tensor) -> bool:
     """Return whether codes equal values bit for bit, in the dtype of the values."""
     if not values.is_floating_point() or values.is_meta:
         return False
-    wide = made.of_dtype(values.dtype).dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE)
+    wide = values_of(made.of_dtype(values.dtype))
     pair = [t.contiguous().view(-1).view(torch.uint8) for t in (wide, values)]
     return torch.equal(pair[0], pair[1].to(pair[0].device))

@@ -18,6 +18,11 @@ def place_state(quantizer: Quantizer, device: torch.device) -> None:
             setattr(quantizer, name, getattr(quantizer, name).to(device))
 
 
+def values_of(quantized: QuantizedTensor) -> Tensor:
+    """The values of codes, from one of their copies."""
+    return quantized.dequantize(ROWWISE if quantized.usage.rowwise else COLUMNWISE)
+
+
 def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> QuantizedTensor:
     """Cast values exactly if the quantizer can; otherwise as if it had already seen them.
 
@@ -35,7 +40,7 @@ def settled(quantizer: Quantizer, recipe: Any, values: Tensor, usage: Usage) -> 
         return quantizer.quantize(values, usage)
     quantizer.discard()
     made = quantizer.quantize(values, usage)
-    exact = (made.dequantize(ROWWISE if made.usage.rowwise else COLUMNWISE) == values).all()
+    exact = (values_of(made) == values).all()
     fitted = with_own_state(quantizer)
     recipe.update([fitted], None)
     for name in quantizer.state_names:  # nothing is read by the host

@@ -1,4 +1,4 @@
-"""MX blocks of groups of rows, as one quantized tensor; :mod:`opfuse.core.quantization.grouped`."""
+"""MX blocks of groups of rows, as one quantized tensor; :mod:`opfuse.ops.row_groups`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opfuse.core.quantization.formats import (
     check_tensor,
     matrix_of,
 )
-from opfuse.core.quantization.grouped import RowGroups, cut_columns, room
+from opfuse.ops.row_groups import RowGroups, cut_columns, room
 
 from .formats import MXTensor
 
@@ -38,7 +38,7 @@ class GroupedMXTensor(RowGroups):
         rowwise_data: e4m3fn or e5m2 values in the logical shape.
         rowwise_scale_inv: float8_e8m0fnu, ``(rows, columns / 32)``.
         columnwise_data: The transposed values of each group, see
-            :class:`opfuse.core.quantization.grouped.RowGroups`.
+            :class:`opfuse.ops.row_groups.RowGroups`.
         columnwise_scale_inv: float8_e8m0fnu, ``(columns, height / 32)`` of each group likewise.
         ends: The row at which each group ends: int32, ``(groups,)``.
     """

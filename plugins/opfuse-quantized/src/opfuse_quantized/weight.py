@@ -10,17 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from opfuse.core.quantization import ROWWISE, QuantizedParameter, QuantizedTensor, Recipe, Usage
+from opfuse.core.quantization import (
+    ROWWISE,
+    QuantizedParameter,
+    QuantizedTensor,
+    Quantizer,
+    Recipe,
+    Usage,
+)
 from opfuse.core.quantization.quantizer import with_own_state
 
 from . import checkpoint, sharding
-from .codes import alike, as_bytes, overwrite, settled
+from .codes import alike, as_bytes, overwrite, settled, values_of
+from .over_codes import TensorOverCodes, Values
 
 _aten = torch.ops.aten
 _WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class QuantizedWeight(QuantizedParameter):
+class QuantizedWeight(TensorOverCodes, QuantizedParameter):
     """A tensor that is stored quantized, and read as its dequantized values.
 
     Any operation of torch sees the dequantized values. One that writes into it computes with them,
@@ -45,9 +53,8 @@ class QuantizedWeight(QuantizedParameter):
     """
 
     wanted: Usage
+    note: str
     _init_val: Tensor | None
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -70,8 +77,11 @@ class QuantizedWeight(QuantizedParameter):
         made.wanted, made.note = quantized.copies, ""
         return made
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer of new values: that of the op's weight, after the op has run."""
+        made: Quantizer = self.quantized.quantizer
+        return made
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The plain tensors that store it."""
@@ -84,7 +94,7 @@ class QuantizedWeight(QuantizedParameter):
             dtype: The dtype to which the exact values are rounded, once; None: its own.
         """
         if torch.is_grad_enabled():
-            return _Dequantize.apply(self, dtype)  # type: ignore[no-any-return,no-untyped-call]
+            return Values.apply(self, lambda param: _values(param, dtype))  # type: ignore[no-any-return,no-untyped-call]
         return _values(self, dtype)
 
     def requantize_(self, values: Tensor) -> QuantizedWeight:
@@ -97,6 +107,40 @@ class QuantizedWeight(QuantizedParameter):
             overwrite(self.quantized, _cast_for(self, values))
         return self
 
+    # In an op; see :class:`opfuse.core.quantization.QuantizedParameter`
+
+    def for_call(self, recipe: Recipe | None, usage: Usage, who: str) -> QuantizedTensor:
+        """The codes and scales, for a product under the recipe in force."""
+        if recipe != self.recipe:
+            raise RuntimeError(
+                f"{who} is quantized by another recipe: it lives as {self.recipe}, and the recipe "
+                f"in force is {recipe}; run it under the first, or without opfuse.autocast, where "
+                f"it is dequantized"
+            )
+        if not self.quantized.usage.covers(usage):
+            raise RuntimeError(
+                f"{who} expected copies for {usage}, got {self.quantized!r}: build the model with "
+                f"grad mode on, or run it under torch.no_grad"
+            )
+        return self.quantized
+
+    def check_plan(self, op: Any, name: str, quantizes: bool, env: Any) -> None:
+        """Refuse a plan of an op that cannot have this parameter."""
+        if env.compiling:
+            raise RuntimeError(
+                f"{type(op).__name__} has parameters that live quantized (quantized_model_init), "
+                f"which torch.compile does not look into: run this chain in eager mode"
+            )
+        if quantizes:
+            title = f"{type(op).__name__} {op.name!r}" if op.name else type(op).__name__
+            self.for_call(env.recipe, Usage(False, False), f"{name} of {title}")
+
+    def described(self, name: str, quantizes: bool) -> str:
+        """What reports say about it."""
+        how = "" if quantizes else ", and is dequantized in every call"
+        text = f"{name} lives quantized, by {type(self.recipe).__name__}{how}"
+        return f"{text}; {self.note}" if self.note else text
+
     def save(self, param: Tensor, destination: dict[str, Any], name: str, where: str) -> None:
         """Write values, codes and scales into a state dict; of a shard, the values alone."""
         values = self.detach().dequantize()
@@ -106,14 +150,19 @@ class QuantizedWeight(QuantizedParameter):
             destination.update({f"{where}{key}": entry for key, entry in entries.items()})
 
     @torch.no_grad()
-    def loaded(self, values: Tensor, codes: dict[str, Any]) -> QuantizedWeight:
-        """Make a weight of the exact codes, or of the values as this one casts them."""
+    def load(self, state_dict: dict[str, Any], name: str, codes: dict[str, Any]) -> None:
+        """Put a weight there of the exact codes, or of the values as this one casts them."""
+        values = state_dict.get(name)
+        if not isinstance(values, Tensor) or isinstance(values, QuantizedWeight):
+            return
+        if values.shape != self.shape:
+            return  # torch raises
         device = values.device if self.is_meta else self.device
         made = checkpoint.read_codes(self, codes, values, device)
         if made is None:
             given = values.detach().to(device), self.quantized.copies
             made = settled(self.quantizer, self.recipe, *given)
-        return QuantizedWeight(made, self.recipe)
+        state_dict[name] = QuantizedWeight(made, self.recipe)
 
     # As a tensor
 
@@ -148,10 +197,6 @@ class QuantizedWeight(QuantizedParameter):
         what = f"{tuple(self.shape)} of {self.dtype}, by {self.recipe}"
         return f"<{type(self).__name__}: {what}; {self.quantized!r}>"
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty storage: its :meth:`tensors` hold the data."""
-        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
         if id(self) not in memo:
             made = QuantizedWeight(copy.deepcopy(self.quantized, memo), self.recipe, self.shape)
@@ -182,18 +227,10 @@ class QuantizedWeight(QuantizedParameter):
         return QuantizedWeight(made, recipe, size)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            # torch gives a view the version counter of its base,
-            # and an inference tensor has none
-            with torch.inference_mode(False), torch.no_grad():
-                return cls.__torch_dispatch__(func, types, args, given)
+    def _run(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         handler: Callable[[Any, Any, Any], Any] = _HANDLERS.get(func, _run_plain)
-        found = handler(func, args, given)
-        return _run_plain(func, args, given) if found is NotImplemented else found
+        found = handler(func, args, kwargs)
+        return _run_plain(func, args, kwargs) if found is NotImplemented else found
 
     # FSDP2 asks each rank's shard for the tensors to gather, and makes a parameter of the result
 
@@ -221,21 +258,9 @@ class QuantizedWeight(QuantizedParameter):
         return None
 
 
-class _Dequantize(torch.autograd.Function):
-    """The values; the gradient is theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, param: Any, dtype: torch.dtype | None) -> Any:
-        return _values(param, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad, None
-
-
 def _values(param: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     quantized = param.quantized.of_dtype(dtype) if dtype in _WIDE else param.quantized
-    values = quantized.dequantize(ROWWISE if quantized.usage.rowwise else Usage(False, True))
+    values = values_of(quantized)
     values = values.view(-1)[: param.numel()].view(param.shape)
     return values if dtype is None else values.to(dtype)
 

@@ -17,7 +17,7 @@ def cast_groups(
     IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr, POWER_OF_2: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of all groups, as :class:`opfuse.core.quantization.grouped.GroupedTensor` has them.
+    """Codes of all groups, as :class:`opfuse.ops.row_groups.GroupedTensor` has them.
 
     ``scale_ptr`` has a scale for each group, or its largest magnitude. ``amax_ptr`` are the largest
     magnitudes so far, or None. Without ``scale_ptr`` there are no codes.

@@ -11,7 +11,7 @@ from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_pow
 from torch import Tensor
 
 from opfuse.core.quantization import Usage
-from opfuse.core.quantization.grouped import GroupedTensor, room
+from opfuse.ops.row_groups import GroupedTensor, room
 
 from . import groups
 from .launch import MANTISSA, converts

@@ -394,7 +394,7 @@ def add_coded_weight_grads(
     """:func:`add_weight_grads` of FP8 codes.
 
     Args:
-        dy: The columnwise copy of a :class:`opfuse.core.quantization.grouped.GroupedTensor`, and
+        dy: The columnwise copy of a :class:`opfuse.ops.row_groups.GroupedTensor`, and
             what the codes of each group are multiplied by: fp32.
         x: Likewise.
         ends: The end of each group, int32.

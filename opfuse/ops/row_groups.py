@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .formats import (
+from ..core.quantization.formats import (
     FP8,
     QuantizedTensor,
     ScaledTensor,

@@ -6,11 +6,12 @@ import pickle
 
 import pytest
 import torch
+from opfuse_quantized import QuantizedActivation
 from rounding import Rounding, RoundingPlugin
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.core.quantization import BOTH, QuantizedActivation, QuantizedTensor
+from opfuse.core.quantization import BOTH, QuantizedTensor
 from opfuse.ops import Cast
 from opfuse.testing import recipes
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .formats import QuantizedTensor, Usage
-from .parameter import QuantizedParameter
-from .quantizer import COLUMNWISE, ROWWISE, Quantizer, makes_the_same
-from .recipe import Recipe
+from opfuse.core.quantization import QuantizedTensor, Quantizer, Recipe, Usage
+from opfuse.core.quantization.quantizer import original
+
+from .codes import values_of
+from .over_codes import TensorOverCodes, Values
 
 _aten = torch.ops.aten
 _SAME = _aten.detach.default, _aten.alias.default
@@ -28,7 +30,7 @@ class _Content:
         """The values, for reading."""
         if self.values is not None:
             return self.values
-        return self.codes.dequantize(ROWWISE if self.codes.usage.rowwise else COLUMNWISE)
+        return values_of(self.codes)
 
     def copied(self) -> Tensor:
         """The values, in new memory."""
@@ -40,7 +42,7 @@ class _Content:
         return self.values
 
 
-class QuantizedActivation(Tensor):
+class QuantizedActivation(TensorOverCodes):
     """The output of a chain that ends with ``Quantize``; the next chain takes it without a cast.
 
     Any operation of torch sees its values, as a plain tensor of its dtype, and returns a plain
@@ -56,17 +58,12 @@ class QuantizedActivation(Tensor):
     recipe: Recipe | None
     _content: _Content
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @staticmethod
     def __new__(
         cls: type[QuantizedActivation], quantized: QuantizedTensor, recipe: Recipe | None = None
     ) -> QuantizedActivation:
         """Create the tensor; see the class for the arguments."""
         return cls._over(_Content(quantized), recipe)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
 
     @classmethod
     def _over(cls, content: _Content, recipe: Recipe | None) -> QuantizedActivation:
@@ -89,20 +86,15 @@ class QuantizedActivation(Tensor):
         Args:
             dtype: The dtype to round them to, as ``to`` does; None: its own.
         """
-        plain = _Values.apply(self) if torch.is_grad_enabled() else self._content.copied()  # type: ignore[no-untyped-call]
+        plain = Values.apply(self, _copied) if torch.is_grad_enabled() else _copied(self)  # type: ignore[no-untyped-call]
         return plain if dtype is None else plain.to(dtype)
 
     def codes_for(self, quantizer: Quantizer, usage: Usage) -> QuantizedTensor | None:
-        """The codes, if a quantizer would make the same; None: it has to cast the values.
-
-        Args:
-            quantizer: The quantizer that would cast.
-            usage: The copies that are needed.
-        """
+        """See :meth:`opfuse.core.quantization.CodedTensor.codes_for`."""
         codes = self.quantized
         if codes is None or not (quantizer.quantizes and codes.usage.covers(usage)):
             return None
-        if not makes_the_same(codes.quantizer, quantizer):
+        if not _makes_the_same(codes.quantizer, quantizer):
             return None
         made = copy.copy(codes)
         made.quantizer = quantizer
@@ -124,10 +116,6 @@ class QuantizedActivation(Tensor):
         """The values, as numbers in lists."""
         return self._content.read().tolist()
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty storage."""
-        return torch.UntypedStorage(0, device=self.device)  # type: ignore[no-untyped-call]
-
     def _plain(self) -> Tensor:
         """A plain tensor, a leaf if this is one."""
         if not self.is_leaf:
@@ -142,14 +130,7 @@ class QuantizedActivation(Tensor):
         return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            # an inference tensor has no version counter, and a view has that of its base
-            with torch.inference_mode(False), torch.no_grad():
-                return cls.__torch_dispatch__(func, types, args, given)
+    def _run(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _SAME:
             return cls._over(args[0]._content, args[0].recipe)
         if func is _aten.clone.default and args[0].quantized is not None:
@@ -164,7 +145,7 @@ class QuantizedActivation(Tensor):
             originals[id(values)] = value
             return values
 
-        found = func(*tree_map(plain, args), **tree_map(plain, given))
+        found = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         return tree_map(lambda value: originals.get(id(value), value), found) if lasts else found
 
 
@@ -176,51 +157,26 @@ def _lasts(func: Any) -> bool:
 _lasts._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.14 traces its caller
 
 
-class _Values(torch.autograd.Function):
-    """The values; the gradient is theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, activation: Any) -> Any:
-        return activation._content.copied()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return grad
+def _copied(activation: QuantizedActivation) -> Tensor:
+    return activation._content.copied()
 
 
-def plain(tensor: Any) -> Any:
-    """Return the values of a tensor that holds codes, and any other tensor as it is."""
-    known = isinstance(tensor, (QuantizedActivation, QuantizedParameter))
-    return tensor.dequantize() if known else tensor
+def _makes_the_same(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Return whether two quantizers make the same codes, apart from state and tensor names."""
+    if one is None or other is None or type(one := original(one)) is not type(original(other)):
+        return False
+    other = original(other)
+    state = {*one.state_names, "_recording", "_shared"}
+    fields = [
+        {k: v for k, v in vars(each).items() if k not in state and not isinstance(v, str)}
+        for each in (one, other)
+    ]
+    same = one.describe() == other.describe() and fields[0].keys() == fields[1].keys()
+    return same and all(_equal(value, fields[1][name]) for name, value in fields[0].items())
 
 
-def brings_codes(x: Any, cast: Any) -> bool:
-    """Return whether the first cast of a pass takes the codes of a tensor as they are."""
-    known = cast is not None and isinstance(x, QuantizedActivation)
-    return known and x.codes_for(cast.quantizer, cast.usage) is not None
-
-
-def entering(cast: Any, x: Any) -> Any:
-    """The initial tensor of a pass: codes if its first cast would make the same, or a plain tensor.
-
-    Args:
-        cast: The first cast, with its ``quantizer`` and ``usage``; None: there is none.
-        x: The incoming tensor.
-    """
-    known = cast is not None and isinstance(x, QuantizedActivation)
-    codes = x.codes_for(cast.quantizer, cast.usage) if known else None
-    return plain(x) if codes is None else codes
-
-
-def leaving(recipe: Recipe | None, x: Any) -> Any:
-    """The output of a chain under a recipe: quantized if its last op, or its first, asks for it.
-
-    Args:
-        recipe: The recipe; None: a plain tensor is wanted, as while ``torch.compile`` traces.
-        x: The computed tensor, plain or quantized.
-    """
-    if not isinstance(x, QuantizedTensor):
-        return x
-    if recipe is None or not getattr(x.quantizer, "quantizes", False):
-        return x.dequantize()
-    return QuantizedActivation(x, recipe)
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether a field of two quantizers is equal; of a role, only the tensor type."""
+    one, other = (getattr(value, "tensor_type", value) for value in (one, other))
+    known = isinstance(one, Hashable) and not isinstance(one, Tensor)
+    return one is other or (known and type(one) is type(other) and bool(one == other))
