@@ -40,7 +40,7 @@ skipped. Mend these first.
 |---|---|---|
 {quantizers}
 
-{{doc}}`write-a-plugin` has the checks of {{class}}`opfuse.testing.DistributedSuite`.
+{{doc}}`write-a-plugin` has the checks of {{class}}`opfuse_distributed.testing.DistributedSuite`.
 """
 
 CAUSES = {

@@ -24,6 +24,9 @@ from opfuse import ops
 from opfuse.core import hookspecs
 
 HERE = pathlib.Path(__file__).parent
+GIVEN = opfuse.plugins.manager.entry_points["opfuse.ops"]
+OPS = {name: getattr(ops, name) for name in sorted({*ops.__all__, *GIVEN})}
+OPS = {name: op for name, op in OPS.items() if issubclass(op, opfuse.FusibleOperation)}
 DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
 
 HOOKS = """# Hooks
@@ -124,7 +127,7 @@ def hooks():
 
 def contracts():
     rows = {}
-    for name, op in {name: getattr(ops, name) for name in ops.__all__}.items():
+    for name, op in OPS.items():
         if issubclass(op, opfuse.BasicOperation):
             kinds = "".join(f", {kind}" for kind in op.extra_input_dtypes)
             extras = [f"{op.num_extra_inputs} in{kinds}"] * bool(op.num_extra_inputs)
@@ -264,13 +267,13 @@ TE = {  # every public name of te.ops, and what is to be said about it
 def from_te_ops():
     """The page, with a new table of names."""
     where = {name: f"opfuse.{name}" for name in opfuse.__all__} | {
-        name: f"opfuse.ops.{name}" for name in ops.__all__
+        name: f"opfuse.ops.{name}" for name in OPS
     }
     rows = [
         f"| `{name}` | {f'`{where[name]}`' if name in where else 'absent'} | {TE[name]} |"
         for name in sorted(TE)
     ]
-    new = [name for name in ops.__all__ if name not in TE]
+    new = [name for name in OPS if name not in TE]
     rows += ["", f"Only opfuse has these, as bases of your ops or as ops: {code(sorted(new))}."]
     table = "\n".join(["| `te.ops` | Here | Differs |", "|---|---|---|", *rows])
     page = (HERE / "from-te-ops.md").read_text(encoding="utf-8")

@@ -81,7 +81,13 @@ _GIVEN_BY = {
         "opfuse.LockError", "opfuse.freeze", "opfuse freeze", "option locked", "option invariant",
     ),
     "opfuse": ("option debug",),
-    "opfuse-distributed": ("opfuse.check_ranks",),
+    "opfuse-distributed": (
+        "tool distributed", "opfuse.check_ranks", "opfuse.ops.AllGather", "opfuse.ops.AllReduce",
+        "opfuse.ops.CopyToTensorParallelRegion", "opfuse.ops.ReduceScatter",
+        "opfuse.ops.TokenCombine", "opfuse.ops.TokenDispatch",
+        "opfuse.ops.VocabParallelCrossEntropy", "opfuse.ops.VocabParallelTokenLogProb",
+        "opfuse.ops.Layout", "opfuse.ops.TensorParallel",
+    ),
     "opfuse-quantized": (
         "opfuse.QuantizedActivation", "opfuse.quantized_model_init", "opfuse.watch_quantization",
     ),
@@ -99,12 +105,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"opfuse.{name}")
     if name in _AT_FIRST_USE:
         value = getattr(importlib.import_module(f"opfuse.{_AT_FIRST_USE[name]}"), name)
-    elif entry := plugins.manager.entry_points["opfuse.attributes"].get(name):
-        value = entry.load()
-    elif why := plugins.manager.why_missing(f"opfuse.{name}"):
-        raise ImportError(why)
     else:
-        raise AttributeError(f"module 'opfuse' has no attribute {name!r}")
+        value = plugins.manager.give("opfuse.attributes", name)
     globals()[name] = value
     return value
 

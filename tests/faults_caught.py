@@ -16,6 +16,8 @@ import torch
 FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER / "support"))
 
+from opfuse_distributed import testing as rank_kit  # noqa: E402
+
 from opfuse import testing  # noqa: E402
 
 
@@ -33,12 +35,12 @@ def caught_by(fault):
 def caught_on_ranks(fault):
     """The same for a fusion with collectives."""
     fusions = [testing.Subject("faulty", "joint", fault.fusion)]
-    for name, check in testing.RANK_CHECKS.items():
-        for layer in testing.LAYERS:
-            trial = testing.Trial(fusions, layer)
+    for name, check in rank_kit.CHECKS.items():
+        for layer in rank_kit.LAYERS:
+            trial = rank_kit.Trial(fusions, layer)
             try:
                 if name != "casts":
-                    testing.RANK_CHECKS["plan"](trial)
+                    rank_kit.CHECKS["plan"](trial)
                 check(trial)
             except testing.Declined:
                 continue

@@ -28,7 +28,7 @@ TOOLKITS = (
     "opfuse_reproducible",
 )
 """What plugins may import besides opfuse."""
-OVER = {("opfuse_memory", "opfuse_convert")}
+OVER = {("opfuse_memory", "opfuse_convert"), ("opfuse_convert", "opfuse_distributed")}
 """The toolkits that may import another, and which."""
 PACKAGES = {"opfuse": ROOT / "opfuse"} | {
     path.name: path for path in sorted(ROOT.glob("plugins/*/src/*")) if path.is_dir()
@@ -191,15 +191,17 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 6525,  # 330 for ranks, 135 for programs: the seams take back 2,500
-    "opfuse.ops": 4125,  # 700 for several processes, 300 for log-probabilities, 160 for groups of rows, 80 for samples
+    "opfuse.core": 6195,  # 135 for programs: the seams take back 2,000
+    "opfuse.ops": 3580,  # 300 for log-probabilities, 160 for groups of rows, 80 for samples
     "opfuse.report": 985,  # 270 for isolation and 117 for replaced forwards, which came out of the core
     "opfuse.tuning": 1170,  # 40 for what plans depend on, which was in the core; 50 for processes that tune together
-    "opfuse.testing": 4280,  # 700 for ranks that are simulated, and the suite that runs on them; 180 to take back
+    "opfuse.testing": 3450,  # 180 to take back
     "opfuse.cli": 850,  # 550 for check-plugin
     "opfuse_triton": 3602,
     "opfuse_convert": 3310,
     "opfuse_memory": 1030,  # 165 for what is compiled, and how it is compared
+    "opfuse_distributed": 2110,  # 1,400 of the core, the ops and the kit
+    "opfuse_reproducible": 345,
     "opfuse_quantized": 1100,  # 150 for tensors over codes, which the core had
     "opfuse_linear": 1375,
     "opfuse_loss": 1870,  # 600 for losses of preferences and rewards

@@ -768,7 +768,7 @@ def test_an_op_that_offers_nothing_gets_what_is_usual():
 def built_in_ops():
     every = (getattr(ops, name) for name in ops.__all__)
     basic = [cls for cls in every if issubclass(cls, opfuse.BasicOperation)]
-    alone = [cls for cls in basic if not issubclass(cls, ops.distributed.WithProcessGroup)]
+    alone = [cls for cls in basic if not getattr(cls, "needs_tools", ())]
     return [cls for cls in alone if not inspect.isabstract(cls) and cls is not ops.Cast]
 
 

@@ -20,7 +20,7 @@ import torch
 
 from ..core.engine.planner import processor
 from ..core.fusion import Fusion
-from ..testing import CHECKS, DistributedSuite, FusionSuite, QuantizerSuite
+from ..testing import CHECKS, FusionSuite
 from ..testing.cases import Case, Subject, has_collectives, offered
 from ..testing.failures import Failure
 from ..testing.machine import is_interpreting, tiers
@@ -28,11 +28,10 @@ from ..testing.placing import chains, environment, matched, placed, structures
 from ..testing.processes import PLUGIN_CHECKS
 from ..testing.recipes import recipes_for
 from ..testing.running import only
+from ..testing.suite import Suite
 
 QUICK = "runs", "output", "gradients"
 """The checks that the others rest on."""
-
-KITS = FusionSuite, DistributedSuite, QuantizerSuite
 
 H100: dict[str, Any] = {
     "device": torch.device("cuda", 0),
@@ -75,7 +74,7 @@ class Collector:
 
     def _is_mine(self, item: Any) -> bool:
         cls, given = getattr(item, "cls", None), _given(item)
-        if cls is None or not issubclass(cls, KITS) or "skipped_tier" in given:
+        if cls is None or not issubclass(cls, Suite) or "skipped_tier" in given:
             return False
         if getattr(cls, "plugin", None) not in (None, *self.plugins):
             return False
@@ -124,7 +123,7 @@ def _outcome(report: Any) -> tuple[str, str]:
 
 def own(suite: type) -> list[str]:
     """What a suite of a plugin's tests changes of the kit's suite that it derives from."""
-    kit: Any = next(cls for cls in suite.__mro__ if cls in KITS)
+    kit: Any = next(cls for cls in suite.__mro__ if Suite in cls.__bases__)
     above = suite.__mro__[: suite.__mro__.index(kit)]
     names = dict.fromkeys(name for cls in above for name in vars(cls))
     known = "plugin", "_failed", "_made", "_plans"

@@ -13,7 +13,7 @@ from .fused_op import FusedOperation
 from .op import BasicOperation
 from .quantization import Recipe
 from .quantization.names import matching
-from .quantization.scale_update import PreparedOps
+from .quantization.state import PreparedOps
 from .recipes import offered
 
 M = TypeVar("M", bound=nn.Module)

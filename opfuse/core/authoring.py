@@ -1,13 +1,11 @@
 """Helpers for plugin authors, in addition to the classes of the contract.
 
 Attributes:
-    Group: A process group as an op holds it, ``collective_group``.
     ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
         pickled.
     add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
     added: A sum, written into its first part if it may be.
     adds_itself: Whether it is.
-    gather_into: The all-gather of ``torch.distributed`` into one tensor, by its name there.
     is_captured: Whether what runs on a device now is captured into a CUDA graph.
     ParamSource: The place of a parameter that another module holds, for
         ``BasicOperation.read_parameters``.
@@ -15,16 +13,10 @@ Attributes:
         ``TorchDispatchMode`` or a ``TorchFunctionMode`` is active, which may hold them; but if its
         class declares ``keeps_no_tensors = True``, as one that only counts does.
     matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
-    Pending: A collective that runs, which :meth:`Pending.wait` waits for.
     op_class: The class of an op as its author wrote it.
     plan_of: The plan of a call of a chain, which is not run.
     reusable: The ``out`` of an operation that may overwrite a result, or None.
     saved_bytes: Number of bytes that a forward keeps for its backward.
-    scatter_into: The reduce-scatter of ``torch.distributed``.
-    start_collective: Starts a collective and goes on. Waiting for it raises an error, and does not
-        hang, if another process failed.
-    take_turn: Said of a collective that is started in another way: what the processes do in the
-        group is compared where it is new to one of them.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
 """
 
@@ -41,21 +33,17 @@ from .introspection import hook_dicts, op_class, standing_for
 from .op_context import ModuleCache
 from .overwriting import added, may_write, reusable
 from .precision import add_product, adds_itself, matmul_precision, wide
-from .ranks import Group, Pending, gather_into, scatter_into, start_collective, take_turn
 from .settings import current, is_captured
 
 if TYPE_CHECKING:
     from .engine.plan import FusionPlan
 
 __all__ = [
-    "Group",
     "ModuleCache",
     "ParamSource",
-    "Pending",
     "add_product",
     "added",
     "adds_itself",
-    "gather_into",
     "is_captured",
     "matmul_precision",
     "may_write",
@@ -63,9 +51,6 @@ __all__ = [
     "plan_of",
     "reusable",
     "saved_bytes",
-    "scatter_into",
-    "start_collective",
-    "take_turn",
     "wide",
 ]
 

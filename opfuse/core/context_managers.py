@@ -17,8 +17,8 @@ from .plugins import manager
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.quantizer import CALIBRATING
-from .quantization.scale_update import Block
 from .recipes import DEFAULT_RECIPE, offered
+from .scale_update import Block
 from .settings import CORE_OPTIONS, Option, Recorder, Setting, Settings, checkpoint_frames, current
 
 

@@ -258,6 +258,24 @@ def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
 
 
 @hookspec
+def opfuse_wrap_update(run: Run) -> Run | None:
+    """Wrap the update of a recipe's quantizers, after a forward or a backward. None leaves it.
+
+    It is asked for each update, once per step of training. The update is called with an
+    :class:`opfuse.core.scale_update.Update`, and may be called for parts of it.
+
+    Example:
+        @opfuse.hookimpl
+        def opfuse_wrap_update(run):
+            def counted(update):
+                counts[update.recipe] += 1
+                run(update)
+
+            return counted
+    """
+
+
+@hookspec
 def opfuse_wrap_step(step: Step, pass_name: str, facts: Facts, run: Run) -> Run | None:
     """Wrap the method that runs a step. None leaves it as it is.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,3 +172,11 @@ def standing_for(module: nn.Module, name: str) -> Any:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with without_modes(), torch.random.fork_rng(devices), torch.enable_grad():
         return copy.deepcopy(of)()
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a ``DTensor``; the package is not imported for that."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    package = sys.modules.get("torch.distributed.tensor")
+    return package is not None and isinstance(value, package.DTensor)

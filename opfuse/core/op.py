@@ -16,12 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .fusible import FusibleOperation, ParamSource
-from .layout import Ends, Layout
 from .op_context import AllGrads, Extras, Grads, OperationContext, Outputs, asks_for_quantizers
 from .quantization import Quantizer, QuantizerRole, Recipe, Usage, WeightCache
-from .quantization.scale_update import PreparedOps
-from .quantization.state import QuantizerStates, entries_of
-from .ranks import Group
+from .quantization.state import PreparedOps, QuantizerStates, entries_of
 from .settings import current
 
 
@@ -69,9 +66,7 @@ class BasicOperation(FusibleOperation):
         recomputes: Whether :meth:`op_recompute` can return the output again, so that a next op
             that saves it as its ``"input"`` need not. Where ``ctx.may_recompute``, the forward then
             saves what that takes, and sets ``ctx.recomputable_output`` to the output.
-        collective_group: The process group of an op with a collective; None: it has none. The
-            processes of the group compare what they run, see :mod:`opfuse.core.engine.agreement`.
-        uneven_rows: Whether its processes may have different numbers of rows.
+        needs_tools: The tools without which it does not run, such as ``"distributed"``.
         accumulates_grads: Whether :meth:`accumulate_grads` stores the gradients of parameters.
         unquantized: Why no recipe quantizes the products of the op, for reports; empty: it has
             none, or has quantizers for them.
@@ -83,9 +78,8 @@ class BasicOperation(FusibleOperation):
     is_fused_op = False
     _is_base = True
     _around: tuple[tuple[BasicOperation, ...], tuple[BasicOperation, ...]] = ((), ())
-    # of the parameters that a group of processes shares, and of the tensors outside of the op
-    _layouts: Mapping[str, Layout] = MappingProxyType({})
-    _ends: Ends | None = None
+    # how parameters are read of which another package makes the values
+    _layouts: Mapping[str, Any] = MappingProxyType({})
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     extra_input_dtypes: tuple[str, ...] = ()
@@ -102,8 +96,7 @@ class BasicOperation(FusibleOperation):
     autocast_dtype: ClassVar[torch.dtype | None] = None
     casts_input: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
-    collective_group: Group | None = None
-    uneven_rows: ClassVar[bool] = False
+    needs_tools: tuple[str, ...] = ()
     accumulates_grads: bool = False
     takes_params: ClassVar[tuple[str, ...] | None] = None
     extras_of_any_dtype: ClassVar[bool] = False

@@ -91,6 +91,24 @@ class PluginManager:
         self.tools = [record for record in known if record.is_tool]
         self.packages = packages or {}
 
+    def give(self, group: str, name: str) -> Any:
+        """What another package adds to a part of opfuse, imported at its first use.
+
+        Args:
+            group: The group of its entry point, ``"opfuse.attributes"`` or ``"opfuse.ops"``.
+            name: Its name.
+
+        Raises:
+            ImportError: The package that has it is not installed.
+            AttributeError: No package is known to have it.
+        """
+        if entry := self.entry_points[group].get(name):
+            return entry.load()
+        where = "opfuse" if group == "opfuse.attributes" else group
+        if why := self.why_missing(f"{where}.{name}"):
+            raise ImportError(why)
+        raise AttributeError(f"module {where!r} has no attribute {name!r}")
+
     def why_missing(self, name: str) -> str:
         """The sentence for an attribute or a command of a package that is not installed, or ""."""
         package = self.packages.get(name)
@@ -344,6 +362,27 @@ class PluginManager:
                 found = self._sources[text] = tuple(sources)
         return found
 
+    def require(self, tool: str, who: str, text: str | None) -> None:
+        """Refuse what needs a tool that is not in use.
+
+        Args:
+            tool: Its name, or that of its package.
+            who: What needs it, for messages.
+            text: The selection of plugins.
+
+        Raises:
+            ImportError: Its package is not installed.
+            RuntimeError: It is switched off, or failed.
+        """
+        for record in [record for record in self.tools if record.answers_to(tool)]:
+            if record in self.active_tools(text):
+                return
+            why = record.error or f"OPFUSE_PLUGINS={text} switches it off"
+            raise RuntimeError(f"{who} needs the tool {record.name}: {why}")
+        package = self.packages.get(f"tool {tool}", tool)
+        needs = f"{who} needs the package {package}, which is not installed"
+        raise ImportError(f"{needs}: python -m pip install {package}")
+
     def tool_option(self, name: str, text: str | None) -> Option:
         """An option with a plain name, which a tool declares.
 
@@ -356,12 +395,8 @@ class PluginManager:
         for record in active:
             if (option := record.options.get(name)) is not None:
                 return option  # type: ignore[no-any-return]
-        for record in self.tools:
-            if normalize(record.distribution) == self.packages.get(f"option {name}"):
-                why = record.error or f"OPFUSE_PLUGINS={text} switches it off"
-                raise RuntimeError(f"option {name} needs the tool {record.name}: {why}")
-        if why := self.why_missing(f"option {name}"):
-            raise ImportError(why)
+        if tool := self.packages.get(what := f"option {name}"):
+            self.require(tool, what, text)
         known = sorted([*CORE_OPTIONS, *(name for record in active for name in record.options)])
         raise ValueError(
             f"unknown option {name!r}: known are {known}, a plugin's option is named "

@@ -89,14 +89,11 @@ class ThreadSettings(threading.local):
         in_forward: Whether a forward is planned, or runs an op that may ask for its quantizers.
         captured: Whether the running forward under a recipe is captured into a CUDA graph.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
-        together: The processes that tune together, as a :class:`opfuse.core.ranks.Group`, or None.
+        together: The processes that tune together, or None.
         building: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
         given: The parameters that were read for the parts of a chain, by module and name, or None.
         casts: A weak reference to the weights that were cast in this block of ``torch.autocast``.
-        told: The errors that the other processes of a group were told of in the outermost block
-            that tells them, each with its :class:`opfuse.core.ranks.Talk`; None: there is none.
-        running: The :class:`opfuse.core.ranks.Pass` that runs, or None.
         call: What a tool leaves in a forward for its backward, see
             :func:`opfuse.core.hookspecs.opfuse_wrap_pass`.
     """
@@ -116,8 +113,6 @@ class ThreadSettings(threading.local):
     environment: Any = None
     given: Any = None
     casts: Any = None
-    told: list[tuple[Any, BaseException]] | None = None
-    running: Any = None
     call: Any = None
 
     @contextlib.contextmanager

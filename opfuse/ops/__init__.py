@@ -4,13 +4,12 @@ import importlib
 import typing
 
 from ..core.cast import Cast, Identity, Quantize
+from ..core.plugins import manager
 
 if typing.TYPE_CHECKING:
     from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU
     from .basic_linear import BasicLinear
     from .cross_entropy import CrossEntropy
-    from .distributed import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
-    from .experts import TokenCombine, TokenDispatch
     from .gated import (
         GEGLU,
         GLU,
@@ -38,20 +37,16 @@ if typing.TYPE_CHECKING:
         ScaledSwiGLU,
     )
     from .token_log_prob import TokenLogProb
-    from .vocab_parallel import VocabParallelCrossEntropy
-    from .vocab_parallel_log_prob import VocabParallelTokenLogProb
 
 # fmt: off
 __all__ = [
-    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "AllGather",
-    "AllReduce", "ApplyRoPE", "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale",
-    "CopyToTensorParallelRegion", "CrossEntropy", "Dropout", "GatedActivation", "GroupedLinear",
-    "Identity", "L2Normalization", "LayerNorm", "Linear", "LowRankLinear", "MakeExtraOutput",
-    "ParallelLinear", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape",
-    "RoPE", "SReGLU", "SReLU", "ScaledActivation", "ScaledClampedQGeGLU", "ScaledSReLU",
-    "ScaledSiTUGLU", "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwapExtraInput", "SwiGLU",
-    "TokenCombine", "TokenDispatch", "TokenLogProb", "TrackedDropout",
-    "VocabParallelCrossEntropy", "VocabParallelTokenLogProb",
+    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "ApplyRoPE",
+    "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "CrossEntropy", "Dropout",
+    "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear",
+    "LowRankLinear", "MakeExtraOutput", "ParallelLinear", "Quantize", "RMSNorm", "ReGLU",
+    "ReLU", "Reshape", "RoPE", "SReGLU", "SReLU", "ScaledActivation", "ScaledClampedQGeGLU",
+    "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwapExtraInput",
+    "SwiGLU", "TokenLogProb", "TrackedDropout",
 ]
 # fmt: on
 
@@ -59,8 +54,6 @@ _FILES = {
     "activation": "GELU QGELU Activation ReLU SiLU SReLU",
     "basic_linear": "BasicLinear",
     "cross_entropy": "CrossEntropy",
-    "distributed": "AllGather AllReduce CopyToTensorParallelRegion ReduceScatter",
-    "experts": "TokenCombine TokenDispatch",
     "gated": "GEGLU GLU QGEGLU ClampedSwiGLU GatedActivation ReGLU SiTUGLU SReGLU SwiGLU",
     "grouped_linear": "GroupedLinear",
     "linear": "Bias Linear",
@@ -72,8 +65,6 @@ _FILES = {
     "rope": "ApplyRoPE RoPE",
     "scaled": "ScaledActivation ScaledClampedQGeGLU ScaledSiTUGLU ScaledSReLU ScaledSwiGLU",
     "token_log_prob": "TokenLogProb",
-    "vocab_parallel": "VocabParallelCrossEntropy",
-    "vocab_parallel_log_prob": "VocabParallelTokenLogProb",
 }
 """The ops in each file."""
 _FILE_OF = {op: file for file, ops in _FILES.items() for op in ops.split()}
@@ -82,12 +73,13 @@ _FILE_OF = {op: file for file, ops in _FILES.items() for op in ops.split()}
 def __getattr__(name: str) -> typing.Any:
     if name in _FILES:
         return importlib.import_module(f"opfuse.ops.{name}")
-    if name not in _FILE_OF:
-        raise AttributeError(f"module 'opfuse.ops' has no attribute {name!r}")
-    op = getattr(importlib.import_module(f"opfuse.ops.{_FILE_OF[name]}"), name)
+    if name in _FILE_OF:
+        op = getattr(importlib.import_module(f"opfuse.ops.{_FILE_OF[name]}"), name)
+    else:
+        op = manager.give("opfuse.ops", name)
     globals()[name] = op
     return op
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FILES, *_FILE_OF})
+    return sorted({*globals(), *_FILES, *_FILE_OF, *manager.entry_points["opfuse.ops"]})

@@ -30,7 +30,7 @@ from ._common import (
 from ._main_grad import accumulate_main_grad, main_grads
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
-from ._tensor_parallel import SplitLayer, TensorParallel, check_tracker, forked
+from ._split import SplitLayer, check_tracker, forked, split_of
 
 
 class LinearOperation(RowwiseOperation):
@@ -137,9 +137,7 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         super().__init__(userbuffers_options=userbuffers_options)
         check_tracker(self, rng_state_tracker_function)
         self._tracker = rng_state_tracker_function
-        split = TensorParallel.of(
-            self, tensor_parallel_mode, tensor_parallel_group, sequence_parallel
-        )
+        split = split_of(self, tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         inputs = check_size(self, "in_features", in_features)
         outputs = check_size(self, "out_features", out_features)
         self.in_features = split.part(self, "in_features", inputs, "row")

@@ -20,7 +20,7 @@ from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expec
 from ._main_grad import accumulate_main_grad, main_grads
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from ._tensor_parallel import check_tracker, forked
+from ._split import check_tracker, forked
 from .basic_linear import BasicLinear, LinearOperation, draw
 from .grouped import Groups, GroupsOf, groups_of
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ..core.fused_op import FusedOperation
 from ..core.fusible import ParamSource
-from ..core.layout import is_dtensor
+from ..core.introspection import is_dtensor
 from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
 from ._reading import check_stock, tensor_of
-from ._tensor_parallel import SplitLayer, TensorParallel, forked
+from ._split import NotSplit, SplitLayer, forked, split_of
 from .basic_linear import BasicLinear, draw
 
 
@@ -60,7 +60,7 @@ class Bias(SplitLayer, RowwiseOperation):
         super().__init__()
         check_bool(self, "tensor_parallel", tensor_parallel)
         mode = "column" if tensor_parallel else None
-        self._split = TensorParallel.of(self, mode, tensor_parallel_group)
+        self._split = split_of(self, mode, tensor_parallel_group)
         self.local_size = self._split.part(self, "size", check_size(self, "size", size), "column")
         self.in_features = self.out_features = self.local_size
         self.bias = nn.Parameter(torch.zeros(self.out_features, device=device, dtype=dtype))
@@ -292,7 +292,7 @@ class Linear(SplitLayer, FusedOperation):
         return linear
 
     @property
-    def _split(self) -> TensorParallel:  # type: ignore[override]
+    def _split(self) -> NotSplit:  # type: ignore[override]
         return self._linear._split
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

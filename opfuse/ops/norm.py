@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ..core.fusible import ParamSource
-from ..core.layout import Layout
 from ..core.op_context import Unread
+from ..core.plugins import manager
 from ..core.precision import cast, wide
-from ..core.ranks import Group
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
@@ -61,8 +60,9 @@ class _Norm(RowwiseOperation):
             weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
         if sequence_parallel_group is not None:
-            summed = Layout(Group(sequence_parallel_group), None, summed=True)
+            summed = manager.give("opfuse.ops", "Layout").summed_over(sequence_parallel_group)
             self._layouts = {"weight": summed, "bias": summed}
+            self.needs_tools = ("distributed",)
         self.reset_parameters()
 
     @classmethod

@@ -20,7 +20,7 @@ from ._autocast import cast_weights
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
-from ._tensor_parallel import TensorParallel
+from ._split import NotSplit
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
 
@@ -376,17 +376,19 @@ def _check_linear(name: str, linear: nn.Module) -> None:
         raise ValueError(f"{who}, which has {what}: put them on the ParallelLinear")
 
 
-def _split_of(named: Mapping[str, Any]) -> TensorParallel:
+def _split_of(named: Mapping[str, Any]) -> NotSplit:
     """How all of the linears are split among processes."""
     splits = {
-        name: TensorParallel() if isinstance(linear, nn.Linear) else linear._split
+        name: NotSplit() if isinstance(linear, nn.Linear) else linear._split
         for name, linear in named.items()
     }
     first, *_ = splits.values()
     for name, split in splits.items():
-        if split.mode == "row" or (*split[::2], split.group) != (*first[::2], first.group):
+        alike = [(each.mode, each.group, each.sequence) for each in (split, first)]
+        if split.mode == "row" or alike[0] != alike[1]:
             what = "linears that are split among processes by columns, all alike, or not at all"
-            raise ValueError(f"ParallelLinear expected {what}, got {split} for {name}")
+            got = split.shows.removeprefix(", ") or "a whole one"
+            raise ValueError(f"ParallelLinear expected {what}, got {got} for {name}")
     return first
 
 

@@ -12,7 +12,7 @@ from ..core.op import BasicOperation
 from ..core.op_context import Unread
 from ._common import OpGrads, RowwiseOperation, expected, shows, whole
 from ._samples import samples
-from ._tensor_parallel import Tracker, check_tracker, forked
+from ._split import Tracker, check_tracker, forked
 
 
 class ConstantScale(RowwiseOperation):

@@ -25,8 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core.fusible import FusibleOperation
-from ..core.introspection import CONVERTED
-from ..core.layout import is_dtensor
+from ..core.introspection import CONVERTED, is_dtensor
 from ..core.overwriting import without_modes
 from ..core.quantization import Quantizer
 from ..core.quantization.state import QuantizerStates

@@ -1,6 +1,6 @@
 """The conformance kit: tests of a plugin against the contract.
 
-``FusionSuite``, ``DistributedSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the
+``FusionSuite`` and ``QuantizerSuite`` are for the plugin's tests, and the
 parts are for tests of kernels.
 
 Not imported by opfuse itself, but for the tool :mod:`opfuse.testing.debug`. Needs pytest.
@@ -16,4 +16,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(importlib.import_module(".kit", __name__), name)
+    kit = importlib.import_module(".kit", __name__)  # sets its modules here
+    return globals()[name] if name in globals() else getattr(kit, name)

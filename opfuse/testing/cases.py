@@ -32,7 +32,6 @@ from ..core.op import BasicOperation
 from ..core.plugins import manager, using
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
-from ..ops.distributed import WithProcessGroup
 from .tensors import extra_inputs, input_shapes, lay_out, normal, place
 
 
@@ -183,7 +182,7 @@ def has_collectives(fusion: FusionLike, apart_from: Collection[type] = ()) -> bo
     """Return whether the pattern of a fusion has an op with a process group, apart from some."""
     elements = classes_in(fusion.pattern) if isinstance(fusion, Fusion) else ()
     classes = {getattr(each, "cls", each) for each in elements}.difference(apart_from)
-    return any(issubclass(cls, WithProcessGroup) for cls in classes)
+    return any(getattr(cls, "needs_tools", ()) for cls in classes)
 
 
 def find(plugin: str, passes: str, name: str) -> Subject:

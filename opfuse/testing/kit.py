@@ -3,26 +3,22 @@
 from ..tuning.tolerance import ROWS, TOLERANCES, assert_close, tolerance
 from .cases import Case, Op, Subject, find, subjects
 from .checks import CHECKS
-from .distributed import DistributedSuite
 from .failures import Declined, Failure
 from .generate import Chains, make_chains
 from .machine import Tier, tiers
 from .placing import CubicActivation, CubicGLU
 from .quantizers import QuantizerSuite
-from .rank_checks import CHECKS as RANK_CHECKS
-from .rank_checks import Trial
 from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet
-from .sharded import LAYERS, ShardedLayer, Split
 from .suite import FusionSuite
 from .tensors import lay_out
 
 # fmt: off
 __all__ = [
-    "CHECKS", "LAYERS", "RANK_CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation",
-    "CubicGLU", "Declined", "Delayed", "DistributedSuite", "Failure", "FusionSuite", "Op",
-    "Outcome", "PerBlock", "PerTensor", "QuantizerSuite", "ShardedLayer", "Split", "Subject",
-    "Tier", "Trial", "assert_close", "find", "lay_out", "make_chains", "run", "run_all", "snippet",
+    "CHECKS", "ROWS", "TOLERANCES", "Case", "Chains", "CubicActivation",
+    "CubicGLU", "Declined", "Delayed", "Failure", "FusionSuite", "Op",
+    "Outcome", "PerBlock", "PerTensor", "QuantizerSuite", "Subject",
+    "Tier", "assert_close", "find", "lay_out", "make_chains", "run", "run_all", "snippet",
     "subjects", "tiers", "tolerance",
 ]
 # fmt: on

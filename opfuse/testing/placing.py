@@ -18,7 +18,6 @@ from ..core.environment import Environment
 from ..core.fusion import OneOf, OneOrMore, Optional, Subclasses
 from ..core.op import BasicOperation
 from ..core.settings import current
-from ..ops.distributed import WithProcessGroup
 from .cases import CAST, Case, Op, insisted, is_cast, makes, undrawn
 from .failures import Declined
 from .running import only
@@ -110,7 +109,7 @@ class CubicGLU(built_in.GatedActivation):
 
 def _built_in_classes() -> tuple[type[BasicOperation], ...]:
     every = [getattr(built_in, name) for name in built_in.__all__ if name != "Cast"]
-    alone = [cls for cls in every if not issubclass(cls, WithProcessGroup)]
+    alone = [cls for cls in every if not getattr(cls, "needs_tools", ())]
     classes = [cls for cls in alone if issubclass(cls, BasicOperation)]
     # representatives first
     classes.sort(key=lambda cls: cls not in (built_in.GELU, built_in.Bias))

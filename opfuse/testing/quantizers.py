@@ -24,6 +24,7 @@ from ..core.quantization import (
 from ..core.recipes import new_quantizer
 from ..core.sequential import Sequential
 from ..ops import Linear
+from .suite import Suite
 from .tensors import same_bits
 
 USAGES = {"rowwise": ROWWISE, "columnwise": COLUMNWISE, "both": BOTH}
@@ -31,7 +32,7 @@ ROLES = ("input", "weight", "grad_output")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class QuantizerSuite:
+class QuantizerSuite(Suite):
     """Tests every quantizer of some recipes against the contract.
 
     Subclass it in the plugin's tests, under a name that pytest collects::

@@ -24,7 +24,11 @@ from .report import Outcome, judge, run_all
 from .running import with_itself
 
 
-class FusionSuite:
+class Suite:
+    """The base of the kit's suites, by which a collected test is known as one of theirs."""
+
+
+class FusionSuite(Suite):
     """Tests every fusion of a plugin against the contract.
 
     Subclass it in the plugin's tests, under a name that pytest collects::

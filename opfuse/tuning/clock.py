@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..core.ranks import run_collective
 from ..core.settings import current
 
 Call = Callable[[], object]
@@ -55,16 +53,14 @@ class Clock:
         """The time of the slowest of the processes that tune together; or the largest of others."""
         if self.together is None:
             return seconds
-        time = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        run_collective(self.together, "opfuse.tune", dist.all_reduce, time, dist.ReduceOp.MAX)
-        return float(time)
+        return float(self.together.largest(seconds, self.device))
 
     def agreed(self, problem: str) -> str:
         """The first problem that one of the processes that tune together has, or ``""``."""
-        if self.together is None or self.together.talk is None:
+        if self.together is None:
             return problem
         facts = {"what runs": "opfuse.tune", "problem": problem}
-        found = [of_rank["problem"] for of_rank in self.together.talk.exchange(facts)]
+        found = [of_rank["problem"] for of_rank in self.together.exchange(facts)]
         return next(filter(None, found), "")
 
     @staticmethod

@@ -16,7 +16,6 @@ from ..core.engine.fuser import OperationFuser
 from ..core.engine.program import Program
 from ..core.engine.step import Step
 from ..core.plugins import manager
-from ..core.ranks import Group, Pass
 from ..core.settings import Recorder, current
 from ..core.tuning_table import Measurement, shape_of
 from ..report.isolation import isolated
@@ -96,11 +95,11 @@ def tune(
 
 
 @contextlib.contextmanager
-def _together(groups: Sequence[Group]) -> Iterator[None]:
+def _together(groups: Sequence[Any]) -> Iterator[None]:
     """A block in which the processes of the largest of these groups tune together."""
     largest = max(groups, key=lambda group: group.size, default=None)
-    running = Pass("tuning", None, {})  # compared once: comparing takes time
-    with current.temporarily(together=largest, running=running):
+    once = largest.comparing_once("tuning") if largest else contextlib.nullcontext()
+    with current.temporarily(together=largest), once:  # comparing takes time
         yield
 
 
@@ -166,7 +165,7 @@ class _Collector(Recorder):
     def __init__(self, compiled: bool) -> None:
         self.candidates: list[_Candidate] = []
         self.wholes: list[Whole] = []
-        self.groups: list[Group] = []
+        self.groups: list[Any] = []
         self._compiled = compiled
         self._seen: set[Any] = set()
 
@@ -182,7 +181,8 @@ class _Collector(Recorder):
         super().record(fuser, program, given)
         if program.double_backward:
             return
-        self.groups += program.chain.groups
+        groups = [getattr(op, "collective_group", None) for op in program.chain.ops]
+        self.groups += [group for group in groups if group is not None and group.size > 1]
         x, tensors, kwargs = given
         program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]

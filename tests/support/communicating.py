@@ -6,10 +6,10 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
+from opfuse_distributed.ranks import gather_into, scatter_into, start_collective
 from torch.nn import functional as F
 
 import opfuse
-from opfuse.core.authoring import gather_into, scatter_into, start_collective
 from opfuse.ops import (
     AllGather,
     AllReduce,

@@ -9,11 +9,11 @@ import random
 
 import torch
 import torch.distributed as dist
+from opfuse_distributed import ranks as core
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.core import ranks as core
 
 ROWS = 4
 

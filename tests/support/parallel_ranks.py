@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from opfuse_distributed.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from tensor_parallel import part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
 from opfuse import ops
-from opfuse.ops.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 FP64 = torch.float64
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
+from opfuse_distributed.ranks import Group, start_collective
 
 import opfuse
-from opfuse.core.authoring import Group, start_collective
 from opfuse.core.quantization import nothing_recorded
 from opfuse.core.quantization.formats import ScaledTensor
 

@@ -7,14 +7,18 @@ import random
 
 import torch
 from chains import Forwarding, Joint
+from opfuse_distributed.collectives import WithProcessGroup
 
-from opfuse import ops
+from opfuse import ops, plugins
 from opfuse.core.authoring import may_write
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
-from opfuse.ops.distributed import WithProcessGroup
 
 ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
-COLLECTIVES = {n for n in ops.__all__ if issubclass(getattr(ops, n), WithProcessGroup)}
+COLLECTIVES = {
+    name
+    for name in plugins.manager.entry_points["opfuse.ops"]
+    if issubclass(getattr(ops, name), WithProcessGroup)
+}
 RARE = ("CrossEntropy", "RoPE", "ApplyRoPE")  # few patterns of chance with these can match at all
 CLASSES = [
     getattr(ops, name)

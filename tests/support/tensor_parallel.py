@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from opfuse_distributed import ranks as core
 
 import opfuse
 from opfuse import ops
-from opfuse.core import ranks as core
 
 FP64 = torch.float64
 

@@ -6,6 +6,7 @@ is refused here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,8 +67,7 @@ class Chain:
         arguments: The index among these for each ``(op, slot)`` that no channel feeds.
         public_outputs: ``(op, slot)`` of every extra output that the caller gets, in order.
         sources: ``(op, slot)`` of a channel's producer, for each bound extra input.
-        groups: The process groups of its collectives.
-        ends: How the tensors outside of its first and its last op are placed, if that is known.
+        needs_tools: The tools without which one of its ops does not run.
         width: Last dimension of the chain's input, or None for any.
         later_widths: The same for ops whose input width is known only when the chain runs.
         widths: Last dimension on each edge, or None if the chain does not determine it.
@@ -103,11 +103,8 @@ class Chain:
             for k, public in enumerate(op._extra_output_to_caller)
             if public or part
         ]
+        self.needs_tools = sorted({tool for op in self.ops for tool in op.needs_tools})
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
-        groups = [group for op in self.ops if (group := op.collective_group) is not None]
-        self.groups = [*{group.given: group for group in groups[::-1] if group.size > 1}.values()]
-        self._check_ends([self.ops[i] for i in self.own])
-        self._infer_widths()
 
     def _bind_channels(self, part: bool) -> None:
         """Bind extra inputs to the producers of their channels."""
@@ -190,29 +187,21 @@ class Chain:
             for slot, who in zip(self.external_inputs, found, strict=True)
         ]
 
-    def _check_ends(self, ops: Sequence[BasicOperation]) -> None:
-        """Refuse an op that takes tensors placed otherwise than the ops before give them."""
-        self.ends = (ops[0]._ends, ops[-1]._ends) if ops else (None, None)
-        giver: Any = None
-        for op in ops:
-            ends = op._ends
-            if ends and ends.takes and giver and giver._ends.gives != ends.takes:
-                given = f"{op_class(giver).__name__} gives {giver._ends.gives}"
-                raise ValueError(
-                    f"{self.title}: {given}, and {op_class(op).__name__} after it is said to take "
-                    f"{ends.takes}: give both the same placement"
-                )
-            if ends or any(op._around):
-                giver = op if ends and ends.gives else None
-
     def needed_after(self, slot: Slot, stop: int) -> bool:
         """Return whether the caller, or an op from ``stop`` on, uses an extra output."""
         return slot in self.public_outputs or any(
             source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
         )
 
-    def _infer_widths(self) -> None:
-        """Follow the last dimension through the chain.
+    widths: Any = functools.cached_property(lambda self: self._flow[0])
+    width: Any = functools.cached_property(lambda self: self._flow[1].get(0))
+    later_widths: Any = functools.cached_property(
+        lambda self: {i: width for i, width in self._flow[1].items() if i}
+    )
+
+    @functools.cached_property
+    def _flow(self) -> tuple[list[int | None], dict[int, int]]:
+        """The last dimension on each edge, and what ops demand of those that are not determined.
 
         The width is known (``value``), or the width at op ``anchor`` divided by ``ratio``; a demand
         then fixes the width at the anchor.
@@ -242,11 +231,8 @@ class Chain:
             else:
                 value //= op.feature_ratio
         known.append((value, anchor, ratio))
-        self.widths = [
-            v if v is not None or a not in demands else demands[a] // r for v, a, r in known
-        ]
-        self.width = demands.pop(0, None)
-        self.later_widths = demands
+        widths = [v if v is not None or a not in demands else demands[a] // r for v, a, r in known]
+        return widths, demands
 
 
 def _bound(channels: Iterable[Sequence[str | None]]) -> list[tuple[Slot, str]]:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..fusible import declared
-from ..introspection import kwarg_names, own_call
-from ..layout import is_dtensor
+from ..introspection import is_dtensor, kwarg_names, own_call
 from ..settings import checkpoint_frames, current
 from .chain import Chain, Slot
 from .step import Step
@@ -110,8 +109,8 @@ def _check_params(
             continue
         who = f"{chain.name(index)} of {chain.title}"
         if not whole and own not in op._layouts and is_dtensor(param):
-            how = f"got a DTensor placed as {param.placements}: the styles of opfuse.ops.parallel"
-            raise TypeError(f"{who} expected a plain {name}, {how} split an op among processes")
+            how = f"got a DTensor placed as {param.placements}, as only a split op takes"
+            raise TypeError(f"{who} expected a plain {name}, {how} among processes")
         if param.device != device:
             where = f"has its {name} on {param.device}, the input is on {device}"
             raise ValueError(f"{who} {where}")

@@ -15,8 +15,7 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_dynamo_compiling
 
 from ..fusible import Engine, FusibleOperation, bind_engine, dynamo_traces
-from ..introspection import hook_dicts, own_call, why_apart
-from ..layout import is_dtensor
+from ..introspection import hook_dicts, is_dtensor, own_call, why_apart
 from ..op_context import ModuleCache
 from ..overwriting import without_modes
 from ..plugins import manager
@@ -73,6 +72,7 @@ class OperationFuser:
         run = functools.partial(OperationFuser.run, self)
         if not part and (wrapped := wrap_call(run, chain=self._chain)) is not run:
             self.run = wrapped  # type: ignore[method-assign]
+        self._width = self._chain.width  # refuses widths that do not fit
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
@@ -165,7 +165,7 @@ class OperationFuser:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
         if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
             checks.check_arguments(self._chain, input, extra_inputs)
-        width = self._chain.width
+        width = self._width
         if width is not None and (not input.ndim or input.shape[-1] != width):
             checks.check_arguments(self._chain, input, extra_inputs)
         for op in self._watching:
@@ -304,6 +304,8 @@ class OperationFuser:
                 made.set_call(OperationFuser._run_special)
                 # a tool may have failed meanwhile, and what it was asked for must not be lost
                 manager.check_options(key.settings.options, key.settings.selection)
+                for tool in self._chain.needs_tools:
+                    manager.require(tool, self._chain.title, key.settings.selection)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from ..environment import Environment
 from ..fused_op import FusedOperation
-from ..introspection import standing_for
-from ..layout import is_dtensor
+from ..introspection import is_dtensor, standing_for
 from ..plugins import manager
 from ..quantization.names import check_names, matching
 from ..recipes import why_off

@@ -25,7 +25,7 @@ from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization.coded_tensor import brings_codes, dequantized
-from ..quantization.scale_update import current_backward, in_backward
+from ..scale_update import current_backward, in_backward
 from .chain import Chain
 from .facts import Facts
 from .plan import FusionPlan

@@ -84,7 +84,7 @@ class Recipe:
             quantizers: Those of the ops that ran; in a prepared model
                 (:func:`opfuse.assign_names`) those of all its ops, in its order.
             group: The process group over which to take the maxima, in one collective, which
-                :func:`opfuse.core.authoring.start_collective` starts; or None.
+                :func:`opfuse_distributed.ranks.start_collective` starts; or None.
 
         Raises:
             NotImplementedError: The quantizers have state, and the recipe does not override this.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import types
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +73,20 @@ def entries_of(module: Any, name: str) -> Any:
             place = vars(place).setdefault(part, types.SimpleNamespace())
         vars(place)[leaf] = value
     return getattr(root, name)
+
+
+class PreparedOps:
+    """The ops of a prepared model, in its order; dropped, never copied, with an op."""
+
+    def __init__(self, ops: Iterable[Any] = ()) -> None:
+        self._ops = [weakref.ref(op) for op in ops]
+
+    def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
+        return PreparedOps, ()
+
+    def ops(self) -> list[Any]:
+        """The ops that still exist."""
+        return [op for ref in self._ops if (op := ref()) is not None]
 
 
 class QuantizerStates:

@@ -7,11 +7,11 @@ import pytest
 import tensor_parallel
 import torch
 import torch.distributed as dist
+from opfuse_distributed.testing import simulated
 from opfuse_loss import chunks
 
 import opfuse
 from opfuse import ops
-from opfuse.testing import simulated
 
 pytestmark = [
     pytest.mark.skipif(

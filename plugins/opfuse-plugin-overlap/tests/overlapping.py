@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from clock import watching
+from opfuse_distributed import ranks as core
 from opfuse_overlap import kernels
 from tuned import Prescribed
 
 import opfuse
 from opfuse import ops
-from opfuse.core import ranks as core
 from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
 from opfuse.core.tuning_table import Measurement

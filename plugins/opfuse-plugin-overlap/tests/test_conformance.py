@@ -5,10 +5,11 @@ What several processes do is in test_kernels.py.
 
 import pytest
 import torch.distributed as dist
+from opfuse_distributed.testing import DistributedSuite
 
 import opfuse
 from opfuse import ops
-from opfuse.testing import DistributedSuite, FusionSuite, Op
+from opfuse.testing import FusionSuite, Op
 
 COLLECTIVES = (ops.AllGather, ops.AllReduce, ops.CopyToTensorParallelRegion, ops.ReduceScatter)
 

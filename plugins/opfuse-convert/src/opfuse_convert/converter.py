@@ -36,7 +36,7 @@ class Conversion:
         places: Further places whose values the chain depends on, as recorded by
             :class:`opfuse_convert.grammar.Reader`. If one changes, the module's own forward runs.
         splits: How those of the children are split among processes that are: the chain reads the
-            part of its own process. Each is an ``opfuse.ops.parallel.Split``.
+            part of its own process. Each is an ``opfuse_distributed.parallel.Split``.
         shapes: Shapes of the module's own parameters in a call, by name, if a style has replaced
             its forward by one that calls its own with local parameters. The chain replaces that.
         function: The function that the chain is for, if that is not the forward of the class, but

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
-from opfuse.core.introspection import hook_dicts, hook_kinds, op_class
-from opfuse.core.layout import is_dtensor
+from opfuse.core.introspection import hook_dicts, hook_kinds, is_dtensor, op_class
 from opfuse.core.settings import Settings, current
 from opfuse.report.isolation import isolated
 

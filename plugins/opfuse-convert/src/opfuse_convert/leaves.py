@@ -63,7 +63,7 @@ def _known(module: nn.Module) -> Leaf | str:
 
 def _split_leaf(module: Any, how: Any, places: Sequence[Place]) -> Leaf | str:
     """The ops of a linear layer that is split among processes, with the collectives around them."""
-    from opfuse.ops.parallel import split
+    from opfuse_distributed.parallel import split
 
     made = _known(module)
     if isinstance(made, Leaf):

@@ -16,14 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from opfuse.core.introspection import hook_dicts, op_class
-from opfuse.core.layout import is_dtensor
+from opfuse.core.introspection import hook_dicts, is_dtensor, op_class
 
 from .grammar.source import like
 
 Splits = Callable[[nn.Module], Any]
-"""How a linear layer is split: an ``opfuse.ops.parallel.Split``, or a sentence that says why a
-chain cannot run it; None: it is not split. In a pair, the places that this depends on follow.
+"""How a linear layer is split: an ``opfuse_distributed.parallel.Split``, or a sentence that says
+why a chain cannot run it; None: it is not split. In a pair, the places that this depends on follow.
 """
 
 _STYLES = {"ColwiseParallel": "column", "RowwiseParallel": "row"}
@@ -68,7 +67,7 @@ def split_of(module: Any, mode: str, mesh: Any, takes: Any, gives: Any, local: b
         gives: The placement of its output.
         local: Whether it gives a local tensor.
     """
-    from opfuse.ops.parallel import Split
+    from opfuse_distributed.parallel import Split
 
     if op_class(module) is not nn.Linear:
         return f"a {op_class(module).__name__} is split among processes"

@@ -257,7 +257,7 @@ class Parser:
         named = {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
         both, x = ops.ParallelLinear.reading(named), a.args[0]
         if splits[0] is not None:
-            from opfuse.ops.parallel import split
+            from opfuse_distributed.parallel import split
 
             split(both, splits[0])
         return x, RegionPart([both], reads=names, weight=4)  # type: ignore[return-value]

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @opfuse.hookimpl
 def opfuse_wrap_call(chain: Chain | None, run: Run) -> Run | None:
     """Tell the other processes of errors, and run a chain on the parts of this process."""
-    from opfuse.core import layout
-
-    from . import agreement
+    from . import agreement, layout
 
     return None if chain is None else layout.on_parts(chain, agreement.reporting(chain, run))
 
@@ -32,7 +30,7 @@ def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
     """Agree with the other processes on a call, and on the pass that a backward is of."""
     from . import agreement
 
-    if program.compiling or not program.chain.groups:
+    if program.compiling or not agreement.groups_of(program.chain):
         return None
     if pass_name == "forward":
         return agreement.Agreed(run)
@@ -40,8 +38,17 @@ def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
 
 
 @opfuse.hookimpl
+def opfuse_wrap_update(run: Run) -> Run:
+    """Take the maxima of a recipe over the processes of a group."""
+    from . import update
+
+    return update.by_groups(run)
+
+
+@opfuse.hookimpl
 def opfuse_wrap_step(step: Step, facts: Facts, run: Run) -> Run | None:
     """Say in errors of collectives which op they are of."""
     from . import agreement
 
-    return agreement.Reported(run, facts.chain, step) if facts.chain.groups else None
+    groups = agreement.groups_of(facts.chain)
+    return agreement.Reported(run, facts.chain, step) if groups else None

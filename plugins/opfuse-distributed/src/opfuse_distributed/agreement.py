@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,12 +17,25 @@ from torch.utils import checkpoint
 from opfuse.core.engine.chain import Chain
 from opfuse.core.engine.program import Program
 from opfuse.core.engine.step import Step
-from opfuse.core.ranks import Pass, RankError
 from opfuse.core.settings import current
 from opfuse.tuning.causes import causes
 
+from .ranks import Group, Pass, RankError, state
+
 # a checkpoint raises it in a forward whose backward needs no more, on each process at its own time
 _END_OF_RECOMPUTATION = getattr(checkpoint, "_StopRecomputationError", ())
+
+
+_groups: WeakKeyDictionary[Chain, list[Group]] = WeakKeyDictionary()
+
+
+def groups_of(chain: Chain) -> list[Group]:
+    """The process groups of a chain's collectives, but those of one process."""
+    if chain not in _groups:
+        every = [getattr(op, "collective_group", None) for op in chain.ops]
+        groups = [group for group in every if group is not None and group.size > 1]
+        _groups[chain] = [*{group.given: group for group in groups[::-1]}.values()]
+    return _groups[chain]
 
 
 class Agreed:
@@ -50,15 +64,15 @@ class Agreed:
             RankError: Another process does something else, failed, or did not come.
         """
         chain, shapes = program.chain, (input.shape, *[extra.shape for extra in extra_inputs])
-        running = current.running = current.call = Pass("forward", chain, {})
+        running = state.running = current.call = Pass("forward", chain, {})
         again = torch._C._current_graph_task_id() != -1  # a recomputation is no new call
-        for group in chain.groups:
+        for group in groups_of(chain):
             if (talk := group.talk) is not None:
                 known = self._turns.get((talk, again))
                 if known is None or known[:2] != (talk.era, shapes):
                     what = f"{chain.title}, in a backward" if again else chain.title
                     name = what, "", "", tuple([talk.number(op) for op in chain.ops])
-                    uneven = any(op.uneven_rows for op in chain.ops)
+                    uneven = any(getattr(op, "uneven_rows", False) for op in chain.ops)
                     size = 1 if uneven else input.numel() or 1  # equal on all processes
                     turn = name, _details(program, shapes, uneven)
                     self._turns[talk, again] = known = talk.era, shapes, turn, size
@@ -83,7 +97,7 @@ def backward_of(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def reporting(chain: Chain, run: Callable[..., Any]) -> Callable[..., Any]:
     """What runs a chain, and tells the other processes of its groups of an error."""
-    return Reported(run, chain) if chain.groups else run
+    return Reported(run, chain) if groups_of(chain) else run
 
 
 def _details(program: Program, shapes: Sequence[Any], uneven: bool) -> tuple[str, str]:
@@ -93,7 +107,7 @@ def _details(program: Program, shapes: Sequence[Any], uneven: bool) -> tuple[str
     do not. So may the number of rows, if an op of the chain sends each process its own number.
     """
     chain, made_from, plan = program.chain, program.facts, program.plan
-    collective = [op.collective_group is not None for op in chain.ops]
+    collective = [getattr(op, "collective_group", None) is not None for op in chain.ops]
     steps = [step for of_pass in (plan.forward, plan.backward) for step in of_pass]
     facts = {
         **causes(),
@@ -143,9 +157,9 @@ def reported(chain: Chain, where: str = "", running: Pass | None = None) -> Iter
         where: The op, for messages.
         running: The pass that the block is; None: it is in one, or begins one.
     """
-    before = current.running, current.told
-    told = current.told = [] if current.told is None else current.told
-    current.running = running or current.running
+    before = state.running, state.told
+    told = state.told = [] if state.told is None else state.told
+    state.running = running or state.running
     try:
         yield
     except RankError as error:
@@ -157,7 +171,7 @@ def reported(chain: Chain, where: str = "", running: Pass | None = None) -> Iter
     except _END_OF_RECOMPUTATION:
         raise
     except Exception as error:
-        talks = [talk for group in chain.groups if (talk := group.talk) is not None]
+        talks = [talk for group in groups_of(chain) if (talk := group.talk) is not None]
         for talk in [talk for talk in talks if (talk, error) not in told]:
             why = f"{chain.title}{where and f', {where}'} on {talk.me} raised "
             failure = talk.failed(f"{why}{type(error).__name__}: {error}", unfinished=None)
@@ -166,7 +180,7 @@ def reported(chain: Chain, where: str = "", running: Pass | None = None) -> Iter
                 raise failure from error
         raise
     finally:
-        current.running, current.told = before
+        state.running, state.told = before
 
 
 class Reported:

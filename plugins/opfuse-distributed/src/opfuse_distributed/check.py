@@ -7,8 +7,9 @@ from typing import Any
 from torch import distributed as dist
 
 from opfuse.core.plugins import manager
-from opfuse.core.ranks import Group, RankError
 from opfuse.tuning.causes import causes, first_difference
+
+from .ranks import Group, RankError
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> None:
@@ -34,8 +35,7 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> None:
         own: dict[str, Any] = {**causes(), "the plans": _plans()}
     except Exception as error:  # all ranks must learn of it
         own = {"failed": f"{type(error).__name__}: {error}"}
-    talk, own = Group(group).talk, {"what runs": "opfuse.check_ranks", **own}
-    facts = [own] if talk is None else talk.exchange(own)
+    facts = Group(group).exchange({"what runs": "opfuse.check_ranks", **own})
     for rank, of_rank in zip(ranks, facts, strict=True):
         if "failed" in of_rank:
             raise RuntimeError(f"check_ranks on rank {rank}: {of_rank['failed']}")

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opfuse_distributed.ranks import Group, start_collective
 from opfuse_triton import kernels_run
 from torch import Tensor
 
 from opfuse import Quantizer
-from opfuse.core.authoring import Group, is_captured, start_collective
+from opfuse.core.authoring import is_captured
 
 from . import casts
 from .quantizers import DelayedQuantizer

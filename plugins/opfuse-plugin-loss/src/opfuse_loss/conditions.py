@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from opfuse_distributed.vocab_parallel_log_prob import VocabParallelTokenLogProb
 from opfuse_triton import Predicted, is_interpreting, why_no_kernel
 
 from opfuse import Environment, Fusion
-from opfuse.ops import VocabParallelTokenLogProb
 
 HALF = torch.bfloat16, torch.float16
 DTYPES = torch.float32, *HALF

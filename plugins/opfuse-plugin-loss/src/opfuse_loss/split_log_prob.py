@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from opfuse_distributed.vocab_parallel_log_prob import VocabParallelTokenLogProb
 from torch import Tensor
 
 from opfuse import Environment
-from opfuse.ops import VocabParallelTokenLogProb
 from opfuse.ops.cross_entropy import gradients_by_parts
 
 from .log_prob import LinearLogProb, fusions

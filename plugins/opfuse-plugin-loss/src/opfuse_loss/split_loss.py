@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from opfuse_distributed.vocab_parallel import VocabParallelCrossEntropy
 from torch import Tensor
 
 from opfuse import Environment, Optional
-from opfuse.ops import BasicLinear, Bias, VocabParallelCrossEntropy
+from opfuse.ops import BasicLinear, Bias
 from opfuse.ops.cross_entropy import gradients_by_parts
 
 from .conditions import by_chunks

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opfuse_distributed.collectives import AllGather, AllReduce, CopyToTensorParallelRegion
+
 from opfuse import Environment
-from opfuse.ops import AllGather, AllReduce, CopyToTensorParallelRegion, ParallelLinear
+from opfuse.ops import ParallelLinear
 
 from . import symm_mem
 
@@ -31,7 +33,7 @@ _DEFAULT = 4
 
 def collective_of(ops: Sequence[Any]) -> Any:
     """The collective among some ops."""
-    return next(op for op in ops if op.collective_group is not None)
+    return next(op for op in ops if getattr(op, "collective_group", None) is not None)
 
 
 def runs(ops: Sequence[Any], env: Environment) -> bool | str:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from opfuse_distributed.ranks import Group, Pending, gather_into, scatter_into, start_collective
 from torch import Tensor
 
-from opfuse.core.authoring import Group, Pending, gather_into, scatter_into, start_collective
 from opfuse.ops import BasicLinear
 
 

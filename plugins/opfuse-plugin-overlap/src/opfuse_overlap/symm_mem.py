@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from opfuse_distributed.collectives import AllGather, ReduceScatter
+from opfuse_distributed.ranks import take_turn
 from torch import Tensor
 
 from opfuse import Environment
-from opfuse.core.authoring import take_turn
-from opfuse.ops import AllGather, ReduceScatter
 
 from .pieces import Link
 

@@ -66,7 +66,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     if any(other != how for other in others):
         return "its projections are split among processes in different ways"
     if how is not None:
-        from opfuse.ops.parallel import split
+        from opfuse_distributed.parallel import split
 
         split(product, how)
     option = env.options.get("transformers.projections")

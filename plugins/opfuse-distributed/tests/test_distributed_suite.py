@@ -13,10 +13,11 @@ import faulty_distributed
 import pytest
 import torch
 import torch.distributed as dist
+from opfuse_distributed import testing as rank_kit
+from opfuse_distributed.testing import gloo_ranks, simulated
 
 import opfuse
 from opfuse import ops, testing
-from opfuse.testing import gloo_ranks, simulated
 
 pytestmark = [
     pytest.mark.alone,
@@ -24,12 +25,14 @@ pytestmark = [
         not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
     ),
 ]
-CAUGHT = json.loads((pathlib.Path(__file__).parent / "faults_caught.json").read_text())
-LAYERS = {layer.name: layer for layer in testing.LAYERS}
+CAUGHT = json.loads(
+    (pathlib.Path(__file__).parents[3] / "tests" / "faults_caught.json").read_text()
+)
+LAYERS = {layer.name: layer for layer in rank_kit.LAYERS}
 
 
 @pytest.mark.costly(0.3)
-class TestRight(testing.DistributedSuite):
+class TestRight(rank_kit.DistributedSuite):
     """Right fusions raise no alarm."""
 
     plugin = "right"
@@ -51,9 +54,9 @@ class TestRight(testing.DistributedSuite):
 @pytest.mark.parametrize("fault", faulty_distributed.FAULTS, ids=lambda fault: fault.name)
 def test_each_fault_is_caught(fault):
     layer, _, check = CAUGHT["distributed"]["found"][fault.name]["caught by"].rpartition("-")
-    trial = testing.Trial([testing.Subject("faulty", "joint", fault.fusion)], LAYERS[layer])
+    trial = rank_kit.Trial([testing.Subject("faulty", "joint", fault.fusion)], LAYERS[layer])
     with pytest.raises(testing.Failure):
-        testing.RANK_CHECKS[check](trial)
+        rank_kit.CHECKS[check](trial)
 
 
 def test_how_many_faults_are_caught():
@@ -89,7 +92,7 @@ SUITES = """
 import communicating
 import opfuse
 from opfuse import ops
-from opfuse.testing import LAYERS, DistributedSuite, ShardedLayer
+from opfuse_distributed.testing import LAYERS, DistributedSuite, ShardedLayer
 
 opfuse.plugins.register(communicating, name="right")
 
@@ -258,9 +261,9 @@ def never_split(split):
 
 def test_a_layer_that_is_declared_wrong():
     fusions = [testing.Subject("right", "joint", communicating.opfuse_joint_fusions()[0])]
-    layer = testing.ShardedLayer("wrong", declared_wrong, takes="whole", gives="whole")
+    layer = rank_kit.ShardedLayer("wrong", declared_wrong, takes="whole", gives="whole")
     with pytest.raises(testing.Failure, match="its declaration is wrong, or the separate ops are"):
-        testing.RANK_CHECKS["plan"](testing.Trial(fusions, layer))
-    layer = testing.ShardedLayer("never split", never_split)
+        rank_kit.CHECKS["plan"](rank_kit.Trial(fusions, layer))
+    layer = rank_kit.ShardedLayer("never split", never_split)
     with pytest.raises(testing.Declined, match="no fusion has a pattern that is in its chain"):
-        testing.RANK_CHECKS["plan"](testing.Trial(fusions, layer))
+        rank_kit.CHECKS["plan"](rank_kit.Trial(fusions, layer))

@@ -10,22 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ..core.context_managers import options
-from .cases import Subject, offered
-from .failures import Declined, Failure
+from opfuse.core.context_managers import options
+from opfuse.testing.cases import Subject, offered
+from opfuse.testing.failures import Declined, Failure
+from opfuse.testing.processes import registered_module
+from opfuse.testing.report import judge
+from opfuse.testing.suite import Suite
+
 from .gloo_ranks import check_on_gloo, describe
-from .processes import registered_module
 from .rank_checks import CHECKS, Trial
-from .report import judge
 from .sharded import LAYERS, ShardedLayer
 
 
-class DistributedSuite:
+class DistributedSuite(Suite):
     """Tests fusions with collectives on layers that are split among the ranks of a group.
 
     Subclass it in the plugin's tests, under a name that pytest collects::
 
-        from opfuse.testing import DistributedSuite
+        from opfuse_distributed.testing import DistributedSuite
 
         class TestOverlap(DistributedSuite):
             plugin = "overlap"
@@ -36,8 +38,8 @@ class DistributedSuite:
 
     Attributes:
         plugin: As for :class:`FusionSuite`.
-        layers: The layers: :data:`opfuse.testing.LAYERS` and your own, each a
-            :class:`opfuse.testing.ShardedLayer`.
+        layers: The layers: :data:`opfuse_distributed.testing.LAYERS` and your own, each a
+            :class:`opfuse_distributed.testing.ShardedLayer`.
         options: Options of the plugin that are in force, such as ``{"overlap.use": "always"}``.
         limits: What the plugin cannot do, and why: check -> reason, or ``"layer: check"`` ->
             reason. Checks are the names in ``testing.RANK_CHECKS``, and ``"gloo"``. A limit that is

@@ -3,7 +3,7 @@
 A plan of ``parallelize_module`` with them splits ops and modules of torch alike::
 
     from torch.distributed.tensor.parallel import parallelize_module
-    from opfuse.ops.parallel import ColwiseParallel, RowwiseParallel
+    from opfuse_distributed.parallel import ColwiseParallel, RowwiseParallel
 
     chain = opfuse.Sequential(ops.Linear(64, 256), ops.GELU(), ops.Linear(256, 64))
     parallelize_module(chain, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -23,18 +23,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import style
 
-from ..core.fusible import FusibleOperation
-from ..core.layout import Ends, Layout
-from ..core.op import BasicOperation
-from ..core.plugins import manager
-from ..core.ranks import Group
-from ._common import expected
-from ._tensor_parallel import TensorParallel
-from .basic_linear import BasicLinear
-from .distributed import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
-from .linear import Bias, Linear
-from .norm import LayerNorm, RMSNorm
-from .parallel_linear import ParallelLinear
+from opfuse.core.fusible import FusibleOperation
+from opfuse.core.op import BasicOperation
+from opfuse.core.plugins import manager
+from opfuse.ops.authoring import expected
+from opfuse.ops.basic_linear import BasicLinear
+from opfuse.ops.linear import Bias, Linear
+from opfuse.ops.norm import LayerNorm, RMSNorm
+from opfuse.ops.parallel_linear import ParallelLinear
+
+from .collectives import AllGather, AllReduce, CopyToTensorParallelRegion, ReduceScatter
+from .layout import Ends, Layout
+from .ranks import Group
+from .tensor_parallel import TensorParallel
 
 _FEATURES = Shard(-1)
 
@@ -123,6 +124,7 @@ def split(op: BasicOperation, how: Split) -> None:
     elif not (isinstance(op, (LayerNorm, RMSNorm)) and how.mode == "sequence"):
         raise TypeError(expected(op, "an op that can be split", f"the style {how.mode!r}"))
     vars(op)["_layouts"] = {name: how.part(name) for name in op.param_names or ()}
+    op.needs_tools = ("distributed",)
     _forget(op)
 
 

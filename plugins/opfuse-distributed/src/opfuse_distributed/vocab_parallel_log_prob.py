@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.op_context import AllGrads, Outputs
-from ..core.precision import widen
-from ..core.ranks import gather_into, run_collective
-from ._common import rows_of
-from .cross_entropy import Spare, capped, widened
-from .distributed import WithProcessGroup
-from .token_log_prob import (
+from opfuse.core.op_context import AllGrads, Outputs
+from opfuse.core.precision import widen
+from opfuse.ops.authoring import rows_of
+from opfuse.ops.cross_entropy import Spare, capped, widened
+from opfuse.ops.token_log_prob import (
     RowStatistics,
     TokenLogProb,
     TokenNumbers,
@@ -24,6 +22,9 @@ from .token_log_prob import (
     grads_of_rows,
     possible,
 )
+
+from .collectives import WithProcessGroup
+from .ranks import gather_into, run_collective
 from .vocab_parallel import VocabPart, check_classes
 
 

@@ -2,73 +2,39 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import warnings
-import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..ranks import Group, Pass
-from ..settings import current, is_captured
-from .coded_tensor import held_by
-from .names import matching
-from .quantizer import CALIBRATING, Quantizer
-from .recipe import Recipe
-
-
-class PreparedOps:
-    """The ops of a prepared model, in its order; dropped, never copied, with an op."""
-
-    def __init__(self, ops: Iterable[Any] = ()) -> None:
-        self._ops = [weakref.ref(op) for op in ops]
-        self._turns: dict[Any, tuple[Group, Any]] = {}
-
-    def __reduce__(self) -> tuple[type[PreparedOps], tuple[()]]:
-        return PreparedOps, ()
-
-    def ops(self) -> list[Any]:
-        """The ops that still exist."""
-        return [op for ref in self._ops if (op := ref()) is not None]
-
-    def agree(self, recipe: Recipe, group: Any, mode: str, names: list[str]) -> None:
-        """Take the turn of an update in a group, see :meth:`opfuse.core.ranks.Talk.take_turn`.
-
-        Raises:
-            RankError: Another process does something else, failed, or did not come.
-        """
-        if (key := (recipe, group, mode, *names)) not in self._turns:
-            facts = {
-                "the model whose maxima they take together (autocast(amax_reduction_group=...) "
-                "names those that run the same)": {str(i): name for i, name in enumerate(names)}
-            }
-            name = f"the update of {recipe} after a {mode}", "", "", 0
-            self._turns[key] = Group(group), (name, (json.dumps(facts), ()))
-        of, turn = self._turns[key]
-        if (talk := of.talk) is not None:
-            talk.take_turn(of, turn)
+from .plugins import manager
+from .quantization.coded_tensor import held_by
+from .quantization.names import matching
+from .quantization.quantizer import CALIBRATING, Quantizer
+from .quantization.recipe import Recipe
+from .quantization.state import PreparedOps
+from .settings import current, is_captured
 
 
 class _Ran(NamedTuple):
     """What ran under a recipe.
 
     Attributes:
-        ops: The ops, each with the groups of its chain.
+        ops: The ops, each with its chain.
         skips: The patterns of ops that were left out.
         env: The environment of the first chain.
     """
 
-    ops: dict[Any, list[Group]]
+    ops: dict[Any, Any]
     skips: set[tuple[str, ...]]
     env: Any
 
     def add(self, chain: Any, skip: tuple[str, ...]) -> None:
         """Add the ops of a chain."""
-        self.ops.update(dict.fromkeys(chain.ops, chain.groups))
+        self.ops.update(dict.fromkeys(chain.ops, chain))
         self.skips.add(skip)
 
 
@@ -181,55 +147,68 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _advance(recipe: Recipe, ran: _Ran, given: Any, mode: str) -> None:
+class Update(NamedTuple):
+    """The quantizers that advance at once.
+
+    Attributes:
+        recipe: Their recipe.
+        mode: ``"forward"`` or ``"backward"``: of the values that they have seen.
+        group: The process group over which the maxima are taken, as the user gave it, or None.
+        quantizers: Each with its op, those of a prepared model in its order.
+        chains: The chain in which an op ran.
+        prepared: The ops of each prepared model, by what its ops share.
+        env: The environment of the first chain.
+    """
+
+    recipe: Recipe
+    mode: str
+    group: Any
+    quantizers: Sequence[tuple[Quantizer, Any]]
+    chains: Mapping[Any, Any]
+    prepared: Mapping[Any, Sequence[Any]]
+    env: Any
+
+
+def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
     """Advance the quantizers of a mode: of the ops that ran, or of all ops of a prepared model.
 
-    Ops that were always skipped are left out. The maxima are taken over the group that was given;
-    or for a prepared model over all processes, as in Transformer Engine; or over those that a chain
-    is split among, which run it together. A process alone never waits for others.
+    Ops that were always skipped are left out.
     """
-    together: dict[PreparedOps, list[Any]] = {}  # what an op was prepared with is asked once
+    prepared: dict[PreparedOps, list[Any]] = {}  # what an op was prepared with is asked once
     ops: dict[Any, None] = {}
     for op in ran.ops:
-        if (prepared := op._prepared) not in together:
-            together[prepared] = prepared.ops()
-            ops.update(dict.fromkeys(together[prepared]))
+        if op._prepared not in prepared:
+            prepared[op._prepared] = op._prepared.ops()
+            ops.update(dict.fromkeys(prepared[op._prepared]))
         ops[op] = None
     if () not in ran.skips:  # no block without names to skip
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in ran.skips)}
-    parts: dict[Any, dict[int, tuple[Quantizer, str]]] = {}
+    found: dict[int, tuple[Quantizer, Any]] = {}
     for op in ops:
         if mode == "forward":
             op._quantizers.use(op, recipe, ran.env)
-        group = given or _group_of(recipe, ran, op, together.get(op._prepared))
         for quantizer in op._quantizers.of_mode(op, recipe, mode):
             if quantizer.pending_names:  # ops may share one
-                parts.setdefault(group, {})[id(quantizer)] = quantizer, op.name
-    for group, found in parts.items():
-        before, current.running = current.running, Pass("update", None, {})  # compared once
-        try:
-            if group is not None:
-                prepared = next(filter(together.get, together), next(iter(together)))
-                prepared.agree(recipe, group, mode, [name for _, name in found.values()])
-            with torch.no_grad():
-                recipe.update([quantizer for quantizer, _ in found.values()], group)
-        finally:
-            current.running = before
+                found[id(quantizer)] = quantizer, op
+    if found:
+        tools = manager.active_tools(current.selection)
+        run = manager.wrap(tools, "opfuse_wrap_update", _update)
+        run(Update(recipe, mode, group, [*found.values()], ran.ops, prepared, ran.env))
 
 
-def _group_of(recipe: Recipe, ran: _Ran, op: Any, prepared: Any) -> Any:
-    """The process group over which the maxima of an op are taken if none is given, or None."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    world: Any = dist.group.WORLD
-    found = None
-    if recipe.reduce_amax:
-        if prepared and ran.env.device.type in [device.type for device in world._device_types]:
-            return world
-        found = max(ran.ops.get(op) or (), key=lambda group: group.size, default=None)
-    if found is None or found.size < dist.get_world_size():
-        _warn_of_rank(recipe)
-    return found and (found.given or world)
+def _update(update: Update, group: Any = None) -> None:
+    """Advance quantizers, over the maxima of a group.
+
+    Args:
+        update: They.
+        group: The process group; None: this process alone.
+    """
+    world = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if update.group is not None or (world and update.recipe.reduce_amax):
+        who = f"{update.recipe} on several processes"
+        manager.require("distributed", who, current.selection)
+    with torch.no_grad():
+        update.recipe.update([quantizer for quantizer, _ in update.quantizers], group)
 
 
 def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
@@ -246,15 +225,4 @@ def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:
         f"torch.distributed.checkpoint loads into must have it before: call "
         f"opfuse.assign_names(model, recipe=...) first",
         stacklevel=3,
-    )
-
-
-@functools.cache
-def _warn_of_rank(recipe: Recipe) -> None:
-    """Warn once that a checkpoint has the state of only some processes."""
-    warnings.warn(
-        f"the state of {recipe} follows from what not all processes saw, and a checkpoint has that "
-        f"of the process that writes it: call opfuse.assign_names(model), so that the maxima are "
-        f"taken over all processes, or give autocast(amax_reduction_group=...)",
-        stacklevel=2,
     )

@@ -6,7 +6,6 @@ Such a parameter is a ``DTensor`` of ``torch.distributed``, or already the part 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .overwriting import unseen
+from opfuse.core.engine.chain import Chain
+from opfuse.core.errors import CallRefusedError
+from opfuse.core.introspection import is_dtensor, op_class
+from opfuse.core.overwriting import unseen
+
 from .ranks import Group, run_collective
 
 
@@ -31,6 +34,15 @@ class Layout(NamedTuple):
     group: Group
     dim: int | None
     summed: bool = False
+
+    @classmethod
+    def summed_over(cls, group: Any) -> Layout:
+        """That of a parameter that each process has as a whole, and whose gradient they add up.
+
+        Args:
+            group: The process group.
+        """
+        return cls(Group(group), None, summed=True)
 
     def part_of(self, who: str, value: Any) -> Any:
         """The part of this process, recorded by autograd: the gradient is placed like the value.
@@ -106,9 +118,34 @@ class Ends(NamedTuple):
         return self
 
 
-def on_parts(chain: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+class PlacementError(CallRefusedError, ValueError):
+    """Neighbours in a chain have placements that do not fit."""
+
+
+def ends_of(chain: Chain) -> tuple[Ends | None, Ends | None]:
+    """How the tensors outside of a chain's first and last op are placed, if that is known.
+
+    Raises:
+        PlacementError: An op takes tensors placed otherwise than the ops before give them.
+    """
+    ops = [chain.ops[i] for i in chain.own]
+    all_ends: list[Ends | None] = [vars(op).get("_ends") for op in ops]
+    giver: Any = None
+    for op, ends in zip(ops, all_ends, strict=True):
+        if ends and ends.takes and giver and giver[1].gives != ends.takes:
+            given = f"{op_class(giver[0]).__name__} gives {giver[1].gives}"
+            raise PlacementError(
+                f"{chain.title}: {given}, and {op_class(op).__name__} after it is said to take "
+                f"{ends.takes}: give both the same placement"
+            )
+        if ends or len(op.with_surrounding) > 1:
+            giver = (op, ends) if ends and ends.gives else None
+    return (all_ends[0], all_ends[-1]) if ops else (None, None)
+
+
+def on_parts(chain: Chain, run: Callable[..., Any]) -> Callable[..., Any]:
     """What runs a chain on the parts of this process, if an end of it may be a ``DTensor``."""
-    first, last = chain.ends
+    first, last = ends_of(chain)
     return functools.partial(run_on_parts, run, first, last) if first or last else run
 
 
@@ -143,11 +180,3 @@ def run_on_parts(
     y, *more = result if isinstance(result, tuple) else (result,)
     whole = DTensor.from_local(y, last.mesh, [last.gives], run_check=False)
     return (whole, *more) if more else whole
-
-
-def is_dtensor(value: Any) -> bool:
-    """Whether a value is a ``DTensor``; the package is not imported for that."""
-    if type(value) is Tensor or type(value) is torch.nn.Parameter:
-        return False
-    package = sys.modules.get("torch.distributed.tensor")
-    return package is not None and isinstance(value, package.DTensor)

@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import itertools
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .errors import CallRefusedError
-from .settings import current
+from opfuse.core.errors import CallRefusedError
+from opfuse.tuning.causes import first_difference
 
 # torch 2.13 renamed them, and warns of the old names
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,6 +91,29 @@ class Group:
             raise TypeError(f"an op that holds a process group cannot be pickled: {how}")
         return Group, (None,)
 
+    @contextlib.contextmanager
+    def comparing_once(self, what: str) -> Iterator[None]:
+        """A block whose collectives are compared once, whatever they take.
+
+        Args:
+            what: Its name, for messages.
+        """
+        before, state.running = state.running, Pass(what, None, {})
+        try:
+            yield
+        finally:
+            state.running = before
+
+    def largest(self, number: float, device: torch.device) -> float:
+        """The largest of a number that each process has."""
+        value = torch.tensor(number, dtype=torch.float64, device=device)
+        run_collective(self, "the largest", dist.all_reduce, value, dist.ReduceOp.MAX)
+        return float(value)
+
+    def exchange(self, facts: dict[str, Any]) -> list[Any]:
+        """Facts of all processes, see :meth:`Talk.exchange`; of a simulated one, its own."""
+        return [facts] if self.talk is None else self.talk.exchange(facts)
+
     @property
     def talk(self) -> Talk | None:
         """What its processes say to each other; None: they are simulated, or only one."""
@@ -99,6 +123,23 @@ class Group:
         except KeyError:
             alone = self.size == 1 or "fake" in dist.get_backend(group)
             return _talks.setdefault(group, None if alone else Talk(group))
+
+
+class _State(threading.local):
+    """What runs in a thread.
+
+    Attributes:
+        running: The :class:`Pass` that runs, or None.
+        told: The errors that the other processes of a group were told of in the outermost block
+            that tells them, each with its :class:`Talk`; None: there is none.
+    """
+
+    running: Pass | None = None
+    told: list[tuple[Talk, BaseException]] | None = None
+
+
+state = _State()
+"""What runs in this thread."""
 
 
 class Pass:
@@ -178,7 +219,7 @@ class Talk:
         """
         past, place = self._past, self._predicted
         if not past or past[place] != turn:
-            if (running := current.running) is not None and self._follows(turn, running):
+            if (running := state.running) is not None and self._follows(turn, running):
                 self._deferred = zlib.crc32(repr(turn).encode(), self._deferred)
             else:
                 self._compare({**facts_of(turn), "its place among those made": self._place(group)})
@@ -501,7 +542,7 @@ def take_turn(group: Group, what: str, given: tuple[Any, ...]) -> Talk | None:
     talk = None if is_dynamo_compiling() else group.talk  # a graph runs without it
     if talk is None:
         return None
-    running, tensors = current.running, [each for each in given if isinstance(each, Tensor)]
+    running, tensors = state.running, [each for each in given if isinstance(each, Tensor)]
     name: Any = what, "", "", talk.number(group) if running is None else 0
     if running is not None and talk in running.turns:
         name = what, running.name, running.chain.title, talk.turn - running.turns[talk]
@@ -517,18 +558,6 @@ def facts_of(turn: Any) -> dict[str, Any]:
     title = f"{what} in the {pass_name} of {chain}" if pass_name else what
     own = {"its place in the order of calls": str(place), "its tensors": str(tensors)}
     return {"what runs": title, **json.loads(text), **own}
-
-
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The first difference between the facts of two processes; ``""``: there is none."""
-    for what, mine in [pair for pair in one.items() if pair[1] != other.get(pair[0])]:
-        theirs = other.get(what)
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            key = min(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
-            what, mine, theirs = f"{what}: {key}", mine.get(key, "none"), theirs.get(key, "none")
-            return f"{what}: {' '.join(str(mine).split())} against {' '.join(str(theirs).split())}"
-        return f"{what}: {mine!r} against {theirs!r}"
-    return ""
 
 
 def _seconds(group: Any) -> float:

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import added, multiplied, reusable, unseen, with_shares
-from ..core.precision import wide, widen
-from ..core.ranks import Group, run_collective
-from . import cross_entropy
-from ._common import rows_of
-from .distributed import WithProcessGroup
+from opfuse.core.op_context import AllGrads, Outputs
+from opfuse.core.overwriting import added, multiplied, reusable, unseen, with_shares
+from opfuse.core.precision import wide, widen
+from opfuse.ops import cross_entropy
+from opfuse.ops.authoring import rows_of
+
+from .collectives import WithProcessGroup
+from .ranks import Group, run_collective
 
 
 class VocabParallelCrossEntropy(WithProcessGroup, cross_entropy.CrossEntropy):

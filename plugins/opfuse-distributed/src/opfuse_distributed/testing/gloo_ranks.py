@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.context_managers import options
-from ..core.plugins import using
-from .cases import offered
-from .failures import Failure
-from .processes import fresh_environment, registered_module
+from opfuse.core.context_managers import options
+from opfuse.core.plugins import using
+from opfuse.testing.cases import offered
+from opfuse.testing.failures import Failure
+from opfuse.testing.processes import fresh_environment, registered_module
+from opfuse.testing.running import only
+
 from .rank_checks import compare_steps, whole
-from .running import only
 from .sharded import Circumstances, Shard, ShardedLayer, Step
 
 SIZE, SECONDS = 2, 30
@@ -33,7 +34,7 @@ plugin, module = sys.argv[1:3]
 import opfuse
 if module:
     opfuse.plugins.register(importlib.import_module(module), name=plugin)
-from opfuse.testing import gloo_ranks
+from opfuse_distributed.testing import gloo_ranks
 gloo_ranks.serve(plugin, *sys.argv[3:])
 """
 

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import reusable
-from ..core.ranks import run_collective
-from ._common import ExtraTensorOperation, check_size, expected, shows
-from .distributed import WithProcessGroup
+from opfuse.core.op_context import AllGrads, Outputs
+from opfuse.core.overwriting import reusable
+from opfuse.ops.authoring import ExtraTensorOperation, check_size, expected, shows
+
+from .collectives import WithProcessGroup
+from .ranks import run_collective
 
 
 class _Exchange(WithProcessGroup, ExtraTensorOperation):

@@ -8,21 +8,29 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.op import BasicOperation
-from ..core.op_context import OperationContext, Unread
-from ..core.overwriting import unseen
-from ..core.ranks import Group, gather_into, run_collective, scatter_into
-from ..core.settings import current
-from ._common import OpGrads, check_size, expected
+from opfuse.core.op import BasicOperation
+from opfuse.core.op_context import OperationContext, Unread
+from opfuse.core.overwriting import unseen
+from opfuse.core.settings import current
+from opfuse.ops.authoring import OpGrads, check_size, expected
+
+from .ranks import Group, gather_into, run_collective, scatter_into
 
 
 class WithProcessGroup(BasicOperation):
     """An op with collectives over a process group.
 
+    Attributes:
+        collective_group: The group. Its processes compare what they run.
+        uneven_rows: Whether they may have different numbers of rows.
+
     Args:
         process_group: The processes; None: all.
         **given: Arguments of another base.
     """
+
+    needs_tools = ("distributed",)
+    uneven_rows: ClassVar[bool] = False
 
     def __init__(self, process_group: Any = None, **given: Any) -> None:
         super().__init__(**given)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .. import ops
-from ..core.authoring import saved_bytes
-from ..core.context_managers import autocast as quantize
-from ..core.quantization import Recipe
-from ..core.sequential import Sequential
+from opfuse import ops
+from opfuse.core.authoring import saved_bytes
+from opfuse.core.context_managers import autocast as quantize
+from opfuse.core.quantization import Recipe
+from opfuse.core.sequential import Sequential
 
 
 class Split:

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops
-from ..core.ranks import RankError
-from ..core.sequential import Sequential
-from ..tuning.tolerance import difference
-from . import recipes
-from .cases import Subject
-from .failures import Declined, Failure, saying
-from .running import Plans, only
+from opfuse import ops
+from opfuse.core.sequential import Sequential
+from opfuse.testing import recipes
+from opfuse.testing.cases import Subject
+from opfuse.testing.failures import Declined, Failure, saying
+from opfuse.testing.running import Plans, only
+from opfuse.tuning.tolerance import difference
+
+from ..ranks import RankError
 from .sharded import Circumstances, Shard, ShardedLayer, Step
 
 Answers = list[Any]
@@ -325,7 +326,7 @@ def errors(trial: Trial) -> None:
             if not isinstance(answer.error, right):
                 got = "goes on" if answer.error is None else f"raises {answer.error!r}"
                 who = f"where rank {given.size - 1} raises in its {passes}, rank {rank}"
-                how = "start collectives with opfuse.core.authoring.start_collective"
+                how = "start collectives with opfuse_distributed.ranks.start_collective"
                 raise Failure(f"{who} {got} instead of raising a RankError; {how}")
 
 

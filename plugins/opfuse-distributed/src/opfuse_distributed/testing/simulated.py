@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from ..core.settings import current
-from .tensors import same_bits
+from opfuse.core.settings import current
+from opfuse.testing.tensors import same_bits
 
 R = TypeVar("R")
 NAME = "simulated_gloo"  # it lets a rank look around while it waits, as gloo does

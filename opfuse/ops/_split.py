@@ -1,0 +1,110 @@
+"""Tensor parallelism: Transformer Engine's arguments, and its attributes of a layer.
+
+How a layer is split among processes is in another package; here is only a layer that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+
+from ..core.op import BasicOperation
+from ..core.plugins import manager
+from ._common import check_bool, expected
+
+Tracker = Callable[[], Any] | None
+"""Returns an object whose ``fork()`` gives a context in which this process draws its own numbers.
+
+Megatron-LM and Transformer Engine have such objects.
+"""
+
+
+class NotSplit:
+    """A layer that this process has as a whole; the base of one that is split.
+
+    Attributes:
+        mode: How it is split among processes; None: it is not.
+        group: The process group; None: all processes, or only this one.
+        size: The number of processes.
+        sequence: Whether tensors outside of the layer are split along the rows.
+        before, after: The collectives around it.
+        shows: It as an addition to a ``repr``.
+    """
+
+    mode: str | None = None
+    group: Any = None
+    size: int = 1
+    sequence: bool = False
+    before: list[BasicOperation] = []  # noqa: RUF012
+    after: list[BasicOperation] = []  # noqa: RUF012
+    shows: str = ""
+
+    def part(self, op: object, name: str, size: int, mode: str) -> int:
+        """The size of this process's part of a dimension, which ``mode`` splits."""
+        return size
+
+
+def split_of(op: object, mode: str | None, group: Any, sequence: bool = False) -> NotSplit:
+    """Check the arguments; in a group of one process they ask for nothing, and are cleared.
+
+    Raises:
+        TypeError, ValueError: They are wrong.
+        RuntimeError: ``torch.distributed`` is not initialised.
+        ImportError: There are several processes, and not the package for them.
+    """
+    check_bool(op, "sequence_parallel", sequence)
+    if mode is None:
+        return NotSplit()
+    if mode not in ("column", "row"):
+        what = 'None, "column" or "row" as tensor_parallel_mode'
+        raise ValueError(expected(op, what, repr(mode)))
+    if not (dist.is_available() and dist.is_initialized()):
+        needed = "torch.distributed.init_process_group to be called first"
+        raise RuntimeError(f"{type(op).__name__}: tensor_parallel_mode={mode!r} needs {needed}")
+    found: NotSplit = manager.give("opfuse.ops", "TensorParallel").of(mode, group, sequence)
+    return found
+
+
+class SplitLayer:
+    """Transformer Engine's attributes of a layer that is split, from its ``_split``."""
+
+    _split: NotSplit
+
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """How the layer is split among processes."""
+        return self._split.mode
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The processes; None: all."""
+        return self._split.group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes."""
+        return self._split.size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensors outside of the layer are split along the rows."""
+        return self._split.sequence
+
+
+def check_tracker(op: object, tracker: Tracker) -> None:
+    """Refuse a tracker that is not a function.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if tracker is not None and not callable(tracker):
+        what = "a function as rng_state_tracker_function"
+        raise TypeError(expected(op, what, repr(tracker)))
+
+
+def forked(tracker: Tracker) -> AbstractContextManager[Any]:
+    """The context in which this process draws its own numbers."""
+    return nullcontext() if tracker is None else tracker().fork()
