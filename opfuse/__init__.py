@@ -11,7 +11,7 @@ from .core.context_managers import autocast, checkpoint_contexts, options
 from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
 from .core.environment import Environment
-from .core.errors import CallRefusedError, PluginWarning, TuningWarning
+from .core.errors import CallRefusedError, PluginWarning
 from .core.fused_op import FusedOperation
 from .core.fusible import FusibleOperation
 from .core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .core.assign_names import assign_names
     from .report.explain import explain
     from .tuning import tune
+    from .tuning.table import TuningWarning
 
 __version__ = "0.1.0"
 
@@ -71,7 +72,12 @@ __all__ = [
 ]
 # fmt: on
 
-_AT_FIRST_USE = {"assign_names": "core.assign_names", "explain": "report.explain", "tune": "tuning"}
+_AT_FIRST_USE = {
+    "TuningWarning": "tuning.table",
+    "assign_names": "core.assign_names",
+    "explain": "report.explain",
+    "tune": "tuning",
+}
 
 # fmt: off
 _GIVEN_BY = {

@@ -18,9 +18,10 @@ import opfuse
 from opfuse import Fusion
 from opfuse.cli import commands as cli
 from opfuse.core import plugins, settings
-from opfuse.core import tuning_table as tables
-from opfuse.core.tuning_table import Measurement
+from opfuse.core.environment import device_name
 from opfuse.ops import GELU
+from opfuse.tuning import table as tables
+from opfuse.tuning.table import Measurement
 
 
 class Pair(OneByOne):
@@ -370,7 +371,7 @@ class Recipes:
 
 def test_doctor_reports_plugins_devices_and_recipes(register, tmp_path, monkeypatch):
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
-    kernels = tables.kernels_path(tables.device_name("cpu"))
+    kernels = tables.kernels_path(device_name("cpu"))
     kernels.write_text("{}")
     tables.reload()
     record = plugins.register(Recipes(), name="many", distribution="many-recipes", version="2")

@@ -282,11 +282,14 @@ def test_the_hooks_page_has_every_hook_and_its_examples_hold(nothing_installed):
 
     separate = results(None)
     for tool in (False, True):
-        given = [name for name in names if name.startswith("opfuse_wrap_") is tool]
+        of_tools = "opfuse_wrap_", "opfuse_facts"
+        given = [name for name in names if name.startswith(of_tools) is tool]
         plugin = type("Plugin", (), {name: staticmethod(namespace[name]) for name in given})()
         opfuse.plugins.register(plugin, name="example", tool=tool)
     chain = opfuse.Sequential(*chain)  # a call is wrapped when its chain is captured
     torch.testing.assert_close(results(None), separate)
+    (call,) = opfuse.explain(chain, x).calls
+    assert (call.plan.table, call.plan.forward[1].note) == ("of Tuesday", "as fast on Tuesday")
     plan = opfuse.explain(chain, x).to_dict()
     assert [s["fusion"] for s in plan["forward"]] == [None, "BiasReLU", "TwiceScaled"]
     assert [s["fusion"] for s in plan["backward"]] == ["TwiceScaled", "BiasReLUGrad", None]

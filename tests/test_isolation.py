@@ -25,10 +25,10 @@ from opfuse.report.isolation import isolated
 def folder(tmp_path, monkeypatch):
     """A folder of its own for the tables."""
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
-    opfuse.core.tuning_table.reload()
+    opfuse.tuning.table.reload()
     yield
     monkeypatch.setenv("OPFUSE_TUNING", "")
-    opfuse.core.tuning_table.reload()
+    opfuse.tuning.table.reload()
 
 
 class Counting(nn.Module):

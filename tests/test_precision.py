@@ -14,8 +14,8 @@ from torch import backends
 
 import opfuse
 from opfuse import ops
-from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import matmul_precision
+from opfuse.tuning import table as tables
 
 pytestmark = pytest.mark.alone  # of settings of PyTorch, which a plugin is told
 

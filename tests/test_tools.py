@@ -8,6 +8,7 @@ from fakes import OneByOne
 
 import opfuse
 from opfuse import PluginWarning, ops, plugins
+from opfuse.core.engine.facts import Known
 from opfuse.core.settings import Option, current
 
 X = torch.ones(2, 4)
@@ -121,6 +122,78 @@ def test_the_choice_of_fusions_is_wrapped(add):
         (call,) = opfuse.explain(chain, X).calls
         assert [step.fusion for step in call.plan.forward] == [None, None]
         assert [str(refused.reason) for refused in call.plan.refused] == ["it is Tuesday"]
+
+
+class Told(Known):
+    """Knows of small inputs, and asks for their size."""
+
+    digest = "told"
+
+    def fields(self, step, read):
+        if read("rows") != 2:
+            return None
+        step.remark("it is small")
+        return {"measured": 2.0}
+
+
+def test_a_condition_is_told_what_a_tool_knows(add):
+    seen = []
+
+    def fits(ops, env):
+        seen.append(env.measured)
+        return True
+
+    opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU, ops.GELU), GELUs, fits))
+    add(facts=lambda: Told())
+    add("knows nothing", facts=lambda: None)
+    chain = opfuse.Sequential(ops.GELU(), ops.GELU())
+    for x in (X, X, torch.ones(8, 4), torch.ones(9, 4)):
+        chain(x)
+    assert seen == [2.0, None], "one plan for each size"
+    (call,) = opfuse.explain(chain, X).calls
+    assert (call.plan.table, call.plan.forward[0].note) == ("told", "it is small")
+
+
+def test_what_is_known_of_a_fusion_replaces_that_it_trades_time(add):
+    fusion = opfuse.Fusion((ops.GELU, ops.GELU), GELUs, trades_time=True)
+    opfuse.register_forward_fusion(fusion)
+    chain = opfuse.Sequential(ops.GELU(), ops.GELU())
+    (call,) = opfuse.explain(chain, X).calls
+    assert 'which prefer="memory" asks for' in call.plan.refused[0].reason
+    add(facts=lambda: Told())
+    assert opfuse.explain(chain, X).calls[0].plan.forward[0].fusion == "GELUs"
+
+
+def test_a_tool_chooses_in_another_way_and_says_why(add):
+    class Others(GELUs):
+        pass
+
+    for fused, benefit in ((GELUs, 2), (Others, 1)):
+        fusion = opfuse.Fusion((ops.GELU, ops.GELU), fused, benefit=benefit)
+        opfuse.register_forward_fusion(fusion)
+
+    def wrap_choice(run):
+        def choose(choice):
+            choice.cover = lambda free: [step for step in free if step.source.name == "Others"]
+            choice.explain = lambda loser, winners: "which comes last by name"
+            return run(choice)
+
+        return choose
+
+    add(wrap_choice=wrap_choice)
+    (call,) = opfuse.explain(opfuse.Sequential(ops.GELU(), ops.GELU()), X).calls
+    assert call.plan.forward[0].fusion == "Others"
+    (refused,) = call.plan.refused
+    assert refused.reason == "overlaps Others, which comes last by name"
+    assert refused.lost_to == ""
+
+
+def test_what_a_tool_knows_is_checked(add):
+    opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU, ops.GELU), GELUs))
+    record = add(facts=lambda: {"measured": 2.0})
+    with pytest.warns(PluginWarning, match="opfuse_facts must return a Known, got dict"):
+        opfuse.Sequential(ops.GELU(), ops.GELU())(X)
+    assert record.state == "failed"
 
 
 @pytest.mark.parametrize("text", ["", "others", None])

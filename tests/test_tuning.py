@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from typing import ClassVar
 
 import gloo
@@ -27,10 +28,15 @@ from tuned import Prescribed
 
 import opfuse
 from opfuse import Fusion, ops
-from opfuse.core import tuning_table as tables
-from opfuse.core.tuning_table import Measurement
+from opfuse.core.engine.cover import conflict
+from opfuse.core.engine.step import Step
+from opfuse.core.environment import device_name
+from opfuse.core.records import FusionSource
 from opfuse.ops import GELU, Identity, ReLU, SiLU
 from opfuse.tuning import parts, timing, trial
+from opfuse.tuning import table as tables
+from opfuse.tuning.choosing import Measurements
+from opfuse.tuning.table import Measurement
 from opfuse.tuning.timing import compare, interval
 
 CPU = torch.device("cpu")
@@ -824,6 +830,28 @@ def test_a_faster_fusion_does_not_overrule_priority(register):
     assert taken(model, x) == ["preferred"]
 
 
+def test_a_tie_in_what_was_measured_is_no_larger_benefit():
+    """The set was chosen by measurements, so a smaller benefit is not what the report may name."""
+    facts = types.SimpleNamespace(env=types.SimpleNamespace(options={}))
+    known, steps = Measurements(facts, tables.NO_TABLE), []
+    for name, start, stop, benefit in (("l", 0, 2, 4), ("v", 0, 1, 1), ("w", 1, 2, 1)):
+        fusion = Fusion([GELU], OneByOne, name=name)
+        source = FusionSource("forward", fusion, "plugin-x", "1", (2, 0, 0))
+        matched = (GELU(),) * (stop - start)
+        steps.append(Step(source, 2 * start + 1, 2 * stop, matched, benefit))
+    for step, seconds in zip(steps, (10e-6, 5e-6, 6e-6), strict=True):
+        known.found[step] = types.SimpleNamespace(seconds=seconds, saved_bytes=0.0, error=2e-6)
+    loser, *winners = steps
+    why, plugin = conflict(loser, winners, known.explain)
+    assert plugin == "plugin-x"
+    assert why == (
+        "overlaps v of plugin-x, which is in a set of fusions that is better, measured here"
+    )
+    known.found[winners[1]].seconds = 20e-6
+    why, _ = conflict(loser, winners, known.explain)
+    assert why == "overlaps v of plugin-x, which saves 25 us a call against 10 us, measured here"
+
+
 @pytest.mark.parametrize("forward, backward, joint", [(2.0, 2.0, False), (1.2, 1.2, True)])
 def test_a_joint_fusion_against_one_of_each_pass(register, forward, backward, joint):
     fusion = pair(named("Pair"), name="pair")
@@ -930,6 +958,19 @@ def test_a_table_that_changes_makes_new_plans_and_compiled_code(register):
     assert first.digest() != second.digest() == opfuse.explain(model, x).calls[0].plan.digest()
 
 
+@pytest.mark.parametrize(
+    "text, expected", [("opfuse-plugin-test", []), ("-tuning", ["Pair"]), (None, [])]
+)
+def test_a_minus_switches_tables_off_and_a_list_does_not(register, text, expected):
+    register(forward_fusions=[pair()])
+    model, x = chain(), tensor()
+    with Prescribed(Pair=0.5):
+        opfuse.tune(model, x)
+    with opfuse.plugins.using(text):
+        assert taken(model, x) == expected
+        assert bool(opfuse.explain(model, x).calls[0].plan.table) == (not expected)
+
+
 def test_what_an_author_is_told(register):
     told = []
     register(
@@ -944,7 +985,7 @@ def test_what_an_author_is_told(register):
     model, x = opfuse.Sequential(ops.Linear(8, 4)), tensor(4, 8)
     assert not taken(model, x)
     assert told[0].measured is None
-    assert told[0].device_name == tables.device_name("cpu") and told[0].architecture is None
+    assert told[0].device_name == device_name("cpu") and told[0].architecture is None
     assert told[0].multiprocessors == torch.get_num_threads()
     with Prescribed() as prescribed:
         opfuse.tune(model, x)

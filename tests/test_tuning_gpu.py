@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from unittest import mock
 
 import pytest
@@ -12,8 +11,9 @@ from fake_gpu import FakeGPU
 
 import opfuse
 from opfuse import Fusion
-from opfuse.core import tuning_table as tables
 from opfuse.ops import Dropout, Identity
+from opfuse.tuning import measuring
+from opfuse.tuning import table as tables
 from opfuse.tuning.clock import GPUClock, capture
 from opfuse.tuning.reference import Reference
 
@@ -267,7 +267,7 @@ def test_the_reference_is_freed_after_its_last_candidate(register, gpu):
     model = opfuse.Sequential(Doubled(), Doubled(), Doubled())
     for op in model:
         op.fake = gpu
-    with mock.patch.object(sys.modules["opfuse.tuning.tune"], "Reference", Counted):
+    with mock.patch.object(measuring, "Reference", Counted):
         opfuse.tune(model, torch.randn(16, 8))
     assert most and max(most) == 1
 

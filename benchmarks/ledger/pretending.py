@@ -13,10 +13,10 @@ from opfuse_triton import Target
 from opfuse_triton import target as pretend
 from torch.nn import functional as F
 
-from opfuse.core import tuning_table
-from opfuse.core.engine import planner, selection
+from opfuse.core.engine import planner
 from opfuse.core.fusible import FusibleOperation
-from opfuse.core.tuning_table import Measurement
+from opfuse.tuning import choosing, table, tool
+from opfuse.tuning.table import Measurement, Table
 
 CUDA = "13.0"
 """The version of CUDA that PyTorch counts as built with."""
@@ -67,15 +67,16 @@ def planned_for(target: Target, *, measured: bool = False) -> Iterator[None]:
         mock.patch.object(F, "scaled_dot_product_attention", _attention),
         mock.patch.object(F, "rms_norm", lambda x, shape, *given: F.layer_norm(x, shape, given[0])),
     ]
-    if measured:
-        patches.append(mock.patch.object(selection._Finder, "_measured", _measurement))
+    tables = Table({"": {}}) if measured else table.NO_TABLE
+    patches.append(mock.patch.object(tool, "table_for", _giving(tables)))
+    patches.append(mock.patch.object(choosing.Measurements, "look_up", _measurement))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(pretend(target))
-        tuning_table.reload()  # plans are made anew
+        table.reload()  # plans are made anew
         yield
-    tuning_table.reload()
+    table.reload()
 
 
 def _giving(value: Any) -> Callable[..., Any]:
@@ -96,13 +97,14 @@ def _attention(
     return flash(q, k, v, dropout_p, is_causal or attn_mask is not None, scale=scale)[0]
 
 
-def _measurement(finder: Any, step: Any) -> Measurement:
+def _measurement(known: Any, step: Any, read: Any) -> Measurement:
     """What tuning would have written, were a fusion as much faster as it declares."""
-    fusion, env = step.source.fusion, finder.env._replace(measured=float("inf"))
+    fusion, facts = step.source.fusion, known.facts
     if getattr(fusion, "trades_time", False):
         return Measurement(0.9, 0.0, 0.0, 1)
     try:
-        env = env._replace(features=finder.facts.chain.widths[step.start])
+        features = facts.chain.widths[step.start]
+        env = facts.env._replace(measured=float("inf"), features=features)
         offered = fusion.build(step.matched).configurations(env)
         saved = fusion.benefit_of(step.matched, env)
     except Exception:  # one that cannot be built here is refused where it is asked

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..core.environment import device_name
 from ..core.plugins import manager
-from ..core.tuning_table import device_name, installed, kernels_path, path_for, table_for
 from ..report.lines import wrap
+from ..tuning.table import installed, kernels_path, path_for, table_for
 
 
 def examine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The warning classes of opfuse, and its error.
+"""A warning of opfuse, and its error.
 
 Other errors are the built-in ``ValueError``, ``TypeError`` and ``RuntimeError``: a caller should
 not need to import opfuse to catch a wrong shape.
@@ -19,11 +19,4 @@ class PluginWarning(UserWarning):
 
     The text names the distribution, its version, the reason and the switch that silences it. The
     same plugin stays visible as ``failed`` in ``opfuse plugins``.
-    """
-
-
-class TuningWarning(UserWarning):
-    """A tuning table, or entries of it, cannot be used; plans are made without it.
-
-    The text names the file and what to do.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from .engine.chain import Chain
-    from .engine.facts import Facts
+    from .engine.facts import Facts, Known
     from .engine.program import Program
     from .engine.step import Step
 
@@ -212,12 +212,39 @@ def opfuse_wrap_call(chain: Chain | None, module: Module | None, run: Run) -> Ru
 
 
 @hookspec
+def opfuse_facts(facts: Facts) -> Known | None:
+    """What the tool knows of the candidates of a plan, beyond what they declare; None: nothing.
+
+    It is asked once for each plan. Conditions and benefits then find it in their environment, and
+    its ``digest`` joins the plan. Its ``opfuse_wrap_choice`` finds it in ``facts.known``.
+
+    Example:
+        from opfuse.core.engine.facts import Known
+
+
+        class Tuesday(Known):
+            digest = "of Tuesday"
+
+            def fields(self, step, read):
+                if step.source.name != "BiasReLU" or read("rows") != 4:
+                    return None
+                step.remark("as fast on Tuesday")
+                return {"measured": 1.0}
+
+
+        @opfuse.hookimpl
+        def opfuse_facts(facts):
+            return Tuesday() if facts.env.device.type == "cpu" else None
+    """
+
+
+@hookspec
 def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
     """Wrap the choice among overlapping fusions. None leaves it as it is.
 
     It is asked once for each plan. What it returns is called for each precedence, with a
     :class:`opfuse.core.engine.selection.Choice`, and returns the candidates that are used. It may
-    refuse some first, with a sentence for reports.
+    refuse some first, with a sentence for reports, or choose in another way.
 
     Args:
         facts: What the plan is made from: its chain, its environment, and more.

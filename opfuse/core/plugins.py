@@ -68,8 +68,6 @@ class PluginManager:
         self._registered: list[Registration] = []
         self._sources: dict[str | None, tuple[FusionSource, ...]] = {}
         self._tools: dict[str | None, Sequence[PluginRecord]] = {}
-        # the tables that opfuse.core.tuning_table has read; None: there are no tables
-        self.tables: dict[Any, Any] | None = {}
         self.fusers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that live
         # what other packages add to opfuse, and which ones to install for what is not there
         self.entry_points: EntryPoints = defaultdict(dict)
@@ -458,7 +456,7 @@ class PluginManager:
                     raise TypeError(f"{hook} must return a {kind}, got {type(got).__name__}")
                 if answer is not None:
                     return answer
-        except CallRefusedError:
+        except (CallRefusedError, Warning):  # a warning that the user made an error
             raise
         except Exception as error:
             self._fail(record, "hook call", error)

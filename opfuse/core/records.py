@@ -178,7 +178,8 @@ def check_option(owner: str, name: str, value: Any, default: Any) -> None:
 
 def check_hooks(record: PluginRecord) -> None:
     """Refuse a tool that offers fusions, which a selection could not choose among."""
-    wrong = [hook for hook in record.hooks if hook.startswith("opfuse_wrap_") != record.is_tool]
+    of_tools = "opfuse_wrap_", "opfuse_facts"
+    wrong = [hook for hook in record.hooks if hook.startswith(of_tools) != record.is_tool]
     if wrong := [hook for hook in wrong if hook != "opfuse_options"]:
         group = hookspecs.GROUP if record.is_tool else hookspecs.TOOLS
         raise TypeError(f"{' and '.join(wrong)}: give it an entry point in group {group} for that")

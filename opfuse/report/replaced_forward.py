@@ -23,7 +23,7 @@ from ..core.assign_names import KEPT_AS as KEPT_AS
 from ..core.op import BasicOperation
 
 if TYPE_CHECKING:
-    from ..core.tuning_table import Measurement
+    from ..tuning.table import Measurement
 
 MEMORY = "_opfuse_memory"
 """The name under which a module keeps what it does by ``opfuse.plan_memory``, as an object whose

@@ -38,7 +38,8 @@ def only(*fusions: Subject | None) -> Iterator[None]:
     """
     settings = current.values
     options = tuple(option for option in settings.options if "." in option[0])
-    bare = manager.temporarily(_registered=[], tables=None)
+    tools = [tool for tool in manager.tools if tool.name != "tuning"]  # no measurements
+    bare = manager.temporarily(_registered=[], tools=tools)
     with bare, recipes.offered(), warnings.catch_warnings():
         warnings.simplefilter("error", PluginWarning)
         for subject in filter(None, fusions):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..core import tuning_table as tables
 from ..core.plugins import manager
 from ..core.settings import current
+from . import table as tables
 
 
 def devices() -> list[torch.device]:

@@ -1,6 +1,6 @@
 """One comparison of a tuning run: an entry of the table, and a line of the report.
 
-:mod:`opfuse.core.tuning_table` reads the tables that are written here.
+:mod:`opfuse.tuning.table` reads the tables that are written here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import filelock
 import torch
 
-from ..core import tuning_table as tables
+from ..core.environment import Shape
 from ..core.introspection import op_class
-from ..core.tuning_table import FORMAT, Measurement, Shape, read_rows
+from . import table as tables
 from .clock import Clock
 from .report import Result
+from .table import FORMAT, Measurement, read_rows
 
 
 class Job(ABC):

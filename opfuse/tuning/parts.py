@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +16,13 @@ from ..core.cast import Cast
 from ..core.engine.chain import Chain
 from ..core.engine.compile import compile_program
 from ..core.engine.edges import Edges, Needs
-from ..core.engine.facts import Facts
+from ..core.engine.facts import Facts, Known
 from ..core.engine.planner import build_step
 from ..core.engine.program import Program
 from ..core.engine.selection import Selection, find_candidates
 from ..core.engine.step import Step
 from ..core.environment import Environment
 from ..core.records import FusionSource
-from ..core.tuning_table import NO_TABLE
 
 BACKEND = "inductor"
 _numbers = itertools.count()
@@ -54,6 +54,14 @@ class MeasuredCall:
         return self.extras[self.program.chain.arguments[slot]]
 
 
+class Assumed(Known):
+    """Every candidate counts as measured, and as fast as can be, in order to list all of them."""
+
+    def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any]:
+        """Let no estimate of its speed refuse it."""
+        return {"measured": math.inf}
+
+
 def candidates(call: MeasuredCall, sources: Iterable[FusionSource]) -> list[Step]:
     """Every candidate of a call, whatever its estimated speed.
 
@@ -61,7 +69,7 @@ def candidates(call: MeasuredCall, sources: Iterable[FusionSource]) -> list[Step
         call: The call.
         sources: The fusions on offer.
     """
-    facts = dataclasses.replace(call.program.facts, table=NO_TABLE, assumed=True)
+    facts = dataclasses.replace(call.program.facts, known=(Assumed(),))
     return find_candidates(facts, sources)
 
 

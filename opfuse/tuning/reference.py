@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..core.engine.program import Program
+from ..core.environment import shape_of
 from ..core.op import BasicOperation
-from ..core.tuning_table import shape_of
 from .clock import Clock
 from .comparing import as_tuple, gradients
 from .parts import MeasuredCall, compiled, part_program

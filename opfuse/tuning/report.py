@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.tuning_table import THRESHOLD, Measurement, Shape
+from ..core.environment import Shape
 from ..report.lines import as_bytes, counted, wrap
 from ..report.text import where_of
+from .table import THRESHOLD, Measurement
 
 
 @dataclasses.dataclass(frozen=True)

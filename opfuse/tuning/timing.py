@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.tuning_table import REPEATS, THRESHOLD
 from .clock import TURN, Call, Clock
+from .table import REPEATS, THRESHOLD
 
 MOST_NOISE = 0.02
 """Half the width of the interval of the speed that is good enough."""

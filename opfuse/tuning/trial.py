@@ -13,12 +13,12 @@ from ..core.authoring import saved_bytes
 from ..core.engine.program import Program
 from ..core.engine.step import Step
 from ..core.fusible import declared
-from ..core.tuning_table import REPEATS, THRESHOLD, Measurement
 from .clock import Call
 from .comparing import problem_of
 from .job import one_line
 from .parts import part_program
 from .reference import Given, Reference
+from .table import REPEATS, THRESHOLD, Measurement
 from .timing import LEAST, TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8

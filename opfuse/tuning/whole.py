@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from ..core.authoring import saved_bytes
 from ..core.context_managers import options
+from ..core.environment import shape_of
 from ..core.introspection import op_class
 from ..core.settings import current
-from ..core.tuning_table import Measurement, shape_of
 from ..report.replaced_forward import ReplacedForward, replaced_forward
 from .clock import Call, Clock
 from .comparing import Exact, as_tuple, differ, gradients, in_fp64
 from .job import Job
 from .parts import compiled
 from .report import Result
+from .table import Measurement
 from .timing import LEAST, compare
 
 

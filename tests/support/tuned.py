@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from opfuse.core.tuning_table import Measurement
+from opfuse.tuning.table import Measurement
 from opfuse.tuning.trial import Trial
 
 

@@ -31,7 +31,7 @@ def worker(rank, folder):
         with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the tuning tables"):
             opfuse.check_ranks()
         os.environ["OPFUSE_TUNING"] = ""
-        opfuse.core.tuning_table.reload()
+        opfuse.tuning.table.reload()
         with opfuse.plugins.using("" if rank else None):
             chain(x)
             with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the plugins: opf"):

@@ -40,7 +40,7 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
     undeclared = {i for s in choice.taken if s.passes == "joint" for i in range(s.start, s.stop)}
     for step in forward:
         step.numbers = _numbers(step, chain, needs.first_backward) if env.requires_grad else ()
-        step.note = note_of(step.matched, env.recipe)
+        step.remark(note_of(step.matched, env.recipe))
     before: Step | None = None
     for step in backward:
         step.owns = before is not None and _leaves_owned(before, facts)
@@ -50,7 +50,8 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
     contexts = _context_values(facts, forward, backward)
     steps = forward, backward
     described = [tuple(_describe(step, chain, edges) for step in of_pass) for of_pass in steps]
-    plan = FusionPlan(described[0], described[1], choice.refused, facts.table.digest)
+    known = ",".join(known.digest for known in facts.known if known.digest)
+    plan = FusionPlan(described[0], described[1], choice.refused, known)
     row_facts = tuple(sorted({*choice.row_facts, *edges.row_facts}))
     return Program(facts, plan, steps, contexts, undeclared, row_facts)
 
@@ -160,7 +161,7 @@ def _let_recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> None:
         by = type(cast.quantizer).__name__
         kept = f"{by} cannot cast it again with the scale of the forward"
     if kept:
-        step.note = f"its input is not computed again: {kept}"
+        step.remark(f"its input is not computed again: {kept}")
         return
     run: Any = before.op.fuser_recompute
     run = facts.wrap("opfuse_wrap_step", run, step=before, pass_name="recompute")
@@ -184,8 +185,8 @@ def _describe(step: Step, chain: Chain, edges: Edges) -> PlanStep:
     names = tuple(op_class(op).__name__ for op in chain.ops[step.start : step.stop])
     casts = tuple((edge, type(cast.quantizer).__name__) for edge, cast in step.casts)
     whys = dict.fromkeys(edges.unquantized.get(i, "") for i in range(step.start, step.stop))
-    notes = [step.note, str(step.measured or ""), *whys]
-    given: dict[str, Any] = dict(casts=casts, note="; ".join(filter(None, notes)))
+    note = "; ".join(filter(None, (step.note, *whys)))
+    given: dict[str, Any] = dict(casts=casts, note=note)
     if (source := step.source) is None:
         return PlanStep(names[0] if names else f"Cast[{casts[0][1]}]", names, step.start, **given)
     origin = source.name, source.distribution, source.version

@@ -1,47 +1,21 @@
-"""Chooses among candidates that overlap, by the benefit they declare or by what was measured."""
+"""Chooses among candidates that overlap, by the benefit they declare."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..fusion import PASSES
-from ..tuning_table import Measurement
 from .step import Step
 
-
-def best_cover(candidates: Sequence[Step], length: int, prefer: str = "speed") -> list[Step]:
-    """Return the non-overlapping candidates of one pass with the largest gain.
-
-    Among candidates that overlap, directly or through others, that is the declared benefit. If all
-    of them were measured here, others are taken in place of those where they gain more.
-    """
-    chosen: list[Step] = []
-    for group in grouped(candidates):
-        cover = _best_of(group, [(0, step.benefit) for step in group], length)
-        if all(step.measured is not None for step in group):
-            found: list[Measurement] = [step.measured for step in group]
-            bytes_first = [(float(each.saved_bytes), each.seconds) for each in found]
-            for values in (bytes_first, [(0.0, max(each.seconds, 0.0)) for each in found]):
-                other = _best_of(group, values, length)
-                cover = other if other and ahead(other, cover, prefer) else cover
-        chosen += cover
-    return chosen
+Explain = Callable[[Step, Sequence[Step]], str]
 
 
-def ahead(steps: Sequence[Step], others: Sequence[Step], prefer: str) -> str:
-    """Return in what measured candidates are preferred to others, or ``""``.
-
-    A tie in time, which is a difference within the errors, goes to fewer bytes.
-    """
-    sides = steps, others
-    saved, less = (sum(step.measured.saved_bytes for step in side) for side in sides)
-    mine, theirs = (sum(step.measured.seconds for step in side) for side in sides)
-    both = {id(step) for step in steps} & {id(step) for step in others}
-    errors = [step.measured.error for step in (*steps, *others) if id(step) not in both]
-    if abs(mine - theirs) > math.hypot(*errors) and (prefer != "memory" or saved == less):
-        return "are faster together" if mine > theirs else ""
-    return "save more memory" if saved > less else ""
+def best_cover(candidates: Sequence[Step]) -> list[Step]:
+    """The non-overlapping candidates of one pass with the largest total benefit."""
+    groups = grouped(candidates)
+    return [
+        step for group in groups for step in best_of(group, [(0, step.benefit) for step in group])
+    ]
 
 
 def grouped(candidates: Sequence[Step]) -> Iterator[list[Step]]:
@@ -58,14 +32,13 @@ def grouped(candidates: Sequence[Step]) -> Iterator[list[Step]]:
         yield group
 
 
-def _best_of(
-    candidates: Sequence[Step], values: Sequence[tuple[float, float]], length: int
-) -> list[Step]:
-    """Dynamic programming over half steps.
+def best_of(candidates: Sequence[Step], values: Sequence[tuple[float, float]]) -> list[Step]:
+    """The non-overlapping candidates whose values have the largest sums, the first one foremost.
 
-    The best cover from ``i`` on either skips ``i`` or takes a candidate that begins there. Ties:
-    more ops covered by fewer fusions, then names.
+    Dynamic programming over half steps: the best cover from ``i`` on either skips ``i`` or takes a
+    candidate that begins there. Ties: more ops covered by fewer fusions, then names.
     """
+    length = max((step.end for step in candidates), default=0)
     best: list[tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]]
     best = [(0.0, 0.0, 0, 0, (), ())] * (length + 1)
     starting: dict[int, list[tuple[Step, tuple[float, float]]]] = {}
@@ -82,71 +55,20 @@ def _best_of(
     return list(best[0][5])
 
 
-def beaten(joint: Step, others: Sequence[Step], length: int, prefer: str) -> str:
-    """Return why others are preferred to a joint fusion over the same ops, or ``""``.
-
-    They are preferred if all that overlap, directly or through others, are measured, and gain more
-    without it than with it.
-
-    Args:
-        joint: The joint fusion.
-        others: Fusions of one pass, or joint ones.
-        length: The number of half steps.
-        prefer: The option ``prefer``.
-    """
-    others = [step for step in others if step is not joint and not _preceded(step, others)]
-    (near,) = [group for group in grouped([joint, *others]) if joint in group]
-    near.remove(joint)
-    if not near or any(step.measured is None for step in (joint, *near)):
-        return ""
-    without = _brought(near, length, prefer)
-    beside = _brought([step for step in near if not overlapping(joint, [step])], length, prefer)
-    if not (what := ahead(without, [*beside, joint], prefer)):
-        return ""
-    one_pass = all(step.passes != "joint" for step in near)
-    who = "the forward and backward fusions" if one_pass else "other fusions"
-    return f"{who} of these ops {what}, measured here"
-
-
-def _preceded(step: Step, others: Sequence[Step]) -> bool:
-    """Return whether a candidate of higher precedence may take one of its ops."""
-    rivals = [o for o in others if o.passes != "joint" and o.source.rank < step.source.rank]
-    return step.passes == "joint" and bool(overlapping(step, rivals))
-
-
 def overlapping(step: Step, others: Sequence[Step]) -> list[Step]:
     """The candidates among others that cover the same op or edge in the same pass."""
     found = [o for o in others if o.begin < step.end and step.begin < o.end]
     return [o for o in found if "joint" in (step.passes, o.passes) or step.passes == o.passes]
 
 
-def _brought(candidates: Sequence[Step], length: int, prefer: str) -> list[Step]:
-    """The best covers of measured candidates, joint ones first."""
-    chosen: list[Step] = []
-    for name in PASSES:
-        free = [step for step in candidates if step.passes == name]
-        joint = [step for step in chosen if step.passes == "joint"]
-        free = [step for step in free if not overlapping(step, joint)]
-        chosen += best_cover(free, length, prefer)
-    return chosen
+def conflict(loser: Step, winners: Sequence[Step], explain: Explain) -> tuple[str, str]:
+    """Return why a candidate lost to those that overlap it, and the plugin of the first of them.
 
-
-def _gains(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str] | None:
-    """Describe the measured gains of winners and loser; None: a tie, or not all are measured."""
-    both = winners, [loser]
-    if any(step.measured is None for side in both for step in side):
-        return None
-    if not (what := ahead(winners, [loser], prefer)):
-        return None
-    won, lost = [sum(step.measured.saved_bytes for step in steps) for steps in both]
-    if what == "save more memory":
-        return f"{won:.0f} bytes", f"{lost:.0f} bytes"
-    won, lost = [sum(step.measured.seconds for step in steps) * 1e6 for steps in both]
-    return f"{won:.0f} us", f"{lost:.0f} us"
-
-
-def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, str]:
-    """Return why a candidate lost to those that overlap it, and the plugin of the first of them."""
+    Args:
+        loser: The candidate.
+        winners: Those that overlap it, and are used.
+        explain: Says what they have that is not a benefit, or ``""``.
+    """
     if not winners:
         return "another set of fusions has the larger total benefit", ""
     first = min(
@@ -154,10 +76,10 @@ def conflict(loser: Step, winners: Sequence[Step], prefer: str) -> tuple[str, st
     )
     plugin = first.source.distribution
     who = f"overlaps {first.source.name}{f' of {plugin}' if plugin else ''}"
-    return f"{who}, {_why_first(first, loser, winners, prefer)}", plugin or ""
+    return f"{who}, {_why_first(first, loser, winners, explain)}", plugin or ""
 
 
-def _why_first(first: Step, loser: Step, winners: Sequence[Step], prefer: str) -> str:
+def _why_first(first: Step, loser: Step, winners: Sequence[Step], explain: Explain) -> str:
     """Return why the first winner was taken and not the loser."""
     own, other = first.source.rank, loser.source.rank
     if own[:2] == other[:2] and own != other:
@@ -168,11 +90,9 @@ def _why_first(first: Step, loser: Step, winners: Sequence[Step], prefer: str) -
         return f"which is registered {'later ' * (other[0] == 1)}with prepend=True"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
         return "and joint fusions choose first"
-    if (measured := _gains(loser, winners, prefer)) is not None:
-        return f"which saves {measured[0]} a call against {measured[1]}, measured here"
+    if told := explain(loser, winners):
+        return told
     gain = sum(winner.benefit for winner in winners)
-    if gain < loser.benefit:
-        return "which is in a set of fusions that is better, measured here"
     if gain != loser.benefit:
         return f"which saves {gain:g} tensor reads and writes against {loser.benefit:g}"
     covers_more = sum(len(winner.matched) for winner in winners) > len(loser.matched)

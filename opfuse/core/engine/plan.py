@@ -69,9 +69,9 @@ class Refusal:
 class FusionPlan:
     """The steps of both passes for one key, and the reason for every decision.
 
-    Data only: printable, comparable, hashable. Two processes with the same installs, options and
-    tuning table make equal plans. ``backward`` lists the steps in the order they run: last op
-    first. ``table`` is a hash of the tuning table that was used, or empty.
+    Data only: printable, comparable, hashable. Two processes with the same installs and options, in
+    which tools know the same, make equal plans. ``backward`` lists the steps in the order they run:
+    last op first. ``table`` is a hash of what tools know, such as a table of times, or empty.
     """
 
     forward: tuple[PlanStep, ...]

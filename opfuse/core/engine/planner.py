@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..environment import Environment
+from ..environment import Environment, device_name, shape_of
 from ..fused_op import FusedOperation
 from ..introspection import is_dtensor, standing_for
 from ..plugins import manager
@@ -18,12 +18,11 @@ from ..quantization.names import check_names, matching
 from ..recipes import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
-from ..tuning_table import NO_TABLE, device_name, shape_of, table_for
 from .chain import Chain
 from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
 from .compile import compile_program
 from .edges import Edges, Needs, find_edges
-from .facts import Facts, Shapes
+from .facts import Facts, Known, Shapes
 from .program import Program
 from .selection import Selection, check_expansion, choose
 from .step import Step
@@ -106,13 +105,16 @@ def make_program(
     sources = () if double_backward else manager.sources(settings.selection)
     manager.check_options(settings.options, settings.selection)
     edges = edges_of(chain, env, needs, settings, off)
-    table = table_for(key.device) if sources else NO_TABLE
     kwargs = key.kwargs or ((),) * len(chain.ops)
     facts = Facts(
         chain, env, needs, edges, _shapes(chain, tensors), kwargs,
-        autocast=key.autocast, input_dtype=key.dtype, table=table,
+        autocast=key.autocast, input_dtype=key.dtype,
         tools=manager.active_tools(settings.selection),
     )  # fmt: skip
+    if sources:
+        asked = [tool for tool in facts.tools if "opfuse_facts" in tool.hooks]
+        told = [manager.ask(tool, "opfuse_facts", Known, facts=facts) for tool in asked]
+        facts = dataclasses.replace(facts, known=[known for known in told if known is not None])
     return compile_program(facts, _build(facts, sources))
 
 

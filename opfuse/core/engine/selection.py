@@ -6,8 +6,8 @@ class sees only what is left. Inside a class and pass, the set of non-overlappin
 the largest total benefit wins; ties go to the longer pattern, then to the distribution's name, then
 to the fusion's. Nothing depends on the order in which plugins were discovered.
 
-An entry of a tuning table for a candidate takes precedence over declarations: see
-:mod:`opfuse.core.engine.facts`.
+What a tool knows of a candidate takes precedence over declarations: see :class:`Choice`, and
+:class:`opfuse.core.engine.facts.Known`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,10 +28,9 @@ from ..fusion import PASSES, Fusion
 from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation
 from ..records import FusionSource
-from ..tuning_table import Measurement
-from .cover import beaten, best_cover, conflict, overlapping
+from .cover import Explain, best_cover, conflict, overlapping
 from .edges import View
-from .facts import Facts, counting
+from .facts import Facts
 from .plan import Refusal
 from .step import Step
 
@@ -55,6 +53,10 @@ class Choice:
     Attributes:
         taken: The candidates taken before, of higher precedence.
         refused: Why a candidate is not taken.
+        cover: Takes those that are not refused, and returns those that are used: the ones with the
+            largest total benefit. A tool may put another function here.
+        explain: Takes a candidate and those used that overlap it, and returns what they have, such
+            as ``"which is registered on a Tuesday"``; ``""``: the larger benefit. Likewise.
 
     Args:
         finder: Finds candidates.
@@ -72,6 +74,8 @@ class Choice:
     ) -> None:
         self._finder, self._sources, self._later = finder, sources, later
         self.taken, self.refused = taken, finder.lost
+        self.cover: Callable[[Sequence[Step]], list[Step]] = best_cover
+        self.explain: Explain = lambda loser, winners: ""
         self.found: list[Step] = []
 
     @functools.cached_property
@@ -81,12 +85,19 @@ class Choice:
             self.found += self._finder.candidates(source, self.taken)
         return [step for step in self.found if not overlapping(step, self.taken)]
 
+    def rivals(self, *, alike: bool) -> list[Step]:
+        """The candidates that choose later, and overlap nothing taken.
+
+        Args:
+            alike: Only those of the same precedence, in the other passes.
+        """
+        rank = self._sources[0].rank
+        sources = [source for source in self._later if not alike or source.rank == rank]
+        return self._finder.peek(sources, self.taken)
+
     def best(self) -> list[Step]:
-        """The set of candidates with the largest total benefit."""
-        finder = self._finder
-        free = [step for step in self.candidates if step not in self.refused]
-        free = finder.not_beaten(free, self._later, self.taken)
-        return best_cover(free, finder.length, finder.prefer)
+        """The candidates that are used."""
+        return self.cover([step for step in self.candidates if step not in self.refused])
 
 
 def choose(
@@ -106,21 +117,21 @@ def choose(
         )
     finder = _Finder(facts, excluded)
     best = facts.wrap("opfuse_wrap_choice", Choice.best)
-    candidates: list[Step] = []
+    choices: list[Choice] = []
     taken: list[Step] = []
     ordered = sorted(sources, key=_precedence)
     for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
         positions, group = zip(*of_class, strict=True)
-        choice = Choice(finder, group, ordered[positions[-1] :], taken)
-        taken = taken + best(choice)
-        candidates += choice.found
+        choices.append(Choice(finder, group, ordered[positions[-1] :], taken))
+        taken = taken + best(choices[-1])
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept = taken[:limit]
     won, fitting = {*kept}, {*taken}
-    for loser in [step for step in candidates if step not in won]:
+    losers = [(step, each) for each in choices for step in each.found if step not in won]
+    for loser, choice in losers:
         limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
         why = limited or finder.lost.get(loser)
-        lost = (why, None) if why else conflict(loser, overlapping(loser, taken), finder.prefer)
+        lost = (why, None) if why else conflict(loser, overlapping(loser, taken), choice.explain)
         finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
     return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
@@ -154,7 +165,6 @@ class _Finder:
     def __post_init__(self) -> None:
         self.ops, self.env, self.edges = self.facts.chain.ops, self.facts.env, self.facts.edges
         self.prefer: str = self.env.options.get("prefer", "speed")
-        self.length = 2 * len(self.ops) + 1
         self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
         keeping = [declared(op, "keeps_rows") for op in self.ops]
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
@@ -168,30 +178,6 @@ class _Finder:
             for step in finder.candidates(source, taken)
             if not overlapping(step, taken)
         ]
-
-    def not_beaten(
-        self, found: Sequence[Step], later: Sequence[FusionSource], taken: Sequence[Step]
-    ) -> list[Step]:
-        """Drop candidates that overlap taken ones, or that others beat by measurement.
-
-        Only joint ones can be beaten: all by fusions of one pass and the same precedence, and those
-        that trade time for memory by any that choose later.
-
-        Args:
-            found: Candidates of one precedence and pass.
-            later: The fusions that choose after them.
-            taken: The candidates taken so far.
-        """
-        joint = [step for step in found if step.passes == "joint" and step.measured]
-        trades = [step for step in joint if self._trade(step)["trades_time"]]
-        alike = [source for source in later if joint and source.rank == joint[0].source.rank]
-        for steps, rivals in ((trades, later), (joint, alike)):
-            others = self.peek(rivals, taken) if steps else []
-            others += joint if rivals is later else []
-            for step in steps:
-                why = self.lost.get(step) or beaten(step, others, self.length, self.prefer)
-                self.lost[step] = why
-        return [step for step in found if not self.lost.get(step)]
 
     def refuse(self, step: Step, reason: str, lost_to: str | None = None) -> None:
         source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
@@ -269,12 +255,13 @@ class _Finder:
                 return f"{between}, and this fusion does not cast there"
         if surplus := self._surplus(step):
             return surplus
-        if isinstance(fusion, Fusion):
-            asked = self._asked(step)
-        else:
-            step.measured, asked = self._measured(step), 2 * (stop - start - 1)
-            step.env = self.env._replace(**self._measurement_fields(step))
-        return asked if isinstance(asked, str) else self._judged(step) or asked
+        known = self._known(step)
+        step.env = self.env._replace(**known)
+        asked = self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
+        trades = getattr(fusion, "trades_time", False) and self.prefer != "memory"
+        if trades and not known and not isinstance(asked, str):
+            return 'it trades time for memory, which prefer="memory" asks for'
+        return asked
 
     def _surplus(self, step: Step) -> str:
         """A sentence about a call's keyword argument that the step does not take; ``""``: none."""
@@ -326,48 +313,29 @@ class _Finder:
         start = step.start
         aligned = fusion.needs_row_alignment and self.rows_kept[start]
         self.row_facts |= {"row_alignment"} if aligned else set()
-        step.measured = self._measured(step)
-        return self.env._replace(
+        return step.env._replace(  # type: ignore[no-any-return]
             rows=None,
             recipe=self.edges.recipe_of(self.env.recipe, start, step.stop),
             features=self.facts.chain.widths[start],
             contiguous=None,
             row_alignment=self.env.row_alignment if aligned else 1,
-            **self._measurement_fields(step),
         )
 
-    def _measurement_fields(self, step: Step) -> dict[str, Any]:
-        """The environment fields about a candidate's measurement."""
-        if step.measured is None:
-            return {"measured": math.inf if self.facts.assumed else None, "configuration": None}
-        return {"measured": step.measured.speed, "configuration": step.measured.configuration}
+    def _known(self, step: Step) -> dict[str, Any]:
+        """What tools know of a candidate, as fields of its environment."""
+        found: dict[str, Any] = {}
+        for known in self.facts.known:
+            found.update(known.fields(step, functools.partial(self._read, step)) or {})
+        return found
 
-    def _measured(self, step: Step) -> Measurement | None:
-        """The measurement of a candidate, for the input of this plan."""
-        entries = self.facts.entries(step)
-        if not entries:
-            return None
+    def _read(self, step: Step, name: str) -> Any:
+        """A fact about the input of a candidate, which the plan then depends on, or None."""
         # the rows are known as long as no op changes them; everything else only at the start of
         # the chain
-        facts = {"rows"} if self.rows_kept[step.start] else set()
-        facts |= {"features", "contiguous"} if step.start == 0 else set()
-        self.row_facts |= facts
-        values = {fact: getattr(self.env, fact) for fact in facts}
-        known = {fact: value for fact, value in values.items() if value is not None}
-        return counting(entries, known, **self._trade(step))
-
-    def _judged(self, step: Step) -> str:
-        """Return why a candidate is refused by measurement, or lacks one; ``""`` if it is not."""
-        trade = self._trade(step)
-        if step.measured is not None:
-            return str(step.measured.refusal(**trade))
-        if trade["trades_time"] and trade["prefer"] != "memory" and not self.facts.assumed:
-            return 'it trades time for memory, which prefer="memory" asks for'
-        return ""
-
-    def _trade(self, step: Step) -> dict[str, Any]:
-        trades = getattr(step.source.fusion, "trades_time", False)
-        return {"trades_time": trades, "prefer": self.prefer}
+        if not (self.rows_kept[step.start] if name == "rows" else step.start == 0):
+            return None
+        self.row_facts.add(name)
+        return getattr(self.env, name)
 
 
 def _step(source: FusionSource, view: View, i: int, j: int) -> Step:

@@ -44,14 +44,13 @@ class Step:
         matched: The basic ops and the casts, in the order of the forward.
         start, stop: Its range of basic ops; empty for a cast, whose edge is both.
         benefit: Number of tensor reads and writes that the fusion saves.
-        measured: Its measurement on this machine, or None.
         env: The environment that was passed to its fusion; None: that of the plan.
         op: The basic op, or the fused op; None until it is built.
         has_extras: Whether one of its basic ops has extra tensors.
         numbers: Attributes to set on the contexts of its basic ops before it runs: ``(op, name)``
             (forward of a fused op only).
         owns: Whether the incoming gradient may be overwritten (backward only).
-        note: A further remark for reports.
+        note: Further remarks for reports.
         recompute: How the preceding step computes the input again, if it can (backward only).
     """
 
@@ -60,7 +59,6 @@ class Step:
     end: int
     matched: tuple[BasicOperation, ...]
     benefit: float = 0.0
-    measured: Any = None
     env: Any = None
     op: Any = None
     numbers: tuple[tuple[int, str], ...] = ()
@@ -74,6 +72,10 @@ class Step:
     def __post_init__(self) -> None:
         self.start, self.stop = self.begin // 2, self.end // 2
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
+
+    def remark(self, text: str) -> None:
+        """Put a remark before those that it has."""
+        self.note = "; ".join(filter(None, (text, self.note)))
 
     @property
     def casts(self) -> list[tuple[int, Cast]]:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.core import tuning_table as tables
 from opfuse.tuning import parts, whole
+from opfuse.tuning import table as tables
 from opfuse.tuning.comparing import differ, in_fp64
 from opfuse.tuning.timing import Timing
 

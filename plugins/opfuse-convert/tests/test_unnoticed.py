@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse.cli import doctor
-from opfuse.core import tuning_table as tables
 from opfuse.tuning import job, trial, whole
+from opfuse.tuning import table as tables
 from opfuse.tuning.timing import Timing
 
 WIDTH = 16

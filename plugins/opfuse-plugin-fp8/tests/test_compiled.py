@@ -13,9 +13,9 @@ from opfuse_fp8.twins import Into
 
 import opfuse
 from opfuse import ops
-from opfuse.core import tuning_table as tables
 from opfuse.core.quantization import BOTH, COLUMNWISE
 from opfuse.testing.machine import is_interpreting
+from opfuse.tuning import table as tables
 from opfuse.tuning import trial
 from opfuse.tuning.timing import Timing
 from opfuse.tuning.tolerance import code_steps

@@ -17,9 +17,9 @@ from tuned import Prescribed
 
 import opfuse
 from opfuse import ops
-from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
-from opfuse.core.tuning_table import Measurement
+from opfuse.tuning import table as tables
+from opfuse.tuning.table import Measurement
 
 FP64 = torch.float64
 

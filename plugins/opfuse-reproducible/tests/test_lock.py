@@ -17,8 +17,8 @@ import opfuse
 from opfuse import ops
 from opfuse.cli import commands as cli
 from opfuse.core import plugins
-from opfuse.core import tuning_table as tables
 from opfuse.core.quantization import Recipe
+from opfuse.tuning import table as tables
 from opfuse.tuning.causes import causes
 
 

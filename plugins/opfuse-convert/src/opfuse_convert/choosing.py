@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opfuse import ops
-from opfuse.core import tuning_table as tables
-from opfuse.core.engine.facts import counting, describe
+from opfuse.core.environment import shape_of
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class, standing_for
 from opfuse.core.overwriting import without_modes
@@ -18,7 +17,9 @@ from opfuse.core.plugins import manager
 from opfuse.core.precision import matmul_precision
 from opfuse.core.records import normalize
 from opfuse.core.settings import current
-from opfuse.core.tuning_table import Entries, Measurement, shape_of
+from opfuse.tuning import table as tables
+from opfuse.tuning.lookup import counting, describe
+from opfuse.tuning.table import Entries, Measurement
 
 _PLAIN = {Tensor, nn.Parameter}
 _MOST = 64

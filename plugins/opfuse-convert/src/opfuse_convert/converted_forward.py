@@ -14,8 +14,8 @@ from torch.compiler import is_dynamo_compiling
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
-from opfuse.core.tuning_table import Measurement
 from opfuse.report.replaced_forward import MEMORY, ReplacedForward
+from opfuse.tuning.table import Measurement
 
 from . import choosing
 from .building import follow

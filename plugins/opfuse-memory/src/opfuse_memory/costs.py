@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import opfuse
-from opfuse.core import tuning_table as tables
 from opfuse.core.authoring import saved_bytes
 from opfuse.core.engine.checks import tensors_in
+from opfuse.core.environment import Shape, shape_of
 from opfuse.core.settings import current
-from opfuse.core.tuning_table import Measurement, Shape
+from opfuse.tuning import table as tables
 from opfuse.tuning.job import add, one_line
+from opfuse.tuning.table import Measurement
 from opfuse.tuning.timing import in_rounds
 
 from .actions import Action, attach, take_off
@@ -270,7 +271,7 @@ class Costs:
         """
         given = [*tensors_in((unit.args, unit.kwargs))]
         wanted = [*dict.fromkeys([t for t in given if t.requires_grad]), *self._trained]
-        shape = next((tables.shape_of(t) for t in given if t.ndim), Shape(0, 0, True))
+        shape = next((shape_of(t) for t in given if t.ndim), Shape(0, 0, True))
         plain: dict[str, Any] = {"plugin": None, "pass": "step", "of": unit.kind}
         plain |= {"fusion": f"memory of {unit.place.name}", **_circumstances(self._device)}
         inside = len(unit.place.path)

@@ -90,7 +90,7 @@ def among_promising(facts: Facts, run: Run) -> Run:
         for step in choice.candidates:
             if not getattr(step.source.fusion, "batch_invariant", False):
                 why = 'it does not promise the bits of a row that invariant="batch" asks for'
-                choice.refused[step] = why
+                choice.refused.setdefault(step, why)
         return run(choice)
 
     return choose if inside == "block" else lambda choice: []

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.core import tuning_table as tables
 from opfuse.core.engine.program import Program
 from opfuse.core.errors import CallRefusedError
 from opfuse.core.settings import current
+from opfuse.tuning import table as tables
 from opfuse.tuning.causes import causes, devices, first_difference
 
 

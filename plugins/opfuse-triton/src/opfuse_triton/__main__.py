@@ -92,8 +92,8 @@ def gpu_command(
     has_device = torch.cuda.is_available() or is_interpreting()
     if importlib.util.find_spec("triton") is None or not has_device:
         raise click.ClickException("opfuse_triton gpu needs Triton and a GPU that torch can use")
-    from opfuse.core.tuning_table import file_name, kernels_path
     from opfuse.tuning.job import replace
+    from opfuse.tuning.table import file_name, kernels_path
 
     from .gpu import winners
     from .gpu.measuring import Wanted

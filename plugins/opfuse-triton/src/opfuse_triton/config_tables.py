@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from opfuse.core.tuning_table import kernels_path, warn_of
+from opfuse.tuning.table import kernels_path, warn_of
 
 from .configs import Config
 

@@ -15,19 +15,18 @@ import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .errors import TuningWarning
-from .plugins import manager
-from .precision import matmul_precision
-from .records import is_strict, normalize
+from ..core.environment import Shape, device_name
+from ..core.plugins import manager
+from ..core.precision import matmul_precision
+from ..core.records import is_strict, normalize
 
 FORMAT = 1
 THRESHOLD = 0.99
@@ -42,25 +41,11 @@ turns, and a processor is slower at some times than at others.
 """
 
 
-class Shape(NamedTuple):
-    """The shape of the input, on which an entry depends in addition to its subject.
+class TuningWarning(UserWarning):
+    """A tuning table, or entries of it, cannot be used; plans are made without it.
 
-    Attributes:
-        rows: The number of rows, rounded down to a power of two.
-        features: The last dimension.
-        contiguous: Whether it is contiguous.
+    The text names the file and what to do.
     """
-
-    rows: int
-    features: int
-    contiguous: bool
-
-
-def shape_of(x: torch.Tensor) -> Shape:
-    """The shape under which an input is looked up."""
-    rows = x.shape[:-1].numel()
-    features = x.shape[-1] if x.ndim else 1
-    return Shape(rows and 1 << rows.bit_length() - 1, features, x.is_contiguous())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +135,7 @@ class Table:
 
 
 NO_TABLE = Table()
+_known: dict[tuple[Path, str], Table] = {}
 
 
 def directory() -> Path | None:
@@ -160,22 +146,6 @@ def directory() -> Path | None:
     from platformdirs import user_cache_path
 
     return user_cache_path("opfuse", appauthor=False) / "tuning"
-
-
-@functools.cache
-def device_name(kind: str, index: int | None = None) -> str:
-    """The model name that a CPU or GPU reports."""
-    if kind == "cuda":
-        return torch.cuda.get_device_name(index)
-    if kind != "cpu":
-        return kind
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    name = model[1].strip() if model else platform.processor() or platform.machine()
-    return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def path_for(device: torch.device) -> Path | None:
@@ -237,20 +207,19 @@ def table_for(device: torch.device) -> Table:
     Warns of a file that cannot be read, and of entries of other versions. Strict mode raises.
     """
     path = path_for(device)
-    if path is None or manager.tables is None:
+    if path is None:
         return NO_TABLE
     here = setting(device)
     key = path, subject_key(here)
-    found: Table | None = manager.tables.get(key)
+    found = _known.get(key)
     if found is None:
-        found = manager.tables[key] = _read(path, here)
+        found = _known[key] = _read(path, here)
     return found
 
 
 def reload() -> None:
     """Discard the tables that were read, and all plans."""
-    if manager.tables is not None:
-        manager.tables.clear()
+    _known.clear()
     manager.changed()
 
 

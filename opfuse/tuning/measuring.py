@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import tuning_table as tables
 from ..core.context_managers import options
 from ..core.engine.fuser import OperationFuser
 from ..core.engine.program import Program
 from ..core.engine.step import Step
+from ..core.environment import shape_of
 from ..core.plugins import manager
 from ..core.settings import Recorder, current
-from ..core.tuning_table import Measurement, shape_of
 from ..report.isolation import isolated
 from ..report.replaced_forward import ReplacedForward
+from . import table as tables
 from .job import Job, add, check_writable
+from .lookup import subject_of
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
 from .report import Result, TuningReport
+from .table import Measurement
 from .trial import Trial
 from .whole import Whole, switched_off
 
@@ -44,7 +46,7 @@ def tune(
     faster. Each fusion that fits is then compared with the separate ops at these shapes: values and
     gradients first, within the tolerances of the dtype, then time in turns, and the bytes kept for
     the backward. What is alike is measured once. The results go into the table of this device, see
-    :mod:`opfuse.core.tuning_table`, and plans are then made again with them.
+    :mod:`opfuse.tuning.table`, and plans are then made again with them.
 
     Parameters, buffers, gradients and the state of quantizers stay as they are, and so do the
     random number generators of PyTorch, Python and NumPy, and what forwards set or write into: the
@@ -141,7 +143,7 @@ class _Candidate(Job):
         self._call, self._step = call, step
         self._reference: Callable[[], Reference] | None = reference
         self.title, self.device = str(step.source.name), call.program.env.device
-        self.subject = call.program.facts.subject(step)
+        self.subject = subject_of(call.program.facts, step)
 
     def _measure(self) -> Measurement:
         assert self._reference is not None

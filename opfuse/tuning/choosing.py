@@ -1,0 +1,179 @@
+"""Chooses among the candidates of a plan by what was measured here, where all were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..core.engine.cover import best_cover, best_of, grouped, overlapping
+from ..core.engine.facts import Facts, Known
+from ..core.engine.selection import Choice
+from ..core.engine.step import Step
+from ..core.fusion import PASSES
+from .lookup import counting, subject_of
+from .table import Measurement, Table, subject_key
+
+
+class Measurements(Known):
+    """What was measured of the candidates of one plan.
+
+    Attributes:
+        facts: What the plan is made from.
+        found: The measurements of those that were looked up.
+
+    Args:
+        facts: As above.
+        table: The table of its device.
+    """
+
+    def __init__(self, facts: Facts, table: Table) -> None:
+        self.digest = table.digest
+        self.facts, self._table = facts, table
+        self._prefer: str = facts.env.options.get("prefer", "speed")
+        self.found: dict[Step, Measurement] = {}
+
+    def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any] | None:
+        """Look a candidate up."""
+        found = self.look_up(step, read)
+        if found is None:
+            return None
+        self.found[step] = found
+        step.remark(str(found))
+        return {"measured": found.speed, "configuration": found.configuration}
+
+    def look_up(self, step: Step, read: Callable[[str], Any]) -> Measurement | None:
+        """The measurement of a candidate, for the input of this plan."""
+        entries = self._table.entries.get(subject_key(subject_of(self.facts, step)), {})
+        if not entries:
+            return None
+        read_facts = {name: read(name) for name in ("rows", "features", "contiguous")}
+        known = {name: value for name, value in read_facts.items() if value is not None}
+        return counting(entries, known, trades_time=_trades(step), prefer=self._prefer)
+
+    def wrapped(self, run: Callable[[Choice], Any]) -> Callable[[Choice], Any]:
+        """The choice with these measurements."""
+
+        def choose(choice: Choice) -> Any:
+            for step in choice.candidates:
+                if why := self._refusal(step):
+                    choice.refused[step] = why
+            choice.cover = lambda free: self._cover(self._not_beaten(choice, free))
+            choice.explain = self.explain
+            return run(choice)
+
+        return choose
+
+    def _refusal(self, step: Step) -> str:
+        """Return why a candidate is refused by its own measurement, or ``""``."""
+        found = self.found.get(step)
+        return found.refusal(trades_time=_trades(step), prefer=self._prefer) if found else ""
+
+    def _not_beaten(self, choice: Choice, free: Sequence[Step]) -> list[Step]:
+        """Refuse candidates that others beat.
+
+        Only joint ones can be beaten: all by fusions of one pass and the same precedence, and those
+        that trade time for memory by any that choose later.
+        """
+        joint = [step for step in free if step.passes == "joint" and step in self.found]
+        for steps, alike in ((list(filter(_trades, joint)), False), (joint, True)):
+            others = choice.rivals(alike=alike) if steps else []
+            others = [step for step in others if not self._refusal(step)]
+            others += [] if alike else joint
+            for step in steps:
+                if step not in choice.refused and (why := self._beaten(step, others)):
+                    choice.refused[step] = why
+        return [step for step in free if step not in choice.refused]
+
+    def _beaten(self, joint: Step, others: Sequence[Step]) -> str:
+        """Return why others are preferred to a joint fusion over the same ops, or ``""``.
+
+        They are preferred if all that overlap, directly or through others, are measured, and gain
+        more without it than with it.
+
+        Args:
+            joint: The joint fusion.
+            others: Fusions of one pass, or joint ones.
+        """
+        others = [step for step in others if step is not joint and not _preceded(step, others)]
+        (near,) = [group for group in grouped([joint, *others]) if joint in group]
+        near.remove(joint)
+        if not near or not self._measured(joint, *near):
+            return ""
+        without = self._brought(near)
+        beside = self._brought([step for step in near if not overlapping(joint, [step])])
+        if not (what := self._ahead(without, [*beside, joint])):
+            return ""
+        one_pass = all(step.passes != "joint" for step in near)
+        who = "the forward and backward fusions" if one_pass else "other fusions"
+        return f"{who} of these ops {what}, measured here"
+
+    def _brought(self, candidates: Sequence[Step]) -> list[Step]:
+        """The best covers of measured candidates, joint ones first."""
+        chosen: list[Step] = []
+        for name in PASSES:
+            free = [step for step in candidates if step.passes == name]
+            joint = [step for step in chosen if step.passes == "joint"]
+            chosen += self._cover([step for step in free if not overlapping(step, joint)])
+        return chosen
+
+    def _cover(self, candidates: Sequence[Step]) -> list[Step]:
+        """The non-overlapping candidates of one pass that gain most.
+
+        Among candidates that overlap, directly or through others, that is the declared benefit. If
+        all of them were measured, others are taken in place of those where they gain more.
+        """
+        chosen: list[Step] = []
+        for group in grouped(candidates):
+            cover = best_cover(group)
+            if self._measured(*group):
+                found = [self.found[step] for step in group]
+                bytes_first = [(float(each.saved_bytes), each.seconds) for each in found]
+                for values in (bytes_first, [(0.0, max(each.seconds, 0.0)) for each in found]):
+                    other = best_of(group, values)
+                    cover = other if other and self._ahead(other, cover) else cover
+            chosen += cover
+        return chosen
+
+    def _ahead(self, steps: Sequence[Step], others: Sequence[Step]) -> str:
+        """Return in what measured candidates are preferred to others, or ``""``.
+
+        A tie in time, which is a difference within the errors, goes to fewer bytes.
+        """
+        (saved, mine), (less, theirs) = self._sums(steps), self._sums(others)
+        both = {*steps} & {*others}
+        errors = [self.found[step].error for step in (*steps, *others) if step not in both]
+        if abs(mine - theirs) > math.hypot(*errors) and (self._prefer != "memory" or saved == less):
+            return "are faster together" if mine > theirs else ""
+        return "save more memory" if saved > less else ""
+
+    def explain(self, loser: Step, winners: Sequence[Step]) -> str:
+        """Return what was measured of winners and loser; ``""``: a tie, or not all were."""
+        if self._measured(loser, *winners) and (what := self._ahead(winners, [loser])):
+            (saved, won), (less, lost) = self._sums(winners), self._sums([loser])
+            told = f"{won * 1e6:.0f} us a call against {lost * 1e6:.0f} us"
+            if what == "save more memory":
+                told = f"{saved:.0f} bytes a call against {less:.0f} bytes"
+            return f"which saves {told}, measured here"
+        if sum(winner.benefit for winner in winners) < loser.benefit:
+            return "which is in a set of fusions that is better, measured here"
+        return ""
+
+    def _sums(self, steps: Sequence[Step]) -> tuple[int, float]:
+        """The bytes and the seconds that measured candidates save."""
+        found = [self.found[step] for step in steps]
+        return sum(each.saved_bytes for each in found), sum(each.seconds for each in found)
+
+    def _measured(self, *steps: Step) -> bool:
+        return self.found.keys() >= {*steps}
+
+
+def _trades(step: Step) -> bool:
+    """Whether a candidate declares to trade time for memory."""
+    return getattr(step.source.fusion, "trades_time", False)
+
+
+def _preceded(step: Step, others: Sequence[Step]) -> bool:
+    """Return whether a candidate of higher precedence may take one of its ops."""
+    rivals = [o for o in others if o.passes != "joint" and o.source.rank < step.source.rank]
+    return step.passes == "joint" and bool(overlapping(step, rivals))
