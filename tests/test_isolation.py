@@ -19,16 +19,17 @@ import opfuse
 from opfuse import ops
 from opfuse.core.introspection import standing_for
 from opfuse.report.isolation import isolated
+from opfuse.tuning import table as tables
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of its own for the tables."""
     monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
-    opfuse.tuning.table.reload()
+    tables.reload()
     yield
     monkeypatch.setenv("OPFUSE_TUNING", "")
-    opfuse.tuning.table.reload()
+    tables.reload()
 
 
 class Counting(nn.Module):

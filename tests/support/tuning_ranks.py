@@ -14,6 +14,7 @@ from tuned import Prescribed
 
 import opfuse
 from opfuse import Fusion, ops
+from opfuse.tuning import table as tables
 
 
 def worker(rank, folder):
@@ -31,7 +32,7 @@ def worker(rank, folder):
         with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the tuning tables"):
             opfuse.check_ranks()
         os.environ["OPFUSE_TUNING"] = ""
-        opfuse.tuning.table.reload()
+        tables.reload()
         with opfuse.plugins.using("" if rank else None):
             chain(x)
             with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ in the plugins: opf"):
