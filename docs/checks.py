@@ -163,7 +163,7 @@ CAUSES = {
         "`ctx.requires_grad` is not asked before saving; memory of the first call is used again"
     ),
     "batch_invariance": (
-        "`batch_invariant=True` is declared, and the order of a sum depends on the number of rows"
+        "`batch_invariant` is declared, and the order of a sum depends on the number of rows"
     ),
     "main_grad": (
         "the fused op adds to `main_grad` itself, or with another factor, or changes a gradient "

@@ -307,7 +307,7 @@ def test_a_fusion_that_does_its_casts_itself(passes, register):
     pattern = (ops.BasicLinear, ops.Bias) if passes == "backward" else SPANNING
     chain, x = mlp()
     expected = run(chain, x)
-    register(passes, opfuse.Fusion(pattern, Separately, casts=True, name="spanning"))
+    register(passes, opfuse.Fusion(pattern, Separately, declares=("casts",), name="spanning"))
     same(run(chain, x), expected)
     assert any(step.fusion for step in (*plan(chain).forward, *plan(chain).backward))
 
@@ -337,8 +337,10 @@ def test_a_joint_pattern_that_names_casts(register):
     chain, x = mlp()
     with pytest.warns(opfuse.PluginWarning, match="its pattern must not name Cast"):
         run(chain, x)
-    with pytest.raises(ValueError, match="with casts=True its pattern is of the ops alone"):
-        opfuse.Fusion((ops.GELU, ops.Cast), Separately, casts=True)
+    with pytest.raises(
+        ValueError, match="where it declares casts, its pattern is of the ops alone"
+    ):
+        opfuse.Fusion((ops.GELU, ops.Cast), Separately, declares=("casts",))
 
 
 def test_a_cast_is_matched_by_its_name_alone(register):
@@ -593,7 +595,7 @@ def test_a_fusion_that_needs_a_recipe_is_not_looked_for_without(register):
         asked.append(env.recipe)
         return "not here" if env.recipe.step == 1.0 else True
 
-    register("forward", opfuse.Fusion((ops.GELU,), Separately, when, needs_recipe=True))
+    register("forward", opfuse.Fusion((ops.GELU,), Separately, when, needs=("recipe",)))
     chain, x = opfuse.Sequential(ops.GELU()), torch.randn(3, 4)
     assert not opfuse.explain(chain, x).to_dict()["refused"] and not asked
     with opfuse.autocast(Rounding(step=1.0)):

@@ -544,7 +544,7 @@ def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
         seen.append(env.row_alignment)
         return env.row_alignment >= 8 or f"rows are a multiple of {env.row_alignment} only"
 
-    fusion = opfuse.Fusion((ops.Identity, ops.GELU), Both, when, needs_row_alignment=True)
+    fusion = opfuse.Fusion((ops.Identity, ops.GELU), Both, when, needs=("row_alignment",))
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
     handle = opfuse.register_forward_fusion(fusion)
     try:

@@ -816,7 +816,7 @@ def test_rows_are_told_only_where_they_are_known():
         def fuser_forward(self, ctxs, x, **unused):
             return self.basic_ops[0].op_forward(ctxs[0], x), [()]
 
-    fusion = opfuse.Fusion([ops.GELU], Fused, when, needs_row_alignment=True, needs_rows=True)
+    fusion = opfuse.Fusion([ops.GELU], Fused, when, needs=("row_alignment", "rows"))
     handle = opfuse.register_forward_fusion(fusion)
     try:
         opfuse.Sequential(ops.SiLU(), ops.GELU())(torch.randn(16, 4))

@@ -572,7 +572,7 @@ def test_row_alignment_is_told_to_those_who_ask(fused, register):
 
         return condition
 
-    asking = Fusion([A, B], fused("Asking"), when("asks"), needs_row_alignment=True)
+    asking = Fusion([A, B], fused("Asking"), when("asks"), needs=("row_alignment",))
     other = Fusion([B, C], fused("Other"), when("does not"))
     register(forward_fusions=[asking, other])
     chain = opfuse.Sequential(A(), B(), C())
@@ -590,7 +590,7 @@ def test_a_benefit_sees_the_row_alignment_that_the_condition_sees(fused, registe
     def benefit(who):
         return lambda ops, env: seen[who].append(env.row_alignment) or 2
 
-    asking = Fusion([A, B], fused("Asking"), benefit=benefit("asks"), needs_row_alignment=True)
+    asking = Fusion([A, B], fused("Asking"), benefit=benefit("asks"), needs=("row_alignment",))
     register(forward_fusions=[asking, Fusion([B, C], fused("Other"), benefit=benefit("does not"))])
     opfuse.Sequential(A(), B(), C())(torch.ones(8, 2))
     assert seen == {"asks": [8], "does not": [1]}
@@ -603,7 +603,7 @@ def test_rows_and_features_are_told_to_those_who_ask(fused, register):
         seen.append((env.rows, env.features))
         return True if env.rows is None or env.rows * env.features >= 32 else "too few"
 
-    register(joint_fusions=[Fusion([ops.RMSNorm], fused("Asking"), when, needs_rows=True)])
+    register(joint_fusions=[Fusion([ops.RMSNorm], fused("Asking"), when, needs=("rows",))])
     chain = opfuse.Sequential(ops.RMSNorm(8))
     fusions = []
     for shape in [(4, 8), (7, 8), (2, 2, 8), (3, 8), (8,), (0, 8), (9, 8), (3, 8), (5, 8)]:
@@ -625,7 +625,7 @@ def test_rows_and_features_are_told_to_those_who_ask(fused, register):
 
 
 def test_who_would_refuse_any_number_of_rows_is_not_asked_about_them(fused, register):
-    refusing = Fusion([A, B], fused("AB"), lambda ops, env: "never", needs_rows=True)
+    refusing = Fusion([A, B], fused("AB"), lambda ops, env: "never", needs=("rows",))
     register(forward_fusions=[refusing])
     chain = opfuse.Sequential(A(), B())
     for rows in (16, 8, 3, 1):
@@ -640,11 +640,11 @@ def test_two_who_ask_for_different_facts_are_asked_once_per_row_count(fused, reg
         asked.append(env.rows)
         return True if env.rows is None or env.rows >= 64 else "too few"
 
-    high = Fusion([A, B], fused("Large"), large, priority=5, needs_rows=True)
+    high = Fusion([A, B], fused("Large"), large, priority=5, needs=("rows",))
     register(
         forward_fusions=[
             high,
-            Fusion([A, B], fused("Aligned"), lambda ops, env: True, needs_row_alignment=True),
+            Fusion([A, B], fused("Aligned"), lambda ops, env: True, needs=("row_alignment",)),
         ]
     )
     chain = opfuse.Sequential(A(), B())
@@ -660,7 +660,7 @@ def test_two_who_ask_for_different_facts_are_asked_once_per_row_count(fused, reg
 def test_row_counts_do_not_push_other_keys_out(fused, register):
     planned = []
     fusion = Fusion(
-        [A, B], fused("AB"), lambda ops, env: planned.append(env) is None, needs_rows=True
+        [A, B], fused("AB"), lambda ops, env: planned.append(env) is None, needs=("rows",)
     )
     register(forward_fusions=[fusion])
     chain = opfuse.Sequential(A(), B())

@@ -109,7 +109,9 @@ def test_lay_out_changes_the_strides_and_not_the_values(layout):
 
 
 def test_a_fusion_that_trades_time_is_tested_where_it_is_used():
-    found = testing.make_chains(subject(ops.GELU, kind="joint", build=OneByOne, trades_time=True))
+    found = testing.make_chains(
+        subject(ops.GELU, kind="joint", build=OneByOne, declares=("trades_time",))
+    )
     assert found.plain and {case.prefer for case in (*found.all, *found.models)} == {"memory"}
     outcome = testing.run_all(testing.CHECKS["gradients"], found)
     assert outcome.failure is None and outcome.ran > 0 and not outcome.declined
@@ -221,7 +223,7 @@ def test_chains_are_in_the_dtype_and_of_the_rows_that_the_condition_asks():
 
     (case,) = testing.make_chains(subject(ops.GELU, when=only_bf16)).plain
     assert (case.dtype, case.rows) == (torch.bfloat16, (3,))
-    (case,) = testing.make_chains(subject(ops.GELU, when=aligned, needs_row_alignment=True)).plain
+    (case,) = testing.make_chains(subject(ops.GELU, when=aligned, needs=("row_alignment",))).plain
     assert (case.dtype, case.rows) == (torch.float32, (16,))
 
 
@@ -637,7 +639,7 @@ def rows_of_many(matched, env):
 
 def test_rows_are_doubled_until_the_condition_takes_them():
     chains = testing.make_chains(
-        subject(ops.GELU, build=OneByOne, when=rows_of_many, needs_rows=True)
+        subject(ops.GELU, build=OneByOne, when=rows_of_many, needs=("rows",))
     )
     assert {(case.rows, case.least) for case in chains.plain} == {((64,), 64)}
     for name in ("output", "nan_and_inf", "interleaved"):

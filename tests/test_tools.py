@@ -155,7 +155,7 @@ def test_a_condition_is_told_what_a_tool_knows(add):
 
 
 def test_what_is_known_of_a_fusion_replaces_that_it_trades_time(add):
-    fusion = opfuse.Fusion((ops.GELU, ops.GELU), GELUs, trades_time=True)
+    fusion = opfuse.Fusion((ops.GELU, ops.GELU), GELUs, declares=("trades_time",))
     opfuse.register_forward_fusion(fusion)
     chain = opfuse.Sequential(ops.GELU(), ops.GELU())
     (call,) = opfuse.explain(chain, X).calls

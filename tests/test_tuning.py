@@ -668,7 +668,7 @@ def test_hooks_integers_and_rows_of_groups(register, quick):
 
 
 def test_a_trade_waits_for_the_option_and_for_bytes(register, quick):
-    register(joint_fusions=[pair(Thrifty, trades_time=True)])
+    register(joint_fusions=[pair(Thrifty, declares=("trades_time",))])
     model, x = chain(), tensor(64, 256)
     wish = 'which prefer="memory" asks for'
     assert not taken(model, x) and wish in reasons(model, x)["Thrifty"]
@@ -685,7 +685,7 @@ def test_a_trade_waits_for_the_option_and_for_bytes(register, quick):
 
 
 def test_a_trade_that_saves_nothing_or_costs_nothing(register):
-    register(joint_fusions=[pair(trades_time=True)])
+    register(joint_fusions=[pair(declares=("trades_time",))])
     model, x = chain(), tensor()
     with Prescribed(Pair=Measurement(0.9, 0, -1e-4, saved_bytes=0)):
         opfuse.tune(model, x)
@@ -719,8 +719,8 @@ def test_a_slower_trade_gives_way_to_others_that_save_as_much(register, right, e
     three = [GELU, SiLU, ReLU]
     register(
         joint_fusions=[
-            Fusion(three, named("Large"), name="large", trades_time=True),
-            Fusion(three[:2], named("Left"), name="left", priority=-100, trades_time=True),
+            Fusion(three, named("Large"), name="large", declares=("trades_time",)),
+            Fusion(three[:2], named("Left"), name="left", priority=-100, declares=("trades_time",)),
             Fusion(three[2:], named("Right"), name="right", priority=-100),
         ]
     )
@@ -1285,7 +1285,7 @@ def test_a_fused_op_is_told_what_its_condition_was_told(register):
             told.append(env)
 
     fusion = Fusion(
-        [ops.BasicLinear], Told, lambda ops, env: told.append(env) or True, needs_rows=True
+        [ops.BasicLinear], Told, lambda ops, env: told.append(env) or True, needs=("rows",)
     )
     register(forward_fusions=[fusion])
     opfuse.Sequential(GELU(), ops.Linear(8, 4))(torch.randn(5, 8))

@@ -100,7 +100,7 @@ def _attention(
 def _measurement(known: Any, step: Any, read: Any) -> Measurement:
     """What tuning would have written, were a fusion as much faster as it declares."""
     fusion, facts = step.source.fusion, known.facts
-    if getattr(fusion, "trades_time", False):
+    if "trades_time" in getattr(fusion, "declares", ()):
         return Measurement(0.9, 0.0, 0.0, 1)
     try:
         features = facts.chain.widths[step.start]

@@ -171,7 +171,9 @@ def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
     if not isinstance(fusion, Fusion) or has_collectives(fusion):
         return
     subject = subject._replace(makers=tuple(makers.items()))
-    recipes = recipes_for(subject.plugin) if fusion.needs_recipe or fusion.names_casts else [None]
+    recipes = (
+        recipes_for(subject.plugin) if "recipe" in fusion.needs or fusion.names_casts else [None]
+    )
     sizes = itertools.product((torch.bfloat16, torch.float32), (((4096,), 1024), ((3,), 32)))
     for (dtype, (rows, width)), recipe in itertools.product([*sizes], recipes):
         for elements in structures(fusion.pattern):
@@ -188,7 +190,7 @@ def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
 def _refusal(case: Case, ops: Any, device: str, width: int, grad: bool) -> str:
     """Why the condition refuses a case on a device; "" if it does not."""
     fusion: Any = case.subject.fusion
-    rows = case.rows[0] if fusion.needs_rows else None
+    rows = case.rows[0] if "rows" in fusion.needs else None
     given = {"dtype": case.dtype, "recipe": case.recipe, "features": width, "rows": rows}
     env = environment("cpu", **given)._replace(requires_grad=grad)
     if device == "cuda":

@@ -181,6 +181,6 @@ def _element(element: Any) -> str:
 
 def _default(fusion: Any) -> str:
     """Whether a fusion is on by default where its condition agrees."""
-    if getattr(fusion, "trades_time", False):
+    if "trades_time" in getattr(fusion, "declares", ()):
         return 'under prefer="memory", or where it was measured not to be slower'
-    return "under a recipe" if getattr(fusion, "needs_recipe", False) else "on"
+    return "under a recipe" if "recipe" in getattr(fusion, "needs", ()) else "on"

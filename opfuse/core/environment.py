@@ -25,9 +25,9 @@ class Environment(NamedTuple):
         training: Whether any op of the chain is in training mode.
         requires_grad: Whether a backward pass is planned.
         row_alignment: The largest power of two up to 128 that divides the number of rows, for a
-            fusion that declares ``needs_row_alignment``; 1 for every other, and while tracing.
+            fusion that needs ``"row_alignment"``; 1 for every other, and while tracing.
         rows: The number of rows rounded down to a power of two, for a fusion that declares
-            ``needs_rows``; None for every other, while tracing, and when asked whether it would
+            ``"rows"``; None for every other, while tracing, and when asked whether it would
             fuse many rows.
         contiguous: Whether the chain's input is contiguous; not set for fusions.
         features: Last dimension of the tensor that the fused op would get, or None if the chain

@@ -18,7 +18,7 @@ exact class, any method on the instance.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from .cast import Cast
@@ -67,6 +67,12 @@ class OneOrMore:
     element: Any
 
 
+_KNOWN = {
+    "needs": ("row_alignment", "rows", "recipe"),
+    "declares": ("trades_time", "casts", "batch_invariant"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Fusion:
     """The declaration that a run of basic ops may be replaced by one fused op.
@@ -82,21 +88,21 @@ class Fusion:
             with the largest sum is taken.
         priority: Fusions of higher priority choose first; default 0.
         name: The name in reports; default: the name of ``build``.
-        needs_row_alignment: Make a plan for each row alignment, and pass ``env.row_alignment``.
-        needs_rows: If ``when`` would fuse many rows, make a plan for each power of two of rows and
-            ask it again with ``env.rows``.
-        trades_time: The fusion saves memory at the cost of time. It is used under the option
-            ``prefer="memory"``, or if ``opfuse tune`` found it not to be slower.
-        needs_recipe: The fusion is useful only under a quantization recipe. Without one it is not
-            considered, and no report names it.
-        casts: The fused op itself performs the casts that a recipe wants between its ops. The
-            pattern then lists the ops alone. Without it, a pattern matches only if it names the
-            casts, and a joint fusion, whose pattern lists the ops alone, is not used across casts.
-        batch_invariant: The fused forward computes each row of a block in the same steps, from that
-            row alone, so that ``options(invariant="batch")`` may use it.
+        needs: What it looks at, or needs. ``"row_alignment"``: make a plan for each row alignment,
+            and pass ``env.row_alignment``. ``"rows"``: if ``when`` would fuse many rows, make a
+            plan for each power of two of rows and ask it again with ``env.rows``. ``"recipe"``: it
+            is useful only under a quantization recipe; without one it is not considered, and no
+            report names it.
+        declares: What holds for it. ``"trades_time"``: it saves memory at the cost of time, and is
+            used under the option ``prefer="memory"``, or if ``opfuse tune`` found it not to be
+            slower. ``"casts"``: the fused op itself performs the casts that a recipe wants between
+            its ops, and the pattern lists the ops alone; without it, a pattern matches only if it
+            names the casts, and a joint fusion, whose pattern lists the ops alone, is not used
+            across casts. ``"batch_invariant"``: the fused forward computes each row of a block in
+            the same steps, from that row alone, so that ``options(invariant="batch")`` may use it.
 
     Raises:
-        ValueError: The pattern is empty, or can match nothing.
+        ValueError: The pattern is empty, or can match nothing; an unknown need or declaration.
         TypeError: An element or argument of the wrong type.
     """
 
@@ -106,12 +112,8 @@ class Fusion:
     benefit: float | Callable[[Ops, Environment], float] | None = None
     priority: int = 0
     name: str = ""
-    needs_row_alignment: bool = False
-    needs_rows: bool = False
-    trades_time: bool = False
-    needs_recipe: bool = False
-    casts: bool = False
-    batch_invariant: bool = False
+    needs: Collection[str] = ()
+    declares: Collection[str] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.pattern, (str, bytes)) or not isinstance(self.pattern, Sequence):
@@ -135,9 +137,15 @@ class Fusion:
             raise TypeError(f"{who}: benefit is a number or a function, got {self.benefit!r}")
         if not isinstance(self.priority, int):
             raise TypeError(f"{who}: priority is an int, got {self.priority!r}")
-        if self.casts and self.names_casts:
+        for name, known in _KNOWN.items():
+            given = getattr(self, name)
+            if isinstance(given, str) or not {*given} <= {*known}:
+                what = f"{name} is a collection of {', '.join(map(repr, known))}"
+                raise ValueError(f"{who}: {what}, got {given!r}")
+            object.__setattr__(self, name, frozenset(given))
+        if "casts" in self.declares and self.names_casts:
             raise ValueError(
-                f"{who}: with casts=True its pattern is of the ops alone, and "
+                f"{who}: where it declares casts, its pattern is of the ops alone, and "
                 f"{self.pattern!r} names Cast"
             )
 

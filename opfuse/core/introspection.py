@@ -5,6 +5,7 @@ It also looks at parameters without running what computes them, see :func:`stand
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import sys
@@ -162,7 +163,8 @@ def standing_for(module: nn.Module, name: str) -> Any:
     """A tensor of the shape and dtype of a parameter, which requires a gradient if that does.
 
     Reading a parametrized one runs its parametrization, which may count, draw, or have a state, as
-    spectral norm does. If that may give another shape than it gets, a copy of it runs.
+    spectral norm does. If that may give another shape than it gets, a copy of it runs; one that
+    cannot be copied, such as one with a process group, runs itself.
     """
     if not parametrize.is_parametrized(module, name):
         return getattr(module, name)
@@ -171,7 +173,9 @@ def standing_for(module: nn.Module, name: str) -> Any:
         return of.original
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with without_modes(), torch.random.fork_rng(devices), torch.enable_grad():
-        return copy.deepcopy(of)()
+        with contextlib.suppress(Exception):
+            of = copy.deepcopy(of)
+        return of()
 
 
 def is_dtensor(value: Any) -> bool:

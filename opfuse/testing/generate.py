@@ -112,9 +112,9 @@ def make_chains(
     subject = subject._replace(makers=tuple((makers or {}).items()))
     fusion: Any = subject.fusion
     recipes = recipes_for(subject.plugin) if recipes is None else recipes
-    prefer = "memory" if getattr(fusion, "trades_time", False) else "speed"
+    prefer = "memory" if "trades_time" in getattr(fusion, "declares", ()) else "speed"
     lone = Case(subject, (), device=device, prefer=prefer)
-    always = getattr(fusion, "needs_recipe", False) and not getattr(fusion, "names_casts", False)
+    always = "recipe" in getattr(fusion, "needs", ()) and not getattr(fusion, "names_casts", False)
     places = itertools.product(examples, recipes if always else [None])
     given = [lone.with_(ops=tuple(ops), recipe=recipe) for ops, recipe in places]
     found: dict[str, list[Case]] = {kind: [] for kind in ("models", "tiles", "residual")}
@@ -171,7 +171,7 @@ def _accepted(
         These; where there is none, the plainest case of each way.
     """
     fusion: Any = lone.subject.fusion
-    asks = getattr(fusion, "needs_rows", False) or getattr(fusion, "needs_row_alignment", False)
+    asks = not {"rows", "row_alignment"}.isdisjoint(getattr(fusion, "needs", ()))
     shapes = [*(SHAPES if lone.recipe is None else SHAPES_OF_RECIPES)]
     shapes += itertools.product(MORE_ROWS if asks else (), WIDTHS)
     refused: list[Case] = []
@@ -324,7 +324,7 @@ def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
     basic, params, features = _parts_of(case.with_(**_SAME))
     for name, param in params.items():
         param.requires_grad_(name not in case.frozen)
-    names = [name for name in ("row_alignment", "rows") if getattr(fusion, f"needs_{name}")]
+    names = [name for name in ("row_alignment", "rows") if name in fusion.needs]
     of_rows = rows_of((*names,), torch.empty(*case.rows, 0, device="meta"))
     facts: Any = dict(zip(names, of_rows, strict=True), dtype=case.dtype, recipe=case.recipe)
     env = environment(case.device, features=features, **facts)

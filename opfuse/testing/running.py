@@ -342,6 +342,6 @@ class OneByOne(FusedOperation):
 
 def one_by_one(case: Case) -> Case:
     """The case with a fusion of the same ops that runs them, and their casts, one by one."""
-    casts = getattr(case.subject.fusion, "casts", False)
-    fusion = Fusion([op.cls for op in case.ops], OneByOne, name="one by one", casts=casts)
+    declares = {"casts"} & {*getattr(case.subject.fusion, "declares", ())}
+    fusion = Fusion([op.cls for op in case.ops], OneByOne, name="one by one", declares=declares)
     return case.with_(subject=case.subject._replace(fusion=fusion))

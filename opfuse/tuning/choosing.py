@@ -170,7 +170,7 @@ class Measurements(Known):
 
 def _trades(step: Step) -> bool:
     """Whether a candidate declares to trade time for memory."""
-    return getattr(step.source.fusion, "trades_time", False)
+    return "trades_time" in getattr(step.source.fusion, "declares", ())
 
 
 def _preceded(step: Step, others: Sequence[Step]) -> bool:

@@ -156,7 +156,8 @@ class _Candidate(Job):
     def result(self) -> Result:
         """The line of the report."""
         source, env = self._step.source, self._call.program.env
-        trades, prefer = getattr(source.fusion, "trades_time", False), env.options.get("prefer")
+        trades = "trades_time" in getattr(source.fusion, "declares", ())
+        prefer = env.options.get("prefer")
         of = source.distribution, source.passes, self._step.matched
         return self._result(*of, trades_time=trades, prefer=prefer or "speed")
 

@@ -27,6 +27,7 @@ from ..core.environment import Shape, device_name
 from ..core.plugins import manager
 from ..core.precision import matmul_precision
 from ..core.records import is_strict, normalize
+from ..core.settings import current
 
 FORMAT = 1
 THRESHOLD = 0.99
@@ -204,10 +205,14 @@ def subject_key(subject: Mapping[str, Any]) -> str:
 def table_for(device: torch.device) -> Table:
     """The table of a device, as it applies in this process; read once.
 
+    There is none where the tool ``tuning`` is switched off.
+
     Warns of a file that cannot be read, and of entries of other versions. Strict mode raises.
     """
     path = path_for(device)
-    if path is None:
+    if path is None or not any(
+        tool.name == "tuning" for tool in manager.active_tools(current.selection)
+    ):
         return NO_TABLE
     here = setting(device)
     key = path, subject_key(here)

@@ -223,5 +223,7 @@ def fusion_of(cls, when=plain_calls):
 @opfuse.hookimpl
 def opfuse_joint_fusions():
     """All, as a plugin offers them."""
-    codes = dataclasses.replace(fusion_of(ColumnOfCodes, None), casts=True, needs_recipe=True)
+    codes = dataclasses.replace(
+        fusion_of(ColumnOfCodes, None), declares=("casts",), needs=("recipe",)
+    )
     return [fusion_of(Column), fusion_of(Row), codes]

@@ -94,7 +94,7 @@ SOUND = {
     "Cast, Bias, GELU": ("backward", opfuse.Fusion((Cast, Bias, GELU), BiasGeluGrad)),
     "BasicLinear, Cast": ("backward", opfuse.Fusion((BasicLinear, Cast), LinearGrad)),
     "RMSNorm, Cast": ("forward", opfuse.Fusion((RMSNorm, Cast), NormCast)),
-    "inside": ("joint", opfuse.Fusion((GELU, BasicLinear), Joint, casts=True)),
+    "inside": ("joint", opfuse.Fusion((GELU, BasicLinear), Joint, declares=("casts",))),
 }
 
 # Wrong
@@ -189,7 +189,14 @@ class ReadsTheWrongCopy(LinearGrad):
         return COLUMNWISE if here.columnwise else ROWWISE
 
 
-@faulty("recipe", "in step 1 under PerTensor.* wrong by", "joint", GELU, BasicLinear, casts=True)
+@faulty(
+    "recipe",
+    "in step 1 under PerTensor.* wrong by",
+    "joint",
+    GELU,
+    BasicLinear,
+    declares=("casts",),
+)
 class CastsNothingInside(Joint):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)

@@ -339,7 +339,7 @@ class ReusesInInference(ReusesWithoutGrad):
     "forward",
     GELU,
     when=eager,
-    batch_invariant=True,
+    declares=("batch_invariant",),
 )
 class LastRowOtherwise(OneByOne):
     """The last row in other steps, which are right up to rounding, as a loop over vectors has a remainder."""

@@ -412,5 +412,6 @@ class CastsItsPart(Column):
 
 
 FAULTS[-1] = Fault(
-    "casts", dataclasses.replace(fusion_of(CastsItsPart, None), casts=True, needs_recipe=True)
+    "casts",
+    dataclasses.replace(fusion_of(CastsItsPart, None), declares=("casts",), needs=("recipe",)),
 )

@@ -141,7 +141,7 @@ def many(matched, env):
     return True if env.rows is None or env.rows >= 64 else "it takes 64 rows or more"
 
 
-@fault("output|magnitude|autocast", "forward", SiLU, when=many, needs_rows=True)
+@fault("output|magnitude|autocast", "forward", SiLU, when=many, needs=("rows",))
 class ManyRowsTurned(Pointwise):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)

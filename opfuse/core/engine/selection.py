@@ -189,7 +189,7 @@ class _Finder:
         """The candidates of a fusion; it is asked only where none of higher precedence is."""
         if source.passes == "backward" and not self.env.requires_grad:
             return
-        if self.env.recipe is None and getattr(source.fusion, "needs_recipe", False):
+        if self.env.recipe is None and "recipe" in getattr(source.fusion, "needs", ()):
             return
         if source.passes == "joint" and getattr(source.fusion, "names_casts", False):
             source.warn("a joint fusion makes its casts itself: its pattern must not name Cast")
@@ -215,7 +215,7 @@ class _Finder:
             for i, j, op in _function_matches(source, self.ops, self.env):
                 yield dataclasses.replace(_step(source, alone, i, j), op=op)
             return
-        ops_alone = source.passes == "joint" or source.fusion.casts
+        ops_alone = source.passes == "joint" or "casts" in source.fusion.declares
         view = alone if ops_alone else self.views[source.passes]
         views = (view,) if len(view.ops) == len(alone.ops) else (view, alone)
         seen: set[tuple[int, int]] = set()
@@ -250,7 +250,8 @@ class _Finder:
         if (source, step.begin, step.end) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
-        if not (step.casts or getattr(fusion if op is None else op, "casts", False)):
+        casts = "casts" in fusion.declares if op is None else getattr(op, "casts", False)
+        if not (step.casts or casts):
             if between := self.edges.between(source.passes, start, stop):
                 return f"{between}, and this fusion does not cast there"
         if surplus := self._surplus(step):
@@ -258,7 +259,7 @@ class _Finder:
         known = self._known(step)
         step.env = self.env._replace(**known)
         asked = self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
-        trades = getattr(fusion, "trades_time", False) and self.prefer != "memory"
+        trades = "trades_time" in getattr(fusion, "declares", ()) and self.prefer != "memory"
         if trades and not known and not isinstance(asked, str):
             return 'it trades time for memory, which prefer="memory" asks for'
         return asked
@@ -298,11 +299,11 @@ class _Finder:
     def _condition(self, fusion: Fusion, step: Step) -> tuple[Any, Environment]:
         """The answer of a condition, and the environment it was given for."""
         env = self._environment(fusion, step)
-        if fusion.needs_recipe and env.recipe is None:
+        if "recipe" in fusion.needs and env.recipe is None:
             return "no recipe quantizes these ops", env
         answer = fusion.when is None or fusion.when(step.matched, env)
         # otherwise the number of rows is known only when the chain runs
-        if answer is True and fusion.needs_rows and self.rows_kept[step.start]:
+        if answer is True and "rows" in fusion.needs and self.rows_kept[step.start]:
             self.row_facts.add("rows")
             env = env._replace(rows=self.env.rows)
             answer = fusion.when is None or fusion.when(step.matched, env)
@@ -311,7 +312,7 @@ class _Finder:
     def _environment(self, fusion: Fusion, step: Step) -> Environment:
         """The environment passed to a fusion, before the number of rows is added."""
         start = step.start
-        aligned = fusion.needs_row_alignment and self.rows_kept[start]
+        aligned = "row_alignment" in fusion.needs and self.rows_kept[start]
         self.row_facts |= {"row_alignment"} if aligned else set()
         return step.env._replace(  # type: ignore[no-any-return]
             rows=None,

@@ -166,7 +166,7 @@ def test_where_it_is_used():
     (fusion,) = cross_entropy.JOINT
     cuda = opfuse.Environment(torch.device("cuda"), (9, 0), torch.bfloat16, requires_grad=True)
     chain = (ops.CrossEntropy(),)
-    assert fusion.when(chain, cuda) is True and not fusion.trades_time
+    assert fusion.when(chain, cuda) is True and not fusion.declares
     for said, changes in (
         ("run on a GPU, and this is mps", {"device": torch.device("mps")}),
         ("takes no float64", {"dtype": torch.float64}),

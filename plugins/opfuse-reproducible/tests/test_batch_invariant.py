@@ -416,7 +416,7 @@ def test_a_fusion_that_does_not_promise_it_is_not_used(register, fused):
     register(
         forward_fusions=[
             Fusion((ops.GELU, ops.GELU), plain),
-            Fusion((ops.SiLU, ops.SiLU), promised, batch_invariant=True),
+            Fusion((ops.SiLU, ops.SiLU), promised, declares=("batch_invariant",)),
         ]
     )
     chain = opfuse.Sequential(ops.GELU(), ops.GELU(), ops.SiLU(), ops.SiLU())
@@ -444,7 +444,7 @@ def test_a_fusion_whose_promise_is_not_kept_is_found(register, fused):
             y, extras = super().fuser_forward(ctxs, x, **given)
             return y - y.mean(0), extras
 
-    register(forward_fusions=[Fusion((ops.GELU,), Mixing, batch_invariant=True)])
+    register(forward_fusions=[Fusion((ops.GELU,), Mixing, declares=("batch_invariant",))])
     with mode(), pytest.raises(RuntimeError, match="other bits at another place, or beside"):
         ops.GELU()(torch.randn(3, 8))
 
@@ -459,7 +459,9 @@ def test_a_plan_does_not_depend_on_the_rows(register, fused):
 
     wide = fused("Wide")
     register(
-        forward_fusions=[Fusion((ops.GELU,), wide, when, needs_rows=True, batch_invariant=True)]
+        forward_fusions=[
+            Fusion((ops.GELU,), wide, when, needs=("rows",), declares=("batch_invariant",))
+        ]
     )
     op = ops.GELU()
     with mode():

@@ -145,7 +145,9 @@ def _fusions(
 ) -> list[Fusion]:
     def fusion(pattern: tuple[Any, ...], name: str, of: Any, benefit: Any) -> Fusion:
         when, alone = conditions.runs(f"{name}{passes}"), not passes  # each value by itself
-        return Fusion(pattern, of, when, benefit, name=name, batch_invariant=alone)
+        return Fusion(
+            pattern, of, when, benefit, name=name, declares=("batch_invariant",) if alone else ()
+        )
 
     return [
         fusion((Bias, _ACT), "bias+activation", fused, benefit),

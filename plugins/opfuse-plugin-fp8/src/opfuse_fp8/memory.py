@@ -59,7 +59,7 @@ def is_asked_for(ops: Any, env: Environment) -> bool | str:
 
 
 # the priority: fusions that are faster, and keep as little, go first
-_EACH: Any = {"priority": -150, "needs_recipe": True}
+_EACH: Any = {"priority": -150, "needs": ("recipe",)}
 
 FORWARD = [
     Fusion(
@@ -68,7 +68,7 @@ FORWARD = [
         recomputes,
         0.0,
         name="recomputed activation",
-        trades_time=True,
+        declares=("trades_time",),
         **_EACH,
     ),
     Fusion(

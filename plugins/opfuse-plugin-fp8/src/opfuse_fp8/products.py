@@ -248,7 +248,7 @@ def _saved(ops: Any, env: Environment) -> float:
 
 
 # the purpose of a recipe comes before saving a pass over memory
-_EACH: Any = {"priority": 50, "needs_row_alignment": True, "needs_recipe": True}
+_EACH: Any = {"priority": 50, "needs": ("row_alignment", "recipe")}
 
 FORWARD = [
     Fusion(pattern, ForwardProduct, forward_runs, _saved, name=name, **_EACH)

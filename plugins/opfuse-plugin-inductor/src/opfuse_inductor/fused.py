@@ -345,5 +345,5 @@ _POINTWISE = OneOf(
 _RUN = (OneOrMore(_POINTWISE),)
 
 JOINT = [
-    Fusion(_RUN, CompiledRun, pays, benefit, priority=-100, name="compiled run", needs_rows=True)
+    Fusion(_RUN, CompiledRun, pays, benefit, priority=-100, name="compiled run", needs=("rows",))
 ]

@@ -138,6 +138,6 @@ JOINT = [
         _pays,
         priority=-100,
         name="compiled log-probabilities",
-        needs_rows=True,
+        needs=("rows",),
     )
 ]

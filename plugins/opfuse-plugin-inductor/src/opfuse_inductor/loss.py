@@ -284,6 +284,6 @@ def pays(ops: Any, env: Environment) -> bool | str:
 
 JOINT = [
     Fusion(
-        (CrossEntropy,), CompiledLoss, pays, priority=-100, name="compiled loss", needs_rows=True
+        (CrossEntropy,), CompiledLoss, pays, priority=-100, name="compiled loss", needs=("rows",)
     )
 ]

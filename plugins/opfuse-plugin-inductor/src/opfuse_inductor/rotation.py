@@ -93,4 +93,4 @@ def _fits(x: Tensor, op: ApplyRoPE, tables: Sequence[Any], *, recorded: bool) ->
 
 
 _NAME = "compiled rotation"
-JOINT = [Fusion((ApplyRoPE,), CompiledRotation, pays, 12, -100, _NAME, needs_rows=True)]
+JOINT = [Fusion((ApplyRoPE,), CompiledRotation, pays, 12, -100, _NAME, needs=("rows",))]

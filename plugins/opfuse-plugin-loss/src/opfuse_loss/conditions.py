@@ -101,7 +101,9 @@ def by_chunks(
 
     return [
         Fusion(pattern, build, only(False), name=name, **how),
-        Fusion(pattern, build, only(True), name=f"{name}, on a GPU", trades_time=True, **how),
+        Fusion(
+            pattern, build, only(True), name=f"{name}, on a GPU", declares=("trades_time",), **how
+        ),
     ]
 
 
@@ -114,4 +116,4 @@ def computed_again(pattern: Any, build: type, pays: Condition, name: str) -> Fus
         return pays(ops, env)
 
     name = f"{name}, computed again"
-    return Fusion(pattern, build, asked, benefit=1, name=name, trades_time=True)
+    return Fusion(pattern, build, asked, benefit=1, name=name, declares=("trades_time",))

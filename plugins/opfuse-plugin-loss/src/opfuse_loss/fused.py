@@ -196,6 +196,6 @@ def in_forward(ops: Any, env: Environment) -> bool | str:
 _PATTERN = BasicLinear, Optional(Bias), CrossEntropy
 
 JOINT = [
-    *by_chunks(_PATTERN, LinearLoss, in_forward, "linear+loss", needs_rows=True),
+    *by_chunks(_PATTERN, LinearLoss, in_forward, "linear+loss", needs=("rows",)),
     computed_again(_PATTERN, LinearLossAgain, chunks_pay, "linear+loss"),
 ]

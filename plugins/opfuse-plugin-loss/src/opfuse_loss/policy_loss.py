@@ -135,8 +135,8 @@ def _pays(ops: Any, env: Environment) -> bool | str:
 _REST, _NAME = (Optional(Bias), TokenLogProb, GRPO), "linear+log-probability+loss"
 
 JOINT = [
-    *by_chunks((BasicLinear, *_REST), LinearPolicyLoss, _pays, _NAME, needs_rows=True),
+    *by_chunks((BasicLinear, *_REST), LinearPolicyLoss, _pays, _NAME, needs=("rows",)),
     *by_chunks(
-        (LowRankLinear, *_REST), LowRankPolicyLoss, _pays, f"{_NAME}, low rank", needs_rows=True
+        (LowRankLinear, *_REST), LowRankPolicyLoss, _pays, f"{_NAME}, low rank", needs=("rows",)
     ),
 ]

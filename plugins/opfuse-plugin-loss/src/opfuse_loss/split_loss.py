@@ -55,5 +55,5 @@ JOINT = by_chunks(
     in_forward,
     "linear+loss, split classes",
     interpreted=False,
-    needs_rows=True,
+    needs=("rows",),
 )

@@ -300,8 +300,8 @@ _ONE = (_NORM, BasicLinear, Optional(Bias), *_REST)
 _SEVERAL = (_NORM, ParallelLinear, *_REST)
 
 JOINT = [
-    Fusion(_ONE, MLP, _keeps_less, name="mlp", trades_time=True),
-    Fusion(_SEVERAL, ParallelMLP, _keeps_less, name="parallel mlp", trades_time=True),
+    Fusion(_ONE, MLP, _keeps_less, name="mlp", declares=("trades_time",)),
+    Fusion(_SEVERAL, ParallelMLP, _keeps_less, name="parallel mlp", declares=("trades_time",)),
     Fusion(
         (OneOf(RMSNorm, LayerNorm),),
         RecomputedNorm,
@@ -309,7 +309,7 @@ JOINT = [
         benefit=1,
         priority=-150,  # a kernel for the norm goes first
         name="recomputed norm",
-        trades_time=True,
+        declares=("trades_time",),
     ),
 ]
 

@@ -342,7 +342,7 @@ def _is_coded(ctx: Any) -> bool:
 
 
 def _fusion(name: str, pattern: Any, cls: Any) -> Fusion:
-    given: Any = {"name": name, "needs_rows": True, "casts": True}
+    given: Any = {"name": name, "needs": ("rows",), "declares": ("casts",)}
     return Fusion(pattern, cls, conditions.runs, conditions.benefit, **given)
 
 

@@ -4,7 +4,7 @@ A library chooses how it sums by the shape of a product, and a vectorized loop c
 few values in another way. So a chain gets its rows in blocks of one shape, the last one padded with
 zeros. Then only two things can change the bits of a row: the other rows of its block, and its place
 there. That neither does is the promise of each op (``BasicOperation.batch_invariant``) and of each
-fusion (``Fusion.batch_invariant``), and the first call of a shape tries it.
+fusion (``Fusion.declares``), and the first call of a shape tries it.
 
 On a CPU, ops without a matrix run on parts of a block: one thread takes a part, and its vectors
 leave no remainder.
@@ -88,7 +88,7 @@ def among_promising(facts: Facts, run: Run) -> Run:
 
     def choose(choice: Choice) -> Any:
         for step in choice.candidates:
-            if not getattr(step.source.fusion, "batch_invariant", False):
+            if "batch_invariant" not in getattr(step.source.fusion, "declares", ()):
                 why = 'it does not promise the bits of a row that invariant="batch" asks for'
                 choice.refused.setdefault(step, why)
         return run(choice)

@@ -77,6 +77,6 @@ JOINT = [
         NormActivation,
         can,
         name="rmsnorm+activation",
-        trades_time=True,
+        declares=("trades_time",),
     )
 ]
