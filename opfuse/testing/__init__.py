@@ -9,6 +9,7 @@ Not imported by opfuse itself, but for the tool :mod:`opfuse.testing.debug`. Nee
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,5 +17,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    kit = importlib.import_module(".kit", __name__)  # sets its modules here
-    return globals()[name] if name in globals() else getattr(kit, name)
+    where = f"{__name__}.{name}"
+    if importlib.util.find_spec(where):  # a module, which must not need the others
+        return importlib.import_module(where)
+    return getattr(importlib.import_module(f"{__name__}.kit"), name)

@@ -53,7 +53,10 @@ def check_installation():
     rows = json.loads(command("plugins", "--json"))
     states = {row["distribution"]: (row["version"], row["state"]) for row in rows}
     version = importlib.metadata.version(NAME)
-    assert states == ({NAME: (version, "loaded")} if NAME != SHORT else {}), states
+    assert states.pop("opfuse") == (opfuse.__version__, "loaded")  # its tools
+    is_listed = NAME != SHORT or NAME in ("opfuse-distributed", "opfuse-reproducible")
+    assert not is_listed or states.pop(NAME) == (version, "loaded"), states
+    assert set(states) <= {"opfuse-distributed"}, states  # what a package needs
     assert f"opfuse {opfuse.__version__}" in command("doctor")
 
 
@@ -109,6 +112,13 @@ def check_conversion():
     assert "Sequential" in report, report
 
 
+def check_rows():
+    """A row has the same bits, alone or in a batch."""
+    chain, x = block(), torch.randn(32, 64)
+    with torch.no_grad(), opfuse.options(invariant="batch"):
+        assert chain(x)[:1].equal(chain(x[:1]))
+
+
 def check_memory():
     """A model keeps no more than half of what it kept, and its gradients stay."""
     layers = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU()) for _ in range(4)]
@@ -130,6 +140,8 @@ if SHORT == "loss":
     check_loss()
 if NAME == "opfuse-convert":
     check_conversion()
+if NAME == "opfuse-reproducible":
+    check_rows()
 if NAME == "opfuse-memory":
     check_memory()
 print(
