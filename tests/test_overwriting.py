@@ -217,8 +217,7 @@ OWN = "the caller of the chain gives the memory"
 GIVEN = "its callers give the memory, and ask"
 LIST = "it is a list"
 ALLOWED = {
-    "opfuse.core.engine.lines.restore_state": STATE,
-    "opfuse.core.engine.program.Program._late_start": LIST,
+    "opfuse.core.engine.write_backward.Backward._leave_out_unreached": LIST,
     "opfuse.core.overwriting.put_back": STATE,
     "opfuse.core.precision._library_adds": "it asks a library, once",
     "opfuse.core.precision.add_product": GIVEN,

@@ -722,7 +722,7 @@ def test_fresh_is_right_where_no_version_tells(change, counting):
 
 def capture(patch, captured=True):
     """As while a CUDA graph is captured, but for what makes the state."""
-    for module in (engine.fuser, opfuse.core.scale_update):
+    for module in (engine.program, opfuse.core.scale_update):
         patch.setattr(module, "is_captured", lambda device: captured)
 
 

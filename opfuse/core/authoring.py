@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .engine.fuser import key_of
 from .fusible import ParamSource
 from .introspection import hook_dicts, op_class, standing_for
 from .op_context import ModuleCache
@@ -80,7 +81,8 @@ def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | No
     }
     with current.temporarily(given=params):
         tensors = fuser._tensors(input, extra_inputs)
-    return getattr(fuser._find(input, tensors, extra_inputs, training, None), "plan", None)
+    key = key_of(input, tensors, extra_inputs, None, training)
+    return fuser.program_for(key, input, tensors).plan  # type: ignore[no-any-return]
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

@@ -40,9 +40,8 @@ class _OperationMeta(ABCMeta):
         super().__init__(name, bases, namespace, **kwargs)
         given = namespace.get("grad_input", "shared")
         if isinstance(given, str) and given not in ("fresh", "same", "shared"):
-            raise ValueError(
-                f"{name}.grad_input must be 'fresh', 'same' or 'shared', got {given!r}"
-            )
+            what = "must be 'fresh', 'same' or 'shared'"
+            raise ValueError(f"{name}.grad_input {what}, got {given!r}")
         for attribute, value in namespace.items():
             _check_number(cls, attribute, value)
 
@@ -157,6 +156,14 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     is_fused_op: ClassVar[bool]
     adds_to_sum: ClassVar[bool] = False
     grad_input: ClassVar[str] = "shared"
+    # of basic ops, see there
+    saved_names: ClassVar[tuple[str, ...] | None] = None
+    context_names: ClassVar[tuple[str, ...]] = ()
+    takes_params: ClassVar[tuple[str, ...] | None] = None
+    differentiable: bool = False
+    keeps_rows: bool = False
+    casts_input: ClassVar[bool] = False
+    batch_invariant: tuple[str, ...] = ()
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
     real_numbers: ClassVar[tuple[str, ...]] = ()
     # how often a method or declaration of any op was replaced; part of a plan's key
@@ -225,9 +232,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def __setattr__(self, name: str, value: Any) -> None:
         inherited = getattr(type(self), name, None) if self._captured else None
         if inherited is not None and name == "__dict__":
-            raise RuntimeError(
-                f"the attributes of this {type(self).__name__} are in use: a fuser captured them"
-            )
+            who = f"the attributes of this {type(self).__name__}"
+            raise RuntimeError(f"{who} are in use: a fuser captured them")
         self._refuse_foreign(name)
         if name in self.real_numbers:
             value = check_real(self, name, value)
@@ -252,10 +258,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def _refuse_foreign(self, name: str) -> None:
         """Refuse to set a parameter that another module holds: the op would not read it."""
         if name in self._sources:
-            owner = type(self._sources[name].module).__name__
-            raise RuntimeError(
-                f"{type(self).__name__}.{name} is the parameter of its {owner}: set it there"
-            )
+            who, owner = f"{type(self).__name__}.{name}", type(self._sources[name].module).__name__
+            raise RuntimeError(f"{who} is the parameter of its {owner}: set it there")
 
     def _refuse_late_parameters(self) -> None:
         """Refuse parameters that a source module got after this op was made: they would be ignored.
@@ -388,16 +392,12 @@ _changing = threading.Lock()
 _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward", "operand")
 
 _DECLARED: dict[str, Any] = {
-    "grad_input": "shared",
-    "saved_names": None,
-    "context_names": (),
-    "differentiable": False,
-    "keeps_rows": False,
-    "casts_input": False,
-    "takes_params": None,
-    "batch_invariant": (),
+    name: vars(FusibleOperation)[name]
+    for name in (
+        "grad_input saved_names context_names differentiable keeps_rows casts_input takes_params "
+        "batch_invariant"
+    ).split()
 }
-
 """The declarations of a class about its passes, with their defaults.
 
 A class that overrides a pass must declare again what holds for it: inherited declarations describe

@@ -83,22 +83,15 @@ class BasicOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     extra_input_dtypes: tuple[str, ...] = ()
-    saved_names: ClassVar[tuple[str, ...] | None] = None
-    context_names: ClassVar[tuple[str, ...]] = ()
     in_features: int | None = None
     out_features: int | None = None
     feature_ratio: int | None = None
-    keeps_rows: bool = False
-    batch_invariant: tuple[str, ...] = ()
     groups_input: ClassVar[int | None] = None
-    differentiable: bool = False
     params_in_compute_dtype: bool = False
     autocast_dtype: ClassVar[torch.dtype | None] = None
-    casts_input: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     needs_tools: tuple[str, ...] = ()
     accumulates_grads: bool = False
-    takes_params: ClassVar[tuple[str, ...] | None] = None
     extras_of_any_dtype: ClassVar[bool] = False
     unquantized: ClassVar[str] = ""
     silent_outputs: ClassVar[bool] = False
@@ -318,19 +311,16 @@ class BasicOperation(FusibleOperation):
         if channel is not None and (not isinstance(channel, str) or not channel):
             raise ValueError(f"a {what} is a non-empty string or None, {name} got {channel!r}")
         if self._captured:
-            when = "a Sequential at its first call, or op(x)"
-            raise RuntimeError(
-                f"the {what}s of this {name} are fixed: a fuser captured them ({when}); use a "
-                f"new op"
-            )
+            why = "a fuser captured them (a Sequential at its first call, or op(x))"
+            raise RuntimeError(f"the {what}s of this {name} are fixed: {why}; use a new op")
 
     def _refuse_both(self, index: int, name: str | None, channel: str | None) -> None:
         if name is not None and channel is not None:
-            raise ValueError(
-                f"extra input {index} of {type(self).__name__} has the name {name!r}, for a tensor "
-                f"of the caller, or the channel {channel!r}, for one of an earlier op, not both: "
-                f"set the other to None first"
+            who = f"extra input {index} of {type(self).__name__} has the name {name!r}"
+            what = (
+                f"for a tensor of the caller, or the channel {channel!r}, for one of an earlier op"
             )
+            raise ValueError(f"{who}, {what}, not both: set the other to None first")
 
     # Quantizers
 

@@ -115,9 +115,8 @@ QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
 def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which Transformer Engine quantizers ``op_forward`` takes: by position, by name."""
-    return _asked_by(
-        getattr(op.op_forward, "__func__", op.op_forward), "__func__" in dir(op.op_forward)
-    )
+    forward = op.op_forward
+    return _asked_by(getattr(forward, "__func__", forward), "__func__" in dir(forward))
 
 
 asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

@@ -78,32 +78,28 @@ def _is_default_device(mode: Any) -> bool:
 def without_modes() -> Iterator[None]:
     """A block without the caller's modes, apart from a default device."""
     saved: Any = torch._C._autograd
-    hooks, modes, cached = [], [], {*parametrize._cache}
-    # without the block of a recipe: it is not to advance the state of what ran here
-    with (
-        _disable_current_modes() if dispatch_modes() else contextlib.nullcontext(),
-        current.temporarily(block=None),
-    ):
+    push, pop = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+    with contextlib.ExitStack() as stack:  # which undoes in the reverse order
+        if dispatch_modes():
+            stack.enter_context(_disable_current_modes())
+        # without the block of a recipe: it is not to advance the state of what ran here
+        stack.enter_context(current.temporarily(block=None))
         ask = saved._top_saved_tensors_default_hooks
         while saved._saved_tensors_hooks_is_enabled() and (top := ask(True)):
-            hooks.append(top)
             saved._pop_saved_tensors_default_hooks()
-        while function_modes():
-            modes.append(torch._C._pop_torch_function_stack())
-        devices = [*filter(_is_default_device, modes)]
-        for mode in reversed(devices):
-            torch._C._push_on_torch_function_stack(mode)
+            stack.callback(saved._push_saved_tensors_default_hooks, *top)
+        modes = [pop() for _ in range(function_modes())]
+        for mode in modes:
+            stack.callback(push, mode)
+        for mode in filter(_is_default_device, reversed(modes)):
+            push(mode)
+            stack.callback(pop)
+        cached = {*parametrize._cache}
         try:
             yield
         finally:
             for key in {*parametrize._cache} - cached:
                 del parametrize._cache[key]
-            for _ in devices:
-                torch._C._pop_torch_function_stack()
-            for mode in reversed(modes):
-                torch._C._push_on_torch_function_stack(mode)
-            for top in reversed(hooks):
-                saved._push_saved_tensors_default_hooks(*top)
 
 
 def reusable(result: Tensor, *operands: Tensor) -> Tensor | None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .engine.chain import flatten
-from .engine.fuser import OperationFuser, wrap_call
+from .engine.fuser import OperationFuser
+from .engine.partition import wrap_call
 from .fusible import FusibleOperation, dynamo_traces
 from .introspection import hook_kinds, kwarg_names
 from .op import BasicOperation
@@ -79,10 +80,8 @@ class Sequential(nn.Sequential):
         extras = [_extras(group) for group in groups]
         if len(extra_inputs) != (expected := sum(count for count, _ in extras)):
             takers = ", ".join(taker for group in groups for taker in _takers(group))
-            raise ValueError(
-                f"Sequential expected {expected} extra inputs, got {len(extra_inputs)} "
-                f"({takers or 'no op takes one'})"
-            )
+            what = f"expected {expected} extra inputs, got {len(extra_inputs)}"
+            raise ValueError(f"Sequential {what} ({takers or 'no op takes one'})")
         kwargs = self._resolve_kwargs(op_kwargs, groups) if op_kwargs else {}
         x, outputs = input, []
         for group, call, (takes, gives) in zip(groups, calls, extras, strict=True):
@@ -106,9 +105,8 @@ class Sequential(nn.Sequential):
         ops = [op for group in groups if isinstance(group, OperationFuser) for op in group.ops]
         given = op_kwargs.values() if isinstance(op_kwargs, Mapping) else [op_kwargs]
         if not all(isinstance(kwargs, Mapping) for kwargs in given):
-            raise TypeError(
-                f"op_kwargs: expected a dict of keyword arguments for each op, got {op_kwargs!r}"
-            )
+            what = "expected a dict of keyword arguments for each op"
+            raise TypeError(f"op_kwargs: {what}, got {op_kwargs!r}")
         for key, kwargs in op_kwargs.items():
             target: Any = self[key] if isinstance(key, int) else key
             who = type(target).__name__
@@ -144,9 +142,8 @@ class Sequential(nn.Sequential):
         children = list(self.append(module)._modules.items())
         children.insert(index, children.pop())
         numbers = iter(sorted(filter(str.isdecimal, self._modules), key=int))
-        self._modules = OrderedDict(
-            (next(numbers) if name.isdecimal() else name, child) for name, child in children
-        )
+        names = [next(numbers) if name.isdecimal() else name for name, _ in children]
+        self._modules = OrderedDict(zip(names, [child for _, child in children], strict=True))
         return self
 
     def pop(self, key: int | slice = -1) -> nn.Module:
@@ -156,10 +153,8 @@ class Sequential(nn.Sequential):
     def __delitem__(self, idx: slice | int) -> None:
         children = list(self._modules.items())
         del children[idx]
-        counted = enumerate(children)
-        self._modules = OrderedDict(
-            (str(i) if name.isdecimal() else name, child) for i, (name, child) in counted
-        )
+        names = [str(i) if name.isdecimal() else name for i, (name, _) in enumerate(children)]
+        self._modules = OrderedDict(zip(names, [child for _, child in children], strict=True))
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
         return self.extend(other)

@@ -99,9 +99,8 @@ class Chain:
         self._share_arguments()
         self.public_outputs = [
             (i, k)
-            for i, op in enumerate(self.ops)
-            for k, public in enumerate(op._extra_output_to_caller)
-            if public or part
+            for i, k in self.outputs_of(0, len(self.ops))
+            if part or self.ops[i]._extra_output_to_caller[k]
         ]
         self.needs_tools = sorted({tool for op in self.ops for tool in op.needs_tools})
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
@@ -186,6 +185,14 @@ class Chain:
             f"{f'{name!r} of ' if (name := self._extra_name(slot)) else ''}{' and '.join(who)}"
             for slot, who in zip(self.external_inputs, found, strict=True)
         ]
+
+    def inputs_of(self, start: int, stop: int) -> list[Slot]:
+        """The extra inputs of ``ops[start:stop]``."""
+        return [slot for slot in self.kinds if start <= slot[0] < stop]
+
+    def outputs_of(self, start: int, stop: int) -> list[Slot]:
+        """The extra outputs of ``ops[start:stop]``."""
+        return [(i, k) for i in range(start, stop) for k in range(self.ops[i].num_extra_outputs)]
 
     def needed_after(self, slot: Slot, stop: int) -> bool:
         """Return whether the caller, or an op from ``stop`` on, uses an extra output."""

@@ -12,7 +12,7 @@ from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..fusible import declared
 from ..introspection import is_dtensor, kwarg_names, own_call
 from ..settings import checkpoint_frames, current
-from .chain import Chain, Slot
+from .chain import Chain
 from .step import Step
 
 if TYPE_CHECKING:
@@ -64,37 +64,21 @@ def check_tensors(
         _check_params(chain, i, dtype if strict else None, device, whole)
         if op is not owner or not own_call(op):  # its own forward uses what it has
             _check_param_names(chain, i)
-        if kinds_of(op) != tuple(kind for (j, _), kind in chain.kinds.items() if j == i):
+        if kinds_of(op) != tuple([chain.kinds[slot] for slot in chain.inputs_of(i, i + 1)]):
             who = f"the extra_input_dtypes of {chain.name(i)}"
             raise RuntimeError(f"{who} are fixed: a fuser captured them; use a new op")
     for (i, k), number in chain.arguments.items():
-        strict = chain.ops[i].params_in_compute_dtype and not chain.ops[i].extras_of_any_dtype
-        wanted = dtype if strict and autocast is None else None
-        _check_extra(chain, (i, k), extras[number], wanted, device)
-
-
-def _check_extra(
-    chain: Chain, slot: Slot, extra: Any, wanted: torch.dtype | None, device: torch.device
-) -> None:
-    """Refuse an extra input of another kind, on another device, or of another dtype.
-
-    Args:
-        chain: The chain.
-        slot: The op that takes it, and its index there.
-        extra: The tensor, or its ``(dtype, device)``.
-        wanted: The dtype of the input, which floating-point extras must have; None: any.
-        device: The device of the input.
-    """
-    (i, k), kind = slot, chain.kinds[slot]
-    name = chain.ops[i].extra_input_names[k]
-    who = f"extra input {k if name is None else f'{k} ({name!r})'} of {chain.name(i)}"
-    dtype, where = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
-    if not is_kind(kind, dtype):
-        refuse_kind(who, kind, dtype)
-    if where != device:
-        raise ValueError(f"{who} is on {where}, the input is on {device}")
-    if wanted is not None and kind == "floating" and dtype != wanted:
-        raise TypeError(f"{who} expected {wanted} as the input, got {dtype}")
+        op, kind, extra = chain.ops[i], chain.kinds[i, k], extras[number]
+        given, where = (extra.dtype, extra.device) if isinstance(extra, Tensor) else extra
+        name = op.extra_input_names[k]
+        who = f"extra input {k if name is None else f'{k} ({name!r})'} of {chain.name(i)}"
+        if not is_kind(kind, given):
+            refuse_kind(who, kind, given)
+        if where != device:
+            raise ValueError(f"{who} is on {where}, the input is on {device}")
+        strict = op.params_in_compute_dtype and not op.extras_of_any_dtype and autocast is None
+        if strict and kind == "floating" and given != dtype:
+            raise TypeError(f"{who} expected {dtype} as the input, got {given}")
 
 
 def _check_params(
@@ -102,12 +86,12 @@ def _check_params(
 ) -> None:
     """Refuse parameters on another device, or of another dtype where one is required."""
     op, sources = chain.ops[index], chain.param_sources[slice(*chain.param_ranges[index])]
+    who = f"{chain.name(index)} of {chain.title}"
     for own, (module, name) in zip(op.param_names or (), sources, strict=True):
         # a parametrized one is not computed just for a check
         param: Any = module._parameters.get(name)
         if param is None:
             continue
-        who = f"{chain.name(index)} of {chain.title}"
         if not whole and own not in op._layouts and is_dtensor(param):
             how = f"got a DTensor placed as {param.placements}, as only a split op takes"
             raise TypeError(f"{who} expected a plain {name}, {how} among processes")
@@ -138,11 +122,10 @@ def check_kwargs(chain: Chain, kwargs: Sequence[Sequence[str]] | None) -> None:
     """Refuse keyword arguments that an op does not take."""
     for i, names in enumerate(kwargs or ()):
         takes = kwarg_names(chain.ops[i])
-        for name in names:
-            if takes is not None and name not in takes:
-                who, known = f"{chain.name(i)} of {chain.title}", ", ".join(takes) or "none"
-                what = f"does not take the keyword argument {name!r}; it takes {known}"
-                raise TypeError(f"{who} {what}")
+        if takes is not None and (wrong := [name for name in names if name not in takes]):
+            what = f"does not take the keyword argument {wrong[0]!r}"
+            known = f"it takes {', '.join(takes) or 'none'}"
+            raise TypeError(f"{chain.name(i)} of {chain.title} {what}; {known}")
 
 
 def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
@@ -150,25 +133,22 @@ def check_constants(chain: Chain, kwargs: Sequence[dict[str, Any]]) -> None:
     for i, given in enumerate(kwargs):
         for name, value in given.items():
             if any(tensor.requires_grad for tensor in tensors_in(value)):
-                raise TypeError(
-                    f"{chain.name(i)} of {chain.title} got a tensor that requires grad as "
-                    f"{name!r}, and a keyword argument gets no gradient: use an extra input, or "
-                    f"detach it"
+                who = (
+                    f"{chain.name(i)} of {chain.title} got a tensor that requires grad as {name!r}"
                 )
+                what = "and a keyword argument gets no gradient: use an extra input, or detach it"
+                raise TypeError(f"{who}, {what}")
 
 
 def check_differentiable(chain: Chain, recipe: Any) -> None:
     """Refuse what autograd cannot record op by op, for second derivatives and functorch."""
+    who = "second derivatives and functorch transforms"
     if recipe is not None:
-        raise RuntimeError(
-            f"second derivatives and functorch transforms do not pass the rounding of {recipe}"
-        )
+        raise RuntimeError(f"{who} do not pass the rounding of {recipe}")
     for index, op in enumerate(chain.ops):
         if not declared(op, "differentiable"):
-            raise RuntimeError(
-                f"second derivatives and functorch transforms: {chain.name(index)} is not "
-                f"declared to be differentiable (BasicOperation.differentiable)"
-            )
+            what = "is not declared to be differentiable (BasicOperation.differentiable)"
+            raise RuntimeError(f"{who}: {chain.name(index)} {what}")
 
 
 def check_attributes(chain: Chain) -> None:
@@ -179,10 +159,11 @@ def check_attributes(chain: Chain) -> None:
             value = getattr(op, name)  # not what it hides
             known = name in (op.param_names or ()) or not isinstance(value, Tensor)
             if not known and value.requires_grad and value.is_leaf:
-                raise TypeError(
-                    f"{chain.name(i)} of {chain.title} has the tensor {name!r}, which requires "
-                    f"grad and would get none: make it an nn.Parameter, and give its gradient"
+                who = (
+                    f"{chain.name(i)} of {chain.title} has the tensor {name!r}, which requires grad"
                 )
+                remedy = "make it an nn.Parameter, and give its gradient"
+                raise TypeError(f"{who} and would get none: {remedy}")
 
 
 def check_checkpoint(program: Program) -> None:
@@ -215,37 +196,44 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 # Results of an op
 
 
-def refuse_result(program: Program, run: Any, result: Any) -> NoReturn:
+_RESULTS = {
+    "op_forward": "its output, a tensor",
+    "fuser_forward": "a tuple of its output, a tensor, and the extra outputs of each basic op",
+    "op_backward": "a tuple of the gradient of its input and those of its parameters",
+    "fuser_backward": "a tuple of the gradients of its input, of the parameters and of the extra "
+    "inputs of each op",
+}
+
+
+def refuse_result(program: Program, op: Any, method: str, result: Any) -> NoReturn:
     """Refuse a result that is not a tuple: a tensor, for instance, would unpack by rows."""
-    method = run.__name__
     got = type(result).__name__
     if isinstance(result, tuple):
         got = f"({', '.join(type(item).__name__ for item in result)})"
-    wanted = {
-        "op_forward": "its output, a tensor",
-        "fuser_forward": "a tuple of its output, a tensor, and the extra outputs of each basic op",
-        "op_backward": "a tuple of the gradient of its input and those of its parameters",
-        "fuser_backward": (
-            "a tuple of the gradients of its input, of the parameters and of the extra inputs of "
-            "each op"
-        ),
-    }
-    raise TypeError(f"{_by(program, run)}: {method} must return {wanted[method]}, got {got}")
+    raise TypeError(f"{_by(program, op)}: {method} must return {_RESULTS[method]}, got {got}")
 
 
-def refuse_none(program: Program, run: Any, start: int) -> NoReturn:
+def refuse_none(program: Program, op: Any, method: str, start: int) -> NoReturn:
     """Refuse a missing gradient that is needed."""
     needs = program.chain.name(start - 1) if start else "the input of the chain"
-    what = f"{run.__name__} gave None as the gradient of its input, which {needs} needs"
-    raise RuntimeError(f"{_by(program, run)}: {what}; give zeros if it is zero")
+    what = f"{method} gave None as the gradient of its input, which {needs} needs"
+    raise RuntimeError(f"{_by(program, op)}: {what}; give zeros if it is zero")
 
 
-def refuse_gradients(program: Program, index: int, grads: Any) -> None:
-    """Refuse gradients for parameters that an op does not have."""
-    if any(grad is not None for grad in tuple(grads)):
-        who, count = program.chain.name(index), len(tuple(grads))
-        what = f"has no parameters, but its backward gave {count} gradients for some"
-        raise RuntimeError(f"{who} {what}")
+def param_grads(chain: Chain, index: int, grads: Any) -> tuple[Any, ...]:
+    """The parameter gradients of an op as a tuple; refused if it has more or less parameters."""
+    first, last = chain.param_ranges[index]
+    count = last - first
+    if type(grads) is tuple and len(grads) == count:
+        return grads
+    several = (None,) * count if grads is None else tuple(grads)
+    if not count and not all([grad is None for grad in several]):
+        what = f"has no parameters, but its backward gave {len(several)} gradients for some"
+        raise RuntimeError(f"{chain.name(index)} {what}")
+    if count and len(several) != count:
+        what = f"must give {count} parameter gradients, gave {len(several)}"
+        raise RuntimeError(f"{chain.name(index)} {what}")
+    return several if count else ()
 
 
 def checked_saved(program: Program, index: int, ctx: Any) -> tuple[Any, ...]:
@@ -270,33 +258,20 @@ def refuse_unset(program: Program, error: AttributeError, contexts: Mapping[int,
     """Refuse a forward that did not leave a declared attribute on a context."""
     index = next(i for i, ctx in contexts.items() if ctx is error.obj)
     what = f"{program.chain.name(index)} declares the context attribute {error.name!r}"
-    raise RuntimeError(
-        f"{what}, but the forward of {forward_of(program, index)} did not leave it"
-    ) from None
+    by = forward_of(program, index)
+    raise RuntimeError(f"{what}, but the forward of {by} did not leave it") from None
 
 
-def per_basic_op(
-    step: Step, given: Sequence[Sequence[Any]], chain: Chain, what: str
-) -> Iterator[tuple[int, Sequence[Any]]]:
-    """The results of a step per basic op, checked against their declarations."""
+def per_basic_op(step: Step, given: Sequence[Sequence[Any]], chain: Chain, what: str) -> list[Any]:
+    """The extra results of a step's basic ops, checked against their declarations."""
     who, count = f"{type(step.op).__name__} must give", step.stop - step.start
     if len(given) != count:
         raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
+    slots = chain.outputs_of if what == "extra outputs" else chain.inputs_of
     for i, tensors in enumerate(given, step.start):
-        op = chain.ops[i]
-        count = op.num_extra_outputs if what == "extra outputs" else op.num_extra_inputs
-        if len(tensors) != count:
+        if len(tensors) != (count := len(slots(i, i + 1))):
             raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
-        yield i, tensors
-
-
-def as_many(program: Program, index: int, grads: Any, count: int) -> tuple[Any, ...]:
-    """The parameter gradients of an op as a tuple."""
-    several: tuple[Any, ...] = (None,) * count if grads is None else tuple(grads)
-    if len(several) != count:
-        who = program.chain.name(index)
-        raise RuntimeError(f"{who} must give {count} parameter gradients, gave {len(several)}")
-    return several
+    return [tensor for tensors in given for tensor in tensors]
 
 
 def forward_of(program: Program, index: int) -> str:
@@ -305,8 +280,7 @@ def forward_of(program: Program, index: int) -> str:
     return f"{step.op} ({step.distribution or 'no plugin'})"
 
 
-def _by(program: Program, run: Any) -> str:
+def _by(program: Program, op: Any) -> str:
     """The name of an op in errors, with its origin."""
-    op = type(run.__self__).__name__
-    steps = (*program.plan.forward, *program.plan.backward)
-    return next((f"{op} ({step.owner})" for step in steps if step.op == op and step.fusion), op)
+    name, steps = type(op).__name__, (*program.plan.forward, *program.plan.backward)
+    return next((f"{name} ({s.owner})" for s in steps if s.op == name and s.fusion), name)

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,16 @@ from ..op_context import ModuleCache
 from ..overwriting import without_modes
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
-from ..settings import Settings, current, is_captured
+from ..settings import Settings, current
 from . import checks
 from .chain import Chain
-from .partition import cut
+from .partition import Cut, cut, wrap_call
 from .planner import Key, make_program, rows_of
 from .program import Kwargs, Program
 
 _CACHE_SIZE = 64
 _not_traced: Any = torch.compiler.disable
+_unpack: Any = forward_ad.unpack_dual
 _CPU = torch.device("cpu")
 _any_autocast = torch._C._is_any_autocast_enabled
 _deterministic = torch._C._get_deterministic_algorithms
@@ -66,7 +67,7 @@ class OperationFuser:
         self._units = [unit for unit in units if unit is not owner]
         self._capture()
         self._programs: OrderedDict[Any, Any] = OrderedDict()
-        self._last: tuple[Any, Program | None] = (None, None)  # no key is None
+        self._last: tuple[Any, Any] = (None, None)  # no key is None
         self._lock = threading.RLock()
         self.kept_in = ModuleCache()  # forgets it when one of its ops is split
         run = functools.partial(OperationFuser.run, self)
@@ -137,24 +138,24 @@ class OperationFuser:
             if unit["_backward_hooks"] or unit["_backward_pre_hooks"]:
                 apart = True
             training.append(unit["training"])
-        if apart:
-            return self._run_apart(input, extra_inputs, basic_op_kwargs)
+        if apart and (parts := self._cut()) is not None:
+            checks.check_arguments(self._chain, input, extra_inputs)
+            return parts.run(self, input, extra_inputs, basic_op_kwargs)
         if self._owner is not None:
             training.append(self._owner.training)
         tensors = self._tensors(input, extra_inputs)
-        program = self._find(input, tensors, extra_inputs, training, basic_op_kwargs)
+        key = key_of(input, tensors, extra_inputs, basic_op_kwargs, training)
+        last, program = self._last
+        if key != last or (program.row_facts and _has_other_rows(program, input)):
+            program = self.program_for(key, input, tensors)
         watched = (current.recorder is not None) | profiler._is_profiler_enabled
-        if not program.is_plain or basic_op_kwargs or watched:
+        if not program.is_plain or type(input) is not Tensor or basic_op_kwargs or watched:
             call = program.call if program.recipe is None else _never_traced(program.call)
             return call(self, program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
-            if type(input) is not Tensor:
-                return program(None, input, *tensors)
-            if program.trains:
-                return program.run(None, input, *tensors)
-            return program.run(None, None, input, *tensors)
+            return program.run(None, input, *tensors)
         except Exception:
-            self._explain_failure(input, extra_inputs)
+            self.explain_failure(input, extra_inputs)
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,10 +164,13 @@ class OperationFuser:
 
     def _tensors(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters, then the extra inputs; refuse wrong kinds and widths."""
-        if not isinstance(input, Tensor) or len(extra_inputs) != self.num_extra_inputs:
-            checks.check_arguments(self._chain, input, extra_inputs)
         width = self._width
-        if width is not None and (not input.ndim or input.shape[-1] != width):
+        if (
+            not isinstance(input, Tensor)
+            or len(extra_inputs) != self.num_extra_inputs
+            or (width is not None and (not input.ndim or input.shape[-1] != width))
+            or (extra_inputs and not all([isinstance(tensor, Tensor) for tensor in extra_inputs]))
+        ):
             checks.check_arguments(self._chain, input, extra_inputs)
         for op in self._watching:
             op._refuse_late_parameters()
@@ -174,24 +178,19 @@ class OperationFuser:
         try:
             for attributes, _, name in self._params:
                 if (param := attributes["_parameters"][name]) is None:
-                    break
+                    raise KeyError
                 tensors.append(param)
         except KeyError:
-            pass
-        if len(tensors) != len(self._params):
             tensors = self._read_params()
-        if extra_inputs:
-            if not all([isinstance(tensor, Tensor) for tensor in extra_inputs]):
-                checks.check_arguments(self._chain, input, extra_inputs)
-            tensors += extra_inputs
+        tensors.extend(extra_inputs)
         return tensors
 
     def _read_params(self) -> list[Tensor]:
         """Read the parameters as attributes: some are computed, or were replaced."""
         tensors: list[Tensor] = []
-        given = current.given
+        given = current.given or {}
         for attributes, module, name in self._params:
-            tensor = given.get((module, name)) if given else None
+            tensor = given.get((module, name))
             if tensor is None:  # no call around this one has read it
                 there = attributes is _ELSEWHERE
                 tensor = module.read_parameter(name) if there else getattr(module, name)
@@ -201,65 +200,13 @@ class OperationFuser:
             tensors.append(tensor)
         return tensors
 
-    def _find(
-        self,
-        input: Tensor,
-        tensors: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-        training: Sequence[bool],
-        kwargs: Kwargs | None,
-    ) -> Program:
-        """Return the program for a call: the last one, an earlier one, or a new one."""
-        autocast = None
-        # creating and comparing a device takes longer than this check
-        device = _CPU if input.is_cpu else input.device
-        if _any_autocast():
-            autocast = _autocast_dtype(input, device)
-        how = device, autocast, training, _deterministic(), False
-        key = _key(input, tensors, extra_inputs, kwargs, *how)
-        last, program = self._last
-        if key != last or (program.row_facts and _has_other_rows(program, input)):  # type: ignore[union-attr, arg-type]
-            program = self._program(key, input, tensors[: len(self._params)])
-        return program  # type: ignore[return-value]
-
-    def _run_special(
-        self,
-        program: Program,
-        input: Tensor,
-        tensors: list[Tensor],
-        extra_inputs: Sequence[Tensor],
-        kwargs: Kwargs | None,
-    ) -> Any:
-        """Run a program that needs more than its steps."""
-        if program.recipe is not None:
-            _begin_under_recipe(program, input.device)
-        if kwargs and not program.double_backward and torch.is_grad_enabled():
-            checks.check_constants(self._chain, kwargs)
-        for op, requires_grad in program.called_before:
-            op.pre_fuser_forward(requires_grad=requires_grad)
-        if (recorder := current.recorder) is not None:
-            recorder.record(self, program, (input, tensors, kwargs))
-        if program.autocast is not None:  # the ops cast themselves
-            with torch.autocast(program.autocast_device, enabled=False):
-                return program(kwargs, input, *tensors, recorded=recorder is not None)
-        if program.compiling or program.double_backward:
-            return program(kwargs, input, *tensors)
-        try:
-            return program(kwargs, input, *tensors, recorded=recorder is not None)
-        except Exception:
-            self._explain_failure(input, extra_inputs)
-            raise
-
-    def _run_apart(
-        self, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs | None
-    ) -> Any:
-        """Run a chain some of whose ops run through their own call."""
-        checks.check_arguments(self._chain, input, extra_inputs)
+    def _cut(self) -> Cut | None:
+        """The chain, cut at the ops that run through their own call; None: none does."""
         hooked = [bool(any(hook_dicts(unit))) for unit in self._units]
         name = _cut_untraced(self, FusibleOperation.changes, *hooked)
-        return getattr(self, name).run(self, input, extra_inputs, kwargs)
+        return getattr(self, name) if name else None
 
-    def _explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+    def explain_failure(self, input: Tensor, extra_inputs: Sequence[Tensor]) -> None:
         """Raise a clearer error than a kernel's if dtypes or devices do not match."""
         given = input.dtype, input.device, None, extra_inputs, is_dtensor(input)
         checks.check_tensors(self._chain, self._owner, *given)
@@ -271,27 +218,31 @@ class OperationFuser:
     ) -> Any:
         dynamo_traces()  # refuses an old Dynamo
         checks.check_arguments(self._chain, input, extra_inputs)
-        hooked = any([any(hook_dicts(unit)) for unit in self._units])
-        if hooked or _has_own_calls(self, FusibleOperation.changes):
-            return self._run_apart(input, extra_inputs, kwargs)
+        if (parts := self._cut()) is not None:
+            return parts.run(self, input, extra_inputs, kwargs)
         training = [unit.training for unit in self._units]
         if self._owner is not None:
             training.append(self._owner.training)
         for op in self._watching:
             op._refuse_late_parameters()
         tensors = [*self._read_params(), *extra_inputs]
-        autocast = _autocast_dtype(input, input.device)
-        how = input.device, autocast, training, torch.are_deterministic_algorithms_enabled(), True
-        *key, settings = _key(input, tensors, extra_inputs, kwargs, *how)
+        *key, settings = key_of(input, tensors, extra_inputs, kwargs, training, compiling=True)
         program = getattr(self, _plan_untraced(self, *settings, *key))
         return program.call(self, program, input, tensors, extra_inputs, kwargs)
 
     # Planning
 
-    def _program(
-        self, given: tuple[Any, ...], input: Tensor | None, params: Sequence[Tensor] | None = None
+    def program_for(
+        self, given: tuple[Any, ...], input: Tensor | None, tensors: Sequence[Tensor] | None
     ) -> Program:
-        key = Key(*given)  # a lookup needs only a plain tuple, which is faster
+        """The program for a key: an earlier one, or a new one.
+
+        Args:
+            given: The fields of the key; a lookup needs only a plain tuple, which is faster.
+            input: The input, for its number of rows; None while tracing.
+            tensors: The parameters, and maybe extra inputs; None while tracing.
+        """
+        key, params = Key(*given), tensors and tensors[: len(self._params)]
         with self._lock:
             self._capture()
             # one program for each value of these facts about the rows
@@ -301,7 +252,6 @@ class OperationFuser:
                 make = _never_traced(without_modes()(make_program))
                 with current.temporarily(in_forward=True):
                     made = make(self._chain, self._owner, key, input, params)
-                made.set_call(OperationFuser._run_special)
                 # a tool may have failed meanwhile, and what it was asked for must not be lost
                 manager.check_options(key.settings.options, key.settings.selection)
                 for tool in self._chain.needs_tools:
@@ -317,39 +267,37 @@ class OperationFuser:
         return program
 
 
-def wrap_call(
-    run: Callable[..., Any], *, chain: Chain | None = None, module: nn.Module | None = None
-) -> Callable[..., Any]:
-    """What the tools in use make of the calls of a chain, or of a module between chains."""
-    tools = manager.active_tools(current.selection)
-    return manager.wrap(tools, "opfuse_wrap_call", run, chain=chain, module=module)
-
-
-def _key(
+def key_of(
     input: Tensor,
     tensors: Sequence[Tensor],
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs | None,
-    device: torch.device,
-    autocast: torch.dtype | None,
     training: Sequence[bool],
-    deterministic: bool,
-    compiling: bool,
+    compiling: bool = False,
 ) -> tuple[Any, ...]:
     """The fields of :class:`Key`; a lookup needs only a plain tuple, which is faster."""
     settings = current.values
-    if _functorch_active() or forward_ad._current_level >= 0:
-        settings = _settings_of(input, tensors)
+    if _functorch_active() or (
+        forward_ad._current_level >= 0
+        and any(_unpack(t).tangent is not None for t in (input, *tensors))
+    ):  # unfused: kernels lose these
+        settings = settings._replace(options=(*settings.options, ("double_backward", True)))
     grads: tuple[bool, ...] | None = None
     if torch.is_grad_enabled() and (compiling or not torch.is_inference_mode_enabled()):
         # an empty comprehension takes longer than this check
         others = [t.requires_grad for t in tensors] if tensors else ()
         grads = (input.requires_grad, *others)
+    # creating and comparing a device takes longer than this check
+    device, autocast = _CPU if input.is_cpu else input.device, None
+    if (compiling or _any_autocast()) and torch.is_autocast_enabled(device.type):
+        stays = input.dtype is torch.float64 or input.is_meta
+        autocast = None if stays else torch.get_autocast_dtype(device.type)
+    deterministic = torch.are_deterministic_algorithms_enabled if compiling else _deterministic
     names = tuple([tuple(given) for given in kwargs]) if kwargs else None
     extras = tuple([(t.dtype, t.device) for t in extra_inputs]) if extra_inputs else None
     return (
         grads, input.dtype, device, autocast, tuple(training), manager.generation,
-        FusibleOperation.changes, deterministic, compiling, names, extras, settings,
+        FusibleOperation.changes, deterministic(), compiling, names, extras, settings,
     )  # fmt: skip
 
 
@@ -372,47 +320,6 @@ def _never_traced(function: Any) -> Any:
     return _not_traced(function) if "torch._dynamo" in sys.modules else function
 
 
-def _begin_under_recipe(program: Program, device: torch.device) -> None:
-    """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
-    records = program.advances and (program.recorded or getattr(current.observer, "records", False))
-    if program.compiling and program.untraced:
-        raise RuntimeError(
-            f"{program.chain.title} has an op that reads sizes on the host under a recipe, which "
-            f"torch.compile cannot trace: run it in eager mode"
-        )
-    if program.compiling and records:
-        raise RuntimeError(
-            f"{program.recipe} has state that advances once per step, which torch.compile does not "
-            f"see: run {program.chain.title} in eager mode, or under torch.no_grad"
-        )
-    if not program.compiling:
-        checks.check_checkpoint(program)
-        current.recording = program.recorded  # for ops that request their quantizers themselves
-        current.captured = is_captured(device)
-        for op in program.chain.ops:
-            op._quantizers.latest = program.recipe
-        if current.block is not None:
-            current.block.begin(program.recipe, program.chain, program.env, records)
-
-
-def _settings_of(input: Tensor, tensors: Sequence[Tensor]) -> Settings:
-    """The settings of a call; unfused inside functorch or forward-mode AD, which kernels lose."""
-    settings = current.values
-    unpack: Any = forward_ad.unpack_dual
-    if not _functorch_active() and not any(
-        unpack(t).tangent is not None for t in (input, *tensors)
-    ):
-        return settings
-    return settings._replace(options=(*settings.options, ("double_backward", True)))
-
-
-def _autocast_dtype(input: Tensor, device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast asks for, or None."""
-    if input.dtype is torch.float64 or input.is_meta or not torch.is_autocast_enabled(device.type):
-        return None
-    return torch.get_autocast_dtype(device.type)
-
-
 def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
     """Plan while ``torch.compile`` traces: the call and its arguments are constants of the graph.
 
@@ -427,28 +334,17 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
         if nn.utils.parametrize.is_parametrized(module, name):
             kinds = [type(p).__name__ for p in module.parametrizations[name]]  # type: ignore[index]
             if "_SpectralNorm" in kinds:
-                raise RuntimeError(
-                    f"{fuser._chain.title}: spectral_norm on {name} updates its state whenever the "
-                    f"parameter is read, which torch.compile does not see; run this chain in eager "
-                    f"mode"
-                )
+                what = f"spectral_norm on {name} updates its state whenever the parameter is read"
+                how = "which torch.compile does not see; run this chain in eager mode"
+                raise RuntimeError(f"{fuser._chain.title}: {what}, {how}")
     settings = Settings(*key[: len(Settings._fields)])
-    program = fuser._program((*key[len(settings) :], settings), None)
+    program = fuser.program_for((*key[len(settings) :], settings), None, None)
     name = f"_traced_{id(program)}"
     setattr(fuser, name, program)
     return name
 
 
 _plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
-
-
-def _has_own_calls(fuser: OperationFuser, changes: int) -> bool:
-    """Return whether an op has a call of its own; guarded by ``changes``."""
-    fuser._capture()
-    return fuser._has_own_calls
-
-
-_has_own_calls._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
 def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
@@ -458,13 +354,16 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
         fuser: The fuser of the chain.
         changes: A count of changes that may affect the cut; it guards the traced code.
         *hooked: Whether each op has hooks; it guards the traced code too.
+
+    Returns:
+        The name of the fuser's attribute; ``""`` if no op does.
     """
-    apart = [op for op in fuser._units if why_apart(op)]
+    fuser._capture()
+    if not (apart := [op for op in fuser._units if why_apart(op)]):
+        return ""
     name = "_cut_" + "".join("01"[op in apart] for op in fuser._units)
     if not hasattr(fuser, name):
-        make_part = functools.partial(OperationFuser, part=True)
-        made = cut(fuser.ops, fuser._chain, apart, make_part, wrap_call)
-        setattr(fuser, name, made)
+        setattr(fuser, name, cut(fuser, apart))
     return name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,10 +17,9 @@ from ..op_context import OperationContext, summed
 from ..quantization import QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import entering, plain
 from ..quantization.quantizer import same_quantizer
-from ..settings import current
 from . import checks
 from .chain import Chain, Slot
-from .step import Step
+from .step import Recompute, Step
 
 if TYPE_CHECKING:
     from .program import Program
@@ -30,7 +29,7 @@ __all__ = ["entering", "plain", "summed"]
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
 
-_OF_ONE_PASS = frozenset(
+_OF_ONE_PASS = (
     "to_save params saved_tensors owns_grad_output is_reached grad_sum recomputable_output".split()
 )
 """The attributes of a context that no forward passes on."""
@@ -66,51 +65,41 @@ def contexts(kinds: Sequence[tuple[type[Any], dict[str, Any]]]) -> list[Any]:
     return made
 
 
-def cast_context(quantizer: Quantizer, usage: Usage) -> Any:
-    """The context of a cast inside of a fused op."""
-    ctx: Any = OperationContext()
-    ctx.quantizer, ctx.usage = quantizer, usage
-    return ctx
+def in_range(title: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in a range that ``torch.profiler`` shows under a title."""
+
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(title):
+            return run(*args, **kwargs)
+
+    return ranged
 
 
-def kept_contexts(position: int, contexts: Contexts) -> tuple[dict[int, Any], list[Any]]:
-    """What ops leave that declare nothing.
-
-    Args:
-        position: The number of tensors that the others save.
-        contexts: Their contexts.
-
-    Returns:
-        For each the attributes of its context, and the range of its tensors; and all these tensors.
-    """
-    kept: dict[int, Any] = {}
-    tensors: list[Any] = []
-    for index, ctx in contexts.items():
-        start = position + len(tensors)
-        tensors += ctx.to_save or ()
-        attributes = {name: v for name, v in vars(ctx).items() if name not in _OF_ONE_PASS}
-        kept[index] = attributes, slice(start, position + len(tensors))
-    return kept, tensors
-
-
-def restore_context(ctx: Any, kept: tuple[dict[str, Any], slice], tensors: Sequence[Any]) -> None:
-    """Give the context of a backward what :func:`kept_contexts` took."""
-    vars(ctx).update(kept[0])
-    ctx.saved_tensors = tensors[kept[1]]
-
-
-def record_saved(program: Program, saved: Sequence[Any], kept: Mapping[int, Any]) -> None:
-    """Tell the recorder of this thread what a forward saves.
+class CastContext(OperationContext):
+    """The context of a cast inside of a fused op.
 
     Args:
-        program: The program.
-        saved: All saved tensors.
-        kept: What :func:`kept_contexts` returned.
+        step: The step of the fused op.
+        pass_name: The pass.
+        quantizer: The quantizer of the cast.
+        usage: The copies that it makes.
     """
-    found = {i: saved[start:stop] for i, start, stop in program.saved.ranges}
-    found |= {i: saved[places] for i, (_, places) in kept.items()}
-    if current.recorder is not None:
-        current.recorder.saved(program, found)
+
+    def __init__(self, step: Step, pass_name: str, quantizer: Quantizer, usage: Usage) -> None:
+        super().__init__()
+        self.who = f"{type(step.op).__name__}: fuser_{pass_name}"
+        self.quantizer, self.usage = quantizer, usage
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Refuse what a fused op saves for a cast."""
+        if tensors:
+            what = "gave tensors to save_for_backward of a Cast, which saves nothing"
+            raise RuntimeError(f"{self.who} {what}: they would be lost")
+
+
+def attributes_left(ctx: Any) -> dict[str, Any]:
+    """What an op leaves on its context, if it declares nothing."""
+    return {name: value for name, value in vars(ctx).items() if name not in _OF_ONE_PASS}
 
 
 # Results of steps
@@ -122,38 +111,33 @@ def forward_result(program: Program, step: Step, result: Any) -> tuple[Any, list
     Returns:
         The output, and all extra outputs of the step's ops.
     """
-    run: Any = step.op.fuser_forward
-    if type(result) is not tuple or len(result) != 2:
-        checks.refuse_result(program, run, result)
+    chain, method = program.chain, "fuser_forward"
+    is_pair = type(result) is tuple and len(result) == 2
+    if not is_pair or not isinstance(result[0], (Tensor, QuantizedTensor)):
+        checks.refuse_result(program, step.op, method, result)
     x, outputs = result
-    if not isinstance(x, (Tensor, QuantizedTensor)):
-        checks.refuse_result(program, run, result)
-    if step.casts:
-        check_cast_end(step, x, step.matched[-1], "fuser_forward")
-        outputs = without_casts(step, outputs, "fuser_forward")
+    if step.has_casts:
+        check_cast_end(step, x, step.matched[-1], method)
+        outputs = without_casts(step, outputs, method)
     if not step.has_extras:
         return x, []
-    flat = []
-    for i, tensors in checks.per_basic_op(step, outputs, program.chain, "extra outputs"):
-        for k, tensor in enumerate(tensors):
-            if tensor is None and program.chain.needed_after((i, k), step.stop):
-                what = f"gave None for extra output {k} of {program.chain.name(i)}"
-                raise RuntimeError(f"{type(step.op).__name__} {what}, which is used outside of it")
-            flat.append(tensor)
+    flat = checks.per_basic_op(step, outputs, chain, "extra outputs")
+    for (i, k), tensor in zip(chain.outputs_of(step.start, step.stop), flat, strict=True):
+        if tensor is None and chain.needed_after((i, k), step.stop):
+            what = f"gave None for extra output {k} of {chain.name(i)}"
+            raise RuntimeError(f"{type(step.op).__name__} {what}, which is used outside of it")
     return x, flat
 
 
-def backward_result(
-    program: Program, index: int, count: int, run: Any, result: Any
-) -> tuple[Any, tuple[Any, ...]]:
+def backward_result(program: Program, op: Any, index: int, result: Any) -> tuple[Any, Any]:
     """Check the result of ``op_backward``.
 
     Returns:
-        The gradient of the input, and that of each of the ``count`` parameters.
+        The gradient of the input, and that of each parameter.
     """
     if type(result) is not tuple or len(result) != 2:
-        checks.refuse_result(program, run, result)
-    return result[0], _param_grads(program, index, count, result[1])
+        checks.refuse_result(program, op, "op_backward", result)
+    return result[0], checks.param_grads(program.chain, index, result[1])
 
 
 def fused_backward_result(
@@ -170,35 +154,23 @@ def fused_backward_result(
     Returns:
         The gradient of the input; those of all parameters; those of all extra inputs.
     """
-    run: Any = step.op.fuser_backward
+    chain, method = program.chain, "fuser_backward"
     if type(result) is not tuple or len(result) != 3:
-        checks.refuse_result(program, run, result)
+        checks.refuse_result(program, step.op, method, result)
     dx, of_params, of_extras = result
-    if step.casts:
-        check_cast_end(step, dx, step.matched[0], "fuser_backward")
-        of_params = without_casts(step, of_params, "fuser_backward")
-        of_extras = without_casts(step, of_extras, "fuser_backward")
+    if step.has_casts:
+        check_cast_end(step, dx, step.matched[0], method)
+        of_params = without_casts(step, of_params, method)
+        of_extras = without_casts(step, of_extras, method)
     if len(of_params) != step.stop - step.start:
         who, count = type(step.op).__name__, step.stop - step.start
         raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
     grads: list[Any] = []
     for i, of_op in enumerate(of_params, step.start):
-        first, last = program.chain.param_ranges[i]
-        count = last - first
-        grads += _param_grads(program, i, count, of_op) if i <= reached else (None,) * count
+        grads += checks.param_grads(chain, i, of_op if i <= reached else None)
     if not step.has_extras:
         return dx, grads, []
-    pairs = checks.per_basic_op(step, of_extras, program.chain, "extra-input gradients")
-    return dx, grads, [grad for _, tensors in pairs for grad in tensors]
-
-
-def _param_grads(program: Program, index: int, count: int, grads: Any) -> tuple[Any, ...]:
-    if count == 0 and grads:
-        checks.refuse_gradients(program, index, grads)
-        return ()
-    if type(grads) is tuple and len(grads) == count:
-        return grads
-    return checks.as_many(program, index, grads, count)
+    return dx, grads, checks.per_basic_op(step, of_extras, chain, "extra-input gradients")
 
 
 def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
@@ -207,12 +179,10 @@ def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
         return
     right = isinstance(given, QuantizedTensor) and same_quantizer(given.quantizer, op.quantizer)
     if not (right and given.usage.covers(op.usage)):
-        what = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
-        raise TypeError(
-            f"{type(step.op).__name__}: {method} expected to give what "
-            f"{type(op.quantizer).__name__} quantizes for {op.usage}, since it ends with a Cast; "
-            f"got {what}"
-        )
+        got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
+        what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
+        who = f"{type(step.op).__name__}: {method} expected to give"
+        raise TypeError(f"{who} {what}, since it ends with a Cast; got {got}")
 
 
 def without_casts(step: Step, entries: Any, method: str) -> list[Any]:
@@ -224,21 +194,9 @@ def without_casts(step: Step, entries: Any, method: str) -> list[Any]:
         if not isinstance(op, Cast):
             found.append(entry)
         elif entry and not all([part is None for part in entry]):
-            raise RuntimeError(
-                f"{type(step.op).__name__}: {method} gave tensors for a Cast, which has no "
-                f"parameters and no extra tensors"
-            )
+            what = "gave tensors for a Cast, which has no parameters and no extra tensors"
+            raise RuntimeError(f"{type(step.op).__name__}: {method} {what}")
     return found
-
-
-def check_cast_contexts(step: Step, pass_name: str, *contexts: Any) -> None:
-    """Refuse tensors that a fused op saved for a cast."""
-    for ctx in contexts:
-        if ctx.to_save:
-            raise RuntimeError(
-                f"{type(step.op).__name__}: fuser_{pass_name} gave tensors to save_for_backward of "
-                f"a Cast, which saves nothing: they would be lost"
-            )
 
 
 def refuse_width(op: Any, width: int, x: Tensor) -> NoReturn:
@@ -272,14 +230,7 @@ def alias(output: Tensor | None) -> Tensor | None:
     """
     if output is None or not output.is_floating_point():
         return output
-    return output.detach().requires_grad_()
-
-
-def traced_alias(output: Tensor | None) -> Tensor | None:
-    """As :func:`alias`, in a way that ``torch.compile`` can trace."""
-    if output is None or not output.is_floating_point():
-        return output
-    return output.clone().requires_grad_()
+    return (output.clone() if is_dynamo_compiling() else output.detach()).requires_grad_()
 
 
 def checked_kind(chain: Chain, slot: Slot, tensor: Tensor) -> Tensor:
@@ -322,26 +273,20 @@ def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
     PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
     its matrix in the shape of the input, which is such a view; the separate ops do not.
     """
-    if not any([type(each) is Tensor and each._is_view() for each in outputs]):
-        return outputs
-    owned = [_memory(each) for each in (*outputs, *others) if isinstance(each, Tensor)]
-    return [
-        torch.ops.aten._unsafe_view.default(each, each.shape)
-        if type(each) is Tensor and each._is_view() and owned.count(_memory(each)) == 1
-        else each
-        for each in outputs
-    ]
+    views = [type(each) is Tensor and each._is_view() for each in outputs]
+    if any(views):
+        owned = [_memory(each) for each in (*outputs, *others) if isinstance(each, Tensor)]
+        for k, (is_view, each) in enumerate(zip(views, tuple(outputs), strict=True)):
+            if is_view and owned.count(_memory(each)) == 1:
+                outputs[k] = torch.ops.aten._unsafe_view.default(each, each.shape)
+    return outputs
 
 
 def separate_memory(grads: list[Any], given: Tensor | None) -> list[Any]:
     """Gradients of which no two share memory: autograd would keep both as ``.grad``."""
     seen = {} if given is None else {_memory(given): given}
-    return [
-        grad.clone()
-        if grad is not None and seen.setdefault(_memory(grad), grad) is not grad
-        else grad
-        for grad in grads
-    ]
+    known = [g is None or seen.setdefault(_memory(g), g) is g for g in grads]
+    return [grad if one else grad.clone() for grad, one in zip(grads, known, strict=True)]
 
 
 def _root(tensor: Tensor) -> Tensor | None:
@@ -353,20 +298,6 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
-# A backward that begins late
-
-
-def zeros_of(op: int, ctx: Any) -> Tensor:
-    """Zeros in place of the gradient of an op's output."""
-    shape, dtype, device = ctx.shapes[op]
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def zeros_like(dy: Any) -> Tensor:
-    """Zeros, since no gradient reaches the ops behind."""
-    return torch.zeros_like(dy.dequantize() if isinstance(dy, QuantizedTensor) else dy)
-
-
 def pending_state(contexts: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     """The state that the quantizers of some ops record into, and copies of it."""
     quantizers = [quantizer for ctx in contexts for quantizer in ctx.quantizers.values()]
@@ -374,66 +305,52 @@ def pending_state(contexts: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
     return [(tensor, tensor.clone()) for tensor in state]
 
 
-def restore_state(pending: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Undo what quantizers recorded since :func:`pending_state`: only zeros reached them."""
-    for tensor, before in pending:
-        tensor.copy_(before)
-
-
 # Inputs that are computed again instead of being kept
 
 
-def drop_recomputable(program: Program, contexts: Contexts, saved: list[Any]) -> dict[int, Usage]:
-    """Drop the inputs that a step can compute again.
+def drop_recomputable(cast: Cast | None, ctx: Any, kept: Any) -> tuple[Any, Usage | None]:
+    """Drop an input that the step before can compute again.
 
     For a quantized one the scales are kept, so that the same cast can be repeated.
 
     Args:
-        program: The program.
-        contexts: The contexts of the first ops of these steps.
-        saved: All saved tensors.
+        cast: The cast between them, if it is a step of its own.
+        ctx: The context of the first op of that step.
+        kept: The input as it was saved.
 
     Returns:
-        The ops that the inputs belong to, and which copies each had.
+        What is kept of it, and which copies it had; None: all of it is kept.
     """
-    dropped = {}
-    for index, how in program.recomputing.items():
-        ctx = contexts[how.start]
-        output, ctx.recomputable_output = ctx.recomputable_output, None
-        kept: Any = saved[how.position]
-        if output is None or not _is_of(kept, output, how.cast):
-            continue
-        quantized = isinstance(kept, QuantizedTensor)
-        dropped[index] = kept.copies if quantized else Usage()
-        saved[how.position] = kept.without_data() if quantized else None
-    return dropped
+    output, ctx.recomputable_output = ctx.recomputable_output, None
+    if output is None or not _is_of(kept, output, cast):
+        return kept, None
+    if isinstance(kept, QuantizedTensor):
+        return kept.without_data(), kept.copies
+    return None, Usage()
 
 
-def recompute(program: Program, contexts: Contexts, index: int, dropped: dict[int, Usage]) -> None:
-    """Restore an input that was not kept, after the input of the op that computes it."""
-    if index not in dropped:
-        return
-    how = program.recomputing[index]
-    saved: tuple[Any, ...] = contexts[index].saved_tensors
-    shell, usage = saved[how.place], dropped[index]
-    quantized = isinstance(shell, QuantizedTensor)
-    if shell is None or (quantized and not any(shell.copies)):
-        recompute(program, contexts, how.start, dropped)
-        ctxs: list[Any] = []
-        position = how.start
-        for op in how.step.matched:
-            if isinstance(op, Cast):
-                ctxs.append(ctx := cast_context(op.quantizer, usage))
-                ctx.saved_tensors = (shell,)
-            else:
-                ctxs.append(contexts[position])
-                position += 1
-        again = how.run(ctxs)
-        if how.cast is not None:
-            again = how.cast.quantizer.requantize(again, shell, usage)
-        if quantized:
-            again = again.only(usage)
-        contexts[index].saved_tensors = (*saved[: how.place], again, *saved[how.place + 1 :])
+def recompute(how: Recompute, contexts: Contexts, ctx: Any, usage: Usage) -> None:
+    """Restore an input that was not kept.
+
+    Args:
+        how: How it is computed again.
+        contexts: The contexts of the ops of the step before.
+        ctx: The context of the op that it is the input of.
+        usage: The copies that it had.
+    """
+    shell, ctxs = ctx.saved_tensors[how.place], []
+    for i, op in how.step.indexed:
+        if isinstance(op, Cast):
+            ctxs.append(cast := CastContext(how.step, "recompute", op.quantizer, usage))
+            cast.saved_tensors = (shell,)
+        else:
+            ctxs.append(contexts[i])
+    again: Any = how.run(ctxs)
+    if how.cast is not None:
+        again = how.cast.quantizer.requantize(again, shell, usage)
+    saved = [*ctx.saved_tensors]
+    saved[how.place] = again.only(usage) if isinstance(shell, QuantizedTensor) else again
+    ctx.saved_tensors = tuple(saved)
 
 
 def _is_of(kept: Any, output: Any, cast: Cast | None) -> bool:
@@ -480,64 +397,20 @@ def rebuild(
 # Ops that store the gradients of their parameters themselves
 
 
-def accumulate(program: Program, ctx: Any, grads: list[Any]) -> list[Any]:
-    """Let ops that store gradients themselves do so.
+def params_wanted(program: Program, ctx: Any) -> list[list[Any]]:
+    """For each op that stores gradients its parameters; None for those that get none here.
 
     Args:
         program: The program.
         ctx: The autograd function's context.
-        grads: All gradients; the first two do not belong to parameters.
-
-    Returns:
-        The gradients, without those that were stored.
     """
-    for (index, first, last), params in zip(program.accumulating, ctx.accumulating, strict=True):
-        added = _added(ctx, first, last)
-        if any(added):
-            here = range(2 + first, 2 + last)
-            given = [grads[i] if adds else None for i, adds in zip(here, added, strict=True)]
-            left = program.chain.ops[index].accumulate_grads(params, tuple(given))
-            for i, adds, grad in zip(here, added, left, strict=True):
-                grads[i] = grad if adds else grads[i]
-    return grads
-
-
-def offer_sums(program: Program, taken: Collection[int], ctx: Any, contexts: Contexts) -> None:
-    """Let products add to the sums of ops that store gradients themselves, where they are kept.
-
-    Not to ops that share a parameter whose sum is replaced: which gradient comes first is only
-    known once all are there.
-
-    Args:
-        program: The program.
-        taken: The ops whose step gives what an op's backward gives.
-        ctx: The autograd function's context.
-        contexts: The contexts of the ops.
-    """
-    for (index, first, last), params in zip(program.accumulating, ctx.accumulating, strict=True):
-        total = None
-        if index in taken:
-            pairs = zip(params, _added(ctx, first, last), strict=True)
-            wanted = tuple([param if adds else None for param, adds in pairs])
-            if any(param is not None for param in wanted):
-                total = program.chain.ops[index].grad_sum(wanted)
-        if total is not None and total[1] != 1 and _is_shared(params, ctx.accumulating):
-            total = None
-        if index in contexts:
-            contexts[index].grad_sum = total
-
-
-def _is_shared(params: Sequence[Any], of_ops: Sequence[Sequence[Any]]) -> bool:
-    """Return whether one of an op's parameters is there more than once in those of all ops."""
-    every = [id(param) for of_op in of_ops for param in of_op]
-    return any(every.count(id(param)) > 1 for param in params)
-
-
-def _added(ctx: Any, first: int, last: int) -> list[bool]:
-    """Return of which parameters this backward adds the gradients to ``.grad``."""
-    if is_dynamo_compiling():
-        return [True] * (last - first)
-    return [_accumulates(edge) for edge in ctx.next_functions[1 + first : 1 + last]]
+    return [
+        [
+            param if _accumulates(edge) else None
+            for param, edge in zip(params, ctx.next_functions[1 + first : 1 + last], strict=True)
+        ]
+        for (_, first, last), params in zip(program.accumulating, ctx.accumulating, strict=True)
+    ]
 
 
 def _accumulates(edge: tuple[Any, int]) -> bool:
@@ -546,3 +419,40 @@ def _accumulates(edge: tuple[Any, int]) -> bool:
         return edge[0] is not None and torch._C._will_engine_execute_node(edge[0])
     except RuntimeError:  # torch.autograd.grad was asked for this very gradient, and returns it
         return False
+
+
+def offered_sum(op: Any, number: int, wanted: Sequence[Any], params: Sequence[Any]) -> Any:
+    """The sum to which the products of an op may add, if it stores gradients itself.
+
+    Not for one that shares a parameter whose sum is replaced: which gradient comes first is only
+    known once all are there.
+
+    Args:
+        op: The op.
+        number: Its index among such ops.
+        wanted: What :func:`params_wanted` returned.
+        params: The parameters of all such ops.
+    """
+    here = tuple(wanted[number])
+    total = op.grad_sum(here) if any([param is not None for param in here]) else None
+    if total is not None and total[1] != 1:
+        known = [id(param) for of_op in params for param in of_op]
+        if any(known.count(id(param)) > 1 for param in params[number]):
+            return None
+    return total
+
+
+def accumulate(op: Any, wanted: Sequence[Any], params: Any, grads: Sequence[Any]) -> Sequence[Any]:
+    """Let an op store gradients itself; return those that it did not store.
+
+    Args:
+        op: The op.
+        wanted: Its parameters; None for those that get no gradient.
+        params: Its parameters.
+        grads: Their gradients.
+    """
+    if all([param is None for param in wanted]):
+        return grads
+    pairs = [*zip(wanted, grads, strict=True)]
+    left = op.accumulate_grads(params, tuple([None if p is None else grad for p, grad in pairs]))
+    return [grad if p is None else new for (p, grad), new in zip(pairs, left, strict=True)]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation
+from ..plugins import manager
+from ..settings import current
 from .chain import Chain, Slot, flatten
 
 
@@ -20,28 +22,22 @@ class Part(NamedTuple):
     Attributes:
         run: A fuser, or the op that runs through its own ``__call__``.
         call: What calls it.
-        start, stop: Range of its basic ops in the chain.
+        own: Those of its ops that callers count, by their index in the chain.
         inputs: The chain's slots of the extra inputs that it takes.
         outputs: The slots of the extra outputs that it returns.
     """
 
-    run: Callable[..., Any]
+    run: Any
     call: Callable[..., Any]
-    start: int
-    stop: int
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
+    own: Sequence[int]
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
 
 
-class Cut:
-    """A chain that is cut at some of its ops.
+class Cut(NamedTuple):
+    """A chain that is cut at some of its ops: the parts, which run one after the other."""
 
-    Args:
-        parts: The parts, which run one after the other.
-    """
-
-    def __init__(self, parts: tuple[Part, ...]) -> None:
-        self.parts = parts
+    parts: Sequence[Part]
 
     def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
         """Run the parts; channels between them carry tensors and gradients."""
@@ -49,13 +45,13 @@ class Cut:
         x: Any = input
         given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
         made: dict[Slot, Any] = {}
-        for run, call, start, stop, inputs, outputs in self.parts:
+        for run, call, own, inputs, outputs in self.parts:
             extras = [given[s] if s in given else made[chain.sources[s]] for s in inputs]
-            here: dict[str, Any] = {}
-            if kwargs is not None and any(kwargs[start:stop]):
-                own = [kwargs[i] for i in chain.own if start <= i < stop]
-                here = own[0] if isinstance(run, BasicOperation) else {"basic_op_kwargs": own}
-            result = call(x, *extras, **here)
+            keywords: dict[str, Any] = {}
+            if kwargs is not None and any(of_ops := [kwargs[i] for i in own]):
+                is_op = isinstance(run, BasicOperation)
+                keywords = of_ops[0] if is_op else {"basic_op_kwargs": of_ops}
+            result = call(x, *extras, **keywords)
             x, *more = result if isinstance(result, tuple) else (result,)
             if len(more) != len(outputs):
                 who = op_class(run).__name__ if isinstance(run, nn.Module) else "part of the chain"
@@ -66,46 +62,44 @@ class Cut:
         return (x, *public) if public else x
 
 
-def cut(
-    ops: Sequence[FusibleOperation],
-    chain: Chain,
-    apart: Sequence[FusibleOperation],
-    fuser: Callable[[Sequence[FusibleOperation]], Callable[..., Any]],
-    wrap: Callable[..., Callable[..., Any]],
-) -> Cut:
+def cut(fuser: Any, apart: Sequence[FusibleOperation]) -> Cut:
     """Cut a chain at some of its ops.
 
     Args:
-        ops: The chain, as the user wrote it.
-        chain: Its structure.
+        fuser: The fuser of the chain.
         apart: The ops, or their basic ops, that run through their own ``__call__``.
-        fuser: Creates the fuser of a run between them.
-        wrap: Makes what calls such an op.
     """
+    chain: Chain = fuser._chain
     single: list[FusibleOperation] = []
-    for op in ops:
+    for op in fuser.ops:
         single += [op] if op in apart or isinstance(op, BasicOperation) else flatten([op])
-    runs: list[Any] = []
+    parts: list[Part] = []
+    start = 0
     for alone, group in groupby(single, lambda op: op in apart):
-        run = list(group)
-        runs += [(op, [op]) for op in run] if alone else [(fuser(run), run)]
-    parts, start = [], 0
-    for run, of_run in runs:
-        stop = start + len(flatten(of_run, surrounded=True))
-        inputs = _taken(chain, start, stop)
-        outputs = [
-            (i, k) for i in range(start, stop) for k in range(chain.ops[i].num_extra_outputs)
-        ]
-        call = wrap(run, module=run) if run in apart else run
-        parts.append(Part(run, call, start, stop, tuple(inputs), tuple(outputs)))
-        start = stop
-    return Cut(tuple(parts))
+        between = list(group)
+        for ops in [[op] for op in between] if alone else [between]:
+            run: Any = ops[0] if alone else type(fuser)(ops, part=True)
+            stop = start + len(flatten(ops, surrounded=True))
+            call = wrap_call(run, module=run) if alone else run
+            own = [i for i in chain.own if start <= i < stop]
+            inputs, outputs = _taken(chain, start, stop), chain.outputs_of(start, stop)
+            parts.append(Part(run, call, own, inputs, outputs))
+            start = stop
+    return Cut(parts)
+
+
+def wrap_call(
+    run: Callable[..., Any], *, chain: Chain | None = None, module: nn.Module | None = None
+) -> Callable[..., Any]:
+    """What the tools in use make of the calls of a chain, or of a module between chains."""
+    tools = manager.active_tools(current.selection)
+    return manager.wrap(tools, "opfuse_wrap_call", run, chain=chain, module=module)
 
 
 def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
     """The extra inputs that a part takes; only the first of those that share a name."""
     taken: dict[Any, Slot] = {}
-    for slot in [slot for slot in chain.kinds if start <= slot[0] < stop]:
+    for slot in chain.inputs_of(start, stop):
         if slot in chain.arguments or chain.sources[slot][0] < start:
             taken.setdefault(chain.arguments.get(slot, slot), slot)
     return list(taken.values())

@@ -1,6 +1,6 @@
 """Programs: executable plans, one for each key of a chain.
 
-A program is straight-line Python, see :mod:`opfuse.core.engine.writing`: one function for the
+A program is straight-line Python, see :mod:`opfuse.core.engine.source`: one function for the
 forward and one for the backward, under one autograd function. Rare calls have functions of their
 own, which are written at their first need: what comes in is quantized, a recorder or a profiler
 watches, a gradient is missing.
@@ -8,10 +8,10 @@ watches, a gradient is missing.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import keyword
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,58 +26,22 @@ from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization.coded_tensor import brings_codes, dequantized
 from ..scale_update import current_backward, in_backward
-from .chain import Chain
+from ..settings import current, is_captured
+from . import checks
 from .facts import Facts
 from .plan import FusionPlan
+from .source import Source, Variant
 from .step import Recompute, Step
-from .step_calls import separate
-from .write_backward import LateStart, write_backward
-from .write_forward import write_forward
+from .write_backward import Backward
+from .write_forward import Forward
+
+if TYPE_CHECKING:
+    from .fuser import OperationFuser
 
 any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 
 Kwargs = Sequence[dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedState:
-    """The state that the ops of a program declare to leave for the backward.
-
-    Attributes:
-        ranges: ``(op, start, stop)``: the range of each op's saved tensors.
-        attributes: ``(op, name)``: the context attributes that are passed on.
-        undeclared: The ops that may leave anything, so that all of their contexts is kept.
-        context_names: The context attributes that each op declares.
-    """
-
-    ranges: tuple[tuple[int, int, int], ...]
-    attributes: tuple[tuple[int, str], ...]
-    undeclared: tuple[int, ...]
-    context_names: tuple[tuple[str, ...], ...]
-
-    @property
-    def num_declared(self) -> int:
-        """The number of tensors that are saved by declaration."""
-        return self.ranges[-1][2] if self.ranges else 0
-
-    @classmethod
-    def of(cls, chain: Chain, first_backward: int, undeclared: set[int]) -> SavedState:
-        """Make it for a chain; the declarations of the ops in ``undeclared`` do not hold here."""
-        ranges: list[tuple[int, int, int]] = []
-        attributes: list[tuple[int, str]] = []
-        open_ops, position = [], 0
-        for i, op in enumerate(chain.ops):
-            names = declared(op, "saved_names")
-            if names is None or i in undeclared:
-                open_ops.append(i)
-            elif i >= first_backward:
-                attributes += [(i, _identifier(op, name)) for name in declared(op, "context_names")]
-                if names:
-                    ranges.append((i, position, position + len(names)))
-                position += len(names)
-        names = tuple([tuple(declared(op, "context_names")) for op in chain.ops])
-        return cls(tuple(ranges), tuple(attributes), tuple(open_ops), names)
 
 
 def _identifier(op: Any, name: str) -> str:
@@ -90,33 +54,39 @@ class Program:
     """An executable plan: forward and backward steps over the same basic ops.
 
     Attributes:
+        facts: Everything that it was made from; its ``chain``, ``env`` and ``autocast``.
         forward, backward: The steps, in the order they run.
-        first_backward: The first op that takes part in the backward.
-        last_without_gradient: The ops after this one must return a gradient of their input.
-        params: ``(op, first, last)``: the range of each op's parameters, if it has some.
-        dequantized: The quantized parameters that belong to ops that quantize nothing.
-        accumulating: As ``params``, for the ops that store the gradients of their parameters.
-        called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
-        saved: What the ops leave for the backward.
-        recomputing: Basic op -> how its input is computed again.
-        facts: Everything that it was made from.
-        env: The environment in which it runs.
         contexts: The attributes of each op's context.
-        untraced: Whether an op reads sizes on the host to quantize, which cannot be traced.
-        fresh: The ops that may leave anything on their contexts, which thus serve one call.
-        saves_quantized: Whether ops may save quantized tensors.
+        first_backward: The first op that takes part in the backward.
         recorded: Whether grad mode is on.
-        advances: Whether a quantizer records values that advance its state.
+        trains: Whether it is an autograd function.
+        entry_casts: For each pass, the cast of what comes in, or None.
+        saved_ranges: ``(op, first, last)``: the range of each op's saved tensors.
+        saved_attributes: ``(op, name)``: the context attributes that are passed on.
+        num_saved: The number of tensors that are saved by declaration.
+        undeclared: The ops that may leave anything, so that all of their contexts is kept.
+        saves_quantized: Whether ops may save quantized tensors.
+        fresh: The ops that may leave anything on their contexts, which thus serve one call.
+        recomputing: Basic op -> how its input is computed again.
+        dequantized: The quantized parameters that belong to ops that quantize nothing.
+        accumulating: ``(op, first, last)``: the range of parameters of each op that stores their
+            gradients.
+        silent_outputs: Which of the chain's extra outputs have no gradient.
         gradient_channels: The extra outputs that feed a channel through which a gradient returns.
+        writes_extras: Whether an op writes into its extra inputs.
+        called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
+        advances: Whether a quantizer records values that advance its state.
         is_plain: Whether a call only runs the functions.
         row_facts, rows: The facts about the rows that the plan depends on, and their values.
         seen: Shape and contiguity of the last input with these rows, or None.
         run: The function of a forward that has nothing rare.
-        call: What runs a call that needs more: a function of the fuser, and what tools make of it.
+        call: What runs a call that needs more, and what tools make of it.
         run_backward: The ``backward`` of its autograd function.
         leaves_call: Whether a forward leaves ``current.call`` for that.
     """
 
+    row_facts: tuple[str, ...] = ()
+    rows: Any = None
     seen: Any = None
 
     def __init__(
@@ -125,67 +95,94 @@ class Program:
         plan: FusionPlan,
         steps: tuple[Sequence[Step], Sequence[Step]],
         contexts: Sequence[dict[str, Any]],
-        undeclared: set[int],
-        row_facts: tuple[str, ...],
+        recomputing: Mapping[int, Recompute],
     ) -> None:
         self.facts, self.plan, self.autocast = facts, plan, facts.autocast
+        self.recomputing = recomputing
         self.chain, self.env = chain, env = facts.chain, facts.env
-        self.recorded, first_backward, *_ = facts.needs
+        self.recorded, self.first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
         self.recipe, self.compiling = env.recipe, env.compiling
-        self.saves_quantized = bool(env.recipe or any(op._quantizers.own for op in chain.ops))
+        self.contexts = [vars(OperationContext()) | values for values in contexts]
         self.requires_grad = env.requires_grad
         self.double_backward = bool(env.options.get("double_backward"))
         self.trains = self.requires_grad and not self.double_backward
         known = torch.amp.is_autocast_available(env.device.type)
         self.autocast_device = env.device.type if known else "cpu"
-        self.first_backward, self.num_params = first_backward, len(chain.param_sources)
+        self.num_params = len(chain.param_sources)
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
-        self.last_without_gradient = -1 if self.input_requires_grad else first_backward
-        self._set_params()
-        pairs = zip(chain.ops, facts.edges.quantizers, strict=True)
-        self.untraced = any(its and getattr(op, "reads_sizes", False) for op, its in pairs)
-        self.has_extras = chain.has_extras
+        casts = facts.edges.forward.get(0), facts.edges.backward.get(len(chain.ops))
+        self.entry_casts = dict(zip(("forward", "backward"), casts, strict=True))
+        self._set_saved()
+        self._set_gradients()
+        ranges, quantizers = chain.param_ranges, facts.edges.quantizers
+        self.dequantized = dequantized(chain.ops, ranges, quantizers, env)
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
-        self._set_outputs()
-        self.saved = SavedState.of(chain, first_backward, undeclared)
-        # functions are the fusions of Transformer Engine: their ops may write anything
-        foreign = [s for s in self.forward if s.source and not isinstance(s.source.fusion, Fusion)]
-        places = [i for step in foreign for i in range(step.start, step.stop)]
-        self.fresh = {*places, *self.saved.undeclared}
-        self.recomputing = self._recomputing()
-        self.contexts = [vars(OperationContext()) | values for values in contexts]
-        self.row_facts, self.rows = row_facts, tuple([getattr(env, fact) for fact in row_facts])
-        self._set_calls(contexts)
-        self._functions: dict[Any, Callable[..., Any]] = {}
-        self.run = self._forward_function(False, False, False)
-
-    def _set_calls(self, contexts: Sequence[dict[str, Any]]) -> None:
-        """What happens around a call of the functions."""
-        self.called_before = self._called_before(contexts)
-        used = [q for values in contexts for q in values["quantizers"].values()]
-        self.advances = any(quantizer.pending_names for quantizer in used)
-        more = self.recipe, self.double_backward, self.called_before, self.autocast
-        self.is_plain = not any(more)
+        default = BasicOperation.pre_fuser_forward
+        pairs = [(op, of["requires_grad"]) for op, of in zip(chain.ops, contexts, strict=True)]
+        self.called_before = [p for p in pairs if type(p[0]).pre_fuser_forward is not default]
+        self.advances = any(q.pending_names for of_op in quantizers for q in of_op.values())
         self.run_backward = self._wrap("backward", _run_backward)
         self.leaves_call = self.run_backward is not _run_backward
+        self.call = self._wrap("forward", _run_call)
+        more = self.recipe, self.double_backward, self.called_before, self.autocast
+        self.is_plain = self.call is _run_call and not any(more)
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self.run = self.function("forward", False, False, False)
 
-    def set_call(self, run: Run) -> None:
-        """Set what runs a call, from what does without tools."""
-        self.call = self._wrap("forward", run)
-        self.is_plain &= self.call is run
+    def _set_saved(self) -> None:
+        """Set what stays between the passes."""
+        fused = [(s, range(s.start, s.stop)) for s in self.forward if s.source]
+        joint = {
+            i for step, of in fused if step.passes == "joint" for i in of
+        }  # may leave anything
+        self.saved_ranges: list[tuple[int, int, int]] = []
+        self.saved_attributes: list[tuple[int, str]] = []
+        self.undeclared: list[int] = []
+        self.num_saved = 0
+        for i, op in enumerate(self.chain.ops):
+            names = declared(op, "saved_names")
+            if names is None or i in joint:
+                self.undeclared.append(i)
+            elif i >= self.first_backward:
+                attributes = [(i, _identifier(op, name)) for name in declared(op, "context_names")]
+                self.saved_attributes += attributes
+                first, self.num_saved = self.num_saved, self.num_saved + len(names)
+                self.saved_ranges += [(i, first, self.num_saved)] if names else []
+        own = any(op._quantizers.own for op in self.chain.ops)
+        self.saves_quantized = own or self.recipe is not None
+        # functions are the fusions of Transformer Engine: their ops may write anything
+        foreign = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
+        self.fresh = foreign.union(self.undeclared)
+
+    def _set_gradients(self) -> None:
+        """Set where gradients flow other than through the main tensors.
+
+        Raises:
+            RuntimeError: In traced code an op puts its gradients away itself.
+        """
+        chain, first = self.chain, self.first_backward
+        ops = [*enumerate(chain.ops)]
+        silent = {i for i, op in ops if i < first or getattr(op, "silent_outputs", False)}
+        outputs = enumerate(chain.public_outputs)
+        self.silent_outputs = [number for number, (i, _) in outputs if i in silent]
+        self.gradient_channels = {slot for slot in chain.sources.values() if slot[0] not in silent}
+        putting = [i for i, op in ops if self.requires_grad and op.accumulates_grads]
+        self.accumulating = [(i, *chain.param_ranges[i]) for i in putting]
+        if putting and self.compiling:
+            what = "puts gradients away itself (BasicOperation.accumulates_grads)"
+            how = "which torch.compile does not see; run this chain in eager mode"
+            raise RuntimeError(f"{chain.name(putting[0])} {what}, {how}")
 
     def _wrap(self, pass_name: str, run: Run) -> Run:
-        given = dict(program=self, pass_name=pass_name)
-        return self.facts.wrap("opfuse_wrap_pass", run, **given)
+        return self.facts.wrap("opfuse_wrap_pass", run, program=self, pass_name=pass_name)
 
     @property
     def code(self) -> str:
         """The source of both passes, as an ordinary call runs them."""
-        passes = [write_forward(self, self.forward)]
-        if self.trains:
-            passes.append(write_backward(self, self.backward, self.contexts, traced=self.compiling))
-        return "\n".join(source.text for source in passes)
+        passes: list[Source] = [Forward(self, Variant("forward"))]
+        passes += [Backward(self, Variant("backward"))] if self.trains else []
+        return "\n".join(source.write().text for source in passes)
 
     # Calling
 
@@ -201,14 +198,10 @@ class Program:
             recorded: Whether the recorder of this thread is told what the forward saves.
         """
         if self.compiling:
-            run = self.run
-        else:
-            quantized = type(x) is not Tensor and brings_codes(x, self.facts.edges.forward.get(0))
-            run = self._forward_function(quantized, recorded, profiler._is_profiler_enabled)
-        if not self.trains:
-            return run(None, kwargs, x, *tensors)
-        if self.compiling:
-            tensors = tuple(_distinct(tensors, self.num_params))
+            given = _distinct(tensors, self.num_params) if self.trains else tensors
+            return self.run(kwargs, x, *given)
+        codes = type(x) is not Tensor and brings_codes(x, self.entry_casts["forward"])
+        run = self.function("forward", codes, profiler._is_profiler_enabled, recorded)
         return run(kwargs, x, *tensors)
 
     def backward_of(
@@ -227,150 +220,21 @@ class Program:
             if reached < 0:
                 return None
         elif type(grads[0]) is not Tensor:
-            codes = brings_codes(grads[0], self.last_cast)
+            codes = brings_codes(grads[0], self.entry_casts["backward"])
         owns = traced or not (dispatch_modes() or function_modes()) or may_write()
         ranged = profiler._is_profiler_enabled and not traced
-        return self._backward_function(reached, codes, owns, traced, ranged)
+        return self.function("backward", codes, ranged, False, traced, owns, reached)
 
-    @property
-    def last_cast(self) -> Any:
-        """The first cast of the backward, if it is of the incoming gradient."""
-        return self.facts.edges.backward.get(len(self.chain.ops))
-
-    # Functions
-
-    def _forward_function(self, codes: bool, recorded: bool, ranged: bool) -> Callable[..., Any]:
-        """The function of a forward.
-
-        Args:
-            codes: Whether its input is quantized already.
-            recorded: Whether a recorder is told what it saves.
-            ranged: Whether it marks the ranges of fused steps for a profiler.
-        """
-        key = "forward", codes, recorded, ranged
-        if (function := self._functions.get(key)) is None:
-            steps: Sequence[Step] = self.forward
-            if codes:
-                steps = _with_codes(steps, "forward", self.facts.edges.forward.get(0))
-            function = write_forward(self, steps, ranged=ranged, recorded=recorded).compiled()
-            function = _function(self, function) if self.trains else function
-            self._functions.setdefault(key, function)
+    def function(self, *variant: Any) -> Callable[..., Any]:
+        """The function of a pass for calls of a kind; for its arguments see :class:`Variant`."""
+        if (function := self._functions.get(variant)) is None:
+            is_forward = variant[0] == "forward"
+            write = Forward if is_forward else Backward
+            function = write(self, Variant(*variant)).write().compiled()
+            if is_forward and self.trains:
+                function = _applied(self, function)
+            self._functions.setdefault(variant, function)
         return function
-
-    def _backward_function(
-        self, reached: int | None, codes: bool, owns: bool, traced: bool, ranged: bool
-    ) -> Callable[..., Any]:
-        """The function of a backward.
-
-        Args:
-            reached: The last op that a gradient reaches; None: the main output has one.
-            codes: Whether that is quantized already.
-            owns: Whether steps may overwrite gradients.
-            traced: Whether compiled autograd traces it.
-            ranged: As for the forward.
-        """
-        key = reached, codes, owns, traced, ranged
-        if (function := self._functions.get(key)) is None:
-            steps: Sequence[Step] = self.backward
-            late, values = None, [dict(of) for of in self.contexts]
-            if codes:
-                steps = _with_codes(steps, "backward", self.last_cast)
-            if reached is not None:
-                steps, late = self._late_start(reached, values)
-            if not owns:
-                for of_op in values:
-                    of_op["owns_grad_output"] = False
-            source = write_backward(self, steps, values, late, traced=traced, ranged=ranged)
-            function = self._functions.setdefault(key, source.compiled())
-        return function
-
-    def _late_start(
-        self, reached: int, values: Sequence[dict[str, Any]]
-    ) -> tuple[Sequence[Step], LateStart]:
-        """The steps of a backward in which the main output gets no gradient.
-
-        Steps that get no gradient at all are skipped. If the shape is unknown where the last
-        gradient arrives, the backward begins with zeros at the nearest later step whose shape is
-        known; the results of these extra steps are discarded.
-
-        Args:
-            reached: The last op that a gradient reaches.
-            values: The attributes of the contexts, which are changed.
-        """
-        known = [s.stop - 1 for s in self.forward if s.stop > s.start and s.has_extras]
-        last = reached if reached in known else min(i for i in known if i > reached)
-        position = next(p for p, s in enumerate(self.backward) if s.start <= last < s.stop)
-        step = self.backward[position]
-        first = [step]
-        if any(step.op is other.op for other in self.forward):  # not fused, or by a joint fusion
-            last = step.stop - 1
-            for of_op in values[reached + 1 : step.stop]:
-                of_op["is_reached"] = False
-        else:  # by a fusion that may not handle zeros: the ops run one by one
-            first = separate(step, "backward", last)
-        for i in range(step.start, last):
-            values[i]["owns_grad_output"] = False
-        steps = [*first, *self.backward[position + 1 :]]
-        at = next(p for p, step in enumerate(steps) if step.start <= reached)
-        if at and steps[at].stop > reached + 1:  # as above, it may not handle zeros
-            steps[at : at + 1] = separate(steps[at], "backward")
-        low = min(step.start for step in steps)
-        watched = [i for i in range(max(reached + 1, low), len(values)) if values[i]["quantizers"]]
-        return steps, LateStart(reached, last, tuple(watched))
-
-    # Facts
-
-    def _set_outputs(self) -> None:
-        """Which extra outputs have no gradient, and which channels carry one."""
-        chain, first = self.chain, self.first_backward
-        silent = {i for i, op in enumerate(chain.ops) if getattr(op, "silent_outputs", False)}
-        silent |= {*range(first)}
-        outputs = enumerate(chain.public_outputs)
-        self.silent_outputs = tuple([number for number, (i, _) in outputs if i in silent])
-        sources = chain.sources.values() if self.env.requires_grad else ()
-        self.gradient_channels = frozenset(s for s in sources if s[0] not in silent)
-
-    def _set_params(self) -> None:
-        """Set the ranges of parameters, and the places of those that are handled in another way.
-
-        Raises:
-            RuntimeError: In traced code an op puts its gradients away itself.
-        """
-        chain, quantizers = self.chain, self.facts.edges.quantizers
-        ranges = [(i, start, stop) for i, (start, stop) in enumerate(chain.param_ranges)]
-        self.params = tuple((i, a, b) for i, a, b in ranges if a < b)
-        self.dequantized = dequantized(chain.ops, chain.param_ranges, quantizers, self.env)
-        ops = chain.ops if self.requires_grad else ()
-        self.accumulating = tuple(ranges[i] for i, op in enumerate(ops) if op.accumulates_grads)
-        if self.accumulating and self.compiling:
-            raise RuntimeError(
-                f"{chain.name(self.accumulating[0][0])} puts gradients away itself "
-                f"(BasicOperation.accumulates_grads), which torch.compile does not see; run this "
-                f"chain in eager mode"
-            )
-
-    def _called_before(
-        self, contexts: Sequence[dict[str, Any]]
-    ) -> list[tuple[BasicOperation, bool]]:
-        """The ops that are called before every forward, and whether each has a backward."""
-        default = BasicOperation.pre_fuser_forward
-        pairs = [(op, of["requires_grad"]) for op, of in zip(self.chain.ops, contexts, strict=True)]
-        return [pair for pair in pairs if type(pair[0]).pre_fuser_forward is not default]
-
-    def _recomputing(self) -> dict[int, Recompute]:
-        firsts = {i: first for i, first, _ in self.saved.ranges}
-        return {
-            step.start: how._replace(position=firsts[step.start] + how.place)
-            for step in self.backward
-            if (how := step.recompute) is not None
-        }
-
-
-def _with_codes(steps: Sequence[Step], pass_name: str, cast: Any) -> Sequence[Step]:
-    """The steps of a pass whose input its first cast need not quantize any more."""
-    if steps[0].source and cast in steps[0].matched:
-        return [*separate(steps[0], pass_name), *steps[1:]]
-    return steps
 
 
 def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -385,6 +249,60 @@ def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
         again = i < count and any([tensor is other for other in tensors[:i]])
         found.append(tensor.view_as(tensor) if again else tensor)
     return found
+
+
+# A call that needs more than the functions
+
+
+def _run_call(
+    fuser: OperationFuser,
+    program: Program,
+    input: Tensor,
+    tensors: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs | None,
+) -> Any:
+    if program.recipe is not None:
+        _begin_under_recipe(program, input.device)
+    if kwargs and not program.double_backward and torch.is_grad_enabled():
+        checks.check_constants(program.chain, kwargs)
+    for op, requires_grad in program.called_before:
+        op.pre_fuser_forward(requires_grad=requires_grad)
+    if (recorder := current.recorder) is not None:
+        recorder.record(fuser, program, (input, tensors, kwargs))
+    if program.compiling:
+        return program(kwargs, input, *tensors)
+    call = functools.partial(program, kwargs, input, *tensors, recorded=recorder is not None)
+    if program.autocast is not None:  # the ops cast themselves
+        with torch.autocast(program.autocast_device, enabled=False):
+            return call()
+    try:
+        return call()
+    except Exception:
+        fuser.explain_failure(input, extra_inputs)
+        raise
+
+
+def _begin_under_recipe(program: Program, device: torch.device) -> None:
+    """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
+    records = program.advances and (program.recorded or getattr(current.observer, "records", False))
+    pairs = zip(program.chain.ops, program.facts.edges.quantizers, strict=True)
+    if program.compiling and any([its and getattr(op, "reads_sizes", 0) for op, its in pairs]):
+        what = "has an op that reads sizes on the host under a recipe"
+        how = "which torch.compile cannot trace: run it in eager mode"
+        raise RuntimeError(f"{program.chain.title} {what}, {how}")
+    if program.compiling and records:
+        what = "has state that advances once per step, which torch.compile does not see"
+        remedy = f"run {program.chain.title} in eager mode, or under torch.no_grad"
+        raise RuntimeError(f"{program.recipe} {what}: {remedy}")
+    if not program.compiling:
+        checks.check_checkpoint(program)
+        current.recording = program.recorded  # for ops that request their quantizers themselves
+        current.captured = is_captured(device)
+        for op in program.chain.ops:
+            op._quantizers.latest = program.recipe
+        if current.block is not None:
+            current.block.begin(program.recipe, program.chain, program.env, records)
 
 
 # The autograd function
@@ -431,14 +349,15 @@ def _write_untraced(program: Program, *missing: bool) -> str:
 _write_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-def _function(program: Program, run: Callable[..., Any]) -> Any:
+def _applied(program: Program, run: Callable[..., Any]) -> Any:
     """The ``apply`` of the autograd function of a program."""
+    back: Any = program.run_backward
     if program.compiling:  # nothing is decided later
-        back: Any = program.backward_of([torch.empty(0)], traced=True)
-        passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
-        return cast(Any, type("Pipeline", (torch.autograd.Function,), passes)).apply
-    passes = {"forward": staticmethod(run), "backward": staticmethod(program.run_backward)}
+        back = program.backward_of([torch.empty(0)], traced=True)
+    passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
     made: Any = type("Pipeline", (torch.autograd.Function,), passes)
+    if program.compiling:
+        return made.apply
     made._backward_cls.program = program
     # without torch's functorch code, which is never needed here, a call takes a microsecond less
     return super(torch.autograd.Function, made).apply

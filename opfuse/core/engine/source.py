@@ -13,18 +13,18 @@ import linecache
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from ..cast import Cast
+from ..fusible import declared
 from ..introspection import op_class, overridden
 from ..op import is_direct
 from ..quantization import QuantizedTensor
 from ..settings import current
 from . import lines
 from .step import Step
-from .step_calls import InRange
 
 if TYPE_CHECKING:
     from .program import Program
@@ -32,7 +32,29 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 
 
-def is_builtin(op: Any, pass_name: str) -> bool:
+class Variant(NamedTuple):
+    """A function of a program: the ordinary one of a pass, or one for rare calls.
+
+    Attributes:
+        pass_name: ``"forward"`` or ``"backward"``.
+        codes: Whether what comes in is quantized already.
+        ranged: Whether fused steps mark their ranges for a profiler.
+        recorded: Whether the recorder of the thread is told what is saved (forward only).
+        traced: Whether compiled autograd traces it (backward only).
+        owns: Whether steps may overwrite gradients (backward only).
+        reached: The last op that a gradient reaches; None: the main output has one (backward only).
+    """
+
+    pass_name: str
+    codes: bool = False
+    ranged: bool = False
+    recorded: bool = False
+    traced: bool = False
+    owns: bool = True
+    reached: int | None = None
+
+
+def _is_builtin(op: Any, pass_name: str) -> bool:
     """Return whether an op computes by this package alone, which keeps its contract.
 
     A class of somebody else may inherit the pass, and give a value of its own to it.
@@ -44,38 +66,59 @@ def is_builtin(op: Any, pass_name: str) -> bool:
 
 
 class Source:
-    """The source of a pass.
+    """The source of a function.
 
     Args:
         program: The program.
-        pass_name: ``"forward"`` or ``"backward"``.
+        variant: Which of its functions it is.
         arguments: The names of the function's arguments.
-        steps: The steps, in the order they run.
-        traced: Whether ``torch.compile`` or compiled autograd traces it.
-        ranged: Whether fused steps mark their ranges for a profiler.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        pass_name: str,
-        arguments: Iterable[str],
-        steps: Sequence[Step],
-        traced: bool,
-        ranged: bool,
-    ) -> None:
+    def __init__(self, program: Program, variant: Variant, arguments: Iterable[str]) -> None:
         self.program, self.chain, self.env = program, program.chain, program.env
-        self.pass_name, self.steps, self.traced, self._ranged = pass_name, steps, traced, ranged
-        self.kwargs = program.facts.kwargs
+        self.variant, self.pass_name = variant, variant.pass_name
+        self.traced = variant.traced or program.compiling
+        self.casts = getattr(program.facts.edges, variant.pass_name)
+        self.steps: list[Step] = [*getattr(program, variant.pass_name)]
+        self._entry = program.entry_casts[variant.pass_name]
+        if variant.codes and self.steps[0].source and self._entry in self.steps[0].matched:
+            self.steps = [*self.steps[0].separate(variant.pass_name), *self.steps[1:]]
         mode = "training" if self.env.training else "evaluation"
         title = f"{self.chain.title} on {self.env.device}, {self.env.dtype}, {mode}"
-        self._lines = [f"# {_comment(title)}", f"def {pass_name}({', '.join(arguments)}):"]
+        self._lines = [f"# {_comment(title)}", f"def {self.pass_name}({', '.join(arguments)}):"]
         self._indent = "    "
-        self._names: dict[str, Any] = {
-            "Tensor": Tensor,
-            "QuantizedTensor": QuantizedTensor,
-            "tensors": (Tensor, QuantizedTensor),
-        }
+        self._names: dict[str, Any] = {"Tensor": Tensor, "QuantizedTensor": QuantizedTensor}
+
+    def write(self) -> Source:
+        """Write it; ops that ask for their quantizers themselves know in which pass they do."""
+        asking = any(op.num_quantizers(name) for op in self.chain.ops for name in _PASSES)
+        forward = self.pass_name == "forward"
+        if (
+            not asking
+            or not self.foreign
+            or self.traced
+            or (self.env.recipe is None) is not forward
+        ):
+            self.write_lines()
+            return self
+        self.bind("settings", current)
+        self.add(f"before, settings.in_forward = settings.in_forward, {forward}")
+        self.add("try:")
+        self._indent += "    "
+        self.write_lines()
+        self._indent = self._indent[4:]
+        self.add("finally:")
+        self.add("    settings.in_forward = before")
+        return self
+
+    def write_lines(self) -> None:
+        """Write the lines of the pass."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def foreign(self) -> list[Step]:
+        """The steps of ops that are not of this package, which may break its contract."""
+        return [s for s in self.steps if s.source or not _is_builtin(s.op, self.pass_name)]
 
     # Names and lines
 
@@ -98,9 +141,7 @@ class Source:
 
     def add(self, text: str, comment: str = "") -> None:
         """Add a line."""
-        self._lines.append(
-            f"{self._indent}{text}" + (f"  # {_comment(comment)}" if comment else "")
-        )
+        self._lines.append(self._indent + text + (f"  # {_comment(comment)}" if comment else ""))
 
     @property
     def text(self) -> str:
@@ -124,54 +165,42 @@ class Source:
         Returns:
             Its name; and whether it is that of a basic op, with one context.
         """
-        op, given = step.op, any(self.kwargs[step.start : step.stop])
-        direct = not given and not step.has_extras and is_direct(op, self.pass_name)
-        run = getattr(op, f"{'op' if direct else 'fuser'}_{self.pass_name}")
-        facts, name = self.program.facts, self.pass_name
+        op, facts, source, name = step.op, self.program.facts, step.source, self.pass_name
+        given = any(facts.kwargs[step.start : step.stop])
+        direct = not given and not step.has_extras and is_direct(op, name)
+        run = getattr(op, f"{'op' if direct else 'fuser'}_{name}")
         run = facts.wrap("opfuse_wrap_step", run, step=step, pass_name=name)
-        if self._ranged and step.source:
-            run = InRange(step, self.pass_name, run)
-        word = "fused" if step.source else "op"
-        if step.source is None and is_builtin(op, self.pass_name):
-            word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", op_class(op).__name__).lower()
-        return self.bind(f"{word}_{step.start if step.source is None else step.begin}", run), direct
+        if source is not None:
+            if self.variant.ranged:
+                owner = f" of {source.distribution}" if source.distribution else ""
+                run = lines.in_range(f"{source.name}{owner}, {name}: {step.title}", run)
+            return self.bind(f"fused_{step.begin}", run), direct
+        word = "op" if step in self.foreign else op_class(op).__name__
+        word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()
+        return self.bind(f"{word}_{step.start}", run), direct
 
     def comment(self, step: Step) -> str:
         """What a step is, for the reader of the source."""
-        names, source = " + ".join(op_class(op).__name__ for op in step.matched), step.source
-        if source is None:
-            return names
-        owner = f", {source.distribution} {source.version}" if source.distribution else ""
-        return f"{names}: {source.name}{owner}"
+        return f"{step.title}: {step.source.full_name}" if step.source else step.title
 
-    def each(self, step: Step, of_op: Callable[[int], str], of_cast: Callable[[int], str]) -> str:
-        """A list with an entry for each op of a step, and for each cast, by its edge."""
-        found, index = [], step.start
-        for op in step.matched:
-            is_cast = isinstance(op, Cast)
-            found.append(of_cast(index) if is_cast else of_op(index))
-            index += not is_cast
+    def each(self, step: Step, of_op: Callable[[int], str], of_cast: str) -> str:
+        """A list with an entry for each op of a step, and for each cast, a format of its edge."""
+        found = [of_cast.format(i) if isinstance(op, Cast) else of_op(i) for i, op in step.indexed]
         return f"[{', '.join(found)}]"
 
     def contexts_of(self, step: Step) -> str:
         """The contexts of the ops and casts of a step."""
         for edge, cast in step.casts:
-            make = self.call(lines.cast_context, cast.quantizer, cast.usage, at=edge)
-            self.add(f"k{edge} = {make}()")
-        return self.each(step, "c{}".format, "k{}".format)
+            given = step, self.pass_name, cast.quantizer, cast.usage
+            self.call(lines.CastContext, *given, at=edge)
+        return self.each(step, "c{}".format, "CastContext_{}()")
 
-    def check_casts(self, step: Step) -> None:
-        """Refuse what a fused op saved for its casts."""
-        if step.casts:
-            check = self.call(lines.check_cast_contexts, step, self.pass_name, at=step.begin)
-            self.add(f"{check}({', '.join(f'k{edge}' for edge, _ in step.casts)})")
-
-    def run_cast(self, step: Step, x: str, given: str) -> None:
+    def run_cast(self, step: Step, x: str) -> None:
         """Run a cast by itself."""
         cast, edge = step.op, step.start
         quantizer = self.bind(f"quantizer_{edge}", cast.quantizer)
         usage = self.bind(f"usage_{edge}", cast.usage)
-        self.add(f"{x} = {quantizer}({given}, {usage})", f"Cast: {type(cast.quantizer).__name__}")
+        self.add(f"{x} = {quantizer}({x}, {usage})", f"Cast: {type(cast.quantizer).__name__}")
 
     # Contexts and quantized tensors
 
@@ -180,32 +209,26 @@ class Source:
 
         Making one takes half a microsecond, and resetting it a twentieth of that.
         """
-        fresh = range(len(values)) if self.traced else self.program.fresh
-        everyone = range(first, len(values))
+        everyone, ops = range(first, len(values)), self.chain.ops
+        fresh = [i for i in everyone if self.traced or i in self.program.fresh]
         self._pooled = [i for i in everyone if i not in fresh]
-        if self._pooled:
-            names = several(f"c{i}" for i in self._pooled)
-            self.add(f"try: {names} = {self.bind('idle', [])}.pop()")
-            make = self.call(lines.contexts, self._kinds(self._pooled, values))
-            self.add(f"except IndexError: {names} = {make}()")
-        if others := [i for i in everyone if i in fresh]:
-            make = self.call(lines.contexts, self._kinds(others, values), at="fresh")
-            self.add(f"{several(f'c{i}' for i in others)} = {make}()")
-
-    def _kinds(self, indexes: Iterable[int], values: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
-        """The class and the attributes of the contexts of some ops."""
-        names: dict[int, tuple[str, ...] | None] = dict.fromkeys(indexes)
-        if not self.traced:
-            names |= {i: self.program.saved.context_names[i] for i in indexes if i in self._pooled}
-        return tuple([(lines.context_class(names[i]), values[i]) for i in indexes])
+        for indexes in filter(None, (self._pooled, fresh)):
+            names, kinds = several(f"c{i}" for i in indexes), []
+            for i in indexes:
+                left = tuple(declared(ops[i], "context_names")) if i in self._pooled else None
+                kinds.append((lines.context_class(left), values[i]))
+            make = f"{names} = {self.call(lines.contexts, kinds, at=indexes[0])}()"
+            if indexes is self._pooled:
+                self.add(f"try: {names} = {self.bind('idle', [])}.pop()")
+                make = f"except IndexError: {make}"
+            self.add(make)
 
     def release_contexts(self, **fields: Iterable[int]) -> None:
         """Reset fields of the contexts of some ops, and let the next call take all contexts."""
-        empty = {"params": "()"}
         for name, ops in fields.items():
             if found := [f"c{i}.{name} = " for i in ops if i in self._pooled]:
-                self.add(f"{''.join(found)}{empty.get(name, 'None')}")
-        left = [f"c{i}.{name}" for i, name in self.program.saved.attributes if i in self._pooled]
+                self.add(f"{''.join(found)}{'()' if name == 'params' else 'None'}")
+        left = [f"c{i}.{name}" for i, name in self.program.saved_attributes if i in self._pooled]
         if left:
             self.add(f"del {', '.join(left)}")
         if self._pooled:
@@ -217,18 +240,16 @@ class Source:
 
     def attributes(self) -> str:
         """The context attributes that the forward passes on to the backward."""
-        return several(f"c{i}.{name}" for i, name in self.program.saved.attributes)
+        return several(f"c{i}.{name}" for i, name in self.program.saved_attributes)
 
-    def enter(self, x: str, cast: Any) -> None:
+    def enter(self, x: str) -> None:
         """Take what comes as it is, if it is a plain tensor."""
-        self.add(f"if type({x}) is not Tensor: {x} = {self.call(lines.entering, cast)}({x})")
+        self.add(f"if type({x}) is not Tensor: {x} = {self.call(lines.entering, self._entry)}({x})")
 
-    def make_plain(self, x: str, given: str, is_quantized: bool) -> str:
-        """Dequantize what a step takes, unless it takes a quantized tensor; return its name."""
-        if self.env.recipe is None or is_quantized:
-            return given
-        self.add(f"{x} = {given}.dequantize() if isinstance({given}, QuantizedTensor) else {given}")
-        return x
+    def make_plain(self, x: str) -> None:
+        """Dequantize what a step takes."""
+        if self.env.recipe is not None:
+            self.add(f"if isinstance({x}, QuantizedTensor): {x} = {x}.dequantize()")
 
     def leave(self, x: str) -> None:
         """Give the caller what it can use."""
@@ -237,28 +258,8 @@ class Source:
             leave = self.call(lines.leaving, recipe)
             self.add(f"if isinstance({x}, QuantizedTensor): {x} = {leave}({x})")
 
-    # Ops that ask for their quantizers themselves
 
-    def begin_pass(self) -> None:
-        """Let ops that ask for their quantizers know in which pass they do."""
-        asking = [op for op in self.chain.ops if any(map(op.num_quantizers, _MODES))]
-        others = [s for s in self.steps if s.source or not is_builtin(s.op, self.pass_name)]
-        forward = self.pass_name == "forward"
-        if asking and others and not self.traced and (self.env.recipe is None) is forward:
-            self.bind("settings", current)
-            self.add(f"before, settings.in_forward = settings.in_forward, {forward}")
-            self.add("try:")
-            self._indent += "    "
-
-    def end_pass(self) -> None:
-        """End what :meth:`begin_pass` began."""
-        if len(self._indent) > 4:
-            self._indent = self._indent[4:]
-            self.add("finally:")
-            self.add("    settings.in_forward = before")
-
-
-_MODES = "forward", "backward"
+_PASSES = "forward", "backward"
 
 
 def several(names: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..cast import Cast
+from ..introspection import op_class
 from ..op import BasicOperation
 
 
@@ -16,7 +17,7 @@ class Recompute(NamedTuple):
     Attributes:
         step: The step before it, in the forward.
         run: The ``fuser_recompute`` of that step.
-        place, position: Index of the input among the op's saved tensors, and among all of them.
+        place: Index of the input among the op's saved tensors.
         cast: The cast to repeat, if it is a step of its own.
     """
 
@@ -24,12 +25,6 @@ class Recompute(NamedTuple):
     run: Callable[..., Any]
     place: int
     cast: Any
-    position: int = -1
-
-    @property
-    def start(self) -> int:
-        """The first basic op of the step before."""
-        return self.step.start
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -47,11 +42,7 @@ class Step:
         env: The environment that was passed to its fusion; None: that of the plan.
         op: The basic op, or the fused op; None until it is built.
         has_extras: Whether one of its basic ops has extra tensors.
-        numbers: Attributes to set on the contexts of its basic ops before it runs: ``(op, name)``
-            (forward of a fused op only).
-        owns: Whether the incoming gradient may be overwritten (backward only).
         note: Further remarks for reports.
-        recompute: How the preceding step computes the input again, if it can (backward only).
     """
 
     source: Any
@@ -61,9 +52,6 @@ class Step:
     benefit: float = 0.0
     env: Any = None
     op: Any = None
-    numbers: tuple[tuple[int, str], ...] = ()
-    owns: bool = False
-    recompute: Recompute | None = None
     note: str = ""
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
@@ -77,18 +65,50 @@ class Step:
         """Put a remark before those that it has."""
         self.note = "; ".join(filter(None, (text, self.note)))
 
+    @classmethod
+    def alone(cls, op: BasicOperation, place: int) -> Step:
+        """A step of an op, or of a cast, by itself."""
+        return cls(None, place, place + 1, (op,), op=op)
+
+    @property
+    def indexed(self) -> list[tuple[int, BasicOperation]]:
+        """Its ops, each with its index, and its casts, each with its edge."""
+        found, index = [], self.start
+        for op in self.matched:
+            found.append((index, op))
+            index += not isinstance(op, Cast)
+        return found
+
+    @property
+    def has_casts(self) -> bool:
+        """Whether it covers a cast; found faster than :attr:`casts`."""
+        return len(self.matched) > self.stop - self.start
+
     @property
     def casts(self) -> list[tuple[int, Cast]]:
         """Its casts, each with its edge."""
-        found, edge = [], self.start
-        for op in self.matched:
-            if isinstance(op, Cast):
-                found.append((edge, op))
-            else:
-                edge += 1
-        return found
+        return [(edge, op) for edge, op in self.indexed if isinstance(op, Cast)]
 
     @property
     def passes(self) -> str:
         """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
         return str(self.source.passes) if self.source else "joint"
+
+    @property
+    def title(self) -> str:
+        """The names of its ops and casts."""
+        return " + ".join(op_class(op).__name__ for op in self.matched)
+
+    def separate(self, pass_name: str, last: int | None = None) -> list[Step]:
+        """The steps of its ops and casts, in the order of a pass.
+
+        Args:
+            pass_name: ``"forward"`` or ``"backward"``.
+            last: The last op that takes part; None: all do.
+        """
+        found = [
+            Step.alone(op, 2 * i + (not isinstance(op, Cast)))
+            for i, op in self.indexed
+            if last is None or i <= last
+        ]
+        return found if pass_name == "forward" else found[::-1]

@@ -3,183 +3,184 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
+
+import torch
 
 from ..cast import Cast
+from ..overwriting import put_back
 from . import checks, lines
 from .chain import Slot
-from .source import Source, is_builtin, several
+from .source import Source, Variant, several
 from .step import Step
 
 if TYPE_CHECKING:
     from .program import Program
 
 
-class LateStart(NamedTuple):
-    """Where a backward begins if the main output gets no gradient.
-
-    Attributes:
-        reached: The last op that a gradient reaches, by an extra output.
-        last: The op whose output gets zeros.
-        watched: The ops behind the first one, whose quantizers see only zeros.
-    """
-
-    reached: int
-    last: int
-    watched: tuple[int, ...]
-
-
-def write_backward(
-    program: Program,
-    steps: Sequence[Step],
-    values: Sequence[dict[str, Any]],
-    late: LateStart | None = None,
-    *,
-    traced: bool = False,
-    ranged: bool = False,
-) -> Source:
-    """Write the backward of a program.
+class Backward(Source):
+    """The backward of a program.
 
     Its arguments are the autograd function's context, and the gradients of the outputs. It returns
     the gradients of the arguments of the forward.
-
-    Args:
-        program: The program.
-        steps: Its steps, in the order they run.
-        values: The attributes of each context.
-        late: Where it begins, if the main output gets no gradient.
-        traced: Whether ``torch.compile`` or compiled autograd traces it.
-        ranged: Whether fused steps mark their ranges for a profiler.
     """
-    return _Backward(program, steps, values, late, traced, ranged).write()
 
-
-class _Backward(Source):
-    def __init__(
-        self,
-        program: Program,
-        steps: Sequence[Step],
-        values: Sequence[dict[str, Any]],
-        late: LateStart | None,
-        traced: bool,
-        ranged: bool,
-    ) -> None:
-        slots = program.chain.public_outputs
-        self._of_outputs = {(i, k): f"d{i}_{k}" for i, k in slots}
-        arguments = ["ctx", "grad_output", *self._of_outputs.values()]
-        super().__init__(program, "backward", arguments, steps, traced, ranged)
-        self._values, self._late = values, late
-        self._low = min([step.start for step in steps], default=0)
-        self._reached = len(values) if late is None else late.reached
+    def __init__(self, program: Program, variant: Variant) -> None:
+        self._of_outputs = {(i, k): f"d{i}_{k}" for i, k in program.chain.public_outputs}
+        super().__init__(program, variant, ["ctx", "dy", *self._of_outputs.values()])
+        self._values = [dict(of) for of in program.contexts]
+        self._reached = len(self._values) if variant.reached is None else variant.reached
+        self._last = None if variant.reached is None else self._leave_out_unreached()
+        for of_op in self._values if not variant.owns else ():
+            of_op["owns_grad_output"] = False
+        self._low = min([step.start for step in self.steps], default=0)
+        self._restored: set[int] = set()
         self._of_params: dict[int, str] = {}  # by op, as an expression
         self._of_arguments: dict[int, list[str]] = {}
 
-    def write(self) -> Source:
-        late, dy = self._late, "grad_output"
-        self.begin_pass()
+    def _leave_out_unreached(self) -> int:
+        """Begin at the last op that a gradient reaches, since the main output gets none.
+
+        If the shape is unknown there, the backward begins with zeros at the nearest later step
+        whose shape is known; the results of these extra steps are discarded.
+
+        Returns:
+            The op whose output gets zeros.
+        """
+        steps, values, reached = self.steps, self._values, self._reached
+        known = [step.stop - 1 for step in self.program.forward if step.has_extras]
+        last = min(i for i in known if i >= reached)
+        position = next(p for p, step in enumerate(steps) if step.start <= last < step.stop)
+        step = steps[position]
+        first = [step]
+        if any(step.op is other.op for other in self.program.forward):  # no backward fusion
+            last = step.stop - 1
+            for of_op in values[reached + 1 : step.stop]:
+                of_op["is_reached"] = False
+        else:  # it may not handle zeros: the ops run one by one
+            first = step.separate("backward", last)
+        for of_op in values[step.start : last]:
+            of_op["owns_grad_output"] = False
+        steps[: position + 1] = first
+        at = next(p for p, step in enumerate(steps) if step.start <= reached)
+        if at and steps[at].stop > reached + 1:  # as above, it may not handle zeros
+            steps[at : at + 1] = steps[at].separate("backward")
+        return last
+
+    def write_lines(self) -> None:
+        """Write the lines of the pass."""
         self._restore()
-        if late is None:
-            self.enter(dy, self.program.last_cast)
+        separates = self.chain.has_extras and not self.traced
+        if separates:
+            self.add("grad_output = dy")
+        watched = ""
+        if self._last is None:
+            self.enter("dy")
         else:
-            dy = "dy"
-            self.add(f"dy = {self.call(lines.zeros_of, late.last)}(ctx)")
-            if late.watched:
-                watched = self.call(lines.pending_state)
-                self.add(f"pending = {watched}([{', '.join(f'c{i}' for i in late.watched)}])")
-        if self.program.accumulating and not self.traced:
+            self.add(f"shape, dtype, device = ctx.shape_{self._last}")
+            zeros = self.bind("zeros", torch.zeros)
+            self.add(f"dy = {zeros}(shape, dtype=dtype, device=device)")
+            behind = range(max(self._reached + 1, self._low), len(self._values))
+            watched = ", ".join(f"c{i}" for i in behind if self._values[i]["quantizers"])
+        if watched:  # quantizers that see only zeros
+            self.add(f"pending = {self.call(lines.pending_state)}([{watched}])")
+        if self.program.accumulating:
             self._offer_sums()
-        behind = late is not None
+        is_behind = self._last is not None
         for step in self.steps:
-            if behind and step.start <= self._reached:
+            if is_behind and step.start <= self._reached:
                 if step is not self.steps[0]:
-                    zeros = self.call(lines.zeros_like)
-                    self.add(f"dy = {zeros}(dy)", "no gradient reaches the ops behind")
-                behind = False
-            self._run(step, dy, behind)
-            dy = "dy"
-        if dy != "dy":
-            self.add("dy = grad_output")
+                    self.make_plain("dy")
+                    zeros_like = self.bind("zeros_like", torch.zeros_like)
+                    self.add(f"dy = {zeros_like}(dy)", "no gradient reaches the ops behind")
+                is_behind = False
+            self._run(step, is_behind)
         self.leave("dy")
-        if late is not None and late.watched:
-            self.add(f"{self.call(lines.restore_state)}(pending)")
-        self._return()
-        self.end_pass()
-        return self
+        if watched:
+            restore = self.bind("restore", put_back)
+            self.add(f"for state, before in pending: {restore}(state, before)")
+        self._return(separates)
 
     def _restore(self) -> None:
         """Give the contexts what the forward left."""
-        program, saved = self.program, self.program.saved
+        program = self.program
         self.make_contexts(self._low, self._values)
         self.add("saved = ctx.saved_tensors")
         if program.saves_quantized:
             self.add(f"saved = {self.call(lines.rebuild)}(saved, ctx.quantized)")
-        for i, start, stop in saved.ranges:
+        for i, start, stop in program.saved_ranges:
             self.add(f"c{i}.saved_tensors = saved[{start}:{stop}]")
-        if saved.attributes:
+        if program.saved_attributes:
             self.add(f"{self.attributes()} = ctx.attributes")
-        for i in [i for i in saved.undeclared if i >= self._low]:
-            self.add(f"{self.call(lines.restore_context)}(c{i}, ctx.contexts[{i}], saved)")
+        if program.undeclared:
+            self.add(f"end = {program.num_saved}")
+        for i in program.undeclared:
+            self.add(f"left, start, end = ctx.left_{i}[0], end, end + ctx.left_{i}[1]")
+            if i >= self._low:
+                self.add(f"vars(c{i}).update(left, saved_tensors=saved[start:end])")
 
     # Steps
 
-    def _run(self, step: Step, dy: str, behind: bool) -> None:
+    def _run(self, step: Step, is_behind: bool) -> None:
         if isinstance(step.op, Cast):
-            self.run_cast(step, "dy", dy)
+            self.run_cast(step, "dy")
             return
-        if step.recompute is not None:
-            contexts = self.by_index(range(self._low, step.start + 1))
-            again = self.call(lines.recompute, self.program)
-            self.add(f"{again}({contexts}, {step.start}, ctx.dropped)")
-        takes_codes = step.stop in self.program.facts.edges.backward and step.end % 2 == 0
-        dy = self.make_plain("dy", dy, takes_codes)
+        self._recompute(step.start)
+        if step.stop not in self.casts or step.end % 2:
+            self.make_plain("dy")
         run, direct = self.method(step)
-        (self._run_direct if direct else self._run_fused)(step, run, dy)
-        if step.has_extras:
-            self._name_input_grads(step, behind)
-        known = step.source is None and is_builtin(step.op, "backward")
-        if step.start > self.program.last_without_gradient and not known:
-            refuse = self.call(checks.refuse_none, self.program)
-            self.add(f"if dy is None: {refuse}({run}, {step.start})")
+        (self._run_direct if direct else self._run_fused)(step, run)
+        if step.has_extras and not is_behind:
+            self._name_input_grads(step)
+        program = self.program
+        # the ops after this one must return a gradient of their input
+        free = -1 if program.input_requires_grad else program.first_backward
+        if step.start > free and step in self.foreign:
+            given = program, step.op, f"{'op' if direct else 'fuser'}_backward", step.start
+            self.add(f"if dy is None: {self.call(checks.refuse_none, *given, at=step.begin)}()")
 
-    def _run_direct(self, step: Step, run: str, dy: str) -> None:
+    def _recompute(self, index: int) -> None:
+        """Restore the input of an op, if it was not kept, after the input that it is made from."""
+        how = self.program.recomputing.get(index)
+        if how is not None and index not in self._restored and how.step.start >= self._low:
+            self._restored.add(index)
+            self._recompute(how.step.start)
+            contexts = self.by_index(range(how.step.start, how.step.stop))
+            again = f"{self.call(lines.recompute, how, at=index)}({contexts}, c{index}, dropped)"
+            self.add(f"if (dropped := ctx.dropped_{index}) is not None: {again}")
+
+    def _run_direct(self, step: Step, run: str) -> None:
         i = step.start
         first, last = self.chain.param_ranges[i]
-        call = f"{run}(c{i}, {dy})"
-        if not is_builtin(step.op, "backward"):
-            check = self.call(lines.backward_result, self.program, i, last - first, at=i)
-            call = f"{check}({run}, {call})"
+        call = f"{run}(c{i}, dy)"
+        if step in self.foreign:
+            check = self.call(lines.backward_result, self.program, step.op, i, at=i)
+            call = f"{check}({call})"
         self.add(f"dy, g{i} = {call}", self.comment(step))
         if i <= self._reached:
             self._of_params[i] = f"*g{i}" if first < last else ""
 
-    def _run_fused(self, step: Step, run: str, dy: str) -> None:
+    def _run_fused(self, step: Step, run: str) -> None:
         start, contexts = step.start, self.contexts_of(step)
-        given = self.each(step, self._output_grads, lambda edge: "()")
-        check = self.call(
-            lines.fused_backward_result, self.program, step, self._reached, at=step.begin
-        )
+        given = self.each(step, self._output_grads, "()")
+        fixed = self.program, step, self._reached
+        check = self.call(lines.fused_backward_result, *fixed, at=step.begin)
         grads = f"g{start}" if step.stop > start else "_"
-        self.add(f"dy, {grads}, of_extras = {check}({run}({contexts}, {dy},", self.comment(step))
+        self.add(f"dy, {grads}, of_extras = {check}({run}({contexts}, dy,", self.comment(step))
         self.add(f"    basic_op_grad_extra_outputs={given}))")
-        self.check_casts(step)
         for i in range(start, step.stop):
             self._of_params[i] = f"*{grads}" if i == start else ""
 
     def _output_grads(self, index: int) -> str:
         """The gradients of an op's extra outputs."""
-        slots = [(index, k) for k in range(self.chain.ops[index].num_extra_outputs)]
+        slots = self.chain.outputs_of(index, index + 1)
         return f"({several(str(self._of_outputs.get(slot)) for slot in slots)})" if slots else "()"
 
-    def _name_input_grads(self, step: Step, behind: bool) -> None:
+    def _name_input_grads(self, step: Step) -> None:
         """Name the gradients of extra inputs, or add them to those of the channel's producer."""
-        ops = self.chain.ops
-        slots = [
-            (i, k) for i in range(step.start, step.stop) for k in range(ops[i].num_extra_inputs)
-        ]
-        for number, (i, k) in enumerate(slots):
+        for number, (i, k) in enumerate(self.chain.inputs_of(step.start, step.stop)):
             source = self.chain.sources.get((i, k))
-            if i > self._reached or behind:
+            if i > self._reached:
                 continue
             if source is None:
                 self.add(f"h{i}_{k} = of_extras[{number}]")
@@ -196,20 +197,26 @@ class _Backward(Source):
         return f"{self.call(lines.summed)}({one}, {other})"
 
     def _offer_sums(self) -> None:
-        program = self.program
+        """Let products add to sums, where the step gives what an op's backward gives."""
+        if self.traced:
+            self.add("wanted = ctx.accumulating")
+            return
+        self.add(f"wanted = {self.call(lines.params_wanted, self.program)}(ctx)")
         takers = [step for step in self.steps if step.source is None or step.op.adds_to_sum]
         taken = {i for step in takers for i in range(step.start, step.stop) if i <= self._reached}
-        contexts = self.by_index(i for i, _, _ in program.accumulating if i >= self._low)
-        self.add(f"{self.call(lines.offer_sums, program, taken)}(ctx, {contexts})")
+        for n, (i, *_) in enumerate(self.program.accumulating):
+            if i in taken:
+                offered = self.call(lines.offered_sum, self.chain.ops[i], n, at=i)
+                self.add(f"c{i}.grad_sum = {offered}(wanted, ctx.accumulating)")
 
     # Results
 
-    def _return(self) -> None:
+    def _return(self, separates: bool) -> None:
         program, chain = self.program, self.chain
         dx = "dy" if program.input_requires_grad else "None"
         arguments = range(len(chain.external_inputs))
         ends = [functools.reduce(self._sum, self._of_arguments.get(i, ["None"])) for i in arguments]
-        if program.has_extras and not self.traced:
+        if separates:
             separate = self.call(lines.separate_memory)
             self.add(f"dx, *ends = {separate}([{', '.join([dx, *ends])}], grad_output)")
             dx, ends = "dx", ["*ends"]
@@ -217,9 +224,13 @@ class _Backward(Source):
         grads = [self._of_params.get(i, none) for i, none in enumerate(missing)]
         flat = ", ".join(["None", dx, *filter(None, grads)])
         if program.accumulating:
-            self.add(f"flat = {self.call(lines.accumulate, program)}(ctx, [{flat}])")
+            self.add(f"flat = [{flat}]")
             flat = "*flat"
-        holding = [i for i, _, _ in program.saved.ranges]
+        for n, (i, first, last) in enumerate(program.accumulating):
+            accumulate = self.call(lines.accumulate, chain.ops[i], at=i)
+            here = f"flat[{2 + first}:{2 + last}]"
+            self.add(f"{here} = {accumulate}(wanted[{n}], ctx.accumulating[{n}], {here})")
+        holding = [i for i, _, _ in program.saved_ranges]
         sums = [i for i, *_ in program.accumulating]
         self.release_contexts(saved_tensors=holding, grad_sum=sums)
         self.add(f"return {several([flat, *ends])}")
