@@ -14,7 +14,6 @@ import chains
 import pytest
 import torch
 from rounding import Rounding, RoundingPlugin
-from sound import COLLECTIVES
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -174,7 +173,7 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
         "TrackedDropout",
     }  # tests of their own: one ends a chain, others take heads, have an adapter, or go on with
     # another tensor
-    wanted = bases | COLLECTIVES | apart | {"Cast"}
+    wanted = bases | apart | {"Cast"}
     assert built_in - classes == wanted, "tests/support/chains.py draws other ops than these"
 
 
