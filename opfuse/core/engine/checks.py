@@ -262,14 +262,15 @@ def refuse_unset(program: Program, error: AttributeError, contexts: Mapping[int,
     raise RuntimeError(f"{what}, but the forward of {by} did not leave it") from None
 
 
-def per_basic_op(step: Step, given: Sequence[Sequence[Any]], chain: Chain, what: str) -> list[Any]:
-    """The extra results of a step's basic ops, checked against their declarations."""
+def per_basic_op(
+    step: Step, given: Sequence[Sequence[Any]], counts: Sequence[int], chain: Chain, what: str
+) -> list[Any]:
+    """The extra results of a step's basic ops, of which each must have declared so many."""
     who, count = f"{type(step.op).__name__} must give", step.stop - step.start
     if len(given) != count:
         raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
-    slots = chain.outputs_of if what == "extra outputs" else chain.inputs_of
-    for i, tensors in enumerate(given, step.start):
-        if len(tensors) != (count := len(slots(i, i + 1))):
+    for i, (tensors, count) in enumerate(zip(given, counts, strict=True), step.start):
+        if len(tensors) != count:
             raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
     return [tensor for tensors in given for tensor in tensors]
 

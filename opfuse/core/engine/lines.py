@@ -105,8 +105,21 @@ def attributes_left(ctx: Any) -> dict[str, Any]:
 # Results of steps
 
 
-def forward_result(program: Program, step: Step, result: Any) -> tuple[Any, list[Any]]:
+def forward_result(
+    program: Program,
+    step: Step,
+    counts: Sequence[int],
+    used: Sequence[tuple[int, Slot]],
+    result: Any,
+) -> tuple[Any, list[Any]]:
     """Check the result of ``fuser_forward``.
+
+    Args:
+        program: The program.
+        step: The step.
+        counts: The number of extra outputs of each of its basic ops.
+        used: Those that are used outside of the step: the place among all of them, and the slot.
+        result: The result.
 
     Returns:
         The output, and all extra outputs of the step's ops.
@@ -121,9 +134,9 @@ def forward_result(program: Program, step: Step, result: Any) -> tuple[Any, list
         outputs = without_casts(step, outputs, method)
     if not step.has_extras:
         return x, []
-    flat = checks.per_basic_op(step, outputs, chain, "extra outputs")
-    for (i, k), tensor in zip(chain.outputs_of(step.start, step.stop), flat, strict=True):
-        if tensor is None and chain.needed_after((i, k), step.stop):
+    flat = checks.per_basic_op(step, outputs, counts, chain, "extra outputs")
+    for number, (i, k) in used:
+        if flat[number] is None:
             what = f"gave None for extra output {k} of {chain.name(i)}"
             raise RuntimeError(f"{type(step.op).__name__} {what}, which is used outside of it")
     return x, flat
@@ -141,7 +154,7 @@ def backward_result(program: Program, op: Any, index: int, result: Any) -> tuple
 
 
 def fused_backward_result(
-    program: Program, step: Step, reached: int, result: Any
+    program: Program, step: Step, reached: int, counts: Sequence[int], result: Any
 ) -> tuple[Any, list[Any], list[Any]]:
     """Check the result of ``fuser_backward``.
 
@@ -149,6 +162,7 @@ def fused_backward_result(
         program: The program.
         step: The step.
         reached: The last op that a gradient reaches.
+        counts: The number of extra inputs of each of its basic ops.
         result: The result.
 
     Returns:
@@ -170,7 +184,8 @@ def fused_backward_result(
         grads += checks.param_grads(chain, i, of_op if i <= reached else None)
     if not step.has_extras:
         return dx, grads, []
-    return dx, grads, checks.per_basic_op(step, of_extras, chain, "extra-input gradients")
+    flat = checks.per_basic_op(step, of_extras, counts, chain, "extra-input gradients")
+    return dx, grads, flat
 
 
 def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:

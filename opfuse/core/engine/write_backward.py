@@ -163,7 +163,8 @@ class Backward(Source):
     def _run_fused(self, step: Step, run: str) -> None:
         start, contexts = step.start, self.contexts_of(step)
         given = self.each(step, self._output_grads, "()")
-        fixed = self.program, step, self._reached
+        counts = [op.num_extra_inputs for op in self.chain.ops[start : step.stop]]
+        fixed = self.program, step, self._reached, counts
         check = self.call(lines.fused_backward_result, *fixed, at=step.begin)
         grads = f"g{start}" if step.stop > start else "_"
         self.add(f"dy, {grads}, of_extras = {check}({run}({contexts}, dy,", self.comment(step))

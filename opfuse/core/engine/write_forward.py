@@ -90,7 +90,11 @@ class Forward(Source):
         contexts, keywords = self.contexts_of(step), self.program.facts.kwargs
         given = self.each(step, lambda i: self._extra_inputs(step, i), "()")
         kwargs = self.each(step, lambda i: f"kwargs[{i}]" if keywords[i] else "{}", "{{}}")
-        result = self.call(lines.forward_result, self.program, step, at=step.begin)
+        slots = enumerate(self.chain.outputs_of(step.start, step.stop))
+        used = [pair for pair in slots if self.chain.needed_after(pair[1], step.stop)]
+        counts = [op.num_extra_outputs for op in self.chain.ops[step.start : step.stop]]
+        fixed = self.program, step, counts, used
+        result = self.call(lines.forward_result, *fixed, at=step.begin)
         self.add(f"y = {run}({contexts}, x,", self.comment(step))
         self.add(f"    basic_op_extra_inputs={given}, basic_op_kwargs={kwargs},")
         for name, i in zip(QUANTIZERS, (step.start, step.stop - 1), strict=True):
