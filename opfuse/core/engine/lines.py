@@ -299,9 +299,16 @@ def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
 
 def separate_memory(grads: list[Any], given: Tensor | None) -> list[Any]:
     """Gradients of which no two share memory: autograd would keep both as ``.grad``."""
-    seen = {} if given is None else {_memory(given): given}
-    known = [g is None or seen.setdefault(_memory(g), g) is g for g in grads]
-    return [grad if one else grad.clone() for grad, one in zip(grads, known, strict=True)]
+    seen: dict[int, Tensor] = {}
+    separate: list[Any] = []
+    for grad in (given, *grads):  # a function for the key would be called for each
+        if grad is not None:
+            strided = grad.layout is torch.strided
+            memory = grad.untyped_storage()._cdata if strided else id(grad)
+            if seen.setdefault(memory, grad) is not grad:
+                grad = grad.clone()
+        separate.append(grad)
+    return separate[1:]
 
 
 def _root(tensor: Tensor) -> Tensor | None:

@@ -42,6 +42,7 @@ class Step:
         env: The environment that was passed to its fusion; None: that of the plan.
         op: The basic op, or the fused op; None until it is built.
         has_extras: Whether one of its basic ops has extra tensors.
+        has_casts: Whether it covers a cast.
         note: Further remarks for reports.
     """
 
@@ -56,9 +57,11 @@ class Step:
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
     has_extras: bool = dataclasses.field(init=False)
+    has_casts: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.start, self.stop = self.begin // 2, self.end // 2
+        self.has_casts = len(self.matched) > self.stop - self.start
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
 
     def remark(self, text: str) -> None:
@@ -78,11 +81,6 @@ class Step:
             found.append((index, op))
             index += not isinstance(op, Cast)
         return found
-
-    @property
-    def has_casts(self) -> bool:
-        """Whether it covers a cast; found faster than :attr:`casts`."""
-        return len(self.matched) > self.stop - self.start
 
     @property
     def casts(self) -> list[tuple[int, Cast]]:
