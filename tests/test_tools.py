@@ -289,9 +289,14 @@ def test_an_option_whose_tool_fails_while_planning_is_not_lost(add):
     add(options=lambda: {"safe": Option(bool)}, wrap_pass=lambda: 1 / 0)
     with opfuse.options(safe=True):
         chain = opfuse.Sequential(ops.GELU())
-        with pytest.warns(PluginWarning), pytest.raises(ValueError, match="unknown option 'safe'"):
-            chain(X)
-        with pytest.raises(ValueError, match="unknown option 'safe'"):
+        with pytest.warns(PluginWarning):
+            with pytest.raises(
+                RuntimeError, match="option safe needs the tool mine: hook call: Zero"
+            ):
+                chain(X)
+        with pytest.raises(
+            ValueError, match=r"unknown option 'safe'.*not in use: mine \(hook call"
+        ):
             chain(X)
 
 
@@ -304,3 +309,97 @@ def test_a_tool_offers_no_fusions_and_a_plugin_wraps_nothing(add):
     plugins.register(tool(wrap_call=lambda: None), name="wrapping")
     with pytest.warns(PluginWarning, match="opfuse_wrap_call: .* in group opfuse.tools.v1"):
         assert plugins.manager.active(None) == []
+
+
+def wrapping(run):
+    return lambda *args, **kwargs: run(*args, **kwargs)
+
+
+def test_any_callable_may_wrap_a_step(add):
+    add("aaa", wrap_step=wrapping)  # the innermost, which has no attributes of a method
+    chain, x = opfuse.Sequential(ops.Linear(4, 4), ops.GELU()), X.clone().requires_grad_()
+    with opfuse.options(debug=True):
+        chain(x).sum().backward()
+    with torch.no_grad(), opfuse.options(invariant="batch"):
+        assert chain(X)[:1].equal(chain(X[:1]))
+
+
+def test_calls_follow_the_selection_and_what_is_registered(add):
+    seen = []
+    chain = opfuse.Sequential(ops.GELU(), torch.nn.Tanh())
+    chain(X)
+    record = add(wrap_call=noting(seen, "call"))
+    chain(X)
+    assert seen == ["call"] * 2
+    with plugins.using("-mine"):
+        chain(X)
+        fresh = opfuse.Sequential(ops.GELU())
+        fresh(X)
+    assert seen == ["call"] * 2
+    fresh(X)
+    plugins.remove(record)
+    chain(X), fresh(X)
+    assert seen == ["call"] * 3
+
+
+def test_a_nested_chain_with_a_forward_of_its_own_is_a_module(add):
+    class Centered(opfuse.Sequential):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    seen = []
+    add(wrap_call=lambda module, run: None if module is None else noting(seen, module)(run))
+    chain = opfuse.Sequential(ops.GELU(), Centered(ops.GELU()))
+    chain(X)
+    assert seen == [chain[1]]
+
+
+@pytest.mark.parametrize("chosen", [None, 3, "candidates", "others"])
+def test_a_choice_among_fusions_is_checked(add, chosen):
+    def wrap_choice(run):
+        return lambda choice: {"candidates": choice.candidates, "others": [3]}.get(chosen, chosen)
+
+    with plugins.isolated():
+        for name in "ab":
+            fusion = opfuse.Fusion((ops.GELU, ops.GELU), GELUs, name=name)
+            opfuse.register_forward_fusion(fusion)
+        add(wrap_choice=wrap_choice)
+        with pytest.raises((TypeError, RuntimeError), match="a tool's opfuse_wrap_choice"):
+            opfuse.Sequential(ops.GELU(), ops.GELU())(X)
+
+
+def test_a_tool_that_fails_where_a_backward_is_written_is_not_left_out(add):
+    def wrap_step(pass_name):
+        if pass_name == "backward":
+            raise ZeroDivisionError
+
+    add(options=lambda: {"watch": Option(bool)}, wrap_step=wrap_step)
+    with opfuse.options(watch=True):
+        y = opfuse.Sequential(ops.GELU())(X.clone().requires_grad_())
+    with pytest.warns(PluginWarning) as told:
+        with pytest.raises(RuntimeError, match="option watch needs the tool mine: hook call"):
+            y.sum().backward()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("name", ["invariant", "fusion_limit", "same"])
+def test_an_option_has_one_tool(add, name):
+    options = {"options": lambda: {name: Option(str)}}
+    add("aaa", **options)
+    if name == "same":
+        add("bbb", **options)
+    with pytest.warns(PluginWarning, match=f"the option '{name}' is of "):
+        plugins.listing(tools=True)
+
+
+def test_a_backward_is_wrapped_in_graphs_too(add):
+    def wrap_pass(pass_name, run):
+        if pass_name == "backward":
+            return lambda ctx, *grads: run(ctx, *[2 * grad for grad in grads])
+
+    add(wrap_pass=wrap_pass)
+    chain, grads = opfuse.Sequential(ops.GELU()), []
+    for call in (chain, torch.compile(chain, backend="aot_eager")):
+        x = X.clone().requires_grad_()
+        grads += torch.autograd.grad(call(x).sum(), x)
+    torch.testing.assert_close(*grads)

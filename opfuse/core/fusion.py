@@ -18,7 +18,7 @@ exact class, any method on the instance.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, TypeAlias
 
 from .cast import Cast
@@ -139,9 +139,11 @@ class Fusion:
             raise TypeError(f"{who}: priority is an int, got {self.priority!r}")
         for name, known in _KNOWN.items():
             given = getattr(self, name)
-            if isinstance(given, str) or not {*given} <= {*known}:
-                what = f"{name} is a collection of {', '.join(map(repr, known))}"
-                raise ValueError(f"{who}: {what}, got {given!r}")
+            what = f"{who}: {name} is a collection of {', '.join(map(repr, known))}, got {given!r}"
+            if isinstance(given, str) or not isinstance(given, (tuple, list, Set)):
+                raise TypeError(what)
+            if not all(each in known for each in given):
+                raise ValueError(what)
             object.__setattr__(self, name, frozenset(given))
         if "casts" in self.declares and self.names_casts:
             raise ValueError(

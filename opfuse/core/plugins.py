@@ -144,6 +144,7 @@ class PluginManager:
             record = PluginRecord(name, distribution, version, group, load=lambda: plugin)
             listed = "tools" if tool else "records"
             setattr(self, listed, sorted([*getattr(self, listed), record], key=lambda r: r.key))
+            self._capture_again(record)
             self.changed()
         return record
 
@@ -155,7 +156,13 @@ class PluginManager:
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
                 record.plugin = None
+            self._capture_again(record)
             self.changed()
+
+    def _capture_again(self, record: PluginRecord) -> None:
+        """Let a tool that comes or goes be asked about the chains that exist."""
+        for fuser in [*self.fusers] if record.is_tool else ():
+            fuser.kept_in.key = ()
 
     @contextlib.contextmanager
     def isolated(self) -> Iterator[None]:
@@ -270,6 +277,7 @@ class PluginManager:
             if record.plugin is not None:
                 self._pluggy.unregister(record.plugin)
                 record.plugin, record.hooks, record.fusions = None, (), ()
+                record.options = {}
             if not isinstance(error, (Exception, SystemExit)):  # interrupted: next time again
                 record.state = "found"
                 raise
@@ -312,6 +320,13 @@ class PluginManager:
             record.recipes.update(checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
             record.options.update(checked_options(record, options))
+        for name in record.options if record.is_tool else ():
+            owners = [other.name for other in self.tools if name in other.options]
+            package = self.packages.get(f"option {name}", record.distribution)
+            if normalize(package) != normalize(record.distribution) or name in CORE_OPTIONS:
+                owners = [package, *owners]
+            if len(owners) > 1:
+                raise ValueError(f"the option {name!r} is of {' and of '.join(owners)}")
 
     def _call(self, record: PluginRecord, hook: str, **kwargs: Any) -> Iterator[Any]:
         caller = getattr(self._pluggy.hook, hook, None)  # None: no plugin has it, nor a package
@@ -396,9 +411,11 @@ class PluginManager:
         if tool := self.packages.get(what := f"option {name}"):
             self.require(tool, what, text)
         known = sorted([*CORE_OPTIONS, *(name for record in active for name in record.options)])
+        off = [f"{r.name} ({r.error or 'switched off'})" for r in self.tools if r not in active]
+        more = f"; these tools are not in use: {', '.join(off)}" if off else ""
         raise ValueError(
             f"unknown option {name!r}: known are {known}, a plugin's option is named "
-            f"'<plugin>.<option>'"
+            f"'<plugin>.<option>'{more}"
         )
 
     def check_options(self, given: Options, text: str | None) -> None:
@@ -475,7 +492,8 @@ class PluginManager:
         Raises:
             CallRefusedError: A tool refuses what would run.
         """
-        for record in [record for record in tools if hook in record.hooks]:
+        asked = [record for record in tools if hook in record.hooks]
+        for record in [record for record in asked if record.state == "loaded"]:
             run = self.ask(record, hook, Callable, run=run, **given) or run  # type: ignore[arg-type]
         return run
 

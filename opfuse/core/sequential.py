@@ -275,7 +275,10 @@ def _call_of(group: Any) -> Any:
     """What calls a group."""
     if isinstance(group, OperationFuser):
         return group.run
-    return group if isinstance(group, Sequential) else wrap_call(group, module=group)
+    is_plain = isinstance(group, Sequential) and type(group).forward is Sequential.forward
+    if is_plain and not hook_kinds(group):  # its chains are wrapped
+        return group
+    return wrap_call(group, module=group)
 
 
 _regroup._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

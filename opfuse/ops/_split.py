@@ -64,6 +64,8 @@ def split_of(op: object, mode: str | None, group: Any, sequence: bool = False) -
     if not (dist.is_available() and dist.is_initialized()):
         needed = "torch.distributed.init_process_group to be called first"
         raise RuntimeError(f"{type(op).__name__}: tensor_parallel_mode={mode!r} needs {needed}")
+    if (group is None or isinstance(group, dist.ProcessGroup)) and dist.get_world_size(group) == 1:
+        return NotSplit()
     found: NotSplit = manager.give("opfuse.ops", "TensorParallel").of(mode, group, sequence)
     return found
 

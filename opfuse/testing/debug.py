@@ -37,7 +37,7 @@ def opfuse_wrap_step(
         return None
     names = ", ".join(op_class(each).__name__ for each in step.matched)
     in_place = any(getattr(each, "in_place", False) for each in step.matched)
-    return Watched(run, f"{type(step.op).__name__} [{names}]", in_place)
+    return Watched(run, f"{type(step.op).__name__} [{names}]", pass_name, in_place)
 
 
 _FORWARD = "its input", "a parameter", "an extra input", "basic_op_extra_inputs"
@@ -57,15 +57,18 @@ class Watched:
         method: ``op_forward``, ``op_backward``, ``fuser_forward`` or ``fuser_backward``, bound to
             its op.
         who: The name of the step in errors.
+        pass_name: Its pass, ``"forward"`` or ``"backward"``.
         in_place: Whether it may write into its extra inputs.
 
     Raises:
         RuntimeError: In a call: a tensor has other values than before, or another version.
     """
 
-    def __init__(self, method: Callable[..., Any], who: str, in_place: bool) -> None:
-        self.__self__, self.__name__ = getattr(method, "__self__", None), method.__name__
+    def __init__(
+        self, method: Callable[..., Any], who: str, pass_name: str, in_place: bool
+    ) -> None:
         self._method, self._who, self._in_place = method, who, in_place
+        self._pass_name = pass_name
 
     def __call__(self, ctxs: Any, x: Any, **given: Any) -> Any:
         """Run the method."""
@@ -75,13 +78,14 @@ class Watched:
             now, values_now = _state(tensor)
             if now != version or not torch.equal(values_now, values):
                 raise RuntimeError(
-                    f"{self._who} wrote into {what} in {self.__name__}: it must leave that as it is"
+                    f"{self._who} wrote into {what} in its {self._pass_name}: it must leave that "
+                    f"as it is"
                 )
         return result
 
     def _tensors(self, ctxs: Any, x: Any, given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         contexts = ctxs if isinstance(ctxs, list) else [ctxs]
-        backward = self.__name__.endswith("backward")
+        backward = self._pass_name == "backward"
         first, kept, extra, name = _BACKWARD if backward else _FORWARD
         held = [] if backward and contexts[-1].owns_grad_output else [(first, [x])]
         held += [(kept, ctx.saved_tensors if backward else ctx.params) for ctx in contexts]

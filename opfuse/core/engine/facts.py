@@ -71,6 +71,18 @@ class Facts:
     tools: Sequence[PluginRecord] = ()
     known: Sequence[Known] = ()
 
+    def check_tools(self) -> None:
+        """Refuse to go on without a tool that failed, if something was asked of it.
+
+        Raises:
+            RuntimeError: An option in force is of it, or an op needs it.
+        """
+        for record in [record for record in self.tools if record.state == "failed"]:
+            asked = [name for name in record.options if name in self.env.options]
+            if asked or record.name in self.chain.needs_tools:
+                who = f"option {asked[0]}" if asked else self.chain.title
+                raise RuntimeError(f"{who} needs the tool {record.name}: {record.error}")
+
     def wrap(self, hook: str, run: Run, **given: Any) -> Run:
         """What the tools make of a function; see :meth:`PluginManager.wrap`."""
         return manager.wrap(self.tools, hook, run, facts=self, **given)

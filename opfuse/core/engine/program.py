@@ -20,7 +20,6 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fusible import declared
 from ..fusion import Fusion
-from ..hookspecs import Run
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
@@ -122,9 +121,9 @@ class Program:
         pairs = [(op, of["requires_grad"]) for op, of in zip(chain.ops, contexts, strict=True)]
         self.called_before = [p for p in pairs if type(p[0]).pre_fuser_forward is not default]
         self.advances = any(q.pending_names for of_op in quantizers for q in of_op.values())
-        self.run_backward = self._wrap("backward", _run_backward)
+        self.run_backward = self.wrapped("backward", _run_backward)
         self.leaves_call = self.run_backward is not _run_backward
-        self.call = self._wrap("forward", _run_call)
+        self.call = self.wrapped("forward", _run_call)
         more = self.recipe, self.double_backward, self.called_before, self.autocast
         self.is_plain = self.call is _run_call and not any(more)
         self._functions: dict[Any, Callable[..., Any]] = {}
@@ -174,7 +173,8 @@ class Program:
             how = "which torch.compile does not see; run this chain in eager mode"
             raise RuntimeError(f"{chain.name(putting[0])} {what}, {how}")
 
-    def _wrap(self, pass_name: str, run: Run) -> Run:
+    def wrapped(self, pass_name: str, run: Any) -> Any:
+        """What tools make of what runs a pass."""
         return self.facts.wrap("opfuse_wrap_pass", run, program=self, pass_name=pass_name)
 
     @property
@@ -231,6 +231,7 @@ class Program:
             is_forward = variant[0] == "forward"
             write = Forward if is_forward else Backward
             function = write(self, Variant(*variant)).write().compiled()
+            self.facts.check_tools()
             if is_forward and self.trains:
                 function = _applied(self, function)
             self._functions.setdefault(variant, function)
@@ -353,7 +354,7 @@ def _applied(program: Program, run: Callable[..., Any]) -> Any:
     """The ``apply`` of the autograd function of a program."""
     back: Any = program.run_backward
     if program.compiling:  # nothing is decided later
-        back = program.backward_of([torch.empty(0)], traced=True)
+        back = program.wrapped("backward", program.backward_of([torch.empty(0)], traced=True))
     passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
     made: Any = type("Pipeline", (torch.autograd.Function,), passes)
     if program.compiling:

@@ -123,7 +123,7 @@ def choose(
     for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
         positions, group = zip(*of_class, strict=True)
         choices.append(Choice(finder, group, ordered[positions[-1] :], taken))
-        taken = taken + best(choices[-1])
+        taken = taken + _checked(best(choices[-1]), choices[-1])
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept = taken[:limit]
     won, fitting = {*kept}, {*taken}
@@ -135,6 +135,20 @@ def choose(
         finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
     return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
+
+
+def _checked(chosen: Any, choice: Choice) -> list[Step]:
+    """What a choice gave; refused if a tool made it no choice among the candidates."""
+    is_list = isinstance(chosen, (list, tuple))
+    if not is_list or not all(any(step is each for each in choice.candidates) for step in chosen):
+        got = type(chosen).__name__ if not is_list else f"{len(chosen)} steps"
+        what = "must return a list of the candidates of its Choice"
+        raise TypeError(f"a tool's opfuse_wrap_choice {what}, got {got}")
+    for step in chosen:
+        if len(both := overlapping(step, chosen)) > 1:
+            names = " and ".join(each.source.name for each in both)
+            raise RuntimeError(f"a tool's opfuse_wrap_choice took {names}, which overlap")
+    return [*chosen]
 
 
 def find_candidates(facts: Facts, sources: Iterable[FusionSource]) -> list[Step]:

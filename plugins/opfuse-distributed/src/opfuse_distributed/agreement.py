@@ -195,7 +195,6 @@ class Reported:
     def __init__(self, run: Callable[..., Any], chain: Chain, step: Step | None = None) -> None:
         self._run, self._chain, self._where = run, chain, ""
         if step is not None:
-            self.__self__, self.__name__ = step.op, run.__name__
             names = [chain.name(i) for i in range(step.start, step.stop)]
             self._where = " + ".join(names) or "a cast"
 

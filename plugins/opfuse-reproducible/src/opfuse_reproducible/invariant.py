@@ -292,7 +292,6 @@ class InParts:
     """
 
     def __init__(self, run: Run) -> None:
-        self.__self__, self.__name__ = run.__self__, run.__name__  # type: ignore[attr-defined]
         self._run = run
 
     def __call__(self, ctxs: Any, x: Any, **given: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from opfuse.core.engine.program import Program
 from opfuse.core.errors import CallRefusedError
+from opfuse.core.plugins import manager
 from opfuse.core.settings import current
 from opfuse.tuning import table as tables
 from opfuse.tuning.causes import causes, devices, first_difference
@@ -65,6 +66,7 @@ def deciding() -> dict[str, Any]:
     return {
         "opfuse": sys.modules["opfuse"].__version__,
         **causes(),
+        "the tools": {r.name: r.version for r in manager.active_tools(current.selection)},
         "the recipe": recipe and f"{type(recipe).__name__} {recipe.to_json()}",
         "ops that it skips": list(current.skip),
         "torch.autocast": {
