@@ -97,7 +97,9 @@ def saved_as_planned(case: Case, device: torch.device) -> Numbers:
             outputs = built.model(*work.inputs[0])
         (fuser,) = built.model._module_groups
         node = (outputs[0] if isinstance(outputs, tuple) else outputs).grad_fn
-        numbers[plan] = [declared_bytes(fuser, work, getattr(node, "dropped", ()))]
+        dropped = {name: left for name, left in vars(node).items() if name.startswith("dropped_")}
+        again = [int(name[8:]) for name, left in dropped.items() if left is not None]
+        numbers[plan] = [declared_bytes(fuser, work, again)]
     return numbers
 
 

@@ -13,13 +13,13 @@ from torch.compiler import is_compiling
 from .engine.fuser import OperationFuser
 from .engine.program import Program
 from .overwriting import put_back, unseen
-from .plugins import manager
 from .quantization import Quantizer, Recipe, WeightCache
 from .quantization.names import check_names
 from .quantization.quantizer import CALIBRATING
 from .recipes import DEFAULT_RECIPE, offered
 from .scale_update import Block
 from .settings import CORE_OPTIONS, Option, Recorder, Setting, Settings, checkpoint_frames, current
+from .tools import tool_option
 
 
 class options(Setting):
@@ -75,7 +75,7 @@ class options(Setting):
                     what = f"must be of type {expected.__name__}, got {value!r}"
                     raise TypeError(f"option {name} {what}")
             elif "." not in name:
-                self._tools[name] = manager.tool_option(name, current.selection)
+                self._tools[name] = tool_option(name, current.selection)
                 values[name] = value = self._tools[name].convert(value)
             try:
                 hash(value)

@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pluggy
@@ -23,7 +23,6 @@ import pluggy
 from . import hookspecs
 from .errors import CallRefusedError, PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
-from .hookspecs import Run
 from .quantization import Recipe
 from .records import (
     EntryPoints,
@@ -32,7 +31,6 @@ from .records import (
     PluginRecord,
     check_hookimpl,
     check_hooks,
-    check_option,
     check_plugin,
     checked_options,
     checked_recipes,
@@ -40,7 +38,7 @@ from .records import (
     is_strict,
     normalize,
 )
-from .settings import CORE_OPTIONS, Option, Options, Setting, current
+from .settings import CORE_OPTIONS, Setting, current
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -375,76 +373,6 @@ class PluginManager:
                 found = self._sources[text] = tuple(sources)
         return found
 
-    def require(self, tool: str, who: str, text: str | None) -> None:
-        """Refuse what needs a tool that is not in use.
-
-        Args:
-            tool: Its name, or that of its package.
-            who: What needs it, for messages.
-            text: The selection of plugins.
-
-        Raises:
-            ImportError: Its package is not installed.
-            RuntimeError: It is switched off, or failed.
-        """
-        for record in [record for record in self.tools if record.answers_to(tool)]:
-            if record in self.active_tools(text):
-                return
-            why = record.error or f"OPFUSE_PLUGINS={text} switches it off"
-            raise RuntimeError(f"{who} needs the tool {record.name}: {why}")
-        package = self.packages.get(f"tool {tool}", tool)
-        needs = f"{who} needs the package {package}, which is not installed"
-        raise ImportError(f"{needs}: python -m pip install {package}")
-
-    def tool_option(self, name: str, text: str | None) -> Option:
-        """An option with a plain name, which a tool declares.
-
-        Raises:
-            ValueError: No tool has it.
-            ImportError: The package of its tool is not installed.
-            RuntimeError: Its tool is switched off, or failed.
-        """
-        active = self.active_tools(text)
-        for record in active:
-            if (option := record.options.get(name)) is not None:
-                return option  # type: ignore[no-any-return]
-        if tool := self.packages.get(what := f"option {name}"):
-            self.require(tool, what, text)
-        known = sorted([*CORE_OPTIONS, *(name for record in active for name in record.options)])
-        off = [f"{r.name} ({r.error or 'switched off'})" for r in self.tools if r not in active]
-        more = f"; these tools are not in use: {', '.join(off)}" if off else ""
-        raise ValueError(
-            f"unknown option {name!r}: known are {known}, a plugin's option is named "
-            f"'<plugin>.<option>'{more}"
-        )
-
-    def check_options(self, given: Options, text: str | None) -> None:
-        """Refuse unknown options and wrong types; warn of options that belong to no plugin.
-
-        Raises:
-            ValueError: The plugin has no option of this name, or the option takes other values.
-            TypeError: The type differs from that of the default.
-        """
-        selection = PluginFilter.parse(text)
-        active = [
-            r for r in self.records if r.state == "loaded" and selection.position(r) is not None
-        ]
-        for name, value in given:
-            if "." not in name:
-                if name not in CORE_OPTIONS:
-                    self.tool_option(name, text)
-                continue
-            owner = name.partition(".")[0]
-            owners = [record for record in active if owner in record.names]
-            known = dict(ChainMap(*[record.options for record in reversed(owners)]))
-            if owners and name not in known:
-                raise ValueError(
-                    f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}"
-                )
-            check_option(owner, name, value, known.get(name))
-            if not any(owner in record.names for record in self.records):
-                self.warn_once(name, f"option {name!r}: no plugin {owner} is installed")
-
     def recipes(self) -> dict[str, type[Recipe]]:
         """The recipes of the active plugins by name; of two with one name, the first plugin's."""
         return dict(ChainMap(*(record.recipes for record in self.active(current.selection))))
@@ -479,23 +407,6 @@ class PluginManager:
             self._fail(record, "hook call", error)
             self.changed()
         return None
-
-    def wrap(self, tools: Iterable[PluginRecord], hook: str, run: Run, **given: Any) -> Run:
-        """What tools make of a function; the first of them is the innermost.
-
-        Args:
-            tools: The tools.
-            hook: One of their hooks.
-            run: The function.
-            **given: The other arguments of the hook.
-
-        Raises:
-            CallRefusedError: A tool refuses what would run.
-        """
-        asked = [record for record in tools if hook in record.hooks]
-        for record in [record for record in asked if record.state == "loaded"]:
-            run = self.ask(record, hook, Callable, run=run, **given) or run  # type: ignore[arg-type]
-        return run
 
     def register_fusion(self, passes: str, fusion: FusionLike, prepend: bool) -> Registration:
         """Add a fusion in code; it is active whichever plugins are selected."""

@@ -17,6 +17,7 @@ from .quantization.quantizer import CALIBRATING, Quantizer
 from .quantization.recipe import Recipe
 from .quantization.state import PreparedOps
 from .settings import current, is_captured
+from .tools import require, wrap
 
 
 class _Ran(NamedTuple):
@@ -192,7 +193,7 @@ def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
                 found[id(quantizer)] = quantizer, op
     if found:
         tools = manager.active_tools(current.selection)
-        run = manager.wrap(tools, "opfuse_wrap_update", _update)
+        run = wrap(tools, "opfuse_wrap_update", _update)
         run(Update(recipe, mode, group, [*found.values()], ran.ops, prepared, ran.env))
 
 
@@ -206,7 +207,7 @@ def _update(update: Update, group: Any = None) -> None:
     world = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if update.group is not None or (world and update.recipe.reduce_amax):
         who = f"{update.recipe} on several processes"
-        manager.require("distributed", who, current.selection)
+        require("distributed", who, current.selection)
     with torch.no_grad():
         update.recipe.update([quantizer for quantizer, _ in update.quantizers], group)
 

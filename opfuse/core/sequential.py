@@ -13,11 +13,11 @@ from torch.compiler import is_dynamo_compiling
 
 from .engine.chain import flatten
 from .engine.fuser import OperationFuser
-from .engine.partition import wrap_call
 from .fusible import FusibleOperation, dynamo_traces
 from .introspection import hook_kinds, kwarg_names
 from .op import BasicOperation
 from .op_context import ModuleCache
+from .tools import wrap_call
 
 
 class Sequential(nn.Sequential):

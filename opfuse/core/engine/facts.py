@@ -11,8 +11,8 @@ import torch
 
 from ..environment import Environment
 from ..hookspecs import Run
-from ..plugins import manager
 from ..records import PluginRecord
+from ..tools import wrap
 from .chain import Chain
 from .edges import Edges, Needs
 from .step import Step
@@ -84,5 +84,5 @@ class Facts:
                 raise RuntimeError(f"{who} needs the tool {record.name}: {record.error}")
 
     def wrap(self, hook: str, run: Run, **given: Any) -> Run:
-        """What the tools make of a function; see :meth:`PluginManager.wrap`."""
-        return manager.wrap(self.tools, hook, run, facts=self, **given)
+        """What the tools make of a function; see :func:`opfuse.core.tools.wrap`."""
+        return wrap(self.tools, hook, run, facts=self, **given)

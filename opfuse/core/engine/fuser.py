@@ -21,9 +21,10 @@ from ..overwriting import without_modes
 from ..plugins import manager
 from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
+from ..tools import check_options, require, wrap_call
 from . import checks
 from .chain import Chain
-from .partition import Cut, cut, wrap_call
+from .partition import Cut, cut
 from .planner import Key, make_program, rows_of
 from .program import Kwargs, Program
 
@@ -253,9 +254,9 @@ class OperationFuser:
                 with current.temporarily(in_forward=True):
                     made = make(self._chain, self._owner, key, input, params)
                 # a tool may have failed meanwhile, and what it was asked for must not be lost
-                manager.check_options(key.settings.options, key.settings.selection)
+                check_options(key.settings.options, key.settings.selection)
                 for tool in self._chain.needs_tools:
-                    manager.require(tool, self._chain.title, key.settings.selection)
+                    require(tool, self._chain.title, key.settings.selection)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)
                 self._programs[key] = made.row_facts, {**programs, made.rows: made}

@@ -7,14 +7,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from ..fusible import FusibleOperation
 from ..introspection import op_class
 from ..op import BasicOperation
-from ..plugins import manager
-from ..records import PluginRecord
-from ..settings import current
+from ..tools import wrap_call
 from .chain import Chain, Slot, flatten
 
 
@@ -88,57 +85,6 @@ def cut(fuser: Any, apart: Sequence[FusibleOperation]) -> Cut:
             parts.append(Part(run, call, own, inputs, outputs))
             start = stop
     return Cut(parts)
-
-
-def wrap_call(
-    run: Callable[..., Any], *, chain: Chain | None = None, module: nn.Module | None = None
-) -> Callable[..., Any]:
-    """What tools make of the calls of a chain, or of a module between chains."""
-    active = manager.active_tools(current.selection)
-    for record in manager.tools:
-        made = _Switched(record, run, chain, module)
-        if not any(record is each for each in active):
-            run = made if record.state in ("found", "loaded") else run  # it may be switched on
-        elif made.ask() is not run:
-            run = made
-    return run
-
-
-class _Switched:
-    """Wraps calls by one tool, and does not where the selection switches it off.
-
-    Args:
-        record: The tool.
-        run: What calls a chain or a module.
-        chain: The chain, or None.
-        module: The module, or None.
-    """
-
-    def __init__(
-        self,
-        record: PluginRecord,
-        run: Callable[..., Any],
-        chain: Chain | None,
-        module: nn.Module | None,
-    ) -> None:
-        self._record, self._run, self._given = record, run, {"chain": chain, "module": module}
-        self._wrapped: Callable[..., Any] | None = None
-
-    def ask(self) -> Callable[..., Any]:
-        """What the tool makes of it."""
-        self._wrapped = manager.wrap([self._record], "opfuse_wrap_call", self._run, **self._given)
-        return self._wrapped
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        wrapped = self._wrapped
-        if not is_dynamo_compiling():  # a graph is made anew where the selection is another
-            active = manager.active_tools(current.selection)
-            if not any([self._record is each for each in active]):
-                wrapped = self._run
-            elif wrapped is None:
-                wrapped = self.ask()
-        return (wrapped or self._run)(*args, **kwargs)
 
 
 def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:

@@ -18,6 +18,7 @@ from ..quantization.names import check_names, matching
 from ..recipes import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
+from ..tools import check_options
 from .chain import Chain
 from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
 from .compile import compile_program
@@ -103,7 +104,7 @@ def make_program(
     elif env.requires_grad:
         check_attributes(chain)
     sources = () if double_backward else manager.sources(settings.selection)
-    manager.check_options(settings.options, settings.selection)
+    check_options(settings.options, settings.selection)
     edges = edges_of(chain, env, needs, settings, off)
     kwargs = key.kwargs or ((),) * len(chain.ops)
     facts = Facts(

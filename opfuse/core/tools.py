@@ -1,0 +1,160 @@
+"""Tools in use: what they wrap, their options, and what is refused without them."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from .hookspecs import Run
+from .plugins import manager
+from .records import PluginFilter, PluginRecord, check_option
+from .settings import CORE_OPTIONS, Option, Options, current
+
+if TYPE_CHECKING:
+    from .engine.chain import Chain
+
+
+def wrap(tools: Iterable[PluginRecord], hook: str, run: Run, **given: Any) -> Run:
+    """What tools make of a function; the first of them is the innermost.
+
+    Args:
+        tools: The tools.
+        hook: One of their hooks.
+        run: The function.
+        **given: The other arguments of the hook.
+
+    Raises:
+        CallRefusedError: A tool refuses what would run.
+    """
+    asked = [record for record in tools if hook in record.hooks]
+    for record in [record for record in asked if record.state == "loaded"]:
+        run = manager.ask(record, hook, Callable, run=run, **given) or run  # type: ignore[arg-type]
+    return run
+
+
+def wrap_call(
+    run: Callable[..., Any], *, chain: Chain | None = None, module: nn.Module | None = None
+) -> Callable[..., Any]:
+    """What tools make of the calls of a chain, or of a module between chains."""
+    active = manager.active_tools(current.selection)
+    for record in manager.tools:
+        made = _Switched(record, run, chain, module)
+        if not any(record is each for each in active):
+            run = made if record.state in ("found", "loaded") else run  # it may be switched on
+        elif made.ask() is not run:
+            run = made
+    return run
+
+
+class _Switched:
+    """Wraps calls by one tool, and does not where the selection switches it off.
+
+    Args:
+        record: The tool.
+        run: What calls a chain or a module.
+        chain: The chain, or None.
+        module: The module, or None.
+    """
+
+    def __init__(
+        self,
+        record: PluginRecord,
+        run: Callable[..., Any],
+        chain: Chain | None,
+        module: nn.Module | None,
+    ) -> None:
+        self._record, self._run, self._given = record, run, {"chain": chain, "module": module}
+        self._wrapped: Callable[..., Any] | None = None
+
+    def ask(self) -> Callable[..., Any]:
+        """What the tool makes of it."""
+        self._wrapped = wrap([self._record], "opfuse_wrap_call", self._run, **self._given)
+        return self._wrapped
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        wrapped = self._wrapped
+        if not is_dynamo_compiling():  # a graph is made anew where the selection is another
+            active = manager.active_tools(current.selection)
+            if not any([self._record is each for each in active]):
+                wrapped = self._run
+            elif wrapped is None:
+                wrapped = self.ask()
+        return (wrapped or self._run)(*args, **kwargs)
+
+
+def require(tool: str, who: str, text: str | None) -> None:
+    """Refuse what needs a tool that is not in use.
+
+    Args:
+        tool: Its name, or that of its package.
+        who: What needs it, for messages.
+        text: The selection of plugins.
+
+    Raises:
+        ImportError: Its package is not installed.
+        RuntimeError: It is switched off, or failed.
+    """
+    for record in [record for record in manager.tools if record.answers_to(tool)]:
+        if record in manager.active_tools(text):
+            return
+        why = record.error or f"OPFUSE_PLUGINS={text} switches it off"
+        raise RuntimeError(f"{who} needs the tool {record.name}: {why}")
+    package = manager.packages.get(f"tool {tool}", tool)
+    needs = f"{who} needs the package {package}, which is not installed"
+    raise ImportError(f"{needs}: python -m pip install {package}")
+
+
+def tool_option(name: str, text: str | None) -> Option:
+    """An option with a plain name, which a tool declares.
+
+    Raises:
+        ValueError: No tool has it.
+        ImportError: The package of its tool is not installed.
+        RuntimeError: Its tool is switched off, or failed.
+    """
+    active = manager.active_tools(text)
+    for record in active:
+        if (option := record.options.get(name)) is not None:
+            return option  # type: ignore[no-any-return]
+    if tool := manager.packages.get(what := f"option {name}"):
+        require(tool, what, text)
+    known = sorted([*CORE_OPTIONS, *(name for record in active for name in record.options)])
+    off = [f"{r.name} ({r.error or 'switched off'})" for r in manager.tools if r not in active]
+    more = f"; these tools are not in use: {', '.join(off)}" if off else ""
+    raise ValueError(
+        f"unknown option {name!r}: known are {known}, a plugin's option is named "
+        f"'<plugin>.<option>'{more}"
+    )
+
+
+def check_options(given: Options, text: str | None) -> None:
+    """Refuse unknown options and wrong types; warn of options that belong to no plugin.
+
+    Raises:
+        ValueError: The plugin has no option of this name, or the option takes other values.
+        TypeError: The type differs from that of the default.
+    """
+    selection = PluginFilter.parse(text)
+    active = [
+        r for r in manager.records if r.state == "loaded" and selection.position(r) is not None
+    ]
+    for name, value in given:
+        if "." not in name:
+            if name not in CORE_OPTIONS:
+                tool_option(name, text)
+            continue
+        owner = name.partition(".")[0]
+        owners = [record for record in active if owner in record.names]
+        known = dict(ChainMap(*[record.options for record in reversed(owners)]))
+        if owners and name not in known:
+            raise ValueError(
+                f"unknown option {name!r}: the plugin {owner} has {', '.join(known) or 'none'}"
+            )
+        check_option(owner, name, value, known.get(name))
+        if not any(owner in record.names for record in manager.records):
+            manager.warn_once(name, f"option {name!r}: no plugin {owner} is installed")
