@@ -192,8 +192,10 @@ def opfuse_quantizer(
 def opfuse_wrap_call(chain: Chain | None, module: Module | None, run: Run) -> Run | None:
     """Wrap the calls of a chain: its door, planning, and the run. None leaves them as they are.
 
-    It is asked once, when a chain is captured. For a module that runs by its own call between
-    chains, and for an op that does, ``chain`` is None, and ``module`` is that module.
+    It is asked when a chain is captured, and again after a tool was registered or removed. What it
+    returns is not called where the selection switches the tool off. For a module that runs by its
+    own call between chains, and for an op that does, ``chain`` is None, and ``module`` is that
+    module.
 
     Example:
         import collections
@@ -267,7 +269,8 @@ def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
 def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
     """Wrap a pass of a plan, ``"forward"`` or ``"backward"``. None leaves it as it is.
 
-    It is asked once for each plan and pass. ``torch.compile`` traces what it returns for a program
+    It is asked once for each plan and pass. A plan for ``torch.func`` or ``double_backward`` has no
+    backward of its own, since autograd records its ops one by one. ``torch.compile`` traces what it returns for a program
     that is ``compiling``. A forward is called with ``(fuser, program, input, tensors,
     extra_inputs, kwargs)``, where ``tensors`` has the parameters, then the extra inputs. A backward
     is called with the context of the autograd function and the gradients of the outputs; what the
