@@ -43,6 +43,7 @@ listing = subprocess.run(
     text=True,
     check=True,
 )
-states = {row["name"]: row["state"] for row in json.loads(listing.stdout)}
+rows = [row for row in json.loads(listing.stdout) if row["distribution"] != "opfuse"]  # its tools
+states = {row["name"]: row["state"] for row in rows}
 assert states == {"addmm": "loaded", "broken": "failed"}, states
 print("a stranger's plugin is used, a broken one changes nothing but a warning")
