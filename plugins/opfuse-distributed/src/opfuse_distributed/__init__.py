@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 @opfuse.hookimpl
 def opfuse_wrap_call(chain: Chain | None, run: Run) -> Run | None:
     """Tell the other processes of errors, and run a chain on the parts of this process."""
+    if chain is None or not _has_processes(chain):
+        return None
     from . import agreement, layout
 
-    return None if chain is None else layout.on_parts(chain, agreement.reporting(chain, run))
+    return layout.on_parts(chain, agreement.reporting(chain, run))
 
 
 @opfuse.hookimpl
 def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
     """Agree with the other processes on a call, and on the pass that a backward is of."""
+    if program.compiling or not _has_processes(program.chain):
+        return None
     from . import agreement
 
-    if program.compiling or not agreement.groups_of(program.chain):
+    if not agreement.groups_of(program.chain):
         return None
     if pass_name == "forward":
         return agreement.Agreed(run)
@@ -48,7 +52,14 @@ def opfuse_wrap_update(run: Run) -> Run:
 @opfuse.hookimpl
 def opfuse_wrap_step(step: Step, facts: Facts, run: Run) -> Run | None:
     """Say in errors of collectives which op they are of."""
+    if not _has_processes(facts.chain):
+        return None
     from . import agreement
 
     groups = agreement.groups_of(facts.chain)
     return agreement.Reported(run, facts.chain, step) if groups else None
+
+
+def _has_processes(chain: Chain) -> bool:
+    """Whether an op of a chain concerns several processes; without it nothing more is imported."""
+    return any(op.needs_tools or getattr(op, "collective_group", None) for op in chain.ops)
