@@ -26,11 +26,6 @@ from .quantization import Quantizer, QuantizerRole, Recipe
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from .engine.chain import Chain
-    from .engine.facts import Facts, Known
-    from .engine.program import Program
-    from .engine.step import Step
-
 Run = Callable[..., Any]
 
 GROUP = "opfuse.v1"
@@ -189,8 +184,10 @@ def opfuse_quantizer(
 
 
 @hookspec
-def opfuse_wrap_call(chain: Chain | None, module: Module | None, run: Run) -> Run | None:
-    """Wrap the calls of a chain: its door, planning, and the run. None leaves them as they are.
+def opfuse_wrap_call(chain: Any, module: Module | None, run: Run) -> Run | None:
+    """Wrap the calls of a :class:`opfuse.core.engine.chain.Chain`: its door, planning, the run.
+
+    None leaves them as they are.
 
     It is asked when a chain is captured, and again after a tool was registered or removed. What it
     returns is not called where the selection switches the tool off. For a module that runs by its
@@ -214,11 +211,13 @@ def opfuse_wrap_call(chain: Chain | None, module: Module | None, run: Run) -> Ru
 
 
 @hookspec
-def opfuse_facts(facts: Facts) -> Known | None:
+def opfuse_facts(facts: Any) -> Any:
     """What the tool knows of the candidates of a plan, beyond what they declare; None: nothing.
 
-    It is asked once for each plan. Conditions and benefits then find it in their environment, and
-    its ``digest`` joins the plan. Its ``opfuse_wrap_choice`` finds it in ``facts.known``.
+    It takes the :class:`opfuse.core.engine.facts.Facts` that the plan is made from, and returns a
+    :class:`opfuse.core.engine.facts.Known`. It is asked once for each plan. Conditions and benefits
+    then find it in their environment, and its ``digest`` joins the plan. Its
+    ``opfuse_wrap_choice`` finds it in ``facts.known``.
 
     Example:
         from opfuse.core.engine.facts import Known
@@ -241,7 +240,7 @@ def opfuse_facts(facts: Facts) -> Known | None:
 
 
 @hookspec
-def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
+def opfuse_wrap_choice(facts: Any, run: Run) -> Run | None:
     """Wrap the choice among overlapping fusions. None leaves it as it is.
 
     It is asked once for each plan. What it returns is called for each precedence, with a
@@ -249,7 +248,7 @@ def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
     refuse some first, with a sentence for reports, or choose in another way.
 
     Args:
-        facts: What the plan is made from: its chain, its environment, and more.
+        facts: The :class:`opfuse.core.engine.facts.Facts` that the plan is made from.
         run: The choice by declared benefits.
 
     Example:
@@ -266,15 +265,17 @@ def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
 
 
 @hookspec
-def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
+def opfuse_wrap_pass(program: Any, pass_name: str, run: Run) -> Run | None:
     """Wrap a pass of a plan, ``"forward"`` or ``"backward"``. None leaves it as it is.
 
-    It is asked once for each plan and pass. A plan for ``torch.func`` or ``double_backward`` has no
-    backward of its own, since autograd records its ops one by one. ``torch.compile`` traces what it returns for a program
-    that is ``compiling``. A forward is called with ``(fuser, program, input, tensors,
-    extra_inputs, kwargs)``, where ``tensors`` has the parameters, then the extra inputs. A backward
-    is called with the context of the autograd function and the gradients of the outputs; what the
-    forward set as ``current.call`` of :mod:`opfuse.core.settings` is ``call`` on that context.
+    It is asked once for each pass of a :class:`opfuse.core.engine.program.Program`. A plan for
+    ``torch.func`` or ``double_backward`` has no backward of its own, since autograd records its ops
+    one by one. ``torch.compile`` traces what it returns for a program that is ``compiling``.
+
+    A forward is called with ``(fuser, program, input, tensors, extra_inputs, kwargs)``, where
+    ``tensors`` has the parameters, then the extra inputs. A backward is called with the context of
+    the autograd function and the gradients of the outputs; what the forward set as
+    ``current.call`` of :mod:`opfuse.core.settings` is ``call`` on that context.
 
     Example:
         @opfuse.hookimpl
@@ -306,16 +307,16 @@ def opfuse_wrap_update(run: Run) -> Run | None:
 
 
 @hookspec
-def opfuse_wrap_step(step: Step, pass_name: str, facts: Facts, run: Run) -> Run | None:
+def opfuse_wrap_step(step: Any, pass_name: str, facts: Any, run: Run) -> Run | None:
     """Wrap the method that runs a step. None leaves it as it is.
 
     It is asked while the functions of a plan are written: for each step of a pass, and with the
     name ``"recompute"`` for a step whose output the backward computes again.
 
     Args:
-        step: The step: its ops, and the fusion if it is fused.
+        step: The :class:`opfuse.core.engine.step.Step`: its ops, and the fusion if it is fused.
         pass_name: ``"forward"``, ``"backward"`` or ``"recompute"``.
-        facts: What the plan is made from: its chain, its environment, and more.
+        facts: The :class:`opfuse.core.engine.facts.Facts` that the plan is made from.
         run: The method: ``op_forward``, ``op_backward``, ``fuser_forward``, ``fuser_backward`` or
             ``fuser_recompute``.
 

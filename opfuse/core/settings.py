@@ -18,9 +18,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from .engine.fuser import OperationFuser
-    from .engine.program import Program
-
 R = TypeVar("R", bound="Recorder")
 Options = tuple[tuple[str, Any], ...]
 
@@ -185,12 +182,12 @@ class Recorder:
         """Return whether it, or an outer recorder, restores the settings."""
         return self.restores or (self._outer is not None and self._outer.restoring)
 
-    def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
+    def record(self, fuser: Any, program: Any, given: Any) -> None:
         """Called before a chain runs; calls an outer recorder too.
 
         Args:
-            fuser: The fuser of the chain.
-            program: The program that will run.
+            fuser: The :class:`opfuse.OperationFuser` of the chain.
+            program: The :class:`opfuse.core.engine.program.Program` that will run.
             given: The input, the parameters and extra inputs, and the keyword arguments per basic
                 op, or None.
         """
@@ -208,7 +205,7 @@ class Recorder:
         if self._outer is not None:
             self._outer.replaced(replaced, module, tensors)
 
-    def saved(self, program: Program, tensors: Any) -> None:
+    def saved(self, program: Any, tensors: Any) -> None:
         """Called with the tensors that a chain keeps; calls an outer recorder too.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -13,9 +13,6 @@ from .hookspecs import Run
 from .plugins import manager
 from .records import PluginFilter, PluginRecord, check_option
 from .settings import CORE_OPTIONS, Option, Options, current
-
-if TYPE_CHECKING:
-    from .engine.chain import Chain
 
 
 def wrap(tools: Iterable[PluginRecord], hook: str, run: Run, **given: Any) -> Run:
@@ -37,7 +34,7 @@ def wrap(tools: Iterable[PluginRecord], hook: str, run: Run, **given: Any) -> Ru
 
 
 def wrap_call(
-    run: Callable[..., Any], *, chain: Chain | None = None, module: nn.Module | None = None
+    run: Callable[..., Any], *, chain: Any = None, module: nn.Module | None = None
 ) -> Callable[..., Any]:
     """What tools make of the calls of a chain, or of a module between chains."""
     active = manager.active_tools(current.selection)
@@ -56,16 +53,12 @@ class _Switched:
     Args:
         record: The tool.
         run: What calls a chain or a module.
-        chain: The chain, or None.
+        chain: The :class:`opfuse.core.engine.chain.Chain`, or None.
         module: The module, or None.
     """
 
     def __init__(
-        self,
-        record: PluginRecord,
-        run: Callable[..., Any],
-        chain: Chain | None,
-        module: nn.Module | None,
+        self, record: PluginRecord, run: Callable[..., Any], chain: Any, module: nn.Module | None
     ) -> None:
         self._record, self._run, self._given = record, run, {"chain": chain, "module": module}
         self._wrapped: Callable[..., Any] | None = None

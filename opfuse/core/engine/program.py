@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import keyword
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from .source import Source, Variant
 from .step import Recompute, Step
 from .write_backward import Backward
 from .write_forward import Forward
-
-if TYPE_CHECKING:
-    from .fuser import OperationFuser
 
 any_autocast = torch._C._is_any_autocast_enabled
 is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
@@ -256,7 +253,7 @@ def _distinct(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 def _run_call(
-    fuser: OperationFuser,
+    fuser: Any,
     program: Program,
     input: Tensor,
     tensors: Sequence[Tensor],
