@@ -403,3 +403,8 @@ def test_a_backward_is_wrapped_in_graphs_too(add):
         x = X.clone().requires_grad_()
         grads += torch.autograd.grad(call(x).sum(), x)
     torch.testing.assert_close(*grads)
+
+
+def test_debug_takes_one_value_of_any_stride(add):
+    with opfuse.options(debug=True):
+        assert opfuse.Sequential(ops.Linear(1, 3))(torch.randn(2)[::2]).shape == (3,)

@@ -376,16 +376,16 @@ def _backward_kernel(
         option: The name of a keyword argument that is an attribute of the op, and its value if the
             op has none.
     """
-    traced = kernel.default, kernel.grad_input
-    eager = kernel.default._op, kernel.grad_input._op  # what those call after half a microsecond
+    # what kernel.default and kernel.grad_input call after half a microsecond
+    allocating, writing = kernel.default._op, kernel.grad_input._op
 
     def backward_value(
         self: Activation, grad_output: Tensor, x: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         """See :meth:`Activation.backward_value`."""
         options = {} if option is None else {option[0]: getattr(self, *option)}
-        tracing = is_dynamo_compiling()
-        allocating, writing = traced if tracing else eager
+        if is_dynamo_compiling():  # in a graph one with `out` has the strides of the input
+            return kernel.default(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
         if out is None:
             return allocating(grad_output, x, *constants, **options)  # type: ignore[no-any-return]
         return writing(grad_output, x, *constants, **options, grad_input=out)  # type: ignore[no-any-return]

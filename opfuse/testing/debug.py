@@ -99,4 +99,5 @@ class Watched:
 def _state(tensor: Tensor) -> tuple[int, Tensor]:
     """The version of a tensor, and a copy of its bytes, since NaN is not equal to itself."""
     version = 0 if tensor.is_inference() else tensor._version
-    return version, tensor.detach().reshape(-1).clone().view(torch.uint8)
+    values = tensor.detach().reshape(-1)  # one value may have any stride
+    return version, values.clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -127,3 +127,11 @@ def test_second_derivatives_in_a_graph():
         (second,) = torch.autograd.grad(first.square().sum(), x)
         found.append((y, first, second))
     torch.testing.assert_close(*found)
+
+
+def test_the_gradient_of_relu_in_front_of_a_product_of_another_layout():
+    x = torch.randn(1, 3, 64, 3).transpose(-1, -2).requires_grad_()
+    chain = opfuse.Sequential(ops.ReLU(), ops.Linear(64, 8))
+    (expected,) = torch.autograd.grad(chain(x).sum(), x)
+    (got,) = torch.autograd.grad(torch.compile(chain, backend="aot_eager")(x).sum(), x)
+    torch.testing.assert_close(got, expected)
