@@ -89,9 +89,10 @@ def print_seconds() -> None:
 
 
 def folders(name: str) -> list[pathlib.Path]:
-    """A package of this repository, and those that it depends on."""
+    """A package of this repository, and those that it depends on, and they in turn."""
     needed = [re.split(r"[^a-z0-9-]", each)[0] for each in PACKAGES[name]["dependencies"]]
-    return [ROOT / "plugins" / each for each in (name, *needed) if each in PACKAGES]
+    found = [folder for each in needed if each in PACKAGES for folder in folders(each)]
+    return [ROOT / "plugins" / name, *dict.fromkeys(found)]
 
 
 def group(*names: str) -> tuple[str, ...]:

@@ -248,7 +248,8 @@ def test_what_its_option_raises_ends_the_block(add):
 def test_an_option_of_a_tool_that_is_off_or_absent_is_refused(add, monkeypatch):
     with plugins.using("-debug"):
         with pytest.raises(
-            RuntimeError, match="option debug needs the tool debug: OPFUSE_PLUGINS=-debug"
+            RuntimeError,
+            match="option debug needs the tool debug: the selection of plugins '-debug'",
         ):
             opfuse.options(debug=True)
     with opfuse.options(debug=True), plugins.using("-debug"):

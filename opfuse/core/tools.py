@@ -95,7 +95,7 @@ def require(tool: str, who: str, text: str | None) -> None:
     for record in [record for record in manager.tools if record.answers_to(tool)]:
         if record in manager.active_tools(text):
             return
-        why = record.error or f"OPFUSE_PLUGINS={text} switches it off"
+        why = record.error or f"the selection of plugins {text!r} switches it off"
         raise RuntimeError(f"{who} needs the tool {record.name}: {why}")
     package = manager.packages.get(f"tool {tool}", tool)
     needs = f"{who} needs the package {package}, which is not installed"
