@@ -17,7 +17,7 @@ and the 80th percentile), ``speed`` (the median over the rounds of eager's time 
 ``python_ms`` (what the host takes for a step that waits for nothing), ``sm_mhz`` (the clock during
 its turns, where nvidia-smi says it), ``peak_gb`` (weights, optimizer, what the way keeps between
 steps, and its step's peak), and the losses of its first step and of its last. A way whose name ends
-in ``-graph`` replays its step from a CUDA graph.
+in ``-layers`` replays its layers from CUDA graphs, one in ``-graph`` its whole step.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from benchmarks.record import about, begin_state, ended_state  # noqa: E402
 from opfuse.tuning.job import replace  # noqa: E402
 
 WAYS = ("eager", "converted", "memory", "fp8", "liger", "compile", "converted-compile")
+WAYS += ("eager-layers", "converted-layers", "fp8-layers")
 WAYS += ("eager-graph", "converted-graph", "fp8-graph")  # what breaks a GPU comes last
 LEAD, STEPS = 2, 10
 Row = dict[str, Any]
@@ -111,24 +112,28 @@ class Bench:
         # the copy has the same parameters
         shared = {id(p): p for p in self.model.parameters()}
         model, around = copy.deepcopy(self.model, shared), contextlib.nullcontext
-        kind = name.removesuffix("-graph")
+        kind = name.removesuffix("-graph").removesuffix("-layers")
         if kind == "liger":
             around = with_liger(model)
         if kind in ("converted", "memory", "fp8", "converted-compile"):
             opfuse.convert(model)
-        called = torch.compile(model) if "compile" in kind else model
+        recipe = "fp8-delayed" if kind == "fp8" else None
         prefer = "memory" if kind == "memory" else "speed"
+        if name.endswith("-layers"):
+            with opfuse.options(prefer=prefer):
+                opfuse.graphed(model, input_ids=self.tokens, labels=self.tokens, recipe=recipe)
+        called = torch.compile(model) if "compile" in kind else model
 
         def step() -> torch.Tensor:
             self.optimizer.zero_grad(set_to_none=True)
-            recipe = opfuse.autocast("fp8-delayed") if kind == "fp8" else contextlib.nullcontext()
-            with opfuse.options(prefer=prefer), recipe:
+            low = opfuse.autocast(recipe) if recipe else contextlib.nullcontext()
+            with opfuse.options(prefer=prefer), low:
                 loss = called(input_ids=self.tokens, labels=self.tokens).loss
             loss.backward()
             self.optimizer.step()
             return loss.detach()
 
-        return Way(captured(step) if kind != name else step, around)
+        return Way(captured(step) if name.endswith("-graph") else step, around)
 
     def state(self) -> int:
         """Bytes in use between steps."""
@@ -155,7 +160,7 @@ class Bench:
             way.step()
             self.wait()
         row: Row = {"way": name, "loss": loss}
-        if self.on_gpu and not name.endswith("-graph"):  # a graph keeps its memory
+        if self.on_gpu and not name.endswith(("-graph", "-layers")):  # a graph keeps its memory
             used = torch.cuda.max_memory_allocated() - before - held
             row["held_gb"], row["step_gb"] = held / 2**30, used / 2**30
             row["peak_gb"] = (self.shared_bytes() + held + used) / 2**30
