@@ -83,6 +83,7 @@ _AT_FIRST_USE = {
 _GIVEN_BY = {
     "opfuse-convert": ("opfuse.convert", "opfuse.converted", "opfuse.revert", "opfuse convert"),
     "opfuse-memory": ("opfuse.plan_memory",),
+    "opfuse-graphs": ("opfuse.graphed", "opfuse.ungraphed"),
     "opfuse-reproducible": (
         "opfuse.LockError", "opfuse.freeze", "opfuse freeze", "option locked", "option invariant",
     ),

@@ -32,6 +32,7 @@ TOOLKITS = (
     "opfuse-triton",
     "opfuse-convert",
     "opfuse-memory",
+    "opfuse-graphs",
     "opfuse-quantized",
     "opfuse-distributed",
     "opfuse-reproducible",

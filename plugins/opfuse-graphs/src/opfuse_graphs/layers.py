@@ -23,11 +23,7 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def graphed(
-    model: M,
-    *args: Any,
-    layers: Iterable[str] | None = None,
-    recipe: Any = None,
-    **kwargs: Any,
+    model: M, *args: Any, layers: Iterable[str] | None = None, recipe: Any = None, **kwargs: Any
 ) -> M:
     """Replay the forward and the backward of each layer from CUDA graphs, in training.
 
@@ -55,7 +51,7 @@ def graphed(
         ValueError: There are no layers, or a layer is not called once in that call, with tensors
             and plain values alone.
         RuntimeError: Something that a graph cannot hold: no GPU, hooks of inner modules,
-            checkpoints, sharded parameters, a recipe with state on a model with names, a block of
+            checkpoints, sharded parameters, a recipe for a model with names, a block of
             :class:`opfuse.autocast` around this call, or an operation that cannot be captured.
 
     Example::
@@ -66,7 +62,7 @@ def graphed(
     if current.block is not None:
         raise RuntimeError("graphed: give it the recipe, and call it outside of opfuse.autocast")
     for name, layer in found:
-        _refuse(name, layer)
+        _refuse(name, layer, recipe)
     calls = _calls(model, found, args, kwargs)
 
     def around() -> Any:
@@ -111,13 +107,13 @@ def _layers(model: nn.Module, names: Iterable[str] | None) -> list[tuple[str, nn
             found += [(f"{name}.{key}", child) for key, child in module.named_children()]
     if not found:
         raise ValueError(
-            f"graphed: expected a model with an nn.ModuleList of layers, got {type(model).__name__} "
+            f"graphed: expected an nn.ModuleList with several layers, got a {type(model).__name__} "
             f"without: name the modules with layers="
         )
     return found
 
 
-def _refuse(name: str, layer: nn.Module) -> None:
+def _refuse(name: str, layer: nn.Module, recipe: Any) -> None:
     """Raise for what no graph can hold."""
     what = f"graphed: {name}"
     if isinstance(vars(layer).get("forward"), GraphedForward):
@@ -138,12 +134,12 @@ def _refuse(name: str, layer: nn.Module) -> None:
         if type(param) is not nn.Parameter or param.device.type != _DEVICE:
             kind, where = type(param).__name__, param.device.type
             raise RuntimeError(f"{what}.{key} is a {kind} on {where}: expected a Parameter on cuda")
-    for op in layer.modules():
-        if isinstance(op, opfuse.BasicOperation) and op._prepared.ops():
-            raise RuntimeError(
-                f"{what} has names (opfuse.assign_names), so that its scales advance with those of "
-                f"the whole model, which the graph of a layer cannot do: leave the names out"
-            )
+    ops = [op for op in layer.modules() if isinstance(op, opfuse.BasicOperation)]
+    if recipe is not None and any(op._prepared.ops() for op in ops):
+        raise RuntimeError(
+            f"{what} has names (opfuse.assign_names), so that its scales advance with those of the "
+            f"whole model, which the graph of a layer cannot do: leave the names out"
+        )
 
 
 def _calls(
@@ -173,7 +169,7 @@ def _calls(
         if isinstance(value, _PLAIN):
             return value
         kind = type(value).__name__
-        raise ValueError(f"graphed: {name} is called with a {kind}: expected tensors, numbers, None")
+        raise ValueError(f"graphed: {name} is called with {kind}: expected tensors and numbers")
 
     made = []
     for name, layer in layers:

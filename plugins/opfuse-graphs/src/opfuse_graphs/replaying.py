@@ -82,9 +82,7 @@ class GraphedForward:
         around: Makes the contexts in which the layer runs.
     """
 
-    def __init__(
-        self, name: str, layer: nn.Module, call: Call, around: Callable[[], Any]
-    ) -> None:
+    def __init__(self, name: str, layer: nn.Module, call: Call, around: Callable[[], Any]) -> None:
         self.name, self.layer, self.call, self._around = name, layer, call, around
         self.original = layer.forward
         self.outer = vars(layer).get("forward")  # what another tool put there
