@@ -111,6 +111,37 @@ class Block:
                 _advance(recipe, of, self.group, "forward")
 
 
+class CapturedBlock(Block):
+    """Around a part of a step that a CUDA graph captures; no scale advances at its end.
+
+    Each replay adds what ran to the blocks in which it is replayed: its scales advance with those
+    of the whole step.
+
+    Attributes:
+        forward: What ran, as arguments of :meth:`begin`.
+        backward: What its backward ran, as arguments of :meth:`Backward.add`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: list[tuple[Any, ...]] = []
+        self.backward: list[tuple[Any, ...]] = []
+
+    def begin(self, recipe: Recipe, chain: Any, env: Any, records: bool) -> None:
+        """Note that a chain runs under a recipe."""
+        super().begin(recipe, chain, env, records)
+        for op in chain.ops:
+            op._quantizers.called = self, current.skip
+        self.forward.append((recipe, chain, env, records))
+
+    def discard(self) -> None:
+        """Discard the records of both passes, since a capture is no step."""
+        for recipe, chain, *_ in self.forward:
+            for op in chain.ops:
+                for quantizer in op._quantizers.of(recipe).values():
+                    quantizer.discard()
+
+
 class Backward:
     """One run of autograd, and the ops whose gradients it casts under stateful recipes.
 
@@ -125,6 +156,9 @@ class Backward:
     def add(self, recipe: Recipe, chain: Any, env: Any) -> None:
         """Remember the ops of a chain, which ran in a block before."""
         group, skip = chain.ops[0]._quantizers.called
+        if isinstance(group, CapturedBlock):
+            group.backward.append((recipe, chain, env))
+            return
         self._ran.setdefault((recipe, group), _Ran({}, set(), env)).add(chain, skip)
 
     def end(self) -> None:

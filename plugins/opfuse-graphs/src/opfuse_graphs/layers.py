@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-import opfuse
 from opfuse.core.settings import current
 
 from . import replaying
@@ -33,8 +32,7 @@ def graphed(
     A graph has one set of memory. So the backward of a forward runs once, and before the next
     forward; results, and the gradients of parameters, are written over by the next step; and what
     layers keep for their backward stays allocated between steps. Each training call has the shapes
-    of the sample. Capturing runs each layer four times on the sample, with gradients of zero:
-    the scales of a recipe see that.
+    of the sample. The scales of a recipe advance as before, with those of the whole step.
 
     Args:
         model: A model in training mode, on one GPU. Convert it before.
@@ -51,8 +49,8 @@ def graphed(
         ValueError: There are no layers, or a layer is not called once in that call, with tensors
             and plain values alone.
         RuntimeError: Something that a graph cannot hold: no GPU, hooks of inner modules,
-            checkpoints, sharded parameters, a recipe for a model with names, a block of
-            :class:`opfuse.autocast` around this call, or an operation that cannot be captured.
+            checkpoints, sharded parameters, a block of :class:`opfuse.autocast` around this call,
+            or an operation that cannot be captured.
 
     Example::
 
@@ -62,14 +60,11 @@ def graphed(
     if current.block is not None:
         raise RuntimeError("graphed: give it the recipe, and call it outside of opfuse.autocast")
     for name, layer in found:
-        _refuse(name, layer, recipe)
+        _refuse(name, layer)
     calls = _calls(model, found, args, kwargs)
 
-    def around() -> Any:
-        return contextlib.nullcontext() if recipe is None else opfuse.autocast(recipe)
-
     made = [
-        GraphedForward(name, layer, call, around)
+        GraphedForward(name, layer, call, recipe)
         for (name, layer), call in zip(found, calls, strict=True)
     ]
     _capture(made)
@@ -113,7 +108,7 @@ def _layers(model: nn.Module, names: Iterable[str] | None) -> list[tuple[str, nn
     return found
 
 
-def _refuse(name: str, layer: nn.Module, recipe: Any) -> None:
+def _refuse(name: str, layer: nn.Module) -> None:
     """Raise for what no graph can hold."""
     what = f"graphed: {name}"
     if isinstance(vars(layer).get("forward"), GraphedForward):
@@ -134,12 +129,6 @@ def _refuse(name: str, layer: nn.Module, recipe: Any) -> None:
         if type(param) is not nn.Parameter or param.device.type != _DEVICE:
             kind, where = type(param).__name__, param.device.type
             raise RuntimeError(f"{what}.{key} is a {kind} on {where}: expected a Parameter on cuda")
-    ops = [op for op in layer.modules() if isinstance(op, opfuse.BasicOperation)]
-    if recipe is not None and any(op._prepared.ops() for op in ops):
-        raise RuntimeError(
-            f"{what} has names (opfuse.assign_names), so that its scales advance with those of the "
-            f"whole model, which the graph of a layer cannot do: leave the names out"
-        )
 
 
 def _calls(
@@ -195,6 +184,7 @@ def _capture(made: Sequence[GraphedForward]) -> None:
     for each in reversed(made):
         with _named(each.name):
             each.capture_backward(pool)
+        each.captured.discard()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+import opfuse
+from opfuse.core.scale_update import CapturedBlock, current_backward
 from opfuse.core.settings import current
 
 _TENSOR = "a tensor"
@@ -79,11 +81,11 @@ class GraphedForward:
         name: Of the layer, for errors.
         layer: The layer.
         call: A call with the tensors that the graphs read; each has memory of its own.
-        around: Makes the contexts in which the layer runs.
+        recipe: The recipe or its name, or None.
     """
 
-    def __init__(self, name: str, layer: nn.Module, call: Call, around: Callable[[], Any]) -> None:
-        self.name, self.layer, self.call, self._around = name, layer, call, around
+    def __init__(self, name: str, layer: nn.Module, call: Call, recipe: Any) -> None:
+        self.name, self.layer, self.call, self.recipe = name, layer, call, recipe
         self.original = layer.forward
         self.outer = vars(layer).get("forward")  # what another tool put there
         self._held = [
@@ -100,13 +102,21 @@ class GraphedForward:
         self.results: list[Tensor] = []
         self._turn, self._ready = 0, False
 
-    def run(self) -> list[Tensor]:
-        """Run the layer on the tensors of its graphs."""
-        args, kwargs = self.call.arguments()
+    @contextlib.contextmanager
+    def _around(self) -> Iterator[None]:
+        """The contexts in which a layer is captured."""
         automatic = torch.is_autocast_enabled("cuda")
         # a weight that autocast had cast would be read in every replay
         uncached = torch.autocast("cuda", enabled=automatic, cache_enabled=False)
-        with self._around(), uncached:
+        low = contextlib.nullcontext() if self.recipe is None else opfuse.autocast(self.recipe)
+        self.block = CapturedBlock()
+        with uncached, current.temporarily(block=self.block), low:
+            yield
+
+    def run(self) -> list[Tensor]:
+        """Run the layer on the tensors of its graphs."""
+        args, kwargs = self.call.arguments()
+        with self._around():
             self._modes = modes()
             results, self._spec = tree_flatten(self.original(*args, **kwargs))
         others = [type(x).__name__ for x in results if not isinstance(x, Tensor)]
@@ -127,6 +137,7 @@ class GraphedForward:
         self.run()
         self._make_grads()
         self.differentiate()
+        self.block.discard()
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward."""
@@ -140,6 +151,7 @@ class GraphedForward:
         by_tensor = dict(zip(map(id, self._wanted), found, strict=True))
         given = [*self.call.tensors, *self.trained]
         self._gradients = [by_tensor.get(id(x)) for x in given]
+        self.captured = self.block  # no later run of the layer adds to it
 
     def _make_grads(self) -> None:
         """Gradients of the results, in memory of their own."""
@@ -180,6 +192,8 @@ class GraphedForward:
                 if place.data_ptr() != tensor.data_ptr():
                     place.copy_(tensor)
         self._replay()
+        for ran in self.captured.forward if current.block is not None else ():
+            current.block.begin(*ran)
         self._turn, self._ready = self._turn + 1, True
         return self._turn
 
@@ -206,6 +220,8 @@ class GraphedForward:
                 if param.grad.data_ptr() == found.data_ptr():
                     param.grad = param.grad.clone()
         self._replay_backward()
+        for ran in self.captured.backward:
+            current_backward().add(*ran)
         return [None if x is None else x.detach() for x in self._gradients]
 
     def __reduce__(self) -> Any:
