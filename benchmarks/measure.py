@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuse.core import authoring
+from opfuse.report.calls import saved_bytes as count_saved_bytes
 from opfuse.tuning import clock
 
 from .chains import Work, several
@@ -225,7 +225,7 @@ def unrest(numerator: Sequence[float], denominator: Sequence[float]) -> float:
 def saved_bytes(built: Built, inputs: list[Tensor]) -> int:
     """What one forward keeps for the backward, parameters not counted, each storage once."""
     with around(built, "forward"):
-        return authoring.saved_bytes(lambda: built.model(*inputs), built.params)
+        return count_saved_bytes(lambda: built.model(*inputs), built.params)
 
 
 def peak_bytes(step: Step, device: torch.device) -> int | None:

@@ -147,7 +147,7 @@ class Ready:
         from torch._inductor.compile_fx import compile_fx
 
         import opfuse
-        from opfuse.core.authoring import saved_bytes
+        from opfuse.report.calls import saved_bytes
 
         same: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self.model, self._inputs, self._cast = copy.deepcopy(model, same), inputs, cast

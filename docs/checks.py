@@ -172,7 +172,7 @@ CAUSES = {
     "recipe": "a tensor is cast twice, or by another quantizer; a quantizer's state is read late",
     "held_results": (
         "an in-place operation or `out=` on what an operation of PyTorch gave, or on a view of it, "
-        "without asking `opfuse.core.authoring.may_write`"
+        "without asking `opfuse.ops.authoring.may_write`"
     ),
     "opcheck": (
         "a custom operator without a fake implementation, or whose schema says that it changes "

@@ -31,7 +31,7 @@ from benchmarks import (
 from benchmarks.cases import CASES, TITLES, Case, Goal, expand, goal
 from benchmarks.run import Harness, select, together
 from opfuse import ops
-from opfuse.core.authoring import matmul_precision
+from opfuse.ops.authoring import matmul_precision
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from opfuse.core.authoring import is_captured
+from opfuse.ops.authoring import is_captured
 
 
 @pytest.mark.parametrize("capturing", [0, 1])

@@ -243,7 +243,7 @@ def test_looking_up_a_plan_runs_no_parametrization_for_good():
     chain, x = opfuse.Sequential(ops.Linear(16, 16), ops.GELU()), torch.randn(8, 16)
     nn.utils.parametrize.register_parametrization(chain[0], "weight", Noisy())
     Noisy.runs, before = 0, torch.get_rng_state()
-    assert opfuse.core.authoring.plan_of(chain, x) is not None
+    assert opfuse.report.calls.plan_of(chain, x) is not None
     assert standing_for(chain[0], "weight") is chain[0].parametrizations.weight.original
     assert Noisy.runs == 0 and torch.equal(torch.get_rng_state(), before)
     compiled = torch.compile(chain, backend="eager")
@@ -280,5 +280,5 @@ def test_spectral_norm_advances_once_in_a_call():
     nn.utils.parametrizations.spectral_norm(chain[0])
     twin, x = copy.deepcopy(chain), torch.randn(8, 16)
     assert standing_for(chain[0], "weight").requires_grad
-    assert opfuse.core.authoring.plan_of(chain, x).backward
+    assert opfuse.report.calls.plan_of(chain, x).backward
     assert torch.equal(chain(x), twin(x))

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import added, may_write, reusable
 from opfuse.core.overwriting import unseen
+from opfuse.ops.authoring import added, may_write, reusable
 from opfuse.testing.checks.memory import Holding
 
 aten = torch.ops.aten
@@ -219,8 +219,8 @@ LIST = "it is a list"
 ALLOWED = {
     "opfuse.core.engine.write_backward.Backward._leave_out_unreached": LIST,
     "opfuse.core.overwriting.put_back": STATE,
-    "opfuse.core.precision._library_adds": "it asks a library, once",
-    "opfuse.core.precision.add_product": GIVEN,
+    "opfuse.ops.arithmetic._library_adds": "it asks a library, once",
+    "opfuse.ops.arithmetic.add_product": GIVEN,
     "opfuse.core.quantization.quantizer.Quantizer.discard": STATE,
     "opfuse.core.quantization.state.QuantizerStates._restore": STATE,
     "opfuse_distributed.ranks._Summed.wait": "a collective fills it",

@@ -13,15 +13,13 @@ import torch
 import opfuse
 from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops
 from opfuse.core import plugins
-from opfuse.core.authoring import plan_of
 from opfuse.core.engine.chain import Chain
 from opfuse.core.engine.cover import best_cover
-from opfuse.core.engine.edges import Edges, Needs
-from opfuse.core.engine.facts import Facts
+from opfuse.core.engine.facts import Edges, Facts, Needs, Step
 from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.core.engine.selection import choose
-from opfuse.core.engine.step import Step
 from opfuse.core.records import FusionSource
+from opfuse.report.calls import plan_of
 
 
 class Op(opfuse.BasicOperation):

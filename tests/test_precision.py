@@ -14,7 +14,7 @@ from torch import backends
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import matmul_precision
+from opfuse.ops.authoring import matmul_precision
 from opfuse.tuning import table as tables
 
 pytestmark = pytest.mark.alone  # of settings of PyTorch, which a plugin is told
@@ -85,7 +85,7 @@ def test_a_chain_is_planned_under_compile(way):
 
 def test_what_the_environment_says():
     """torch reads this variable when it is imported."""
-    code = "from opfuse.core.authoring import matmul_precision as p; print(p('cpu'), p('cuda'))"
+    code = "from opfuse.ops.authoring import matmul_precision as p; print(p('cpu'), p('cuda'))"
     variable = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],

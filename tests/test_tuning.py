@@ -29,7 +29,7 @@ from tuned import Prescribed
 import opfuse
 from opfuse import Fusion, ops
 from opfuse.core.engine.cover import conflict
-from opfuse.core.engine.step import Step
+from opfuse.core.engine.facts import Step
 from opfuse.core.environment import device_name
 from opfuse.core.records import FusionSource
 from opfuse.ops import GELU, Identity, ReLU, SiLU

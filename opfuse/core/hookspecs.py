@@ -314,7 +314,7 @@ def opfuse_wrap_step(step: Any, pass_name: str, facts: Any, run: Run) -> Run | N
     name ``"recompute"`` for a step whose output the backward computes again.
 
     Args:
-        step: The :class:`opfuse.core.engine.step.Step`: its ops, and the fusion if it is fused.
+        step: The :class:`opfuse.core.engine.facts.Step`: its ops, and the fusion if it is fused.
         pass_name: ``"forward"``, ``"backward"`` or ``"recompute"``.
         facts: The :class:`opfuse.core.engine.facts.Facts` that the plan is made from.
         run: The method: ``op_forward``, ``op_backward``, ``fuser_forward``, ``fuser_backward`` or

@@ -3,8 +3,8 @@
 Another may hold a result. A mode sees each one, a ``TorchDispatchMode`` or a ``TorchFunctionMode``:
 selective activation checkpointing keeps those that its policy names, and returns them when it
 computes again. Hooks of saved tensors see none of those that are asked about here, since autograd
-saves nothing where it does not record. So a forward or a backward overwrites a result only by the
-functions of this module, or where :func:`may_write` says that it may. What runs beside the user's
+saves nothing where it does not record. So a forward or a backward overwrites a result only where
+:func:`may_write` says that it may. What runs beside the user's
 own calls is seen by no mode, in a block :func:`without_modes`.
 """
 
@@ -21,7 +21,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .precision import cast
 from .settings import current
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -100,47 +99,6 @@ def without_modes() -> Iterator[None]:
         finally:
             for key in {*parametrize._cache} - cached:
                 del parametrize._cache[key]
-
-
-def reusable(result: Tensor, *operands: Tensor) -> Tensor | None:
-    """The ``out`` of an operation that may overwrite a result; None: it makes a new tensor.
-
-    Args:
-        result: The result of another operation.
-        *operands: The further operands.
-    """
-    return result if may_write(result, *operands) else None
-
-
-def added(total: Tensor, part: Tensor, alpha: float = 1.0) -> Tensor:
-    """``total + alpha * part`` in the dtype of ``total``, which it overwrites if it may."""
-    if may_write(total, part):
-        return total.add_(part, alpha=alpha)
-    return cast(torch.add(total, part, alpha=alpha), total.dtype)
-
-
-def multiplied(result: Tensor, factor: Tensor) -> Tensor:
-    """``result * factor``; it overwrites the result if it may."""
-    return torch.mul(result, factor, out=reusable(result, factor))
-
-
-def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a @ b`` of matrices; it overwrites the sum if it may. None: zero."""
-    return a.mm(b) if total is None else torch.addmm(total, a, b, out=reusable(total, a, b))
-
-
-def with_shares(dz: Tensor, places: Tensor, shares: Tensor) -> Tensor:
-    """Matrices with shares added at places of each row; it overwrites them if it may."""
-    if not dz.shape[-1]:
-        return dz
-    add = dz.scatter_add_ if may_write(dz, shares) else dz.scatter_add
-    return add(-1, places, shares)
-
-
-def filled(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
-    """A tensor with a value where a mask is set; it overwrites the tensor if it may."""
-    fill = tensor.masked_fill_ if may_write(tensor) else tensor.masked_fill
-    return fill(mask, value)
 
 
 def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:

@@ -20,24 +20,11 @@ from typing import Any
 
 import pluggy
 
-from . import hookspecs
+from . import hookspecs, records
 from .errors import CallRefusedError, PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Recipe
-from .records import (
-    EntryPoints,
-    FusionSource,
-    PluginFilter,
-    PluginRecord,
-    check_hookimpl,
-    check_hooks,
-    check_plugin,
-    checked_options,
-    checked_recipes,
-    installed_plugins,
-    is_strict,
-    normalize,
-)
+from .records import EntryPoints, FusionSource, PluginFilter, PluginRecord, is_strict, normalize
 from .settings import CORE_OPTIONS, Setting, current
 
 
@@ -81,7 +68,7 @@ class PluginManager:
         Args:
             packages: The package that gives an attribute, a command or a recipe, for errors.
         """
-        found, self.entry_points = installed_plugins()
+        found, self.entry_points = records.installed_plugins()
         known = sorted([*self.records, *self.tools, *found], key=lambda record: record.key)
         self.records = [record for record in known if not record.is_tool]
         self.tools = [record for record in known if record.is_tool]
@@ -105,9 +92,14 @@ class PluginManager:
             raise ImportError(why)
         raise AttributeError(f"module {where!r} has no attribute {name!r}")
 
-    def why_missing(self, name: str) -> str:
-        """The sentence for an attribute or a command of a package that is not installed, or ""."""
-        package = self.packages.get(name)
+    def why_missing(self, name: str, package: str = "") -> str:
+        """The sentence for what needs a package that is not installed; ``""``: none has it.
+
+        Args:
+            name: An attribute or a command, or what needs the package.
+            package: The package; by default the one that is known to have ``name``.
+        """
+        package = package or self.packages.get(name, "")
         needs = f"{name} needs the package {package}, which is not installed"
         return f"{needs}: python -m pip install {package}" if package else ""
 
@@ -132,7 +124,7 @@ class PluginManager:
         Raises:
             TypeError: ``plugin`` is no module or object with hooks, or ``name`` no string.
         """
-        check_plugin(plugin)
+        records.check_plugin(plugin)
         if not isinstance(name, str):
             raise TypeError(
                 f"opfuse.plugins.register expected a string as the plugin's name, got {name!r}"
@@ -253,8 +245,8 @@ class PluginManager:
                 if is_strict():
                     raise
                 who = f"the hooks {entry.value} of {entry.dist.name} {entry.dist.version}"
-                why = f"{type(error).__name__}: {error}. Everything else works without them"
-                text = f"{who} are not known: {why}; OPFUSE_STRICT=1 raises this."
+                text = f"{who} are not known: {type(error).__name__}: {error}. Everything else "
+                text += "works without them; OPFUSE_STRICT=1 raises this."
                 warnings.warn(PluginWarning(text), stacklevel=3)
 
     def _load(self, record: PluginRecord) -> None:
@@ -283,7 +275,7 @@ class PluginManager:
 
     def _register_hooks(self, record: PluginRecord, plugin: Any) -> None:
         """Register a plugin with pluggy; refuse one registered before, and unknown hooks."""
-        check_plugin(plugin)
+        records.check_plugin(plugin)
         for other in (*self.records, *self.tools):
             if other.plugin is plugin:
                 raise ValueError(
@@ -305,9 +297,9 @@ class PluginManager:
                     f"package that may be missing with optionalhook=True"
                 )
             for impl in mine:
-                check_hookimpl(caller.name, impl)
+                records.check_hookimpl(caller.name, impl)
         record.hooks = tuple(sorted(caller.name for caller in callers if caller.has_spec()))
-        check_hooks(record)
+        records.check_hooks(record)
 
     def _read_hooks(self, record: PluginRecord) -> None:
         """Call the hooks of a plugin that are called once."""
@@ -315,9 +307,9 @@ class PluginManager:
             (passes, fusion) for passes in PASSES for fusion in self._fusions(record, passes)
         )
         for recipes in self._call(record, "opfuse_recipes"):
-            record.recipes.update(checked_recipes(recipes))
+            record.recipes.update(records.checked_recipes(recipes))
         for options in self._call(record, "opfuse_options"):
-            record.options.update(checked_options(record, options))
+            record.options.update(records.checked_options(record, options))
         for name in record.options if record.is_tool else ():
             owners = [other.name for other in self.tools if name in other.options]
             package = self.packages.get(f"option {name}", record.distribution)
@@ -339,9 +331,8 @@ class PluginManager:
                 raise TypeError(f"{hook} must return a list of Fusion, got {type(result).__name__}")
             for fusion in result:
                 if not isinstance(fusion, Fusion) and not callable(fusion):
-                    raise TypeError(
-                        f"{hook} must return a list of Fusion, one item is {type(fusion).__name__}"
-                    )
+                    got = type(fusion).__name__
+                    raise TypeError(f"{hook} must return a list of Fusion, one item is {got}")
                 yield fusion
 
     def _fail(self, record: PluginRecord, stage: str, error: BaseException) -> None:
@@ -349,11 +340,9 @@ class PluginManager:
         record.error = f"{stage}: {type(error).__name__}: {error}"
         if is_strict():
             raise error
-        text = (
-            f"opfuse plugin {record.name!r} ({record.distribution} {record.version}) failed at "
-            f"{record.error}. Everything else works without it; OPFUSE_PLUGINS=-{record.name} "
-            f"silences this, OPFUSE_STRICT=1 raises it."
-        )
+        who = f"opfuse plugin {record.name!r} ({record.distribution} {record.version})"
+        how = f"OPFUSE_PLUGINS=-{record.name} silences this, OPFUSE_STRICT=1 raises it"
+        text = f"{who} failed at {record.error}. Everything else works without it; {how}."
         warnings.warn(PluginWarning(text), stacklevel=3)
 
     # Contributions of plugins

@@ -165,15 +165,13 @@ def check_option(owner: str, name: str, value: Any, default: Any) -> None:
 
     A default of None accepts any value.
     """
+    who = f"option {name!r} of the plugin {owner}: expected"
+    accepted = (int, float) if type(default) is float else (type(default),)
     if isinstance(default, tuple):
         if value not in default:
-            expected = f"expected {' or '.join(map(repr, default))}, got {value!r}"
-            raise ValueError(f"option {name!r} of the plugin {owner}: {expected}")
-        return
-    accepted = (int, float) if type(default) is float else (type(default),)
-    if default is not None and type(value) not in accepted:
-        expected = f"expected {type(default).__name__} such as {default!r}, got {value!r}"
-        raise TypeError(f"option {name!r} of the plugin {owner}: {expected}")
+            raise ValueError(f"{who} {' or '.join(map(repr, default))}, got {value!r}")
+    elif default is not None and type(value) not in accepted:
+        raise TypeError(f"{who} {type(default).__name__} such as {default!r}, got {value!r}")
 
 
 def check_hooks(record: PluginRecord) -> None:
@@ -187,27 +185,22 @@ def check_hooks(record: PluginRecord) -> None:
 
 def checked_options(record: PluginRecord, options: Any) -> dict[str, Any]:
     """Return the answer of ``opfuse_options`` after checking it."""
-    wanted = (
-        "a dict of plain names to Option"
-        if record.is_tool
-        else f"a dict of '{record.name}.<option>'"
-    )
-    if not isinstance(options, dict) or not all(
-        isinstance(value, Option) and str(name).isidentifier()
-        if record.is_tool
-        else str(name).partition(".")[0] in record.names
-        for name, value in options.items()
-    ):
-        raise TypeError(f"opfuse_options must return {wanted}, got {options!r}")
-    return options
+    entries = options.items() if isinstance(options, dict) else [("", None)]
+    if record.is_tool:
+        fits = all(str(name).isidentifier() and isinstance(o, Option) for name, o in entries)
+    else:
+        fits = all(str(name).partition(".")[0] in record.names for name, _ in entries)
+    if not fits:
+        wanted = "plain names to Option" if record.is_tool else f"'{record.name}.<option>'"
+        raise TypeError(f"opfuse_options must return a dict of {wanted}, got {options!r}")
+    return options  # type: ignore[no-any-return]
 
 
 def checked_recipes(recipes: Any) -> dict[str, type[Recipe]]:
     """Return the answer of ``opfuse_recipes`` after checking it."""
     if not isinstance(recipes, dict):
-        raise TypeError(
-            f"opfuse_recipes must return a dict of Recipe subclasses, got {type(recipes).__name__}"
-        )
+        got = type(recipes).__name__
+        raise TypeError(f"opfuse_recipes must return a dict of Recipe subclasses, got {got}")
     for name, recipe in recipes.items():
         if not (isinstance(recipe, type) and issubclass(recipe, Recipe)):
             raise TypeError(f"opfuse_recipes: {name!r} must be a Recipe subclass, got {recipe!r}")

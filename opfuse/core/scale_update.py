@@ -13,8 +13,7 @@ from torch.autograd import Variable
 from .plugins import manager
 from .quantization.coded_tensor import held_by
 from .quantization.names import matching
-from .quantization.quantizer import CALIBRATING, Quantizer
-from .quantization.recipe import Recipe
+from .quantization.quantizer import CALIBRATING, Quantizer, Recipe
 from .quantization.state import PreparedOps
 from .settings import current, is_captured
 from .tools import require, wrap

@@ -97,9 +97,7 @@ def require(tool: str, who: str, text: str | None) -> None:
             return
         why = record.error or f"the selection of plugins {text!r} switches it off"
         raise RuntimeError(f"{who} needs the tool {record.name}: {why}")
-    package = manager.packages.get(f"tool {tool}", tool)
-    needs = f"{who} needs the package {package}, which is not installed"
-    raise ImportError(f"{needs}: python -m pip install {package}")
+    raise ImportError(manager.why_missing(who, manager.packages.get(f"tool {tool}", tool)))
 
 
 def tool_option(name: str, text: str | None) -> Option:
@@ -133,9 +131,8 @@ def check_options(given: Options, text: str | None) -> None:
         TypeError: The type differs from that of the default.
     """
     selection = PluginFilter.parse(text)
-    active = [
-        r for r in manager.records if r.state == "loaded" and selection.position(r) is not None
-    ]
+    loaded = [record for record in manager.records if record.state == "loaded"]
+    active = [record for record in loaded if selection.position(record) is not None]
     for name, value in given:
         if "." not in name:
             if name not in CORE_OPTIONS:

@@ -49,8 +49,7 @@ def _shared(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     found = casts.get(key)
     if found is None or found[1] != weight._version:
         casts[key] = found = weight, weight._version, weight.to(dtype)  # the id stays its own
-    cast: Tensor = found[2]
-    return cast
+    return found[2]
 
 
 def _of_block() -> _Casts:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.overwriting import may_write
-from ..core.precision import wide
+from .arithmetic import wide
 
 BLOCK = 1 << 18
 """The number of values in a block.

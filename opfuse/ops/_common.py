@@ -101,33 +101,6 @@ class RowwiseOperation(BasicOperation):
     grad_input = "fresh"
 
 
-class WithLaterArguments(BasicOperation):
-    """An op that takes Transformer Engine's arguments for features of a later release.
-
-    A subclass names them in its own signature, and passes them to this ``__init__``.
-
-    Args:
-        **given: Their values in the constructor's call.
-
-    Raises:
-        NotImplementedError: One asks for an unsupported feature.
-    """
-
-    _later: ClassVar[dict[str, str]] = {
-        "userbuffers_options": "overlapped communication",
-        "single_grouped_weight": "one parameter for all groups",
-        "single_grouped_bias": "one parameter for all groups",
-        "delay_wgrad_compute": "a later gradient of the weights",
-    }
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__()
-        for name, value in given.items():
-            if value not in (None, False):
-                what = f"{type(self).__name__}: {name}={value!r} is not supported"
-                raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")
-
-
 class ExtraTensorOperation(BasicOperation):
     """An op with extra inputs or outputs: only ``fuser_forward`` and ``fuser_backward`` run it."""
 

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.quantization import (
-    COLUMNWISE,
-    ROWWISE,
-    QuantizedTensor,
-    Quantizer,
-    Usage,
-    WeightCache,
-    dequantize,
-)
+from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Quantizer, Usage, dequantize
 from ..core.quantization.quantizer import same_quantizer
-from ..core.quantization.weights import may_remember
+from ..core.quantization.weights import WeightCache, may_remember
 from ..core.settings import current
 from ._common import rows_of
 
@@ -120,8 +112,7 @@ def quantized_backward(
 
     def plain(tensor: Any, usage: Usage) -> Tensor:
         if override is None:
-            wide: Tensor = tensor.widened(usage)
-            return wide
+            return tensor.widened(usage)  # type: ignore[no-any-return]
         return dequantize(tensor, usage).to(dtype)
 
     dx: Tensor | None = None

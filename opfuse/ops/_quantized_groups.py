@@ -196,10 +196,8 @@ class QuantizedGroups:
             grads = [None if grads[0] is None else torch.stack(grads)]
         return None if dxs[0] is None else torch.cat(dxs), grads
 
-    @property
-    def _count(self) -> int:
-        """How many parameters have the weights."""
-        return 1 if self._stacked else len(self._each)
+    _count: Any = property(lambda self: 1 if self._stacked else len(self._each))
+    """How many parameters have the weights."""
 
     @functools.cached_property
     def _counts(self) -> list[int]:

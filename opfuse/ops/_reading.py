@@ -61,8 +61,7 @@ def eps_of(cls: type, module: nn.Module, eps: float | None) -> float:
         wanted = f"{cls.__name__} expected one number as eps or variance_epsilon of the module"
         got = f"got {theirs or 'neither'} from {type(module).__name__}"
         raise ValueError(f"{wanted}, {got}: pass eps")
-    number: float = next(iter(found.values()))
-    return number
+    return next(iter(found.values()))  # type: ignore[no-any-return]
 
 
 def check_stock(cls: type, module: Any, wanted: type[nn.Module]) -> None:

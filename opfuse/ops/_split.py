@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -66,8 +66,7 @@ def split_of(op: object, mode: str | None, group: Any, sequence: bool = False) -
         raise RuntimeError(f"{type(op).__name__}: tensor_parallel_mode={mode!r} needs {needed}")
     if (group is None or isinstance(group, dist.ProcessGroup)) and dist.get_world_size(group) == 1:
         return NotSplit()
-    found: NotSplit = manager.give("opfuse.ops", "TensorParallel").of(mode, group, sequence)
-    return found
+    return manager.give("opfuse.ops", "TensorParallel").of(mode, group, sequence)  # type: ignore[no-any-return]
 
 
 class SplitLayer:
@@ -75,25 +74,10 @@ class SplitLayer:
 
     _split: NotSplit
 
-    @property
-    def tensor_parallel_mode(self) -> str | None:
-        """How the layer is split among processes."""
-        return self._split.mode
-
-    @property
-    def tensor_parallel_group(self) -> Any:
-        """The processes; None: all."""
-        return self._split.group
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """The number of processes."""
-        return self._split.size
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tensors outside of the layer are split along the rows."""
-        return self._split.sequence
+    tensor_parallel_mode: Any = property(lambda self: self._split.mode)
+    tensor_parallel_group: Any = property(lambda self: self._split.group)
+    tensor_parallel_size: Any = property(lambda self: self._split.size)
+    sequence_parallel: Any = property(lambda self: self._split.sequence)
 
 
 def check_tracker(op: object, tracker: Tracker) -> None:
@@ -110,3 +94,30 @@ def check_tracker(op: object, tracker: Tracker) -> None:
 def forked(tracker: Tracker) -> AbstractContextManager[Any]:
     """The context in which this process draws its own numbers."""
     return nullcontext() if tracker is None else tracker().fork()
+
+
+class WithLaterArguments(BasicOperation):
+    """An op that takes Transformer Engine's arguments for features of a later release.
+
+    A subclass names them in its own signature, and passes them to this ``__init__``.
+
+    Args:
+        **given: Their values in the constructor's call.
+
+    Raises:
+        NotImplementedError: One asks for an unsupported feature.
+    """
+
+    _later: ClassVar[dict[str, str]] = {
+        "userbuffers_options": "overlapped communication",
+        "single_grouped_weight": "one parameter for all groups",
+        "single_grouped_bias": "one parameter for all groups",
+        "delay_wgrad_compute": "a later gradient of the weights",
+    }
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        for name, value in given.items():
+            if value not in (None, False):
+                what = f"{type(self).__name__}: {name}={value!r} is not supported"
+                raise NotImplementedError(f"{what}, {self._later[name]} comes with a later release")

@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from ..core.cast import PassThrough
 from ..core.introspection import PASS_METHODS
 from ..core.op_context import OperationContext, Unread
-from ..core.overwriting import may_write, reusable
-from ..core.precision import cast, wide, widen
+from ..core.overwriting import may_write
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, in_blocks
 from ._common import OpGrads, RowwiseOperation, check_bool, expected
 from ._samples import samples
+from .arithmetic import cast, reusable, wide, widen
 
 _FORMULAS = "value", "derivative", "linear_value", "linear_derivative", "split", "join"
 """The methods that say what an activation computes."""
@@ -149,10 +149,7 @@ class Activation(RowwiseOperation):
         """That of formulas of the library, which compute each value alone."""
         return ("rows",) if self._in_parts else ()
 
-    @property
-    def cache_quantized_input(self) -> bool:
-        """True if the input is kept in FP8."""
-        return self._caches
+    cache_quantized_input: Any = property(lambda self: self._caches)
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """See :meth:`opfuse.ops.BasicOperation.reset_recipe_state`."""

@@ -14,23 +14,15 @@ from torch.nn import functional as F
 from ..core.fusible import ParamSource
 from ..core.introspection import overridden
 from ..core.op_context import OperationContext, Unread
-from ..core.precision import add_product, adds_itself
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.settings import current
 from ._autocast import cast_weights
-from ._common import (
-    OpGrads,
-    RowwiseOperation,
-    WithLaterArguments,
-    check_size,
-    expected,
-    rows_of,
-    shows,
-)
+from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
 from ._main_grad import accumulate_main_grad, main_grads
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
-from ._split import SplitLayer, check_tracker, forked, split_of
+from ._split import SplitLayer, WithLaterArguments, check_tracker, forked, split_of
+from .arithmetic import add_product, adds_itself
 
 
 class LinearOperation(RowwiseOperation):
@@ -199,15 +191,8 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         op.name = name
         return op
 
-    @property
-    def local_in_features(self) -> int | None:
-        """``in_features``."""
-        return self.in_features
-
-    @property
-    def local_out_features(self) -> int | None:
-        """``out_features``."""
-        return self.out_features
+    local_in_features: Any = property(lambda self: self.in_features)
+    local_out_features: Any = property(lambda self: self.out_features)
 
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import added, may_write, multiplied, tracing, with_shares
-from ..core.precision import wide, widen
+from ..core.overwriting import may_write, tracing
 from . import _blocks
 from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
 from ._samples import sample_targets, samples
+from .arithmetic import added, multiplied, wide, widen, with_shares
 
 REDUCTIONS = ("mean", "sum", "none")
 

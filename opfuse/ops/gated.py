@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
-from ..core.overwriting import filled, may_write, reusable, tracing
-from ..core.precision import cast, wide
+from ..core.overwriting import may_write, tracing
 from ._blocks import blocks, in_blocks
 from ._common import check_size, expected, shows
 from ._samples import BOUNDED, CLAMPED, INTERLEAVED, samples
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU, sigmoid
+from .arithmetic import cast, filled, reusable, wide
 
 
 class GatedActivation(Activation, built_in=True):

@@ -21,9 +21,9 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from ..core.overwriting import may_write
-from ..core.precision import add_product, adds_itself, cast, widen
 from ._common import sum_rows
 from ._products import tiled
+from .arithmetic import add_product, adds_itself, cast, widen
 
 Matrices = Sequence[Tensor] | Tensor
 """The matrix of each group; one tensor may hold all."""

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ..core.extra_dtypes import is_kind, refuse_kind
 from ..core.fusible import ParamSource
 from ..core.introspection import overridden
+from ..core.op import is_kind, refuse_kind
 from ..core.op_context import AllGrads, Outputs
-from ..core.precision import cast
 from ..core.quantization import QuantizerRole
-from ._common import ExtraTensorOperation, WithLaterArguments, check_size, expected, shows
+from ._common import ExtraTensorOperation, check_size, expected, shows
 from ._main_grad import accumulate_main_grad, main_grads
 from ._quantized_groups import QuantizedGroups
 from ._reading import tensor_of
-from ._split import check_tracker, forked
+from ._split import WithLaterArguments, check_tracker, forked
+from .arithmetic import cast
 from .basic_linear import BasicLinear, LinearOperation, draw
 from .grouped import Groups, GroupsOf, groups_of
 
@@ -209,15 +209,8 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             for param in self.parameters():
                 draw(param, self.in_features)
 
-    @property
-    def has_bias(self) -> bool:
-        """True if there are biases."""
-        return self.bias0 is not None
-
-    @property
-    def scales_bias(self) -> bool:
-        """True if there are biases, and each is scaled by row."""
-        return self.num_extra_inputs == 2
+    has_bias: Any = property(lambda self: self.bias0 is not None)
+    scales_bias: Any = property(lambda self: self.num_extra_inputs == 2)
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -412,14 +405,10 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             return of_biases, (None,)
         return of_biases, (groups.scale_grads(dy, biases).to(scales.dtype),)
 
-    @property
-    def _count(self) -> int:
-        """The number of weight parameters; those of the biases follow."""
-        return 1 if self.is_stacked else self.num_groups
+    _count: Any = property(lambda self: 1 if self.is_stacked else self.num_groups)
+    """The number of weight parameters; those of the biases follow."""
 
-    @property
-    def _features(self) -> tuple[int, int]:
-        return self.in_features, self.out_features  # type: ignore[return-value]
+    _features: Any = property(lambda self: (self.in_features, self.out_features))
 
     def _check(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> None:
         shape = input_.shape

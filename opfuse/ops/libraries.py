@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..core.environment import Environment
 from ..core.fused_op import FusedOperation
-from ..core.overwriting import added
+from .arithmetic import added
 
 ONEDNN_MIN_SIZE = 1 << 14
 """Elements of the left operand below which oneDNN, called directly, costs more than it saves.
@@ -112,8 +112,7 @@ def onednn_linear(
 ) -> Tensor:
     """The product in oneDNN, with an activation after it that oneDNN calls ``name``."""
     bias = None if bias is None else bias.to(x.dtype)
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)
-    return y
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, name, [], form)  # type: ignore[no-any-return]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
 from ._reading import check_stock, tensor_of
-from ._split import NotSplit, SplitLayer, forked, split_of
+from ._split import SplitLayer, forked, split_of
 from .basic_linear import BasicLinear, draw
 
 
@@ -93,10 +93,7 @@ class Bias(SplitLayer, RowwiseOperation):
         if not self._sources:
             nn.init.zeros_(self.bias)
 
-    @property
-    def tensor_parallel(self) -> bool:
-        """Whether each process has its part of the bias."""
-        return self._split.mode is not None
+    tensor_parallel: Any = property(lambda self: self._split.mode is not None)
 
     def extra_repr(self) -> str:
         """The size on this process, and how the bias is split."""
@@ -285,15 +282,8 @@ class Linear(SplitLayer, FusedOperation):
             if self.bias is not None and rank:  # what is added up is one bias
                 nn.init.zeros_(self.bias)
 
-    @property
-    def _linear(self) -> BasicLinear:
-        linear = self.basic_ops[0]
-        assert isinstance(linear, BasicLinear)
-        return linear
-
-    @property
-    def _split(self) -> NotSplit:  # type: ignore[override]
-        return self._linear._split
+    _linear: Any = property(lambda self: self.basic_ops[0])
+    _split: Any = property(lambda self: self._linear._split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):

@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from ..core.fusible import ParamSource
 from ..core.op_context import Unread
 from ..core.plugins import manager
-from ..core.precision import cast, wide
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
 from ._reading import check_stock, eps_of, tensor_of
 from ._samples import samples
+from .arithmetic import cast, wide
 
 
 class _Norm(RowwiseOperation):

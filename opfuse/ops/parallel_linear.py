@@ -13,7 +13,7 @@ from ..core.cast import Identity
 from ..core.fusible import ParamSource
 from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
-from ..core.overwriting import may_write, plus_product
+from ..core.overwriting import may_write
 from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.quantization.state import quantizer_names
 from ._autocast import cast_weights
@@ -21,6 +21,7 @@ from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import tensor_of
 from ._split import NotSplit
+from .arithmetic import plus_product
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
 from .linear import Linear
 
@@ -230,12 +231,9 @@ class ParallelLinear(LinearOperation):
         params, count, dtype = ctx.params, len(self.sizes), ctx.dtype or input_.dtype
         if ctx.quantizers:
             of_x, of_weights, biases = self.quantized_operands(ctx, input_)
-            plain = [tensor.dequantize().to(dtype) for tensor in (of_x, *of_weights)]
-            return (
-                plain[0],
-                self._apart(plain[1:]),
-                [b if b is None else b.to(dtype) for b in biases],
-            )
+            plain, *matrices = [each.dequantize().to(dtype) for each in (of_x, *of_weights)]
+            of_biases = [None if bias is None else bias.to(dtype) for bias in biases]
+            return plain, self._apart(matrices), of_biases
         x: Any = input_
         self._check_shapes(params)
         kept: Sequence[Tensor] = params[:count]

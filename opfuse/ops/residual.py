@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.op_context import AllGrads, OperationContext, Outputs
-from ..core.overwriting import added
 from ._common import ExtraTensorOperation, expected, shows
 from ._samples import samples
+from .arithmetic import added
 
 
 class _JoinOrFork(ExtraTensorOperation):
@@ -43,7 +43,7 @@ class AddExtraInput(_JoinOrFork):
             of a pipeline receives, and its gradient is that of the sum. An extra input out of a
             channel belongs to the chain and is left alone, and so is every one while
             ``torch.compile`` traces, or while a mode may hold it: see
-            :func:`opfuse.core.authoring.may_write`.
+            :func:`opfuse.ops.authoring.may_write`.
 
     Attributes:
         input_first: Whether the sum is ``x + extra`` instead.

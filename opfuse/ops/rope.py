@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
-from ..core.precision import wide
 from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, check_size, expected, shows
+from .arithmetic import wide
 
 Turns = tuple[Tensor, Tensor]
 """Cosine and sine of each pair, ``(..., rotary_dim / 2)``, or of each feature."""

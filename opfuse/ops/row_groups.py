@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.quantization.formats import (
-    FP8,
-    QuantizedTensor,
-    ScaledTensor,
-    Usage,
-    check_original,
-    check_scale,
-    check_tensor,
-    copy_to_read,
-    matrix_of,
-)
+from ..core.quantization.formats import FP8, QuantizedTensor, ScaledTensor, Usage, matrix_of
 
 _ROWWISE = Usage()
 
@@ -56,7 +46,7 @@ class RowGroups(QuantizedTensor):
 
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32; the host reads where groups end."""
-        copy_to_read(self, usage)
+        self.copy_to_read(usage)
         counts = counts_of(self.ends)
         each = zip(self.cut(counts, [None] * len(counts)), counts, strict=True)
         parts = [part.dequantize(usage)[:count] for part, count in each]
@@ -88,16 +78,16 @@ class GroupedTensor(RowGroups):
 
     def __post_init__(self) -> None:
         """Refuse tensors that do not fit the shape."""
-        rows, columns = check_original(self)
+        rows, columns = self.check_original()
         groups = () if self.ends is None else tuple(self.ends.shape)[:1]
-        check_tensor(self, "rowwise_data", self.shape, FP8)
+        self.check_tensor("rowwise_data", self.shape, FP8)
         size = room(rows, columns, groups[0] if groups else 1)
-        check_tensor(self, "columnwise_data", (size,), FP8)
-        check_tensor(self, "ends", groups, (torch.int32,))
-        check_tensor(self, "scale_inv", groups, (torch.float32,))
+        self.check_tensor("columnwise_data", (size,), FP8)
+        self.check_tensor("ends", groups, (torch.int32,))
+        self.check_tensor("scale_inv", groups, (torch.float32,))
         for name in self.data_names:
-            check_scale(self, name, "scale_inv")
-            check_scale(self, name, "ends")
+            self.check_scale(name, "scale_inv")
+            self.check_scale(name, "ends")
 
     usage = ScaledTensor.usage
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..core.introspection import overridden, why_apart
 from ..core.op_context import AllGrads, Outputs
-from ..core.precision import widen
 from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, expected
 from ._samples import BOUNDED, CLAMPED, INTERLEAVED, samples
 from .activation import Activation, SiLU, SReLU
+from .arithmetic import widen
 from .gated import ClampedSwiGLU, GatedActivation, SiTUGLU, SwiGLU
 
 

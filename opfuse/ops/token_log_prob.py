@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
-from ..core.overwriting import filled, may_write, multiplied, reusable, with_shares
+from ..core.overwriting import may_write
 from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
 from ._samples import sample_targets, samples
+from .arithmetic import filled, multiplied, reusable, with_shares
 from .cross_entropy import Spare, capped, gradients_by_parts, parts, uncapped, widened
 
 

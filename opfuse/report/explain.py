@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.engine.chain import Cut
 from ..core.engine.fuser import OperationFuser, _functorch_active
-from ..core.engine.partition import Cut
 from ..core.engine.plan import PlanStep, Refusal
 from ..core.engine.program import Program
 from ..core.fused_op import FusedOperation

@@ -26,9 +26,8 @@ from ..core.context_managers import autocast as quantize
 from ..core.context_managers import checkpoint_contexts, options
 from ..core.engine.chain import Chain
 from ..core.errors import PluginWarning
-from ..core.extra_dtypes import kinds_of
 from ..core.fusion import Fusion, FusionLike, classes_in, fusion_name
-from ..core.op import BasicOperation
+from ..core.op import BasicOperation, kinds_of
 from ..core.plugins import manager, using
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential

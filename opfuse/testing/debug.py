@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.engine.facts import Facts
-from ..core.engine.step import Step
+from ..core.engine.facts import Facts, Step
 from ..core.hookspecs import hookimpl
 from ..core.introspection import op_class
 from ..core.quantization import QuantizedTensor

@@ -17,8 +17,8 @@ import torch
 from .. import ops as built_in
 from ..core.engine.chain import Chain
 from ..core.engine.planner import rows_of
-from ..core.extra_dtypes import kinds_of
 from ..core.fusion import Fusion
+from ..core.op import kinds_of
 from ..core.quantization import Recipe, Usage
 from .cases import Case, Op, Subject, is_cast, params_of
 from .failures import Declined

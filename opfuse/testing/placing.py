@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops as built_in
 from ..core.engine.chain import Chain
-from ..core.engine.edges import Needs
+from ..core.engine.facts import Needs
 from ..core.engine.planner import edges_of
 from ..core.environment import Environment
 from ..core.fusion import OneOf, OneOrMore, Optional, Subclasses

@@ -29,7 +29,7 @@ from ..core.quantization import (
     Usage,
     nothing_recorded,
 )
-from ..core.quantization.formats import ScaledTensor, copy_to_read, untransposed
+from ..core.quantization.formats import ScaledTensor, untransposed
 from ..core.recipes import CACHE_RECIPE
 from ..core.records import PluginRecord
 from ..ops.row_groups import GroupedTensor, cast_each
@@ -135,7 +135,7 @@ class _Blocks(QuantizedTensor):
         return Usage(self.rowwise_data is not None, self.columnwise_data is not None)
 
     def dequantize(self, usage: Usage = ROWWISE) -> Tensor:
-        way = copy_to_read(self, usage)
+        way = self.copy_to_read(usage)
         codes, scale = getattr(self, f"{way}_data"), getattr(self, f"{way}_scale_inv")
         codes = _matrix(codes)
         each = scale.repeat_interleave(128, 1)[:, : codes.shape[1]]

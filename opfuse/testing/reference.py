@@ -170,10 +170,8 @@ def compare_codes(case: Case, what: str, got: Any, expected: QuantizedTensor) ->
         error = (mine.float() - other.float()).abs().nan_to_num()
         if (error > (1e-6 if case.subject.inexact else 0) * other.float().abs()).any():
             place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-            raise Failure(
-                f"{what}: {name} is {mine[place].item():.8g} instead of "
-                f"{other[place].item():.8g} at {place}"
-            )
+            how = f"{what}: {name} is {mine[place].item():.8g} instead"
+            raise Failure(f"{how} of {other[place].item():.8g} at {place}")
     for usage in (ROWWISE, COLUMNWISE):  # one copy may serve as the other
         if expected.copies.covers(usage) and not got.copies.covers(usage):
             if not torch.equal(got.dequantize(usage), expected.dequantize(usage)):
@@ -188,9 +186,8 @@ def _compare_data(case: Case, what: str, got: Tensor, expected: Tensor) -> None:
     share, most = count / steps.numel(), int(steps.max())
     found = f"{count} of {steps.numel()} codes differ ({100 * share:.2g} %), by up to {most} steps"
     if not case.subject.inexact:
-        raise Failure(
-            f"{what}: {found}; round where the separate ops round, or declare it in `inexact`"
-        )
+        how = f"{what}: {found};"
+        raise Failure(f"{how} round where the separate ops round, or declare it in `inexact`")
     if most > 1 or (share > MOST_CODES and count > 1):
         raise Failure(f"{what}: {found}; {MOST_CODES:.1%} by one step are allowed to be inexact")
     print(f"{case.subject.name}: {found}")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import ops as built_in
-from ..core.extra_dtypes import kinds_of
-from ..core.op import BasicOperation
+from ..core.op import BasicOperation, kinds_of
 
 LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
 

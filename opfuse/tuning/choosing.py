@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.engine.cover import best_cover, best_of, grouped, overlapping
-from ..core.engine.facts import Facts, Known
+from ..core.engine.facts import Facts, Known, Step
 from ..core.engine.selection import Choice
-from ..core.engine.step import Step
 from ..core.fusion import PASSES
 from .lookup import counting, subject_of
 from .table import Measurement, Table, subject_key

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..core.cast import Identity
-from ..core.engine.facts import Facts
-from ..core.engine.step import Step
+from ..core.engine.facts import Facts, Step
 from ..core.introspection import op_class
 from ..core.records import normalize
 from .table import Entries, Measurement

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..core.context_managers import options
+from ..core.engine.facts import Step
 from ..core.engine.fuser import OperationFuser
 from ..core.engine.program import Program
-from ..core.engine.step import Step
 from ..core.environment import shape_of
 from ..core.plugins import manager
 from ..core.settings import Recorder, current

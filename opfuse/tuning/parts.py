@@ -14,13 +14,10 @@ from torch import Tensor
 
 from ..core.cast import Cast
 from ..core.engine.chain import Chain
-from ..core.engine.compile import compile_program
-from ..core.engine.edges import Edges, Needs
-from ..core.engine.facts import Facts, Known
-from ..core.engine.planner import build_step
+from ..core.engine.facts import Edges, Facts, Known, Needs, Step
+from ..core.engine.planner import build_step, compile_program
 from ..core.engine.program import Program
 from ..core.engine.selection import Selection, find_candidates
-from ..core.engine.step import Step
 from ..core.environment import Environment
 from ..core.records import FusionSource
 

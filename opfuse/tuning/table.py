@@ -25,9 +25,9 @@ import torch
 
 from ..core.environment import Shape, device_name
 from ..core.plugins import manager
-from ..core.precision import matmul_precision
 from ..core.records import is_strict, normalize
 from ..core.settings import current
+from ..ops.arithmetic import matmul_precision
 
 FORMAT = 1
 THRESHOLD = 0.99

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..core.authoring import saved_bytes
+from ..core.engine.facts import Step
 from ..core.engine.program import Program
-from ..core.engine.step import Step
 from ..core.fusible import declared
+from ..report.calls import saved_bytes
 from .clock import Call
 from .comparing import problem_of
 from .job import one_line

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.authoring import saved_bytes
 from ..core.context_managers import options
 from ..core.environment import shape_of
 from ..core.introspection import op_class
 from ..core.settings import current
+from ..report.calls import saved_bytes
 from ..report.replaced_forward import ReplacedForward, replaced_forward
 from .clock import Call, Clock
 from .comparing import Exact, as_tuple, differ, gradients, in_fp64

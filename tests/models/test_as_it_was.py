@@ -23,8 +23,8 @@ from torch.nn.utils import parametrizations, parametrize
 from transformers import DynamicCache
 
 import opfuse
-from opfuse.core import authoring
 from opfuse.core.introspection import op_class
+from opfuse.report.calls import saved_bytes
 from opfuse.report.replaced_forward import replaced_forward
 
 SUPPORT = pathlib.Path(families.__file__).parent
@@ -98,8 +98,8 @@ def test_a_forward_keeps_no_more_than_before(other, way):
             [*each.parameters(), *each.buffers(), *inputs.values()] for each in (reference, model)
         ]
         apart = [[t for t in each if isinstance(t, torch.Tensor)] for each in apart]
-        expected = authoring.saved_bytes(lambda: reference(**inputs).loss, apart[0])
-        got = authoring.saved_bytes(lambda: model(**inputs).loss, apart[1])
+        expected = saved_bytes(lambda: reference(**inputs).loss, apart[0])
+        got = saved_bytes(lambda: model(**inputs).loss, apart[1])
     assert got <= expected + 2 * sum(statistics)
 
 

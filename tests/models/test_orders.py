@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.introspection import op_class
+from opfuse.report.calls import saved_bytes
 
 each_family = pytest.mark.parametrize("family", families.FAMILIES.values(), ids=families.FAMILIES)
 few_families = pytest.mark.parametrize("family", families.FEW, ids=[f.name for f in families.FEW])

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
 from opfuse.ops import BasicLinear, Linear, LowRankLinear, ParallelLinear, ReLU
+from opfuse.report.calls import saved_bytes
 
 BF16 = torch.bfloat16
 WIDTH, ROWS, USES = 32, 16, 6

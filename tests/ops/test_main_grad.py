@@ -388,7 +388,7 @@ def test_the_product_adds_to_main_grad_itself_where_the_library_can(dtype, overw
         assert op.weight.grad_added_to_main_grad and not op.weight.grad.any()
         op.weight.grad = None
         main_grad.fill_(torch.nan if overwrite else 7.0)
-        opfuse.core.precision._library_adds.cache_clear()
+        opfuse.ops.arithmetic._library_adds.cache_clear()
 
 
 class Doubled(ops.BasicLinear):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opfuse.core import precision
+from opfuse.ops import arithmetic as precision
 
 aten = torch.ops.aten
 

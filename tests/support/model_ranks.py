@@ -11,8 +11,8 @@ import torch
 from steps import plain_name
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.introspection import op_class
+from opfuse.report.calls import saved_bytes
 
 ORDERS = {
     "ddp": ("ddp, convert", "convert, ddp"),

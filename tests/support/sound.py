@@ -10,8 +10,8 @@ from chains import Forwarding, Joint
 from opfuse_distributed.collectives import WithProcessGroup
 
 from opfuse import ops, plugins
-from opfuse.core.authoring import may_write
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
+from opfuse.ops.authoring import may_write
 
 ABSTRACT = ("Activation", "GatedActivation", "ScaledActivation")
 COLLECTIVES = {

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import opfuse
-from opfuse.core.authoring import op_class, saved_bytes
+from opfuse.ops.authoring import op_class
+from opfuse.report.calls import saved_bytes
 
 WIDTH, INNER = 64, 176
 JOINED = "its projections are joined under a recipe alone"

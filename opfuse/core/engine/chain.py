@@ -1,23 +1,24 @@
 """The fixed structure of a chain: its basic ops, the routes of extra tensors, and its widths.
 
 It is computed once, when a fuser captures its ops. Everything that can be refused without running
-is refused here.
+is refused here. A chain is cut at ops that run through their own ``__call__``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..cast import Cast
-from ..extra_dtypes import WORDS, kinds_of
 from ..fused_op import FusedOperation
 from ..fusible import FusibleOperation
 from ..introspection import op_class
-from ..op import BasicOperation
+from ..op import WORDS, BasicOperation, kinds_of
+from ..tools import wrap_call
 
 Slot = tuple[int, int]
 """The index of an op, and that of one of its extra inputs or outputs."""
@@ -61,7 +62,7 @@ class Chain:
         title: The name of the chain in error messages.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
         param_ranges: The range of parameters of each op.
-        kinds: The kind of each ``(op, slot)``, see :func:`~opfuse.core.extra_dtypes.kinds_of`.
+        kinds: The kind of each ``(op, slot)``, see :func:`~opfuse.core.op.kinds_of`.
         external_inputs: ``(op, slot)`` of every extra input that the caller gives, in order; only
             the first of those that share a name.
         arguments: The index among these for each ``(op, slot)`` that no channel feeds.
@@ -246,3 +247,84 @@ def _bound(channels: Iterable[Sequence[str | None]]) -> list[tuple[Slot, str]]:
     """The ``(op, slot)`` pairs that have a channel, each with its channel."""
     pairs = [((i, k), name) for i, of_op in enumerate(channels) for k, name in enumerate(of_op)]
     return [(slot, name) for slot, name in pairs if name is not None]
+
+
+class Part(NamedTuple):
+    """A part of a cut chain.
+
+    Attributes:
+        run: A fuser, or the op that runs through its own ``__call__``.
+        call: What calls it.
+        own: Those of its ops that callers count, by their index in the chain.
+        inputs: The chain's slots of the extra inputs that it takes.
+        outputs: The slots of the extra outputs that it returns.
+    """
+
+    run: Any
+    call: Callable[..., Any]
+    own: Sequence[int]
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+
+
+class Cut(NamedTuple):
+    """A chain that is cut at some of its ops: the parts, which run one after the other."""
+
+    parts: Sequence[Part]
+
+    def run(self, fuser: Any, input: Tensor, extra_inputs: Sequence[Tensor], kwargs: Any) -> Any:
+        """Run the parts; channels between them carry tensors and gradients."""
+        chain: Chain = fuser._chain
+        x: Any = input
+        given = {slot: extra_inputs[number] for slot, number in chain.arguments.items()}
+        made: dict[Slot, Any] = {}
+        for run, call, own, inputs, outputs in self.parts:
+            extras = [given[s] if s in given else made[chain.sources[s]] for s in inputs]
+            keywords: dict[str, Any] = {}
+            if kwargs is not None and any(of_ops := [kwargs[i] for i in own]):
+                is_op = isinstance(run, BasicOperation)
+                keywords = of_ops[0] if is_op else {"basic_op_kwargs": of_ops}
+            result = call(x, *extras, **keywords)
+            x, *more = result if isinstance(result, tuple) else (result,)
+            if len(more) != len(outputs):
+                who = op_class(run).__name__ if isinstance(run, nn.Module) else "part of the chain"
+                wanted = f"its output and {len(outputs)} extra outputs"
+                raise RuntimeError(f"{who} must give {wanted}, gave {len(more)}")
+            made.update(zip(outputs, more, strict=True))
+        public = [made[slot] for slot in chain.public_outputs]
+        return (x, *public) if public else x
+
+
+def cut(fuser: Any, apart: Sequence[FusibleOperation]) -> Cut:
+    """Cut a chain at some of its ops.
+
+    Args:
+        fuser: The fuser of the chain.
+        apart: The ops, or their basic ops, that run through their own ``__call__``.
+    """
+    chain: Chain = fuser._chain
+    single: list[FusibleOperation] = []
+    for op in fuser.ops:
+        single += [op] if op in apart or isinstance(op, BasicOperation) else flatten([op])
+    parts: list[Part] = []
+    start = 0
+    for alone, group in groupby(single, lambda op: op in apart):
+        between = list(group)
+        for ops in [[op] for op in between] if alone else [between]:
+            run: Any = ops[0] if alone else type(fuser)(ops, part=True)
+            stop = start + len(flatten(ops, surrounded=True))
+            call = wrap_call(run, module=run) if alone else run
+            own = [i for i in chain.own if start <= i < stop]
+            inputs, outputs = _taken(chain, start, stop), chain.outputs_of(start, stop)
+            parts.append(Part(run, call, own, inputs, outputs))
+            start = stop
+    return Cut(parts)
+
+
+def _taken(chain: Chain, start: int, stop: int) -> list[Slot]:
+    """The extra inputs that a part takes; only the first of those that share a name."""
+    taken: dict[Any, Slot] = {}
+    for slot in chain.inputs_of(start, stop):
+        if slot in chain.arguments or chain.sources[slot][0] < start:
+            taken.setdefault(chain.arguments.get(slot, slot), slot)
+    return list(taken.values())

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..extra_dtypes import is_kind, kinds_of, refuse_kind
 from ..fusible import declared
 from ..introspection import is_dtensor, kwarg_names, own_call
+from ..op import is_kind, kinds_of, refuse_kind
 from ..settings import checkpoint_frames, current
 from .chain import Chain
-from .step import Step
+from .facts import Step
 
 if TYPE_CHECKING:
     from .program import Program

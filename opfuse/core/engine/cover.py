@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..fusion import PASSES
-from .step import Step
+from .facts import Step
 
 Explain = Callable[[Step, Sequence[Step]], str]
 

@@ -1,23 +1,243 @@
-"""The facts that a plan is made from."""
+"""What a plan is made from: steps, the casts on the edges of a chain, and everything else.
+
+Edge ``i`` is the input of op ``i``, and edge ``n`` the output of the last one. The forward carries
+values along it, the backward their gradients. Positions on the way are counted in half steps: edge
+``i`` is at ``2 * i``, op ``i`` at ``2 * i + 1``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..cast import Cast, place_quantize
 from ..environment import Environment
 from ..hookspecs import Run
+from ..introspection import op_class
+from ..op import BasicOperation
+from ..quantization import Quantizer, Recipe
+from ..quantization.names import why_unquantized
 from ..records import PluginRecord
+from ..settings import current
 from ..tools import wrap
 from .chain import Chain
-from .edges import Edges, Needs
-from .step import Step
 
 Shapes = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
+
+
+class Recompute(NamedTuple):
+    """How the input of an op is computed again instead of being kept.
+
+    Attributes:
+        step: The step before it, in the forward.
+        run: The ``fuser_recompute`` of that step.
+        place: Index of the input among the op's saved tensors.
+        cast: The cast to repeat, if it is a step of its own.
+    """
+
+    step: Step
+    run: Callable[..., Any]
+    place: int
+    cast: Any
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Step:
+    """One call of one op over ``ops[start:stop]``, and over casts on their edges.
+
+    Attributes:
+        source: The :class:`~opfuse.core.records.FusionSource` that gave the fusion; None for a
+            basic op by itself, and for a cast.
+        begin, end: Its range in half steps, see :mod:`opfuse.core.engine.facts`; casts have a place
+            there too.
+        matched: The basic ops and the casts, in the order of the forward.
+        start, stop: Its range of basic ops; empty for a cast, whose edge is both.
+        benefit: Number of tensor reads and writes that the fusion saves.
+        env: The environment that was passed to its fusion; None: that of the plan.
+        op: The basic op, or the fused op; None until it is built.
+        has_extras: Whether one of its basic ops has extra tensors.
+        has_casts: Whether it covers a cast.
+        note: Further remarks for reports.
+    """
+
+    source: Any
+    begin: int
+    end: int
+    matched: tuple[BasicOperation, ...]
+    benefit: float = 0.0
+    env: Any = None
+    op: Any = None
+    note: str = ""
+    start: int = dataclasses.field(init=False)
+    stop: int = dataclasses.field(init=False)
+    has_extras: bool = dataclasses.field(init=False)
+    has_casts: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start, self.stop = self.begin // 2, self.end // 2
+        self.has_casts = len(self.matched) > self.stop - self.start
+        self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
+
+    def remark(self, text: str) -> None:
+        """Put a remark before those that it has."""
+        self.note = "; ".join(filter(None, (text, self.note)))
+
+    @classmethod
+    def alone(cls, op: BasicOperation, place: int) -> Step:
+        """A step of an op, or of a cast, by itself."""
+        return cls(None, place, place + 1, (op,), op=op)
+
+    @property
+    def indexed(self) -> list[tuple[int, BasicOperation]]:
+        """Its ops, each with its index, and its casts, each with its edge."""
+        found, index = [], self.start
+        for op in self.matched:
+            found.append((index, op))
+            index += not isinstance(op, Cast)
+        return found
+
+    @property
+    def casts(self) -> list[tuple[int, Cast]]:
+        """Its casts, each with its edge."""
+        return [(edge, op) for edge, op in self.indexed if isinstance(op, Cast)]
+
+    @property
+    def passes(self) -> str:
+        """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
+        return str(self.source.passes) if self.source else "joint"
+
+    @property
+    def title(self) -> str:
+        """The names of its ops and casts."""
+        return " + ".join(op_class(op).__name__ for op in self.matched)
+
+    def separate(self, pass_name: str, last: int | None = None) -> list[Step]:
+        """The steps of its ops and casts, in the order of a pass.
+
+        Args:
+            pass_name: ``"forward"`` or ``"backward"``.
+            last: The last op that takes part; None: all do.
+        """
+        found = [
+            Step.alone(op, 2 * i + (not isinstance(op, Cast)))
+            for i, op in self.indexed
+            if last is None or i <= last
+        ]
+        return found if pass_name == "forward" else found[::-1]
+
+
+class Needs(NamedTuple):
+    """Which gradients a program computes.
+
+    Attributes:
+        recorded: Whether grad mode is on.
+        first_backward: The first op that takes part in the backward; the number of ops if none
+            does.
+        inputs: For each op, whether the gradient of its input is needed.
+        params: For each op, whether the gradient of each of its parameters is needed.
+    """
+
+    recorded: bool
+    first_backward: int
+    inputs: tuple[bool, ...]
+    params: tuple[tuple[bool, ...], ...]
+
+
+class View(NamedTuple):
+    """The ops of a chain as the fusions of a pass see them, casts included.
+
+    Attributes:
+        ops: The ops, in the order of the forward.
+        places: The position of each, in half steps.
+    """
+
+    ops: tuple[BasicOperation, ...]
+    places: tuple[int, ...]
+
+
+class Edges(NamedTuple):
+    """The casts that a recipe asks for.
+
+    Attributes:
+        forward: The casts of the forward, by edge.
+        backward: The casts of the backward.
+        quantizers: The quantizers of each op, by name.
+        unquantized: By position, why an op that you would expect to be quantized is not.
+        row_facts: The facts about the number of rows that the casts depend on.
+    """
+
+    forward: Mapping[int, Cast] = {}
+    backward: Mapping[int, Cast] = {}
+    quantizers: Sequence[Mapping[str, Quantizer]] = ()
+    unquantized: Mapping[int, str] = {}
+    row_facts: tuple[str, ...] = ()
+
+    def recipe_of(self, recipe: Recipe | None, start: int, stop: int) -> Recipe | None:
+        """The recipe for ``ops[start:stop]``; None if it skips all that it would quantize."""
+        left = any(start <= i < stop for i in self.unquantized)
+        return None if left and not any(self.quantizers[start:stop]) else recipe
+
+    def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
+        """The ops and casts that a pass runs; for ``"joint"``, the ops alone."""
+        casts = {} if pass_name == "joint" else getattr(self, pass_name)
+        placed: dict[int, BasicOperation] = {2 * i + 1: op for i, op in enumerate(ops)}
+        placed |= {2 * edge: cast for edge, cast in casts.items()}
+        places = sorted(placed)
+        return View(tuple([placed[place] for place in places]), tuple(places))
+
+    def between(self, passes: str, start: int, stop: int) -> str:
+        """Describe the casts of a pass between the ops of ``ops[start:stop]``; ``""``: none."""
+        for edge in range(start + 1, stop):
+            if passes != "backward" and edge in self.forward:
+                return f"the input of op {edge} is cast by {_by(self.forward[edge])}"
+            if passes != "forward" and edge in self.backward:
+                by = _by(self.backward[edge])
+                return f"the gradient of the output of op {edge - 1} is cast by {by}"
+        return ""
+
+
+def _by(cast: Cast) -> str:
+    return type(cast.quantizer).__name__
+
+
+def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> Edges:
+    """Ask each op for the quantizers of its input and of its output's gradient.
+
+    Args:
+        chain: The chain.
+        env: The environment of the plan.
+        needs: The gradients that it computes.
+        off: Why no plugin serves the recipe in force, or ``""``.
+    """
+    unquantized = why_unquantized(chain.ops, current.skip, off)
+    serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]
+    if env.recipe is None:
+        return Edges({}, {}, serving, unquantized if off else {})
+    quantized_backward = env.recipe.backward_override is None
+    forward: dict[int, Cast] = {}
+    backward: dict[int, Cast] = {}
+    for i, op in enumerate(chain.ops):
+        dgrad, wgrad = needs.inputs[i], any(needs.params[i])
+        if (quantizer := op.get_input_quantizer()) is not None:
+            usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
+            forward[i] = Cast(_as_recorded(quantizer, needs), usage)
+        if i < needs.first_backward or not quantized_backward:
+            continue
+        if (quantizer := op.get_grad_output_quantizer()) is not None:
+            usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
+            if any(usage):
+                backward[i + 1] = Cast(_as_recorded(quantizer, needs), usage)
+    both = needs.recorded and not env.compiling
+    facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
+    return Edges(forward, backward, serving, unquantized, facts)
+
+
+def _as_recorded(quantizer: Quantizer, needs: Needs) -> Quantizer:
+    return quantizer if needs.recorded else quantizer.unrecorded()
 
 
 class Known(ABC):

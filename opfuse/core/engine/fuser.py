@@ -23,8 +23,7 @@ from ..recipes import cache_quantizers, new_quantizer, recipe_name
 from ..settings import Settings, current
 from ..tools import check_options, require, wrap_call
 from . import checks
-from .chain import Chain
-from .partition import Cut, cut
+from .chain import Chain, Cut, cut
 from .planner import Key, make_program, rows_of
 from .program import Kwargs, Program
 

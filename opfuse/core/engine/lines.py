@@ -12,14 +12,14 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import quantization
 from ..cast import Cast
-from ..extra_dtypes import is_kind, refuse_kind
+from ..op import is_kind, refuse_kind
 from ..op_context import OperationContext, summed
 from ..quantization import QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import entering, plain
 from ..quantization.quantizer import same_quantizer
 from . import checks
 from .chain import Chain, Slot
-from .step import Recompute, Step
+from .facts import Recompute, Step
 
 if TYPE_CHECKING:
     from .program import Program

@@ -27,10 +27,9 @@ from ..quantization.coded_tensor import brings_codes, dequantized
 from ..scale_update import current_backward, in_backward
 from ..settings import current, is_captured
 from . import checks
-from .facts import Facts
+from .facts import Facts, Recompute, Step
 from .plan import FusionPlan
 from .source import Source, Variant
-from .step import Recompute, Step
 from .write_backward import Backward
 from .write_forward import Forward
 

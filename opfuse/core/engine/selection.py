@@ -29,10 +29,8 @@ from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation
 from ..records import FusionSource
 from .cover import Explain, best_cover, conflict, overlapping
-from .edges import View
-from .facts import Facts
+from .facts import Facts, Step, View
 from .plan import Refusal
-from .step import Step
 
 logger = logging.getLogger("opfuse")
 _MOST = 1e6  # of a benefit: sums stay exact

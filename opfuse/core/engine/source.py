@@ -24,7 +24,7 @@ from ..op import is_direct
 from ..quantization import QuantizedTensor
 from ..settings import current
 from . import lines
-from .step import Step
+from .facts import Step
 
 if TYPE_CHECKING:
     from .program import Program

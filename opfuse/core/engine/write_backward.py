@@ -11,8 +11,8 @@ from ..cast import Cast
 from ..overwriting import put_back
 from . import checks, lines
 from .chain import Slot
+from .facts import Step
 from .source import Source, Variant, several
-from .step import Step
 
 if TYPE_CHECKING:
     from .program import Program

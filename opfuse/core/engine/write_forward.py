@@ -11,8 +11,8 @@ from ..fusible import declared
 from ..op_context import QUANTIZERS
 from ..settings import current
 from . import checks, lines
+from .facts import Step
 from .source import Source, Variant, several
-from .step import Step
 
 if TYPE_CHECKING:
     from .program import Program

@@ -11,8 +11,17 @@ from typing import Any
 
 from .coded_tensor import CodedTensor, QuantizedParameter
 from .formats import QuantizedTensor, Usage
-from .quantizer import BOTH, COLUMNWISE, ROWWISE, Quantizer, dequantize, nothing_recorded, unchanged
-from .recipe import QuantizerRole, Recipe
+from .quantizer import (
+    BOTH,
+    COLUMNWISE,
+    ROWWISE,
+    Quantizer,
+    QuantizerRole,
+    Recipe,
+    dequantize,
+    nothing_recorded,
+    unchanged,
+)
 from .weights import WeightCache
 
 __all__ = [

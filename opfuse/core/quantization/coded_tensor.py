@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .formats import QuantizedTensor, Usage
-from .quantizer import Quantizer
-from .recipe import Recipe
+from .quantizer import Quantizer, Recipe
 
 KEY = "quantized."
 """The prefix of a state dict's entries about quantized parameters, after that of the module."""

@@ -18,7 +18,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -110,10 +110,8 @@ class QuantizedTensor(ABC):
             ValueError: Their number differs from ``tensor_names``, or one does not fit.
         """
         if len(tensors) != len(self.tensor_names):
-            raise ValueError(
-                f"{type(self).__name__}.rebuild: expected {len(self.tensor_names)} tensors "
-                f"({', '.join(self.tensor_names)}), got {len(tensors)}"
-            )
+            wanted = f"{len(self.tensor_names)} tensors ({', '.join(self.tensor_names)})"
+            self.refuse(wanted, len(tensors), ".rebuild")
         fields: dict[str, Any] = dict(zip(self.tensor_names, tensors, strict=True))
         return dataclasses.replace(self, **fields)
 
@@ -138,8 +136,7 @@ class QuantizedTensor(ABC):
 
     def without_padding(self, name: str) -> Tensor | None:
         """One of its tensors, without the elements that represent no value."""
-        tensor: Tensor | None = getattr(self, name)
-        return tensor
+        return getattr(self, name)  # type: ignore[no-any-return]
 
     def over(self, tensors: Sequence[Tensor | None]) -> Self:
         """As :meth:`rebuild`, but without checks, for tensors that are known to fit."""
@@ -181,6 +178,69 @@ class QuantizedTensor(ABC):
         what = f"{type(self).__name__}: {tuple(self.shape)} of {self.dtype}"
         return f"<{what}; {', '.join(here) or 'no tensors'}>"
 
+    # Checks for the constructors of formats. Metadata only: no check reads a tensor's values.
+
+    def refuse(self, expected: str, got: Any, where: str = "") -> NoReturn:
+        """Refuse what does not fit.
+
+        Args:
+            expected: What would.
+            got: What came.
+            where: What of the format it is about, after its name; by default all.
+        """
+        raise ValueError(f"{type(self).__name__}{where}: expected {expected}, got {got}")
+
+    def check_original(self) -> tuple[int, int]:
+        """Check shape, dtype and devices of the original tensor; return its rows and columns."""
+        if not isinstance(self.shape, torch.Size):
+            self.shape = torch.Size(self.shape)
+        if self.dtype not in _WIDE:
+            self.refuse(f"the dtype of the original tensor, one of {_listed(_WIDE)}", self.dtype)
+        devices = dict.fromkeys(t.device for t in self.tensors() if isinstance(t, Tensor))
+        if len(devices) > 1:
+            self.refuse("its tensors on one device", " and ".join(map(str, devices)))
+        return matrix_of(self.shape)
+
+    def check_tensor(
+        self, name: str, shape: Sequence[int], dtypes: tuple[torch.dtype, ...]
+    ) -> None:
+        """Check the type, dtype, shape and strides of a field, unless it is None."""
+        if (tensor := getattr(self, name)) is None:
+            return
+        if not isinstance(tensor, Tensor):
+            what = f"expected a tensor or None, got {type(tensor).__name__}"
+            raise TypeError(f"{type(self).__name__}.{name}: {what}")
+        where = f".{name} for a tensor of shape {tuple(self.shape)}"
+        if tensor.dtype not in dtypes:
+            hint = "; view bytes as their dtype first" if tensor.dtype == torch.uint8 else ""
+            self.refuse(f"one of {_listed(dtypes)}", f"{tensor.dtype}{hint}", where)
+        if tensor.shape != shape:
+            self.refuse(f"shape {tuple(shape)}", tuple(tensor.shape), where)
+        if not tensor.is_contiguous():
+            self.refuse("a contiguous tensor", f"strides {tensor.stride()}", where)
+
+    def check_scalar(self, name: str) -> None:
+        """Check that a field is float32, of one element, unless it is None."""
+        tensor = getattr(self, name)
+        zero_dim = isinstance(tensor, Tensor) and tensor.dim() == 0
+        self.check_tensor(name, () if zero_dim else (1,), (torch.float32,))
+
+    def check_scale(self, data: str, scale: str) -> None:
+        """Check that the scale is there if the data are."""
+        if getattr(self, data) is not None and getattr(self, scale) is None:
+            self.refuse(f"{scale} along with {data}", None)
+
+    def copy_to_read(self, usage: Usage) -> str:
+        """The name of the copy that :meth:`dequantize` is to read; errors as there."""
+        if usage.rowwise == usage.columnwise:
+            self.refuse("a usage with exactly one copy", usage, ".dequantize")
+        copy = "rowwise" if usage.rowwise else "columnwise"
+        if not getattr(self.usage, copy):
+            here = _listed([n for n in self.tensor_names if getattr(self, n) is not None])
+            what = f"the {copy} copy is asked for, but it has only {here or 'no tensors'}"
+            raise ValueError(f"{type(self).__name__}.dequantize: {what}")
+        return copy
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ScaledTensor(QuantizedTensor):
@@ -207,18 +267,16 @@ class ScaledTensor(QuantizedTensor):
 
     def __post_init__(self) -> None:
         """Refuse tensors that do not fit the shape."""
-        rows, columns = check_original(self)
-        check_tensor(self, "rowwise_data", self.shape, self.data_dtypes)
-        check_tensor(self, "columnwise_data", (columns, rows), self.data_dtypes)
-        check_scalar(self, "scale_inv")
+        rows, columns = self.check_original()
+        self.check_tensor("rowwise_data", self.shape, self.data_dtypes)
+        self.check_tensor("columnwise_data", (columns, rows), self.data_dtypes)
+        self.check_scalar("scale_inv")
         for name in self.data_names:
-            check_scale(self, name, "scale_inv")
+            self.check_scale(name, "scale_inv")
         one, other = self.rowwise_data, self.columnwise_data
         if one is not None and other is not None and one.dtype != other.dtype:
-            raise ValueError(
-                "ScaledTensor: expected both copies to hold the same values in one dtype, "
-                f"got {one.dtype} and {other.dtype}"
-            )
+            got = f"{one.dtype} and {other.dtype}"
+            self.refuse("both copies to hold the same values in one dtype", got)
 
     @property
     def usage(self) -> Usage:
@@ -228,9 +286,9 @@ class ScaledTensor(QuantizedTensor):
 
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32, or in float64 if the data are that."""
-        copy_to_read(self, usage)
+        self.copy_to_read(usage)
         data = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
-        assert data is not None and self.scale_inv is not None  # _one_copy has checked
+        assert data is not None and self.scale_inv is not None  # checked
         compute = torch.float64 if data.dtype == torch.float64 else torch.float32
         values = (data.to(compute) * self.scale_inv.reshape(())).to(self.dtype)
         return values if self.rowwise_data is not None else untransposed(values, self.shape)
@@ -244,88 +302,6 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 def untransposed(values: Tensor, shape: torch.Size) -> Tensor:
     """The values of a columnwise copy in the logical shape."""
     return values.t().reshape(shape).contiguous()
-
-
-# Checks for the constructors of formats. Metadata only: no check reads a tensor's values.
-
-
-def check_original(made: QuantizedTensor) -> tuple[int, int]:
-    """Check shape, dtype and devices of the original tensor; return its rows and columns."""
-    if not isinstance(made.shape, torch.Size):
-        made.shape = torch.Size(made.shape)
-    if made.dtype not in _WIDE:
-        raise ValueError(
-            f"{type(made).__name__}: expected the dtype of the original tensor, one of "
-            f"{_listed(_WIDE)}, got {made.dtype}"
-        )
-    devices = [tensor.device for tensor in made.tensors() if isinstance(tensor, Tensor)]
-    for device in devices:
-        if device != devices[0]:
-            raise ValueError(
-                f"{type(made).__name__}: expected its tensors on one device, "
-                f"got {devices[0]} and {device}"
-            )
-    return matrix_of(made.shape)
-
-
-def check_tensor(
-    made: QuantizedTensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> None:
-    """Check the type, dtype, shape and strides of a field, unless it is None."""
-    tensor = getattr(made, name)
-    if tensor is None:
-        return
-    if not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"{type(made).__name__}.{name}: expected a tensor or None, got {type(tensor).__name__}"
-        )
-    if tensor.dtype not in dtypes:
-        hint = "; view bytes as their dtype first" if tensor.dtype == torch.uint8 else ""
-        expected, got = f"one of {_listed(dtypes)}", f"{tensor.dtype}{hint}"
-    elif tensor.shape != shape:
-        expected, got = f"shape {tuple(shape)}", f"{tuple(tensor.shape)}"
-    elif not tensor.is_contiguous():
-        expected, got = "a contiguous tensor", f"strides {tensor.stride()}"
-    else:
-        return
-    raise ValueError(
-        f"{type(made).__name__}.{name} for a tensor of shape {tuple(made.shape)}: "
-        f"expected {expected}, got {got}"
-    )
-
-
-def check_scalar(made: QuantizedTensor, name: str) -> None:
-    """Check that a field is float32, of one element, unless it is None."""
-    tensor = getattr(made, name)
-    zero_dim = isinstance(tensor, Tensor) and tensor.dim() == 0
-    check_tensor(made, name, () if zero_dim else (1,), (torch.float32,))
-
-
-def check_scale(made: QuantizedTensor, data: str, scale: str) -> None:
-    """Check that the scale is there if the data are."""
-    if getattr(made, data) is not None and getattr(made, scale) is None:
-        raise ValueError(f"{type(made).__name__}: expected {scale} along with {data}, got None")
-
-
-def copy_to_read(made: QuantizedTensor, usage: Usage) -> str:
-    """The name of the copy to read.
-
-    Raises:
-        ValueError: ``usage`` does not name exactly one copy, or that copy is missing.
-    """
-    if usage.rowwise == usage.columnwise:
-        raise ValueError(
-            f"{type(made).__name__}.dequantize: expected a usage with exactly one copy, got {usage}"
-        )
-    copy = "rowwise" if usage.rowwise else "columnwise"
-    if not getattr(made.usage, copy):
-        names = zip(made.tensor_names, made.tensors(), strict=True)
-        here = _listed([name for name, tensor in names if tensor is not None])
-        raise ValueError(
-            f"{type(made).__name__}.dequantize: the {copy} copy is asked for, but it has only "
-            f"{here or 'no tensors'}"
-        )
-    return copy
 
 
 def _listed(things: Any) -> str:

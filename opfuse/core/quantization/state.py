@@ -16,8 +16,7 @@ from torch import Tensor
 from ..settings import current, is_captured
 from .coded_tensor import QuantizedParameter, held_by
 from .names import matching
-from .quantizer import Quantizer
-from .recipe import QuantizerRole, Recipe
+from .quantizer import Quantizer, QuantizerRole, Recipe
 
 _KEY = "quantizers."
 MODES = ("forward", "backward")

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ...core.authoring import saved_bytes as count_saved_bytes
 from ...core.op import BasicOperation
+from ...report.calls import saved_bytes as count_saved_bytes
 from ..cases import Built, Case
 from ..failures import Failure, blamed, saying
 from ..generate import Chains
@@ -201,7 +201,7 @@ def held_results(case: Case) -> None:
         operations = [*mode.operations]
         backward(case, result)
     for who in mode.changed():
-        raise Failure(f"it writes into a result of {who}: ask opfuse.core.authoring.may_write")
+        raise Failure(f"it writes into a result of {who}: ask opfuse.ops.authoring.may_write")
     decline_state(case)
 
     def call(*given: Tensor) -> Any:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.report.replaced_forward import MEMORY
 from opfuse.tuning import table as tables
 from opfuse.tuning.timing import MOST_NOISE, Timing

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.report.replaced_forward import MEMORY
 from opfuse.tuning.timing import Timing
 

@@ -167,7 +167,7 @@ def test_what_changes_nothing_keeps_no_more_under_a_plan():
     plan = opfuse.plan_memory(model, x, budget=0.4, measure=False)
     trained = [*model.parameters()]
     for _ in range(3):
-        assert opfuse.core.authoring.saved_bytes(lambda: model(x), trained) == plan.kept
+        assert opfuse.report.calls.saved_bytes(lambda: model(x), trained) == plan.kept
 
 
 class Forwards(nn.Module):

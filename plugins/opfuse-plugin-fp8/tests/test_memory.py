@@ -8,8 +8,8 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.quantization import ROWWISE
+from opfuse.report.calls import saved_bytes
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8")
 WIDTH, INNER, ROWS = 256, 704, 128

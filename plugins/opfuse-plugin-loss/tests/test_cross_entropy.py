@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
 from opfuse.ops.cross_entropy import LossNumbers
+from opfuse.report.calls import saved_bytes
 from opfuse.testing import assert_close, interpreter, recipes
 
 pytest.importorskip("triton", reason="Triton is not installed")

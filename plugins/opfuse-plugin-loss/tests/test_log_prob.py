@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.testing.machine import is_interpreting
 from opfuse.tuning.tolerance import difference
 

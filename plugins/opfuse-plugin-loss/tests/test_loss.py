@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
 from opfuse.ops import _blocks
+from opfuse.report.calls import saved_bytes
 from opfuse.testing import recipes
 from opfuse.testing.machine import is_interpreting
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import opfuse
 from opfuse import ops
-from opfuse.core import precision
+from opfuse.ops import arithmetic as precision
 from opfuse.ops.cross_entropy import LossNumbers
 
 FREE = ("empty", "new_empty", "detach", "_unsafe_view", "alias", "lift_fresh")

@@ -8,7 +8,7 @@ from opfuse_loss import chunks
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.testing import FusionSuite, interpreter
 from opfuse.testing.machine import is_interpreting
 from opfuse.tuning.tolerance import difference

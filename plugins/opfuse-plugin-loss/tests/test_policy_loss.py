@@ -9,7 +9,7 @@ from opfuse_loss.losses import GRPO
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.testing.machine import is_interpreting
 
 if is_interpreting():

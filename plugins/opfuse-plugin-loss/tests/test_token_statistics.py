@@ -10,8 +10,8 @@ from opfuse_loss import chunks
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
 from opfuse.ops.token_log_prob import TokenNumbers, row_logit_gradients
+from opfuse.report.calls import saved_bytes
 from opfuse.testing import assert_close, interpreter
 from opfuse.tuning.tolerance import difference
 

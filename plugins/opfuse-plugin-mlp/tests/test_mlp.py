@@ -8,7 +8,7 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.testing import CubicActivation, assert_close, interpreter, recipes
 from opfuse.testing.machine import is_interpreting
 

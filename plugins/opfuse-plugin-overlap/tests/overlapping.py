@@ -17,7 +17,7 @@ from tuned import Prescribed
 
 import opfuse
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.tuning import table as tables
 from opfuse.tuning.table import Measurement
 

@@ -10,7 +10,7 @@ from opfuse_transformers import head
 from torch import nn
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 
 CAUSAL = "llama", "gpt2", "qwen3", "phi3", "mixtral"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 
 EAGER_EXPERTS = {"experts_implementation": "eager"}  # torch has no grouped product in fp64
 MORE = {

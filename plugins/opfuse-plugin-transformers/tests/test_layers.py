@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 
 LAYERS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block", "bert": "BertLayer"}
 

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
 from opfuse.ops import BasicLinear, Bias, TokenLogProb
 from opfuse.ops.token_log_prob import row_log_probs
+from opfuse.report.calls import saved_bytes
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 with warnings.catch_warnings():

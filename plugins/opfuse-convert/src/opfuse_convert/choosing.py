@@ -14,9 +14,9 @@ from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class, standing_for
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
-from opfuse.core.precision import matmul_precision
 from opfuse.core.records import normalize
 from opfuse.core.settings import current
+from opfuse.ops.arithmetic import matmul_precision
 from opfuse.tuning import table as tables
 from opfuse.tuning.lookup import counting, describe
 from opfuse.tuning.table import Entries, Measurement

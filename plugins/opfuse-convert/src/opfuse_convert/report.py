@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.introspection import op_class
 from opfuse.core.settings import Recorder
+from opfuse.report.calls import saved_bytes
 from opfuse.report.isolation import isolated
 from opfuse.tuning.whole import switched_off
 

@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from opfuse.core.engine.chain import Chain
-    from opfuse.core.engine.facts import Facts
+    from opfuse.core.engine.facts import Facts, Step
     from opfuse.core.engine.program import Program
-    from opfuse.core.engine.step import Step
 
     Run = Callable[..., Any]
 

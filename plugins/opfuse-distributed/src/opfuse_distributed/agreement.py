@@ -15,8 +15,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils import checkpoint
 
 from opfuse.core.engine.chain import Chain
+from opfuse.core.engine.facts import Step
 from opfuse.core.engine.program import Program
-from opfuse.core.engine.step import Step
 from opfuse.core.settings import current
 from opfuse.tuning.causes import causes
 

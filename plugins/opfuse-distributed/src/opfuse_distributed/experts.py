@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opfuse.core.op_context import AllGrads, Outputs
-from opfuse.core.overwriting import reusable
+from opfuse.ops.arithmetic import reusable
 from opfuse.ops.authoring import ExtraTensorOperation, check_size, expected, shows
 
 from .collectives import WithProcessGroup

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opfuse.core.op_context import AllGrads, Outputs
-from opfuse.core.overwriting import added, multiplied, reusable, unseen, with_shares
-from opfuse.core.precision import wide, widen
+from opfuse.core.overwriting import unseen
 from opfuse.ops import cross_entropy
+from opfuse.ops.arithmetic import added, multiplied, reusable, wide, widen, with_shares
 from opfuse.ops.authoring import rows_of
 
 from .collectives import WithProcessGroup

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import opfuse
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.engine.checks import tensors_in
 from opfuse.core.environment import Shape, shape_of
 from opfuse.core.settings import current
+from opfuse.report.calls import saved_bytes
 from opfuse.tuning import table as tables
 from opfuse.tuning.job import add, one_line
 from opfuse.tuning.table import Measurement

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.context_managers import options
 from opfuse.core.introspection import is_dtensor
+from opfuse.report.calls import saved_bytes
 from opfuse.report.isolation import isolated
 from opfuse.report.lines import as_bytes, wrap
 from opfuse.report.replaced_forward import MEMORY, replaced_forwards

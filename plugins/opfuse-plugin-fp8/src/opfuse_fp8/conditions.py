@@ -14,8 +14,8 @@ from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment
-from opfuse.core.authoring import op_class
 from opfuse.ops import Identity
+from opfuse.ops.authoring import op_class
 
 from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer

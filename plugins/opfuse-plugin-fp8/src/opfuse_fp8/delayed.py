@@ -18,7 +18,7 @@ from opfuse_triton import kernels_run
 from torch import Tensor
 
 from opfuse import Quantizer
-from opfuse.core.authoring import is_captured
+from opfuse.ops.authoring import is_captured
 
 from . import casts
 from .quantizers import DelayedQuantizer

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
-from opfuse.core.authoring import added
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
 from opfuse.ops import BasicLinear, Bias, ParallelLinear
+from opfuse.ops.authoring import added
 
 from . import hardware, recipes
 from .gemm import DEPTH, GemmOperand, multiply

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
-from opfuse.core.authoring import is_captured
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.ops.authoring import is_captured
 from opfuse.ops.row_groups import RowGroups, cast_each
 
 from . import casts

@@ -13,7 +13,7 @@ import torch
 
 from opfuse import Environment
 from opfuse import ops as built_in
-from opfuse.core.authoring import op_class
+from opfuse.ops.authoring import op_class
 
 from .reads import Reads
 

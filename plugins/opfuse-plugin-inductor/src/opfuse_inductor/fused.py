@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OneOrMore, PluginWarning, Subclasses
 from opfuse import ops as built_in
-from opfuse.core.authoring import op_class
+from opfuse.ops.authoring import op_class
 
 from . import kernels
 from .conditions import DEFAULTS, benefit, option, pays

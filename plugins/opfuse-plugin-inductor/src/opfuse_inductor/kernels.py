@@ -30,7 +30,7 @@ from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation, OperationContext, PluginWarning, has_same_math
 from opfuse import ops as built_in
-from opfuse.core.authoring import ModuleCache, wide
+from opfuse.ops.authoring import ModuleCache, wide
 
 from .tracing import HINT, Spec, fake, faked, prune, trace
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion
-from opfuse.core.authoring import wide
 from opfuse.ops import TokenLogProb
+from opfuse.ops.authoring import wide
 from opfuse.ops.token_log_prob import TokenNumbers, cooled
 
 from .fused import fit

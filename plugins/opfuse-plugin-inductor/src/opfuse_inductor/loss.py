@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse import Environment, FusedOperation, Fusion
-from opfuse.core.authoring import wide
 from opfuse.ops import CrossEntropy
+from opfuse.ops.authoring import wide
 from opfuse.ops.cross_entropy import LossNumbers, reduced, row_weights
 
 from . import conditions

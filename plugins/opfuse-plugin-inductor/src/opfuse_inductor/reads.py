@@ -30,7 +30,7 @@ from opfuse_convert.grammar import (
 from torch import fx
 
 from opfuse import BasicOperation, has_same_math, ops
-from opfuse.core.authoring import op_class
+from opfuse.ops.authoring import op_class
 
 _ROOTS = """value derivative linear_value linear_derivative forward_value backward_value
 gate_gradient split join operand numbers_of with_numbers""".split()

@@ -15,7 +15,7 @@ import torch
 from opfuse_convert.grammar import Unreadable
 from torch import Tensor
 
-from opfuse.core.authoring import wide
+from opfuse.ops.authoring import wide
 
 HINT = 4096
 """The number of rows that Inductor optimizes for first, in every call: the same code in every

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional, Subclasses
-from opfuse.core.authoring import added
 from opfuse.ops import (
     Activation,
     AddExtraInput,
@@ -18,6 +17,7 @@ from opfuse.ops import (
     ParallelLinear,
     libraries,
 )
+from opfuse.ops.authoring import added
 
 from . import choice, conditions, kernels
 

@@ -14,8 +14,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
 from opfuse import Environment, OperationContext
-from opfuse.core.authoring import added, may_write, reusable
 from opfuse.ops import BasicLinear
+from opfuse.ops.authoring import added, may_write, reusable
 from opfuse.ops.libraries import (
     ONEDNN_MIN_SIZE,
     PLAIN,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Fusion, Optional
-from opfuse.core.authoring import added
 from opfuse.ops import BasicLinear, Bias, MakeExtraOutput, SwapExtraInput
+from opfuse.ops.authoring import added
 
 from . import conditions, kernels
 from .fused import Ctxs, Extras, Products

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 from opfuse import OperationContext
-from opfuse.core.authoring import matmul_precision
+from opfuse.ops.authoring import matmul_precision
 
 from . import gemm, tiles
 from .kernels import DTYPES, PLAIN

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.core.authoring import add_product, adds_itself, wide
-from opfuse.core.overwriting import added, may_write, multiplied, with_shares
+from opfuse.core.overwriting import may_write
+from opfuse.ops.arithmetic import added, multiplied, with_shares
+from opfuse.ops.authoring import add_product, adds_itself, wide
 from opfuse.ops.cross_entropy import LossNumbers, Spare, capped, parts, uncapped, widened
 from opfuse.ops.libraries import linear
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, OperationContext, Optional
-from opfuse.core.authoring import wide
 from opfuse.ops import BasicLinear, Bias, CrossEntropy, libraries
-from opfuse.ops.authoring import rows_of
+from opfuse.ops.authoring import rows_of, wide
 from opfuse.ops.cross_entropy import reduced, row_losses, row_weights
 
 from . import chunks

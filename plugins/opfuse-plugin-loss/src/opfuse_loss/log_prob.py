@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, Fusion, OperationContext, Optional
-from opfuse.core.overwriting import plus_product, reusable
 from opfuse.ops import BasicLinear, Bias, TokenLogProb, libraries
+from opfuse.ops.arithmetic import plus_product, reusable
 from opfuse.ops.authoring import rows_of
 from opfuse.ops.token_log_prob import grads_of_rows, row_log_probs, row_logit_gradients
 

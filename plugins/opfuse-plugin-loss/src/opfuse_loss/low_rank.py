@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from opfuse.core.authoring import added
 from opfuse.ops import LowRankLinear, TokenLogProb
-from opfuse.ops.authoring import rows_of
+from opfuse.ops.authoring import added, rows_of
 
 from . import chunks
 from .log_prob import Ctxs, LinearLogProb, fusions

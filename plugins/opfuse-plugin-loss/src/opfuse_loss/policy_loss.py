@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, OperationContext, Optional
-from opfuse.core.authoring import wide
 from opfuse.ops import BasicLinear, Bias, LowRankLinear, TokenLogProb
+from opfuse.ops.authoring import wide
 
 from . import chunks
 from .conditions import by_chunks, chunks_pay, gradients_in_forward, no_top_tokens

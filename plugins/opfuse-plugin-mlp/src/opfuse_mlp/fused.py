@@ -20,9 +20,10 @@ from opfuse import (
     Optional,
     Subclasses,
 )
-from opfuse.core.overwriting import may_write, plus_product
+from opfuse.core.overwriting import may_write
 from opfuse.core.quantization import dequantize
 from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
+from opfuse.ops.arithmetic import plus_product
 
 Ctxs = list[OperationContext]
 

@@ -12,8 +12,8 @@ from opfuse_triton.norms.drop import Drop
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, Optional
-from opfuse.core.authoring import added
 from opfuse.ops import AddExtraInput, Dropout, LayerNorm, MakeExtraOutput, RMSNorm
+from opfuse.ops.authoring import added
 
 from . import fused
 from .fused import PREDICTED, BackwardNorm, Ctxs, Extras, ForwardNorm

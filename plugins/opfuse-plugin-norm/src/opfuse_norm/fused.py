@@ -13,8 +13,8 @@ from opfuse_triton.norms.passes import NormPasses
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
-from opfuse.core.authoring import may_write
 from opfuse.ops import AddExtraInput, L2Normalization, LayerNorm, MakeExtraOutput, RMSNorm
+from opfuse.ops.authoring import may_write
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, Optional
-from opfuse.core.authoring import added, may_write
 from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.core.settings import current
 from opfuse.ops import (
@@ -21,6 +20,7 @@ from opfuse.ops import (
     ParallelLinear,
     ReduceScatter,
 )
+from opfuse.ops.authoring import added, may_write
 
 from . import conditions, operands, symm_mem
 from .operands import Gradients, Rows

@@ -10,8 +10,8 @@ from opfuse_triton import Predicted, why_no_kernel
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, OperationContext, Optional
-from opfuse.core.authoring import is_captured, may_write
 from opfuse.ops import ApplyRoPE, L2Normalization, RMSNorm, RoPE, SwapExtraInput
+from opfuse.ops.authoring import is_captured, may_write
 
 from . import layouts
 from .layouts import Angles, Heads

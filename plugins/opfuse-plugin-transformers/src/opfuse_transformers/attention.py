@@ -23,9 +23,10 @@ from opfuse_convert import Conversion, Converter, leaf_of
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
-from opfuse.core.authoring import op_class, plan_of
 from opfuse.core.settings import current
 from opfuse.ops import BasicLinear, Bias, MakeExtraOutput, ParallelLinear, SwapExtraInput
+from opfuse.ops.authoring import op_class
+from opfuse.report.calls import plan_of
 
 from . import standin
 from .parallel import splits

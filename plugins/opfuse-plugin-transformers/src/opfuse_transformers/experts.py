@@ -19,8 +19,8 @@ from opfuse_convert.parallel import localized
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
-from opfuse.core.authoring import op_class
 from opfuse.ops import GatedActivation, GroupedLinear, ScaledActivation
+from opfuse.ops.authoring import op_class
 
 from .parallel import places_of, style_of
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opfuse import Environment, Sequential
-from opfuse.core.authoring import op_class
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
+from opfuse.ops.authoring import op_class
 
 from . import standin
 from .logits import Logits, later

@@ -15,8 +15,8 @@ from opfuse_convert.grammar import function_places
 from torch import Tensor, nn
 
 from opfuse import BasicOperation, Environment, Sequential
-from opfuse.core.authoring import op_class
 from opfuse.ops import AddExtraInput, BasicLinear, Bias, ConstantScale, Dropout, LowRankLinear
+from opfuse.ops.authoring import op_class
 
 LINEAR = "peft.tuners.lora.layer.Linear"
 

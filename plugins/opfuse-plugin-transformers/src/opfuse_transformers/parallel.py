@@ -15,8 +15,8 @@ from opfuse_convert.grammar.reads import class_places
 from opfuse_convert.parallel import is_inner, split_by_torch, split_of
 from torch import nn
 
-from opfuse.core.authoring import op_class
 from opfuse.core.introspection import hook_kinds
+from opfuse.ops.authoring import op_class
 
 _HOME = "transformers.distributed.tensor_parallel"
 _MODES = {"ColwiseParallel": "column", "RowwiseParallel": "row"}

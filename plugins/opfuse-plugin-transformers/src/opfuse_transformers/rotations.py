@@ -26,9 +26,10 @@ from opfuse_convert.site import Site
 from torch import Tensor, fx, nn
 
 from opfuse import Environment, Sequential
-from opfuse.core.authoring import op_class, plan_of
 from opfuse.ops import ApplyRoPE, SwapExtraInput
+from opfuse.ops.authoring import op_class
 from opfuse.ops.rope import Rotation, rotated
+from opfuse.report.calls import plan_of
 
 from . import chunks
 from .remembered import Remembered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opfuse.core.authoring import op_class
+from opfuse.ops.authoring import op_class
 
 
 def forward(module: Any, args: Any, kwargs: Any) -> Any:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opfuse import Environment, Sequential, options
-from opfuse.core.authoring import op_class, plan_of, wide
 from opfuse.ops import BasicLinear, Bias, TokenLogProb
+from opfuse.ops.authoring import op_class, wide
 from opfuse.ops.token_log_prob import row_log_probs
+from opfuse.report.calls import plan_of
 
 from .rotations import renamed
 

@@ -15,18 +15,7 @@ import torch
 from torch import Tensor
 
 from opfuse.core.quantization import ROWWISE
-from opfuse.core.quantization.formats import (
-    FP8,
-    QuantizedTensor,
-    Usage,
-    check_original,
-    check_scalar,
-    check_scale,
-    check_tensor,
-    copy_to_read,
-    matrix_of,
-    untransposed,
-)
+from opfuse.core.quantization.formats import FP8, QuantizedTensor, Usage, matrix_of, untransposed
 
 from .hadamard import unmixed
 from .swizzle import swizzled_size, unswizzled
@@ -55,18 +44,18 @@ class _TwoCopies(QuantizedTensor):
 
     def __post_init__(self) -> None:
         """Refuse tensors that do not fit the shape."""
-        rows, columns = check_original(self)
+        rows, columns = self.check_original()
         for way, outer, inner in (("rowwise", rows, columns), ("columnwise", columns, rows)):
             data, scale = f"{way}_data", f"{way}_scale_inv"
             if getattr(self, data) is None and getattr(self, scale) is None:
                 continue
             scales = self._scale_shape(way, outer, inner)  # refuses a size that it cannot divide
-            check_tensor(self, scale, scales, (self.scale_dtype,))
+            self.check_tensor(scale, scales, (self.scale_dtype,))
             values = tuple(self.shape) if way == "rowwise" else (outer, inner)
             if self.per_byte > 1:
                 values = (*values[:-1], inner // self.per_byte)
-            check_tensor(self, data, values, self.data_dtypes)
-            check_scale(self, data, scale)
+            self.check_tensor(data, values, self.data_dtypes)
+            self.check_scale(data, scale)
 
     @property
     def usage(self) -> Usage:
@@ -75,7 +64,7 @@ class _TwoCopies(QuantizedTensor):
 
     def dequantize(self, usage: Usage = ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32 from the copy that ``usage`` names."""
-        copy = copy_to_read(self, usage)
+        copy = self.copy_to_read(usage)
         rows, columns = matrix_of(self.shape)
         size = (rows, columns) if usage.rowwise else (columns, rows)
         values = self._unpacked(getattr(self, f"{copy}_data")).reshape(size)
@@ -122,9 +111,7 @@ class BlockScaledTensor(_TwoCopies):
     def __post_init__(self) -> None:
         """Refuse another block, and tensors that do not fit the shape."""
         if self.block not in _BLOCKS:
-            raise ValueError(
-                f"BlockScaledTensor: expected a block of (1, 128) or (128, 128), got {self.block}"
-            )
+            self.refuse("a block of (1, 128) or (128, 128)", self.block)
         super().__post_init__()
 
     def without_padding(self, name: str) -> Tensor | None:
@@ -247,13 +234,11 @@ class NVFP4Tensor(_Swizzlable):
         """Refuse invalid signs, and tensors that do not fit the shape."""
         signs = self.columnwise_signs
         if signs is not None and not (type(signs) is int and 0 <= signs < 1 << 16):
-            raise ValueError(
-                f"NVFP4Tensor: expected columnwise_signs of None or 16 bits, got {signs!r}"
-            )
+            self.refuse("columnwise_signs of None or 16 bits", repr(signs))
         super().__post_init__()
         for way in ("rowwise", "columnwise"):
-            check_scalar(self, f"{way}_tensor_scale_inv")
-            check_scale(self, f"{way}_data", f"{way}_tensor_scale_inv")
+            self.check_scalar(f"{way}_tensor_scale_inv")
+            self.check_scale(f"{way}_data", f"{way}_tensor_scale_inv")
 
     def _scaled(self, copy: str, values: Tensor) -> Tensor:
         if copy == "columnwise" and self.columnwise_signs is not None:
@@ -290,8 +275,6 @@ def _whole_blocks(made: QuantizedTensor, copy: str, size: int, block: int) -> in
     """
     if size % block:
         sides = "columns" if copy == "rowwise" else "rows"
-        raise ValueError(
-            f"{type(made).__name__} of shape {tuple(made.shape)}: expected a multiple of {block} "
-            f"{sides} for a {copy} copy, got {size}"
-        )
+        where = f" of shape {tuple(made.shape)}"
+        made.refuse(f"a multiple of {block} {sides} for a {copy} copy", size, where)
     return size // block

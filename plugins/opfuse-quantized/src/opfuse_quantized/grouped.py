@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opfuse.core.quantization.formats import (
-    Usage,
-    check_original,
-    check_scale,
-    check_tensor,
-    matrix_of,
-)
+from opfuse.core.quantization.formats import Usage, matrix_of
 from opfuse.ops.row_groups import RowGroups, cut_columns, room
 
 from .formats import MXTensor
@@ -54,20 +48,20 @@ class GroupedMXTensor(RowGroups):
 
     def __post_init__(self) -> None:
         """Refuse tensors that do not fit the shape."""
-        rows, columns = check_original(self)
+        rows, columns = self.check_original()
         groups = () if self.ends is None else tuple(self.ends.shape)[:1]
         size = room(rows, columns, groups[0] if groups else 1, _BLOCK)
         if columns % _BLOCK:
             raise ValueError(f"GroupedMXTensor: expected whole blocks of 32, got {columns} columns")
-        check_tensor(self, "rowwise_data", self.shape, MXTensor.data_dtypes)
-        check_tensor(self, "columnwise_data", (size,), MXTensor.data_dtypes)
+        self.check_tensor("rowwise_data", self.shape, MXTensor.data_dtypes)
+        self.check_tensor("columnwise_data", (size,), MXTensor.data_dtypes)
         scale = (MXTensor.scale_dtype,)
-        check_tensor(self, "rowwise_scale_inv", (rows, columns // _BLOCK), scale)
-        check_tensor(self, "columnwise_scale_inv", (size // _BLOCK,), scale)
-        check_tensor(self, "ends", groups, (torch.int32,))
+        self.check_tensor("rowwise_scale_inv", (rows, columns // _BLOCK), scale)
+        self.check_tensor("columnwise_scale_inv", (size // _BLOCK,), scale)
+        self.check_tensor("ends", groups, (torch.int32,))
         for way in Usage._fields:
-            check_scale(self, f"{way}_data", f"{way}_scale_inv")
-            check_scale(self, f"{way}_data", "ends")
+            self.check_scale(f"{way}_data", f"{way}_scale_inv")
+            self.check_scale(f"{way}_data", "ends")
 
     usage = MXTensor.usage
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from opfuse.core.engine.facts import Facts
+    from opfuse.core.engine.facts import Facts, Step
     from opfuse.core.engine.program import Program
-    from opfuse.core.engine.step import Step
 
     Run = Callable[..., Any]
 

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opfuse.core.engine.facts import Facts
+from opfuse.core.engine.facts import Facts, Step
 from opfuse.core.engine.program import Program
 from opfuse.core.engine.selection import Choice
-from opfuse.core.engine.step import Step
 from opfuse.core.errors import CallRefusedError
 from opfuse.core.fusible import FusibleOperation, declared
 from opfuse.core.introspection import op_class, why_apart
-from opfuse.core.precision import matmul_precision
 from opfuse.core.settings import current
+from opfuse.ops.arithmetic import matmul_precision
 
 BLOCK = 64
 """The number of rows in a block."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opfuse import ops
-from opfuse.core.authoring import saved_bytes
 from opfuse.core.context_managers import autocast as quantize
 from opfuse.core.quantization import Recipe
 from opfuse.core.sequential import Sequential
+from opfuse.report.calls import saved_bytes
 
 
 class Split:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from opfuse.core.fusible import check_real
 from opfuse.core.op_context import AllGrads, Outputs
-from opfuse.core.precision import widen
+from opfuse.ops.arithmetic import widen
 from opfuse.ops.authoring import ExtraTensorOperation, check_bool, expected
 
 OF_ROWS = ("entropy", "log_sum_squares")

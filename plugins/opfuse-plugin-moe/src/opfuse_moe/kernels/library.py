@@ -10,7 +10,7 @@ import torch
 from opfuse_triton import Config, DeviceFunctions, Kernel, cdiv, current_target, next_power_of_2
 from torch import Tensor
 
-from opfuse.core.authoring import is_captured, matmul_precision
+from opfuse.ops.authoring import is_captured, matmul_precision
 
 from . import backward, forward, scaled, tiles
 

@@ -3,7 +3,7 @@
 import opfuse
 import pytest
 import torch
-from opfuse.core.authoring import saved_bytes
+from opfuse.report.calls import saved_bytes
 from opfuse.ops import RMSNorm, SiLU
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opfuse import Environment, FusedOperation, Fusion, Subclasses
-from opfuse.core.authoring import wide
+from opfuse.ops.authoring import wide
 from opfuse.ops import Activation, Bias
 from opfuse_triton import why_no_kernel
 from torch import Tensor

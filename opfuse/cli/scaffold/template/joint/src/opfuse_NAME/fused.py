@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
-from opfuse.core.precision import cast, widen
+from opfuse.ops.arithmetic import cast, widen
 from opfuse.ops import Activation, RMSNorm
 from torch import Tensor
 from torch.nn import Parameter

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from opfuse import FusedOperation, Fusion, OperationContext
-from opfuse.core.precision import cast, widen
+from opfuse.ops.arithmetic import cast, widen
 from opfuse.ops import AddExtraInput
 from torch import Tensor
 

@@ -1,59 +1,17 @@
-"""Helpers for plugin authors, in addition to the classes of the contract.
-
-Attributes:
-    ModuleCache: Values derived from a module: dropped, never copied, when the module is copied or
-        pickled.
-    add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
-    added: A sum, written into its first part if it may be.
-    adds_itself: Whether it is.
-    is_captured: Whether what runs on a device now is captured into a CUDA graph.
-    ParamSource: The place of a parameter that another module holds, for
-        ``BasicOperation.read_parameters``.
-    may_write: Whether results of torch's operations may be overwritten. They may not while a
-        ``TorchDispatchMode`` or a ``TorchFunctionMode`` is active, which may hold them; but if its
-        class declares ``keeps_no_tensors = True``, as one that only counts does.
-    matmul_precision: How PyTorch multiplies fp32 matrices on a kind of device.
-    op_class: The class of an op as its author wrote it.
-    plan_of: The plan of a call of a chain, which is not run.
-    reusable: The ``out`` of an operation that may overwrite a result, or None.
-    saved_bytes: Number of bytes that a forward keeps for its backward.
-    wide: The dtype that the built-in ops compute in, for an input's dtype.
-"""
+"""What a call of a chain would run, and what a forward keeps for its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine.fuser import key_of
-from .fusible import ParamSource
-from .introspection import hook_dicts, op_class, standing_for
-from .op_context import ModuleCache
-from .overwriting import added, may_write, reusable
-from .precision import add_product, adds_itself, matmul_precision, wide
-from .settings import current, is_captured
-
-if TYPE_CHECKING:
-    from .engine.plan import FusionPlan
-
-__all__ = [
-    "ModuleCache",
-    "ParamSource",
-    "add_product",
-    "added",
-    "adds_itself",
-    "is_captured",
-    "matmul_precision",
-    "may_write",
-    "op_class",
-    "plan_of",
-    "reusable",
-    "saved_bytes",
-    "wide",
-]
+from ..core.engine.fuser import key_of
+from ..core.engine.plan import FusionPlan
+from ..core.introspection import hook_dicts, standing_for
+from ..core.settings import current
 
 
 def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | None:

@@ -1,4 +1,4 @@
-"""The dtypes that ops compute in, and how PyTorch multiplies matrices and adds up products."""
+"""What ops compute in, how PyTorch multiplies matrices, and arithmetic that overwrites results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 
 import torch
 from torch import Tensor
+
+from ..core.overwriting import may_write
 
 _CUDA = torch.backends.cuda.matmul
 _OTHERS = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -95,3 +97,47 @@ def _library_adds(device: torch.device, dtype: torch.dtype, tunes: bool) -> bool
     except (RuntimeError, TypeError):
         return False
     return True
+
+
+# Results that are overwritten, where :func:`may_write` says that they may
+
+
+def reusable(result: Tensor, *operands: Tensor) -> Tensor | None:
+    """The ``out`` of an operation that may overwrite a result; None: it makes a new tensor.
+
+    Args:
+        result: The result of another operation.
+        *operands: The further operands.
+    """
+    return result if may_write(result, *operands) else None
+
+
+def added(total: Tensor, part: Tensor, alpha: float = 1.0) -> Tensor:
+    """``total + alpha * part`` in the dtype of ``total``, which it overwrites if it may."""
+    if may_write(total, part):
+        return total.add_(part, alpha=alpha)
+    return cast(torch.add(total, part, alpha=alpha), total.dtype)
+
+
+def multiplied(result: Tensor, factor: Tensor) -> Tensor:
+    """``result * factor``; it overwrites the result if it may."""
+    return torch.mul(result, factor, out=reusable(result, factor))
+
+
+def plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b`` of matrices; it overwrites the sum if it may. None: zero."""
+    return a.mm(b) if total is None else torch.addmm(total, a, b, out=reusable(total, a, b))
+
+
+def with_shares(dz: Tensor, places: Tensor, shares: Tensor) -> Tensor:
+    """Matrices with shares added at places of each row; it overwrites them if it may."""
+    if not dz.shape[-1]:
+        return dz
+    add = dz.scatter_add_ if may_write(dz, shares) else dz.scatter_add
+    return add(-1, places, shares)
+
+
+def filled(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
+    """A tensor with a value where a mask is set; it overwrites the tensor if it may."""
+    fill = tensor.masked_fill_ if may_write(tensor) else tensor.masked_fill
+    return fill(mask, value)
