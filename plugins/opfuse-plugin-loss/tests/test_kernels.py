@@ -13,9 +13,11 @@ from opfuse.testing import assert_close, interpreter
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import compiled
+import triton
+import triton.language as tl
 from opfuse_loss import cases
 from opfuse_loss.kernels import softmax
-from opfuse_triton import TARGETS, Config, current_target, is_interpreting
+from opfuse_triton import TARGETS, current_target, is_interpreting
 from opfuse_triton.checking import check_case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,17 +60,40 @@ def test_losses_and_gradients_match_fp64(dtype, numbers):
 
 
 @runs
-def test_every_configuration_gives_the_same():
-    logits, targets, weights = arguments(torch.bfloat16, 3, 5000, 2)
-    found = softmax.SOFTMAX.candidates(current_target(torch.device(DEVICE)), {"classes": 5000})  # fmt: skip
+@pytest.mark.parametrize("kernel", [softmax.SOFTMAX, softmax.LOSS, softmax.GRADIENT], ids=repr)
+def test_every_configuration_gives_the_same(kernel):
+    logits, targets, weights = arguments(torch.bfloat16, 3, 20000, 2)
+    found = kernel.candidates(current_target(torch.device(DEVICE)), {"classes": 20000})
     results = []
     assert len(found) > 1
     for config in found:
-        given = logits.clone()
-        losses = softmax.softmax_in_place(given, targets, weights, NUMBERS[1], config=Config(**config))  # fmt: skip
-        results.append((given, losses))
+        with kernel.pinned(config):
+            given = logits.clone()
+            losses = softmax.softmax_in_place(given, targets, weights, NUMBERS[1])
+            apart, sums = softmax.row_losses(logits, targets, NUMBERS[1], keep=True)
+            gradient = softmax.row_gradients(logits, targets, weights, sums, NUMBERS[1])
+        results.append((given, losses, apart, gradient))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
+
+
+@triton.jit
+def shares(x, y, softcap, BLOCK: tl.constexpr):
+    """``capped_share`` of a block of numbers."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, softmax.capped_share(tl.load(x + at), softcap))
+
+
+@runs
+def test_a_soft_cap_is_off_by_a_few_roundings_of_the_cap():
+    near, far = torch.logspace(-9, 2, 1 << 15), torch.linspace(-12.0, 12.0, 1 << 15)
+    special = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan]).repeat(1 << 8)
+    x = 30 * torch.cat((near, -near, far, special)).to(DEVICE)
+    y = torch.empty_like(x)
+    shares[(len(x) // 1024,)](x, y, 30.0, BLOCK=1024)
+    truth = torch.tanh(x.double() / 30)
+    torch.testing.assert_close(y.double(), truth, atol=7e-7, rtol=0.0, equal_nan=True)
+    assert not y[x == 0].any() and y[x.isinf()].abs().eq(1).all()
 
 
 @runs

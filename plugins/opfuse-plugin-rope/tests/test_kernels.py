@@ -1,5 +1,7 @@
 """The kernels: compiled for GPUs that need not be there, counted, and what the model predicts."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from opfuse_rope.cases import CASES
 from opfuse_triton import TARGETS
 from opfuse_triton.checking import check_case
 from opfuse_triton.floor import assert_floor
+from opfuse_triton.targets import target
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 needs_interpreter = pytest.mark.skipif(not is_interpreting(), reason="it needs TRITON_INTERPRET=1")
@@ -69,6 +72,26 @@ def test_every_configuration_gives_the_same_and_a_gradient_is_overwritten_where_
         ((y, _),) = kernels.forward([heads], angles, True, config)
         assert y is memory
         torch.testing.assert_close(y, expected)
+
+
+@needs_interpreter
+def test_every_configuration_of_a_backward_takes_all_tiles_of_a_program():
+    """More tiles than programs, the last of them in part."""
+    (case,) = [
+        case for case in CASES if case.name == "RMSNorm + RoPE of queries and keys, backward"
+    ]
+    torch.manual_seed(0)
+    given = case.inputs({"tokens": 133, "heads": 3, "keys": 2, "dim": 64}, "cpu", torch.float32)
+    wide = case.twin(**{name: tensor.double() for name, tensor in given.items()})
+    facts = {"HALF": 32, "DIM": 64, "q_heads": 3, "k_heads": 2, "tokens": 133}
+    small = dataclasses.replace(TARGETS[90], multiprocessors=1)
+    found = kernels.NORM_BACKWARD.candidates(small, facts)
+    assert len(found) == 3
+    for config in found:
+        assert kernels.PROGRAMS * config["constants"]["TOKENS"] < 133
+        with target(small), kernels.NORM_BACKWARD.pinned(config):
+            for got, expected in zip(case.run(**given), wide, strict=True):
+                torch.testing.assert_close(got, expected.to(got.dtype), atol=1e-4, rtol=1e-4)
 
 
 @needs_interpreter

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from .layouts import Angles, Heads
 
+PROGRAMS = 4
+"""Programs of a backward on each multiprocessor, as many as registers hold on an H100."""
+
 
 @triton.jit
 def _pairs(x_ptr, at, some, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
@@ -175,11 +178,11 @@ def rope_kernel(
 
 @triton.jit
 def _gradient(
-    dy_ptr, x_ptr, dx_ptr, weight_ptr, rstd_ptr, sums_ptr, token, some, group, heads,
-    by_token, by_head, cos, sin, cos_b, sin_b,
+    dy_ptr, x_ptr, dx_ptr, weight_ptr, rstd_ptr, sums_ptr, group, heads, by_token, by_head,
+    cos_ptr, sin_ptr, frequencies_ptr, tokens, inner, period, stride,
     NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one tensor: rotated back, then through its norm if there is one."""
     if weight_ptr is not None:
@@ -190,45 +193,52 @@ def _gradient(
     total_b = tl.zeros((TOKENS, BLOCK), tl.float32)
     total_rest = tl.zeros((TOKENS, REST), tl.float32)
     column = 2 * HALF + tl.arange(0, REST)[None, :]
-    for i in range(HEADS):
-        head = group * HEADS + i + tl.zeros((1, 1), tl.int32)
-        inside = some & (head < heads)
-        to = (token * heads + head) * DIM
-        dy_a, dy_b = _pairs(dy_ptr, to, inside, HALF, INTERLEAVED, BLOCK)
-        a, b = dy_a * cos + dy_b * sin_b, dy_b * cos_b - dy_a * sin
-        if 2 * HALF < DIM:
-            there = inside & (column < DIM)
-            rest = tl.load(dy_ptr + to + column, there, other=0.0).to(tl.float32)
-        if NORM is not None:
-            at = token * by_token + head * by_head
-            # rounded, as between the separate ops
-            a = a.to(dy_ptr.dtype.element_ty).to(tl.float32)
-            b = b.to(dy_ptr.dtype.element_ty).to(tl.float32)
-            rstd = tl.load(rstd_ptr + token * heads + head, inside, other=0.0)
-            n_a, n_b = _pairs(x_ptr, at, inside, HALF, INTERLEAVED, BLOCK)
-            n_a, n_b = n_a * rstd, n_b * rstd
-            if sums_ptr is not None:
-                total_a += a * n_a
-                total_b += b * n_b
-            if weight_ptr is not None:
-                a, b = a * of_a, b * of_b
-            product = tl.sum(a * n_a + b * n_b, 1, keep_dims=True)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
+        token = (tile + tl.zeros((1, 1), tl.int64)) * TOKENS + tl.arange(0, TOKENS)[:, None]
+        some = token < tokens
+        cos, sin, cos_b, sin_b = _angles(
+            cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride,
+            HALF, INTERLEAVED, WHOLE, BLOCK,
+        )  # fmt: skip
+        for i in tl.range(0, HEADS, num_stages=STAGES):
+            head = group * HEADS + i + tl.zeros((1, 1), tl.int32)
+            inside = some & (head < heads)
+            to = (token * heads + head) * DIM
+            dy_a, dy_b = _pairs(dy_ptr, to, inside, HALF, INTERLEAVED, BLOCK)
+            a, b = dy_a * cos + dy_b * sin_b, dy_b * cos_b - dy_a * sin
             if 2 * HALF < DIM:
-                n_rest = tl.load(x_ptr + at + column, there, other=0.0).to(tl.float32) * rstd
+                there = inside & (column < DIM)
+                rest = tl.load(dy_ptr + to + column, there, other=0.0).to(tl.float32)
+            if NORM is not None:
+                at = token * by_token + head * by_head
+                # rounded, as between the separate ops
+                a = a.to(dy_ptr.dtype.element_ty).to(tl.float32)
+                b = b.to(dy_ptr.dtype.element_ty).to(tl.float32)
+                rstd = tl.load(rstd_ptr + token * heads + head, inside, other=0.0)
+                n_a, n_b = _pairs(x_ptr, at, inside, HALF, INTERLEAVED, BLOCK)
+                n_a, n_b = n_a * rstd, n_b * rstd
                 if sums_ptr is not None:
-                    total_rest += rest * n_rest
+                    total_a += a * n_a
+                    total_b += b * n_b
                 if weight_ptr is not None:
-                    rest *= of_rest
-                product += tl.sum(rest * n_rest, 1, keep_dims=True)
-            if NORM == "rms":
-                product = product / DIM
-            a, b = (a - n_a * product) * rstd, (b - n_b * product) * rstd
-            if 2 * HALF < DIM:
-                rest = (rest - n_rest * product) * rstd
-        if dx_ptr is not None:
-            _store_pairs(dx_ptr, to, a, b, inside, HALF, INTERLEAVED, BLOCK)
-            if 2 * HALF < DIM:
-                tl.store(dx_ptr + to + column, rest.to(dx_ptr.dtype.element_ty), there)
+                    a, b = a * of_a, b * of_b
+                product = tl.sum(a * n_a + b * n_b, 1, keep_dims=True)
+                if 2 * HALF < DIM:
+                    n_rest = tl.load(x_ptr + at + column, there, other=0.0).to(tl.float32) * rstd
+                    if sums_ptr is not None:
+                        total_rest += rest * n_rest
+                    if weight_ptr is not None:
+                        rest *= of_rest
+                    product += tl.sum(rest * n_rest, 1, keep_dims=True)
+                if NORM == "rms":
+                    product = product / DIM
+                a, b = (a - n_a * product) * rstd, (b - n_b * product) * rstd
+                if 2 * HALF < DIM:
+                    rest = (rest - n_rest * product) * rstd
+            if dx_ptr is not None:
+                _store_pairs(dx_ptr, to, a, b, inside, HALF, INTERLEAVED, BLOCK)
+                if 2 * HALF < DIM:
+                    tl.store(dx_ptr + to + column, rest.to(dx_ptr.dtype.element_ty), there)
     if sums_ptr is not None:
         groups = tl.cdiv(heads, HEADS)
         strip = (tl.program_id(0).to(tl.int64) * groups + group) * DIM + tl.zeros((1, 1), tl.int64)
@@ -249,26 +259,28 @@ def rope_norm_backward_kernel(
     K_NORM: tl.constexpr, K_ZERO_CENTERED: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries and keys before their norms, and sums for those of the weights."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    some = token < tokens
-    cos, sin, cos_b, sin_b = _angles(
-        cos_ptr, sin_ptr, frequencies_ptr, token, some, inner, period, stride,
-        HALF, INTERLEAVED, WHOLE, BLOCK,
-    )  # fmt: skip
+    """The gradients of queries and keys before their norms, and sums for those of the weights.
+
+    A program takes every so many tiles of tokens, and leaves one sum for all of them.
+    """
     group, groups = tl.program_id(1), tl.cdiv(q_heads, HEADS)
     if group < groups:
         _gradient(
-            q_dy_ptr, q_ptr, q_dx_ptr, q_weight_ptr, q_rstd_ptr, q_sums_ptr, token, some, group,
-            q_heads, q_by_token, q_by_head, cos, sin, cos_b, sin_b,
-            Q_NORM, Q_ZERO_CENTERED, DIM, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK, REST,
+            q_dy_ptr, q_ptr, q_dx_ptr, q_weight_ptr, q_rstd_ptr, q_sums_ptr, group,
+            q_heads, q_by_token, q_by_head,
+            cos_ptr, sin_ptr, frequencies_ptr, tokens, inner, period, stride,
+            Q_NORM, Q_ZERO_CENTERED, DIM, HALF, INTERLEAVED, WHOLE,
+            TOKENS, HEADS, BLOCK, REST, STAGES,
         )  # fmt: skip
     elif k_dy_ptr is not None:
         _gradient(
-            k_dy_ptr, k_ptr, k_dx_ptr, k_weight_ptr, k_rstd_ptr, k_sums_ptr, token, some,
-            group - groups, k_heads, k_by_token, k_by_head, cos, sin, cos_b, sin_b,
-            K_NORM, K_ZERO_CENTERED, DIM, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK, REST,
+            k_dy_ptr, k_ptr, k_dx_ptr, k_weight_ptr, k_rstd_ptr, k_sums_ptr, group - groups,
+            k_heads, k_by_token, k_by_head,
+            cos_ptr, sin_ptr, frequencies_ptr, tokens, inner, period, stride,
+            K_NORM, K_ZERO_CENTERED, DIM, HALF, INTERLEAVED, WHOLE,
+            TOKENS, HEADS, BLOCK, REST, STAGES,
         )  # fmt: skip
 
 
@@ -297,8 +309,9 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 
 def _backward_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """One: the tile is that of the partial sums, and with fewer warps it spills on an H100."""
-    return [Config({}, _warps(target, 4))]
+    """One that prefetches nothing; 3 stages load a head while another is computed, 4 load two."""
+    (tile, warps), *_ = _tiles(target, facts)
+    return [Config({**tile, "STAGES": stages}, warps) for stages in (1, 3, 4)]
 
 
 ROPE = Kernel(rope_kernel, _configs)
@@ -379,10 +392,15 @@ def norm_backward(
     """
     constants, tokens = _constants(given, angles), given[0].tokens
     heads = [one.heads for one in given]
-    facts = {**constants, "q_heads": heads[0], "k_heads": sum(heads[1:]), "tokens": tokens}
-    (tile, _), *_ = _tiles(current_target(given[0].x.device), facts)
-    tiles = cdiv(tokens, tile["TOKENS"])
-    groups = [cdiv(count, tile["HEADS"]) for count in heads]
+    target = current_target(given[0].x.device)
+    if config is None:
+        facts = {**constants, "q_heads": heads[0], "k_heads": sum(heads[1:]), "tokens": tokens}
+        config = NORM_BACKWARD.pick(target, facts)
+    elif not isinstance(config, Config):
+        config = Config(**config)
+    groups = [cdiv(count, config["HEADS"]) for count in heads]
+    programs = cdiv(PROGRAMS * target.multiprocessors, sum(groups))
+    programs = min(programs, cdiv(tokens, config["TOKENS"]))
     made: list[tuple[Tensor | None, Tensor | None]] = []
     args: list[Any] = []
     for one, dy, count in zip(given, grads, groups, strict=True):
@@ -390,17 +408,14 @@ def norm_backward(
         if one.needs[0]:
             dx = one.x.new_empty(one.x.shape) if one.into is None else one.into
         if one.needs[1]:
-            shape = tiles * count, one.x.shape[-1]
+            shape = programs * count, one.x.shape[-1]
             sums = one.x.new_empty(shape, dtype=torch.float32)
         args += [dy, one.x, dx, one.weight, one.rstd, sums, one.heads, *one.strides]
         made.append((dx, sums))
     if len(given) == 1:
         args += [None, None, None, None, None, None, 0, 0, 0]
     NORM_BACKWARD.launch(
-        (tiles, sum(groups)),
-        *(*args, *angles.arguments(tokens)),
-        config=config,
-        **(constants | tile),
+        (programs, sum(groups)), *(*args, *angles.arguments(tokens)), config=config, **constants
     )
     return [
         (dx, None if sums is None else sum_strips(sums, _like_weight(one)))

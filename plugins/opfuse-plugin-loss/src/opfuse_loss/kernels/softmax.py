@@ -12,12 +12,32 @@ import torch
 import triton
 import triton.language as tl
 from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
-from opfuse_triton.functions import tanh
 from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.core.overwriting import unseen
 from opfuse.ops.cross_entropy import LossNumbers
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""Of fp32: what is less is ``-inf``, and ``exp(-inf - LOWEST)`` is 0."""
+
+
+@triton.jit
+def exp(x):
+    """``e^x``, where a result below 2^-126 may be 0 on a GPU: a third of the instructions."""
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def capped_share(z, softcap):
+    """``tanh(z / softcap)``, off by at most 7e-7 if ``exp2`` and the division are off by 2 ulp.
+
+    So the capped logit is off by a few roundings of the cap, as it is in fp32 where the cap bends.
+    :func:`opfuse_triton.functions.tanh` has a small relative error near 0 too; it takes more than
+    twice the instructions.
+    """
+    return 1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 * LOG2E / softcap)))
 
 
 @triton.jit
@@ -25,50 +45,40 @@ def load_logits(start, column, classes, softcap, CAPPED: tl.constexpr):
     """Some logits of a row in fp32, capped; -inf where there is none."""
     z = tl.load(start + column, column < classes, other=float("-inf")).to(tl.float32)
     if CAPPED:
-        z = tl.where(column < classes, softcap * tanh(z / softcap), float("-inf"))
+        z = tl.where(column < classes, softcap * capped_share(z, softcap), float("-inf"))
     return z
 
 
 @triton.jit
-def base_of(highest):
-    """What is subtracted from the logits of a row before ``exp``: the largest, if it is finite."""
-    return tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
-
-
-@triton.jit
-def rescaled(total, factor):
-    """A sum of exponentials after its base moved; one of NaN stays NaN."""
-    return tl.where(total == 0.0, 0.0, total * factor)
+def _columns(first, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """The columns from one on, ``(STEPS, BLOCK)``."""
+    return first + tl.arange(0, STEPS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def _sums(
-    start,
-    target,
-    classes,
-    softcap,
-    SMOOTHED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    start, target, classes, softcap,
+    SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Of a row that is read once: its target's logit, the sum of all, and ``base`` and ``total``.
 
     ``total`` is the sum of ``exp(z - base)``, and NaN where a logit is infinite, as torch's softmax
-    then is.
+    then is. Each of ``BLOCK`` lanes has its own until the end: threads wait for no others before.
     """
-    highest, base, total, of_all, picked = float("-inf"), 0.0, 0.0, 0.0, 0.0
-    for first in range(0, classes, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    highest = tl.full((BLOCK,), LOWEST, tl.float32)
+    total, of_all = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, classes, STEPS * BLOCK):
+        column = _columns(first, STEPS, BLOCK)
         z = load_logits(start, column, classes, softcap, CAPPED)
-        picked += tl.sum(tl.where(column == target, z, 0.0))
         if SMOOTHED:
-            of_all += tl.sum(tl.where(column < classes, z, 0.0))
-        highest = tl.maximum(highest, tl.max(z))
-        before = base
-        base = base_of(highest)
-        total = rescaled(total, tl.exp(before - base)) + tl.sum(tl.exp(z - base))
-    total = tl.where(highest == float("inf"), float("nan"), total)
-    return picked, of_all, base, total
+            of_all += tl.sum(tl.where(column < classes, z, 0.0), 0)
+        before = highest
+        highest = tl.maximum(before, tl.max(z, 0))
+        total = total * exp(before - highest) + tl.sum(exp(z - highest[None, :]), 0)
+    base = tl.max(highest, 0)
+    total = tl.sum(total * exp(highest - base), 0)
+    picked = load_logits(start, tl.maximum(target, 0), classes, softcap, CAPPED)
+    return picked, tl.sum(of_all, 0), base, total
 
 
 @triton.jit
@@ -96,40 +106,33 @@ def _gradient(
     if SQUARED:
         scale *= 1.0 + 2.0 * z_loss * (tl.log(total) + base)
     if CAPPED:
-        t = tanh(z / softcap)
-        z, slope = softcap * t, 1.0 - t * t
-    dz = tl.exp(z - base) * scale
+        share = capped_share(z, softcap)
+        z, slope = softcap * share, 1.0 - share * share
+    dz = exp(z - base) * scale
     if SMOOTHED:
         dz -= weight * smoothing / classes
-    return tl.where(column == target, dz - weight * (1.0 - smoothing), dz) * slope
+    there = column == target.to(tl.int32)  # a comparison of 64 bits takes two instructions
+    return tl.where(there, dz - weight * (1.0 - smoothing), dz) * slope
 
 
 @triton.jit
 def softmax_kernel(
-    logits,
-    targets,
-    weights,
-    losses,
-    classes,
-    ignored,
-    smoothing,
-    z_loss,
-    softcap,
-    SMOOTHED: tl.constexpr,
-    SQUARED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, targets, weights, losses, classes, ignored, smoothing, z_loss, softcap,
+    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row, which is read twice: for its sums, and to be overwritten by its gradient."""
     row = tl.program_id(0).to(tl.int64)
     target, weight = tl.load(targets + row), tl.load(weights + row)
     start = logits + row * classes
-    picked, of_all, base, total = _sums(start, target, classes, softcap, SMOOTHED, CAPPED, BLOCK)
+    picked, of_all, base, total = _sums(
+        start, target, classes, softcap, SMOOTHED, CAPPED, STEPS, BLOCK
+    )
     loss = _loss(picked, of_all, base, total, classes, smoothing, z_loss, SMOOTHED, SQUARED)
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     tl.debug_barrier()
-    for first in range(0, classes, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    for first in range(0, classes, STEPS * BLOCK):
+        column = _columns(first, STEPS, BLOCK)
         z = tl.load(start + column, column < classes, other=0.0).to(tl.float32)
         dz = _gradient(
             z, column, target, weight, base, total, classes, smoothing, z_loss, softcap,
@@ -142,13 +145,14 @@ def softmax_kernel(
 def loss_kernel(
     logits, targets, losses, bases, totals,
     classes, stride, ignored, smoothing, z_loss, softcap,
-    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHED: tl.constexpr, SQUARED: tl.constexpr, CAPPED: tl.constexpr,
+    STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The loss of one row, which is read once; ``bases`` and ``totals``, or None, get its sums."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     picked, of_all, base, total = _sums(
-        logits + row * stride, target, classes, softcap, SMOOTHED, CAPPED, BLOCK
+        logits + row * stride, target, classes, softcap, SMOOTHED, CAPPED, STEPS, BLOCK
     )
     loss = _loss(picked, of_all, base, total, classes, smoothing, z_loss, SMOOTHED, SQUARED)
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
@@ -180,15 +184,22 @@ def gradient_kernel(
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Blocks as wide as a row, but no wider than registers hold."""
     widest = next_power_of_2(facts["classes"])
-    pairs = [(4096, 8), (8192, 16), (2048, 4)]
-    if facts.get("CAPPED") and target.backend == "cuda":  # it takes more registers
-        pairs = [(4096, 16), (2048, 8)]
+    pairs = [(4096, 8), (8192, 16), (2048, 4), (4096, 16)]
     made = [Config({"BLOCK": min(block, widest)}, num_warps=warps) for block, warps in pairs]
     return list(dict.fromkeys(made))
 
 
-SOFTMAX = Kernel(softmax_kernel, configs)
-LOSS = Kernel(loss_kernel, configs)
+def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
+    """Lanes for 8 or 16 bytes of each thread."""
+    widest, made = next_power_of_2(facts["classes"]), []
+    for steps, lanes, warps in ((2, 2048, 8), (4, 1024, 4), (4, 2048, 8), (8, 1024, 4)):
+        block = min(lanes, widest)
+        made.append(Config({"STEPS": min(steps, widest // block), "BLOCK": block}, warps))
+    return list(dict.fromkeys(made))
+
+
+SOFTMAX = Kernel(softmax_kernel, _sum_configs)
+LOSS = Kernel(loss_kernel, _sum_configs)
 GRADIENT = Kernel(gradient_kernel, configs)
 
 

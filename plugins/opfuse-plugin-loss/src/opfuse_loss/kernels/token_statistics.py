@@ -11,12 +11,23 @@ import torch
 import triton
 import triton.language as tl
 from opfuse_triton import Config, Kernel, cdiv
-from opfuse_triton.functions import tanh
 from torch import Tensor
 
 from opfuse.ops.token_log_prob import TokenNumbers, row_log_probs
 
-from .softmax import base_of, configs, load_logits, rescaled
+from .softmax import capped_share, configs, exp, load_logits
+
+
+@triton.jit
+def base_of(highest):
+    """What is subtracted from the logits of a row before ``exp``: the largest, if it is finite."""
+    return tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
+
+
+@triton.jit
+def rescaled(total, factor):
+    """A sum of exponentials after its base moved; one of NaN stays NaN."""
+    return tl.where(total == 0.0, 0.0, total * factor)
 
 
 @triton.jit
@@ -38,8 +49,8 @@ def _statistics(
         before = base
         base = base_of(highest)
         moved = before - base
-        factor = tl.exp(moved)
-        e = tl.exp(z - base)
+        factor = exp(moved)
+        e = exp(z - base)
         if ENTROPY:  # what is impossible has no share
             weighted = rescaled(weighted + moved * total, factor)
             weighted += tl.sum(tl.where(e == 0.0, 0.0, (z - base) * e))
@@ -99,10 +110,10 @@ def log_prob_gradient_kernel(
     z = tl.load(logits + row * stride + column, column < classes, other=0.0).to(tl.float32)
     slope = scale
     if CAPPED:
-        t = tanh(z / softcap)
-        z, slope = softcap * t, scale * (1.0 - t * t)
+        share = capped_share(z, softcap)
+        z, slope = softcap * share, scale * (1.0 - share * share)
     z = z * scale - tl.load(bases + row)
-    p, factor, chosen = tl.exp(z - tl.load(logs + row)), 0.0, 0.0
+    p, factor, chosen = exp(z - tl.load(logs + row)), 0.0, 0.0
     if of_log_probs is not None:
         token = tl.load(tokens + row)
         chosen = tl.where(token == ignored, 0.0, tl.load(of_log_probs + row))
@@ -114,7 +125,7 @@ def log_prob_gradient_kernel(
         surprise = tl.where(p == 0.0, 0.0, z - tl.load(means + row))
         dz -= p * surprise * tl.load(of_entropies + row)
     if of_squares is not None:
-        q = tl.exp(2.0 * z - tl.load(logs_of_squares + row))
+        q = exp(2.0 * z - tl.load(logs_of_squares + row))
         dz += 2.0 * (q - p) * tl.load(of_squares + row)
     if of_log_probs is not None:
         dz = tl.where(column == token, dz + chosen, dz)
