@@ -156,7 +156,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     is_fused_op: ClassVar[bool]
     adds_to_sum: ClassVar[bool] = False
     grad_input: ClassVar[str] = "shared"
-    # of basic ops, see there
+    # documented on BasicOperation
     saved_names: ClassVar[tuple[str, ...] | None] = None
     context_names: ClassVar[tuple[str, ...]] = ()
     takes_params: ClassVar[tuple[str, ...] | None] = None
@@ -170,7 +170,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     changes: ClassVar[int] = 0
     param_names: tuple[str, ...] | None = None
     _captured = False
-    _is_base = True  # a class that says in its own body that its passes are only a default
+    # set in the body of a class whose passes are only a default: overriding them voids nothing
+    _is_base = True
     _name = _path = ""
     # parameters that other modules hold, by name; hidden from nn.Module's registration
     _sources: Mapping[str, ParamSource] = MappingProxyType({})
@@ -286,7 +287,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def _constructed(self) -> None:
         """Called once, after ``__init__``."""
 
-    # where the keys of a state dict lead
+    # torch.distributed.checkpoint looks up its keys as attributes
     quantized = property(lambda self: entries_of(self, "quantized"))
 
     def _save_to_state_dict(

@@ -185,9 +185,9 @@ def opfuse_quantizer(
 
 @hookspec
 def opfuse_wrap_call(chain: Any, module: Module | None, run: Run) -> Run | None:
-    """Wrap the calls of a :class:`opfuse.core.engine.chain.Chain`: its door, planning, the run.
+    """Wrap the calls of a :class:`opfuse.core.engine.chain.Chain`: checks, planning and the run.
 
-    None leaves them as they are.
+    Return what is called in place of ``run``, or None.
 
     It is asked when a chain is captured, and again after a tool was registered or removed. What it
     returns is not called where the selection switches the tool off. For a module that runs by its

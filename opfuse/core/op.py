@@ -78,7 +78,7 @@ class BasicOperation(FusibleOperation):
     is_fused_op = False
     _is_base = True
     _around: tuple[tuple[BasicOperation, ...], tuple[BasicOperation, ...]] = ((), ())
-    # how parameters are read of which another package makes the values
+    # how split parameters are read; opfuse-distributed sets them
     _layouts: Mapping[str, Any] = MappingProxyType({})
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -471,7 +471,7 @@ class BasicOperation(FusibleOperation):
 
     # State
 
-    # where the keys of a state dict lead
+    # torch.distributed.checkpoint looks up its keys as attributes
     quantizers = property(lambda self: entries_of(self, "quantizers"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BasicOperation:

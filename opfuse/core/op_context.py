@@ -78,7 +78,7 @@ class OperationContext:
         self.weights: WeightCache | None = None
         self.saves_params: bool = False
         self.saved_tensors: tuple[Any, ...] | None = None
-        self.to_save: tuple[Any, ...] | None = None
+        self.to_save: tuple[Any, ...] | None = None  # by save_for_backward
         self.owns_grad_output: bool = False
         self.is_reached: bool = True
         self.grad_sum: tuple[Any, float] | None = None

@@ -234,7 +234,7 @@ def _update(update: Update, group: Any = None) -> None:
     """Advance quantizers, over the maxima of a group.
 
     Args:
-        update: They.
+        update: The quantizers, and what they ran in.
         group: The process group; None: this process alone.
     """
     world = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -179,7 +179,7 @@ def _same(known: Sequence[Any], items: Sequence[Any]) -> bool:
 
 
 def _extras(group: Any) -> tuple[int, int]:
-    """The numbers of extra inputs and outputs of a group; 0 and 0 for a foreign module."""
+    """The numbers of extra inputs and outputs of a group; a module that is not an op has none."""
     if isinstance(group, OperationFuser):
         return group.num_extra_inputs, len(group._chain.public_outputs)
     if not isinstance(group, Sequential) or type(group).forward is not Sequential.forward:

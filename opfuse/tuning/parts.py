@@ -17,7 +17,7 @@ from ..core.engine.chain import Chain
 from ..core.engine.facts import Edges, Facts, Known, Needs, Step
 from ..core.engine.planner import build_step, compile_program
 from ..core.engine.program import Program
-from ..core.engine.selection import Selection, find_candidates
+from ..core.engine.selection import Chosen, find_candidates
 from ..core.environment import Environment
 from ..core.records import FusionSource
 
@@ -144,7 +144,7 @@ def part_program(
         edges = Edges({}, {}, [{}] * len(of))
     facts = Facts(chain, env, needs, edges, whole.params[here], call.names[here], autocast)
     taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
-    return compile_program(facts, Selection(taken, (), ()))
+    return compile_program(facts, Chosen(taken, (), ()))
 
 
 def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:

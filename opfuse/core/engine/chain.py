@@ -58,7 +58,7 @@ class Chain:
     Attributes:
         written: The ops as the user wrote them, basic and fused.
         ops: The basic ops that these are or replace, and those that run around them.
-        own: The places among them of those that callers count: all but those around others.
+        own: The indices of the ops that the user wrote, without those from ``surround``.
         title: The name of the chain in error messages.
         param_sources: ``(module, attribute)`` of every parameter, in op order.
         param_ranges: The range of parameters of each op.
@@ -76,7 +76,7 @@ class Chain:
     Args:
         ops: The ops as the user wrote them.
         part: Whether they are part of a longer chain, whose runner then passes channels on.
-        surrounded: Whether those that run around them are among them already.
+        surrounded: Whether ``ops`` has the surrounding ops already.
     """
 
     def __init__(

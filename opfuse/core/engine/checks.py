@@ -176,7 +176,7 @@ def check_checkpoint(program: Program) -> None:
             "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not "
             "know the recipe; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
         )
-    if program.advances and program.recorded:
+    if program.advances and program.grad_mode:
         raise RuntimeError(
             f"autocast of {program.recipe}, which has state, inside of torch.utils.checkpoint: the "
             f"recomputation would use other scales, and cannot update them; put autocast around "

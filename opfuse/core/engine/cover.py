@@ -33,7 +33,7 @@ def grouped(candidates: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def best_of(candidates: Sequence[Step], values: Sequence[tuple[float, float]]) -> list[Step]:
-    """The non-overlapping candidates whose values have the largest sums, the first one foremost.
+    """The non-overlapping candidates with the largest sums, first values first.
 
     Dynamic programming over half steps: the best cover from ``i`` on either skips ``i`` or takes a
     candidate that begins there. Ties: more ops covered by fewer fusions, then names.

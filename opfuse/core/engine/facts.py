@@ -134,14 +134,14 @@ class Needs(NamedTuple):
     """Which gradients a program computes.
 
     Attributes:
-        recorded: Whether grad mode is on.
+        grad_mode: Whether grad mode is on.
         first_backward: The first op that takes part in the backward; the number of ops if none
             does.
         inputs: For each op, whether the gradient of its input is needed.
         params: For each op, whether the gradient of each of its parameters is needed.
     """
 
-    recorded: bool
+    grad_mode: bool
     first_backward: int
     inputs: tuple[bool, ...]
     params: tuple[tuple[bool, ...], ...]
@@ -214,7 +214,7 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         off: Why no plugin serves the recipe in force, or ``""``.
     """
     unquantized = why_unquantized(chain.ops, current.skip, off)
-    serving = [op._quantizers.serving(op, env.recipe, needs.recorded) for op in chain.ops]
+    serving = [op._quantizers.serving(op, env.recipe, needs.grad_mode) for op in chain.ops]
     if env.recipe is None:
         return Edges({}, {}, serving, unquantized if off else {})
     quantized_backward = env.recipe.backward_override is None
@@ -224,20 +224,20 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         dgrad, wgrad = needs.inputs[i], any(needs.params[i])
         if (quantizer := op.get_input_quantizer()) is not None:
             usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
-            forward[i] = Cast(_as_recorded(quantizer, needs), usage)
+            forward[i] = Cast(_serving_here(quantizer, needs), usage)
         if i < needs.first_backward or not quantized_backward:
             continue
         if (quantizer := op.get_grad_output_quantizer()) is not None:
             usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
             if any(usage):
-                backward[i + 1] = Cast(_as_recorded(quantizer, needs), usage)
-    both = needs.recorded and not env.compiling
+                backward[i + 1] = Cast(_serving_here(quantizer, needs), usage)
+    both = needs.grad_mode and not env.compiling
     facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
     return Edges(forward, backward, serving, unquantized, facts)
 
 
-def _as_recorded(quantizer: Quantizer, needs: Needs) -> Quantizer:
-    return quantizer if needs.recorded else quantizer.unrecorded()
+def _serving_here(quantizer: Quantizer, needs: Needs) -> Quantizer:
+    return quantizer if needs.grad_mode else quantizer.unrecorded()
 
 
 class Known(ABC):
@@ -253,8 +253,8 @@ class Known(ABC):
     def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any] | None:
         """Fields of the :class:`Environment` of a candidate; None: nothing is known of it.
 
-        They are asked for once, before its condition. What is known replaces that it declares to
-        trade time for memory: the tool then refuses it where that does not pay.
+        They are asked for once, before its condition. If a tool knows a candidate, its
+        declaration ``trades_time`` does not count: the tool refuses it where it is too slow.
 
         Args:
             step: The candidate. Reports tell its ``remark``.

@@ -69,7 +69,7 @@ class OperationFuser:
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Any] = (None, None)  # no key is None
         self._lock = threading.RLock()
-        self.kept_in = ModuleCache()  # forgets it when one of its ops is split
+        self.kept_in = ModuleCache()  # the cache that holds this fuser
         run = functools.partial(OperationFuser.run, self)
         if not part and (wrapped := wrap_call(run, chain=self._chain)) is not run:
             self.run = wrapped  # type: ignore[method-assign]
@@ -89,7 +89,7 @@ class OperationFuser:
         params: list[tuple[Any, Any, str]] = []
         for op in self._chain.ops:
             for name in op.param_names or ():
-                # a module inside the op is looked up at every call, and a view is made again
+                # looked up at every call: a module inside the op, and a transposed view
                 module, leaf = op.param_source(name)
                 source = op._sources.get(name)
                 elsewhere = "." in name if source is None else source.transposed
@@ -227,7 +227,7 @@ class OperationFuser:
             op._refuse_late_parameters()
         tensors = [*self._read_params(), *extra_inputs]
         *key, settings = key_of(input, tensors, extra_inputs, kwargs, training, compiling=True)
-        program = getattr(self, _plan_untraced(self, *settings, *key))
+        program = getattr(self, _program_untraced(self, *settings, *key))
         return program.call(self, program, input, tensors, extra_inputs, kwargs)
 
     # Planning
@@ -252,7 +252,7 @@ class OperationFuser:
                 make = _never_traced(without_modes()(make_program))
                 with current.temporarily(in_forward=True):
                     made = make(self._chain, self._owner, key, input, params)
-                # a tool may have failed meanwhile, and what it was asked for must not be lost
+                # a tool may have failed meanwhile: without it no option that it serves is in force
                 check_options(key.settings.options, key.settings.selection)
                 for tool in self._chain.needs_tools:
                     require(tool, self._chain.title, key.settings.selection)
@@ -320,7 +320,7 @@ def _never_traced(function: Any) -> Any:
     return _not_traced(function) if "torch._dynamo" in sys.modules else function
 
 
-def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
+def _program_untraced(fuser: OperationFuser, *key: Any) -> str:
     """Plan while ``torch.compile`` traces: the call and its arguments are constants of the graph.
 
     Args:
@@ -344,11 +344,11 @@ def _plan_untraced(fuser: OperationFuser, *key: Any) -> str:
     return name
 
 
-_plan_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
+_program_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
 def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
-    """Cut a chain at the ops that run through their own call; see :func:`_plan_untraced`.
+    """Cut a chain at the ops that run through their own call; see :func:`_program_untraced`.
 
     Args:
         fuser: The fuser of the chain.

@@ -28,7 +28,7 @@ from .checks import check_attributes, check_differentiable, check_kwargs, check_
 from .facts import Edges, Facts, Known, Needs, Recompute, Shapes, Step, View, find_edges
 from .plan import FusionPlan, PlanStep
 from .program import Program
-from .selection import Selection, check_expansion, choose
+from .selection import Chosen, check_expansion, choose
 
 
 class Key(NamedTuple):
@@ -171,20 +171,20 @@ def processor(device: torch.device) -> dict[str, Any]:
     return {"multiprocessors": found.multi_processor_count, "architecture": architecture}
 
 
-def _build(facts: Facts, sources: Sequence[FusionSource]) -> Selection:
+def _build(facts: Facts, sources: Sequence[FusionSource]) -> Chosen:
     """Choose fusions and build their ops; choose again without those whose build fails."""
     excluded: set[tuple[Any, int, int]] = set()
     while True:
-        choice = choose(facts, sources, excluded)
+        chosen = choose(facts, sources, excluded)
         built: list[Step] = []
-        for step in choice.taken:
+        for step in chosen.taken:
             fused = build_step(step, step.env or facts.env)
             if fused is None:
                 excluded.add((step.source, step.begin, step.end))
                 break
             built.append(dataclasses.replace(step, op=fused))
         else:
-            return dataclasses.replace(choice, taken=tuple(built))
+            return dataclasses.replace(chosen, taken=tuple(built))
 
 
 def build_step(step: Step, env: Environment) -> Any:
@@ -220,14 +220,14 @@ def _needs(chain: Chain, grads: tuple[bool, ...] | None) -> Needs:
 # From the choice to the program
 
 
-def compile_program(facts: Facts, choice: Selection) -> Program:
-    """Turn a choice of fusions, already built, into a program.
+def compile_program(facts: Facts, chosen: Chosen) -> Program:
+    """Turn chosen fusions, already built, into a program.
 
     Args:
         facts: The chain, and everything that its plan is made from.
-        choice: The fusions taken; each step carries its fused op.
+        chosen: The fusions taken; each step carries its fused op.
     """
-    steps = forward, backward = _steps(facts, choice)
+    steps = forward, backward = _steps(facts, chosen)
     found = [_recompute(step, facts, forward) for step in backward]
     again = [*zip(backward, found, strict=True)]
     recomputing = {step.start: how for step, how in again if isinstance(how, Recompute)}
@@ -237,17 +237,17 @@ def compile_program(facts: Facts, choice: Selection) -> Program:
     digest = ",".join(known.digest for known in facts.known if known.digest)
     of_forward = [_describe(step, note_of(step.matched, recipe), facts) for step in forward]
     of_backward = [_describe(*pair, facts) for pair in zip(backward, notes, strict=True)]
-    plan = FusionPlan(tuple(of_forward), tuple(of_backward), choice.refused, digest)
+    plan = FusionPlan(tuple(of_forward), tuple(of_backward), chosen.refused, digest)
     program = Program(facts, plan, steps, contexts, recomputing)
-    program.row_facts = tuple(sorted({*choice.row_facts, *facts.edges.row_facts}))
+    program.row_facts = tuple(sorted({*chosen.row_facts, *facts.edges.row_facts}))
     return program
 
 
-def _steps(facts: Facts, choice: Selection) -> tuple[list[Step], list[Step]]:
+def _steps(facts: Facts, chosen: Chosen) -> tuple[list[Step], list[Step]]:
     """The steps of both passes, in the order they run."""
     ops, edges, first = facts.chain.ops, facts.edges, facts.needs.first_backward
-    forward = [step for step in choice.taken if step.passes != "backward"]
-    backward = [step for step in choice.taken if step.passes != "forward"]
+    forward = [step for step in chosen.taken if step.passes != "backward"]
+    backward = [step for step in chosen.taken if step.passes != "forward"]
     forward = _cover(edges.view(ops, "forward"), forward)
     backward = _cover(edges.view(ops, "backward"), backward)[::-1]
     backward = [step for step in backward if step.end > 2 * first + 1]

@@ -53,7 +53,7 @@ class Program:
         forward, backward: The steps, in the order they run.
         contexts: The attributes of each op's context.
         first_backward: The first op that takes part in the backward.
-        recorded: Whether grad mode is on.
+        grad_mode: Whether grad mode is on.
         trains: Whether it is an autograd function.
         entry_casts: For each pass, the cast of what comes in, or None.
         saved_ranges: ``(op, first, last)``: the range of each op's saved tensors.
@@ -61,7 +61,7 @@ class Program:
         num_saved: The number of tensors that are saved by declaration.
         undeclared: The ops that may leave anything, so that all of their contexts is kept.
         saves_quantized: Whether ops may save quantized tensors.
-        fresh: The ops that may leave anything on their contexts, which thus serve one call.
+        unpooled: The ops that may leave anything on their contexts, which thus serve one call.
         recomputing: Basic op -> how its input is computed again.
         dequantized: The quantized parameters that belong to ops that quantize nothing.
         accumulating: ``(op, first, last)``: the range of parameters of each op that stores their
@@ -95,7 +95,7 @@ class Program:
         self.facts, self.plan, self.autocast = facts, plan, facts.autocast
         self.recomputing = recomputing
         self.chain, self.env = chain, env = facts.chain, facts.env
-        self.recorded, self.first_backward, *_ = facts.needs
+        self.grad_mode, self.first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
         self.recipe, self.compiling = env.recipe, env.compiling
         self.contexts = [vars(OperationContext()) | values for values in contexts]
@@ -147,8 +147,8 @@ class Program:
         own = any(op._quantizers.own for op in self.chain.ops)
         self.saves_quantized = own or self.recipe is not None
         # functions are the fusions of Transformer Engine: their ops may write anything
-        foreign = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
-        self.fresh = foreign.union(self.undeclared)
+        of_functions = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
+        self.unpooled = of_functions.union(self.undeclared)
 
     def _set_gradients(self) -> None:
         """Set where gradients flow other than through the main tensors.
@@ -183,7 +183,7 @@ class Program:
     # Calling
 
     def __call__(
-        self, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor, recorded: bool = False
+        self, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor, watched: bool = False
     ) -> Any:
         """Run it, as one autograd function if there is a backward.
 
@@ -191,13 +191,13 @@ class Program:
             kwargs: Keyword arguments per basic op, or None.
             x: The chain's input.
             *tensors: The parameters, then the extra inputs that the caller gave.
-            recorded: Whether the recorder of this thread is told what the forward saves.
+            watched: Whether the recorder of this thread is told what the forward saves.
         """
         if self.compiling:
             given = _distinct(tensors, self.num_params) if self.trains else tensors
             return self.run(kwargs, x, *given)
         codes = type(x) is not Tensor and brings_codes(x, self.entry_casts["forward"])
-        run = self.function("forward", codes, profiler._is_profiler_enabled, recorded)
+        run = self.function("forward", codes, profiler._is_profiler_enabled, watched)
         return run(kwargs, x, *tensors)
 
     def backward_of(
@@ -269,7 +269,7 @@ def _run_call(
         recorder.record(fuser, program, (input, tensors, kwargs))
     if program.compiling:
         return program(kwargs, input, *tensors)
-    call = functools.partial(program, kwargs, input, *tensors, recorded=recorder is not None)
+    call = functools.partial(program, kwargs, input, *tensors, watched=recorder is not None)
     if program.autocast is not None:  # the ops cast themselves
         with torch.autocast(program.autocast_device, enabled=False):
             return call()
@@ -282,7 +282,8 @@ def _run_call(
 
 def _begin_under_recipe(program: Program, device: torch.device) -> None:
     """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
-    records = program.advances and (program.recorded or getattr(current.observer, "records", False))
+    observed = getattr(current.observer, "records", False)
+    records = program.advances and (program.grad_mode or observed)
     pairs = zip(program.chain.ops, program.facts.edges.quantizers, strict=True)
     if program.compiling and any([its and getattr(op, "reads_sizes", 0) for op, its in pairs]):
         what = "has an op that reads sizes on the host under a recipe"
@@ -294,7 +295,7 @@ def _begin_under_recipe(program: Program, device: torch.device) -> None:
         raise RuntimeError(f"{program.recipe} {what}: {remedy}")
     if not program.compiling:
         checks.check_checkpoint(program)
-        current.recording = program.recorded  # for ops that request their quantizers themselves
+        current.recording = program.grad_mode  # for ops that request their quantizers themselves
         current.captured = is_captured(device)
         for op in program.chain.ops:
             op._quantizers.latest = program.recipe
@@ -352,7 +353,7 @@ def _applied(program: Program, run: Callable[..., Any]) -> Any:
     if program.compiling:  # nothing is decided later
         back = program.wrapped("backward", program.backward_of([torch.empty(0)], traced=True))
     passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
-    made: Any = type("Pipeline", (torch.autograd.Function,), passes)
+    made: Any = type("OpfuseChain", (torch.autograd.Function,), passes)
     if program.compiling:
         return made.apply
     made._backward_cls.program = program

@@ -37,7 +37,7 @@ _MOST = 1e6  # of a benefit: sums stay exact
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class Chosen:
     """The result of planning: the candidates taken, left to right per pass, and the refusals."""
 
     taken: tuple[Step, ...]
@@ -46,15 +46,16 @@ class Selection:
 
 
 class Choice:
-    """What is chosen among at once: the fusions of one precedence and pass.
+    """One round of choosing: the fusions of one precedence and pass.
 
     Attributes:
         taken: The candidates taken before, of higher precedence.
         refused: Why a candidate is not taken.
         cover: Takes those that are not refused, and returns those that are used: the ones with the
             largest total benefit. A tool may put another function here.
-        explain: Takes a candidate and those used that overlap it, and returns what they have, such
-            as ``"which is registered on a Tuesday"``; ``""``: the larger benefit. Likewise.
+        explain: Takes a candidate and those used that overlap it, and returns why these won, as a
+            clause such as ``"which is registered on a Tuesday"``; ``""`` means the larger benefit.
+            A tool may put another function here.
 
     Args:
         finder: Finds candidates.
@@ -100,7 +101,7 @@ class Choice:
 
 def choose(
     facts: Facts, sources: Iterable[FusionSource], excluded: Collection[tuple[Any, int, int]] = ()
-) -> Selection:
+) -> Chosen:
     """Choose the fusions of a chain.
 
     Args:
@@ -132,7 +133,7 @@ def choose(
         lost = (why, None) if why else conflict(loser, overlapping(loser, taken), choice.explain)
         finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
-    return Selection(tuple(kept), refused, tuple(sorted(finder.row_facts)))
+    return Chosen(tuple(kept), refused, tuple(sorted(finder.row_facts)))
 
 
 def _checked(chosen: Any, choice: Choice) -> list[Step]:

@@ -39,7 +39,7 @@ class Variant(NamedTuple):
         pass_name: ``"forward"`` or ``"backward"``.
         codes: Whether what comes in is quantized already.
         ranged: Whether fused steps mark their ranges for a profiler.
-        recorded: Whether the recorder of the thread is told what is saved (forward only).
+        watched: Whether the recorder of the thread is told what is saved (forward only).
         traced: Whether compiled autograd traces it (backward only).
         owns: Whether steps may overwrite gradients (backward only).
         reached: The last op that a gradient reaches; None: the main output has one (backward only).
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
     pass_name: str
     codes: bool = False
     ranged: bool = False
-    recorded: bool = False
+    watched: bool = False
     traced: bool = False
     owns: bool = True
     reached: int | None = None
@@ -95,7 +95,7 @@ class Source:
         forward = self.pass_name == "forward"
         if (
             not asking
-            or not self.foreign
+            or not self.to_check
             or self.traced
             or (self.env.recipe is None) is not forward
         ):
@@ -116,8 +116,8 @@ class Source:
         raise NotImplementedError
 
     @functools.cached_property
-    def foreign(self) -> list[Step]:
-        """The steps of ops that are not of this package, which may break its contract."""
+    def to_check(self) -> list[Step]:
+        """The steps whose results are checked: their ops are not of this package."""
         return [s for s in self.steps if s.source or not _is_builtin(s.op, self.pass_name)]
 
     # Names and lines
@@ -175,7 +175,7 @@ class Source:
                 owner = f" of {source.distribution}" if source.distribution else ""
                 run = lines.in_range(f"{source.name}{owner}, {name}: {step.title}", run)
             return self.bind(f"fused_{step.begin}", run), direct
-        word = "op" if step in self.foreign else op_class(op).__name__
+        word = "op" if step in self.to_check else op_class(op).__name__
         word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()
         return self.bind(f"{word}_{step.start}", run), direct
 
@@ -184,7 +184,7 @@ class Source:
         return f"{step.title}: {step.source.full_name}" if step.source else step.title
 
     def each(self, step: Step, of_op: Callable[[int], str], of_cast: str) -> str:
-        """A list with an entry for each op of a step, and for each cast, a format of its edge."""
+        """A list with an entry for each op of a step; ``of_cast`` is given a cast's edge."""
         found = [of_cast.format(i) if isinstance(op, Cast) else of_op(i) for i, op in step.indexed]
         return f"[{', '.join(found)}]"
 
@@ -210,9 +210,9 @@ class Source:
         Making one takes half a microsecond, and resetting it a twentieth of that.
         """
         everyone, ops = range(first, len(values)), self.chain.ops
-        fresh = [i for i in everyone if self.traced or i in self.program.fresh]
-        self._pooled = [i for i in everyone if i not in fresh]
-        for indexes in filter(None, (self._pooled, fresh)):
+        others = [i for i in everyone if self.traced or i in self.program.unpooled]
+        self._pooled = [i for i in everyone if i not in others]
+        for indexes in filter(None, (self._pooled, others)):
             names, kinds = several(f"c{i}" for i in indexes), []
             for i in indexes:
                 left = tuple(declared(ops[i], "context_names")) if i in self._pooled else None

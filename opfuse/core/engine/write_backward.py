@@ -135,7 +135,7 @@ class Backward(Source):
         program = self.program
         # the ops after this one must return a gradient of their input
         free = -1 if program.input_requires_grad else program.first_backward
-        if step.start > free and step in self.foreign:
+        if step.start > free and step in self.to_check:
             given = program, step.op, f"{'op' if direct else 'fuser'}_backward", step.start
             self.add(f"if dy is None: {self.call(checks.refuse_none, *given, at=step.begin)}()")
 
@@ -153,7 +153,7 @@ class Backward(Source):
         i = step.start
         first, last = self.chain.param_ranges[i]
         call = f"{run}(c{i}, dy)"
-        if step in self.foreign:
+        if step in self.to_check:
             check = self.call(lines.backward_result, self.program, step.op, i, at=i)
             call = f"{check}({call})"
         self.add(f"dy, g{i} = {call}", self.comment(step))

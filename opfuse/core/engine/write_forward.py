@@ -33,7 +33,7 @@ class Forward(Source):
         first = ["ctx", "kwargs", "input"][not self._trains :]
         super().__init__(program, variant, [*first, *self._params, *self._extras])
         self._watches_versions = program.writes_extras and self._trains and not self.traced
-        found = [i for step in self.foreign for i in range(step.start, step.stop)]
+        found = [i for step in self.to_check for i in range(step.start, step.stop)]
         # the ops whose forward is not of this package, and that declare what they leave
         self._doubtful = [i for i in found if i not in program.undeclared]
 
@@ -79,7 +79,7 @@ class Forward(Source):
             self._run_fused(step, run)
             return
         self.add(f"x = {run}(c{step.start}, x)", self.comment(step))
-        if step in self.foreign:
+        if step in self.to_check:
             given = self.program, step.op, "op_forward"
             refuse = self.call(checks.refuse_result, *given, at=step.begin)
             is_wrong = "type(x) is not Tensor and not isinstance(x, (Tensor, QuantizedTensor))"
@@ -158,7 +158,7 @@ class Forward(Source):
             self.add(f"if c{i}.saved_tensors is not None or {is_wrong}: {left} = {check}(c{i})")
 
     def _save(self) -> None:
-        program, recorded = self.program, self.variant.recorded
+        program, watched = self.program, self.variant.watched
         parts = [f"*c{i}.to_save" for i, _, _ in program.saved_ranges]
         if program.saved_attributes:
             refuse = self.call(checks.refuse_unset, program)
@@ -170,7 +170,7 @@ class Forward(Source):
             self.add(f"ctx.left_{i} = {self.call(lines.attributes_left)}(c{i}), len(s{i})")
             parts.append(f"*s{i}")
         flat = ", ".join(parts)
-        if recorded or program.recomputing or program.saves_quantized:
+        if watched or program.recomputing or program.saves_quantized:
             self.add(f"saved = [{flat}]")
             flat = "*saved"
         firsts = {i: first for i, first, _ in program.saved_ranges}
@@ -181,7 +181,7 @@ class Forward(Source):
         if program.accumulating:
             params = [f"c{i}.params" for i, *_ in program.accumulating]
             self.add(f"ctx.accumulating = [{', '.join(params)}]")
-        if recorded:
+        if watched:
             found = [f"{i}: saved[{start}:{stop}]" for i, start, stop in program.saved_ranges]
             found += [f"{i}: s{i}" for i in program.undeclared]
             given = f"{self.bind('program', program)}, {{{', '.join(found)}}}"

@@ -95,7 +95,7 @@ class QuantizerStates:
         own: Quantizers without state, whatever the recipe.
         latest: The recipe of the last call under one.
         called: The group of the maxima in that call, and the patterns of ops to skip.
-        unrestored: The recipes whose state the last checkpoint did not have, until that was told.
+        unrestored: The recipes without state in the last checkpoint, until the user was warned.
         name: The name of the op that the quantizers know; None: there are none yet.
     """
 
