@@ -15,7 +15,7 @@ pytest.importorskip("opfuse_triton")
 from opfuse_triton.__main__ import gpu_command
 from opfuse_triton.recorded import case_lists, load_cases
 
-from benchmarks import gpu_hour, gpu_step, report, slices
+from benchmarks import gpu_formulas, gpu_hour, gpu_step, report, slices
 from benchmarks.ledger import host
 
 STORED, STEP = report.stored("h100-kernels"), report.stored("h100-step")
@@ -163,6 +163,35 @@ def test_slices_are_compared_with_their_copies_in_a_part_of_the_hour(tmp_path):
     assert text.startswith("## slices: done") and text.count("| yes |") == len(rows)
 
 
+def test_formulas_are_compared_and_timed_in_a_part_of_the_hour(tmp_path):
+    """The part as it is, in a process of its own."""
+    (part,) = [part for part in gpu_hour.parts() if part.name == "formulas"]
+    (row,) = gpu_hour.hour([part._replace(limit=600)], 600, tmp_path)["parts"]
+    assert row["state"] == "done", row
+    found = row["result"]
+    assert len(found["errors"]) == 7 and len(found["times"]) == len(found["exact"]) == 3
+    for each in found["errors"]:
+        assert each["ulps"][0] < 3 and each["relative"][0] < 3e-7, each
+    for each in found["times"] + found["exact"]:
+        assert each["us"]["opfuse"] > 0 and "why" not in each, each
+    text = (tmp_path / "gpu-hour.md").read_text()
+    assert text.startswith("## formulas: done") and "| sigmoid | opfuse | " in text
+
+
+def test_errors_of_formulas_are_seen_where_they_are():
+    tiny = 2.0**-130
+    exact = torch.tensor([1.0, 2.0, tiny, torch.inf, torch.nan, -1.0], dtype=torch.float64)
+    y = exact.float()
+    y[1] += 2.0**-21
+    row = {"flushed": 0, "wrong": 0}
+    gpu_formulas.compare(row, torch.arange(6.0) * 5, y, exact)
+    assert row["ulps"] == (2.0, 5.0) and row["near"] == (2.0, 5.0)
+    assert row["relative"] == (2.0**-22, 5.0) and row["flushed"] == row["wrong"] == 0
+    y = torch.tensor([1.0, 2.0, 0.0, 1.0, 0.0, 1.0])
+    gpu_formulas.compare(row, torch.arange(6.0), y, exact)
+    assert row["flushed"] == 1 and row["wrong"] == 3
+
+
 def test_a_slice_that_pytorch_refuses_says_why(monkeypatch):
     def refused():
         raise RuntimeError("a row must begin | at 16 bytes")
@@ -276,9 +305,13 @@ def test_a_part_ends_with_everything_that_it_started(tmp_path):
 
 def test_what_the_parts_call_understands_them():
     known = gpu_hour.parts()
-    assert [part.name for part in known] == ["odd-shapes", "step", "slices", "behind"]
-    assert sum(part.limit for part in known[:3]) < 60 * 14 - known[3].least
-    parsers = {"gpu_step.py": gpu_step.parsed, "slices.py": slices.parsed}
+    assert [part.name for part in known] == ["odd-shapes", "step", "slices", "formulas", "behind"]
+    assert sum(part.limit for part in known[:-1]) < 60 * 14 - known[-1].least
+    parsers = {
+        "gpu_step.py": gpu_step.parsed,
+        "slices.py": slices.parsed,
+        "gpu_formulas.py": gpu_formulas.parsed,
+    }
     for part in known:
         command = [{"{out}": "x", "{seconds}": "75"}.get(word, word) for word in part.command]
         assert "{out}" in part.command

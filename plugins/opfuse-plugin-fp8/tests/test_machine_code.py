@@ -2,7 +2,7 @@
 
 It takes a half from a register that it only writes afterwards, or from the stack pointer. An H100
 showed both: a quarter of the columnwise codes of fp32 tensors were wrong, and an eighth of the
-codes of some gradients. Kernels convert by integers where Triton has such a ptxas.
+codes of some gradients. So kernels convert four values into a word, and never see a half.
 """
 
 import pathlib
@@ -19,9 +19,7 @@ if is_interpreting():
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from opfuse_fp8.cases import CASES  # noqa: E402
-from opfuse_fp8.kernels.launch import converts  # noqa: E402
 from opfuse_triton.recorded import record  # noqa: E402
-from opfuse_triton.targets import TARGETS  # noqa: E402
 
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;")
@@ -81,7 +79,7 @@ def test_halves_of_pairs_are_read_when_they_are_there(
         done = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True)
         converted += len(re.findall(r"F2FP\S*E[45]M", done.stdout))
         assert early_reads(done.stdout) == stack_pointer_reads(done.stdout) == 0
-    assert bool(converted) == converts(TARGETS[90])
+    assert converted
 
 
 def test_it_is_seen_where_it_is():

@@ -64,14 +64,6 @@ _OTHERS = {
 """GPUs that kernels are not checked for, but run on; from their data sheets too."""
 
 
-@functools.cache
-def ptxas_release(arch: int) -> tuple[int, ...]:
-    """The release of CUDA whose ptxas Triton uses for an architecture, such as ``(12, 8)``."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return tuple(map(int, get_ptxas(arch).version.split(".")))
-
-
 INTERPRETER = replace(TARGETS[90], name="interpreter")
 """A CPU while Triton interprets: tile sizes are those for an H100."""
 

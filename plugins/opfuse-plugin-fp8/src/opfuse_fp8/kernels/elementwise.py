@@ -115,7 +115,7 @@ def cast_forward(
     rows, features, numbers,
     VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
     SIZE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -139,11 +139,13 @@ def cast_forward(
         if ROUNDS and DTYPE == tl.bfloat16:
             y = y.to(tl.bfloat16).to(tl.float32)
         y *= LINEAR_VALUE(b, *numbers)
-    y = tl.where(in_rows & in_columns, y.to(DTYPE).to(tl.float32), 0.0)
+    if VALUE is not None or bias_ptr is not None:  # what is loaded is 0 outside
+        y = tl.where(in_rows & in_columns, y, 0.0)
+    y = y.to(DTYPE).to(tl.float32)
     emit(
         y, first_row, first, rows, features, features,
         wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-        FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+        FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
     )  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def cast_backward(
     VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
     LINEAR_VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr,
     SIZE: tl.constexpr, ROUNDS: tl.constexpr, DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -176,12 +178,13 @@ def cast_backward(
         dx = dy
         if DERIVATIVE is not None:
             dx *= DERIVATIVE(tl.load(x_ptr + at, inside, 0).to(tl.float32), *numbers)
-        dx = tl.where(inside, dx.to(DTYPE).to(tl.float32), 0.0)
+            dx = tl.where(inside, dx, 0.0)
+        dx = dx.to(DTYPE).to(tl.float32)
         _column_sums(sums_ptr, dx, tile, features, first)
         emit(
             dx, first_row, first, rows, features, features,
             wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-            FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
     else:
         a, b = _halves(x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS)
@@ -195,14 +198,14 @@ def cast_backward(
             emit(
                 both, first_row, 2 * first, rows, 2 * features, 2 * features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+                FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
         else:  # one after the other, which takes fewer registers
             _column_sums(sums_ptr, da, tile * 2, features, first)
             emit(
                 da, first_row, first, rows, 2 * features, features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+                FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
             db = _linear_gradient(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
@@ -211,7 +214,7 @@ def cast_backward(
             emit(
                 db, first_row, features + first, rows, 2 * features, 2 * features,
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-                FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+                FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from .device import (
     codes_of,
     exponent_of,
     inverse_of,
-    magnitude,
+    largest,
     place_of,
     scale_of,
     scale_of_exponent,
@@ -28,23 +28,23 @@ def _record(v, amax_ptr):
     As integers the bits of numbers that are not negative are in the same order, and -1 is below all
     of them: so the result does not depend on the order of the programs.
     """
-    largest = tl.max(tl.max(magnitude(v), 1), 0).to(tl.int32, bitcast=True)
+    bits = largest(v).to(tl.int32, bitcast=True)
     at = amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     # few programs have more than those before them; an old value read here is only smaller
-    tl.atomic_max(at, largest, mask=largest > tl.load(at), sem="relaxed")
+    tl.atomic_max(at, bits, mask=bits > tl.load(at), sem="relaxed")
 
 
 @triton.jit
 def _emit_with_scale(
     v, row, column, inside, rows, columns,
     row_ptr, inverse_ptr, column_ptr, kept_ptr, scale_ptr,
-    IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
     """One scale, which is known or follows from an amax: both copies have the same codes."""
     scale = tl.load(scale_ptr)
     if IS_AMAX:
         scale = scale_of(scale, MANTISSA, POWER_OF_2, 3.4028234663852886e38)
-    codes = codes_of(v, scale, MANTISSA, NATIVE)
+    codes = codes_of(v, scale, MANTISSA)
     if row_ptr is not None:
         tl.store(row_ptr + row * columns + column, codes, inside)
     if column_ptr is not None:
@@ -59,7 +59,7 @@ def _emit_with_scale(
 def _emit_blocks(
     v, first_row, first_column, row, column, inside, rows, columns, stop,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
 ):  # fmt: skip
     """A scale for 128 values: along the rows for one copy, along the columns for the other."""
@@ -68,17 +68,16 @@ def _emit_blocks(
     if row_ptr is not None:
         each: tl.constexpr = wide if wide < 128 else 128
         blocks = tl.reshape(v, (tall, wide // each, each))
-        amax = tl.max(magnitude(blocks), 2, keep_dims=True)
-        scale = scale_of(amax, MANTISSA, POWER_OF_2, IF_INFINITE)
-        codes = tl.reshape(codes_of(blocks, scale, MANTISSA, NATIVE), (tall, wide))
+        scale = scale_of(largest(blocks, 2), MANTISSA, POWER_OF_2, IF_INFINITE)
+        codes = tl.reshape(codes_of(blocks, scale, MANTISSA), (tall, wide))
         tl.store(row_ptr + row * columns + column, codes, inside)
         block = first_column // 128 + tl.arange(0, wide // each)[None, :]
         inverse = inverse_of(tl.reshape(scale, (tall, wide // each)), POWER_OF_2)
         there = (row < rows) & (block * 128 < stop)
         tl.store(row_scale_ptr + block.to(tl.int64) * rows + row, inverse, there)
     if column_ptr is not None:
-        scale = scale_of(tl.max(magnitude(v), 0, keep_dims=True), MANTISSA, POWER_OF_2, IF_INFINITE)
-        codes = codes_of(v, scale, MANTISSA, NATIVE)
+        scale = scale_of(largest(v, 0), MANTISSA, POWER_OF_2, IF_INFINITE)
+        codes = codes_of(v, scale, MANTISSA)
         tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
         at = first_row // 128 * columns + column
         tl.store(column_scale_ptr + at, inverse_of(scale, POWER_OF_2), column < stop)
@@ -88,13 +87,12 @@ def _emit_blocks(
 def _emit_square(
     v, first_row, first_column, row, column, inside, rows, columns, stop,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
 ):  # fmt: skip
     """A scale for the whole tile of 128 x 128: both copies have the same codes."""
-    amax = tl.max(tl.max(magnitude(v), 1), 0)
-    scale = scale_of(amax, MANTISSA, POWER_OF_2, IF_INFINITE)
-    codes, inverse = codes_of(v, scale, MANTISSA, NATIVE), inverse_of(scale, POWER_OF_2)
+    scale = scale_of(largest(v), MANTISSA, POWER_OF_2, IF_INFINITE)
+    codes, inverse = codes_of(v, scale, MANTISSA), inverse_of(scale, POWER_OF_2)
     down, across = first_row // 128, first_column // 128
     if row_ptr is not None:
         tl.store(row_ptr + row * columns + column, codes, inside)
@@ -110,15 +108,15 @@ def _emit_square(
 def _emit_mx(
     v, first_row, first_column, row, column, inside, rows, columns, stop,
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr, SWIZZLED: tl.constexpr,
+    MANTISSA: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """A power of two for 32 values: along the rows for one copy, the columns for the other."""
     tall: tl.constexpr = v.shape[0]
     wide: tl.constexpr = v.shape[1]
     if row_ptr is not None:
         blocks = tl.reshape(v, (tall, wide // 32, 32))
-        exponent = exponent_of(tl.max(magnitude(blocks), 2, keep_dims=True), MANTISSA)
-        codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
+        exponent = exponent_of(largest(blocks, 2), MANTISSA)
+        codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA)
         codes = tl.reshape(codes, (tall, wide))
         tl.store(row_ptr + row * columns + column, codes, inside)
         block = first_column // 32 + tl.arange(0, wide // 32)[None, :]
@@ -127,8 +125,8 @@ def _emit_mx(
         tl.store(row_scale_ptr + at, exponent, (row < rows) & (block < stop // 32))
     if column_ptr is not None:
         blocks = tl.reshape(v, (tall // 32, 32, wide))
-        exponent = exponent_of(tl.max(magnitude(blocks), 1, keep_dims=True), MANTISSA)
-        codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
+        exponent = exponent_of(largest(blocks, 1), MANTISSA)
+        codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA)
         codes = tl.reshape(codes, (tall, wide))
         tl.store(column_ptr + column.to(tl.int64) * rows + row, codes, inside)
         block = first_row // 32 + tl.arange(0, tall // 32)[:, None]
@@ -141,7 +139,7 @@ def _emit_mx(
 def emit(
     v, first_row, first_column, rows, columns, stop,
     wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile as ``FORMAT`` has it.
@@ -163,7 +161,6 @@ def emit(
         FORMAT: ``"none"``, ``"tensor"``, ``"amax"``, ``"block"``, ``"square"``, ``"mx"`` or
             ``"swizzled mx"``.
         MANTISSA: 3 or 2 bits.
-        NATIVE: See :func:`opfuse_fp8.kernels.device.codes_of`.
         POWER_OF_2: Whether scales are powers of two.
         IF_INFINITE: What replaces a scale of a block that is infinite.
     """
@@ -178,23 +175,23 @@ def emit(
         _emit_with_scale(
             v, row, column, inside, rows, columns,
             row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr,
-            FORMAT == "amax", MANTISSA, NATIVE, POWER_OF_2,
+            FORMAT == "amax", MANTISSA, POWER_OF_2,
         )  # fmt: skip
     elif FORMAT == "block":
         _emit_blocks(
             v, first_row, first_column, row, column, inside, rows, columns, stop,
             row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-            MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            MANTISSA, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
     elif FORMAT == "square":
         _emit_square(
             v, first_row, first_column, row, column, inside, rows, columns, stop,
             row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-            MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            MANTISSA, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
     elif FORMAT == "mx" or FORMAT == "swizzled mx":
         _emit_mx(
             v, first_row, first_column, row, column, inside, rows, columns, stop,
             row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
-            MANTISSA, NATIVE, FORMAT == "swizzled mx",
+            MANTISSA, FORMAT == "swizzled mx",
         )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from opfuse_triton.grouped import filled_of, place_of, tiles_of
 
-from .device import codes_of, exponent_of, inverse_of, magnitude, scale_of, scale_of_exponent
+from .device import codes_of, exponent_of, inverse_of, largest, scale_of, scale_of_exponent
 from .emit import _record
 
 
@@ -14,7 +14,7 @@ from .emit import _record
 def cast_groups(
     x_ptr, ends_ptr, row_ptr, column_ptr, inverse_ptr, scale_ptr, amax_ptr,
     groups, rows, features,
-    IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Codes of all groups, as :class:`opfuse.ops.row_groups.GroupedTensor` has them.
@@ -22,7 +22,7 @@ def cast_groups(
     ``scale_ptr`` has a scale for each group, or its largest magnitude. ``amax_ptr`` are the largest
     magnitudes so far, or None. Without ``scale_ptr`` there are no codes.
     """
-    largest: tl.constexpr = 3.4028234663852886e38
+    most: tl.constexpr = 3.4028234663852886e38
     tile = tl.program_id(0)
     across = tl.cdiv(features, BLOCK_COLUMNS)
     first, stop, tiles = tiles_of(ends_ptr, groups, rows, across, GROUPS, BLOCK_ROWS)
@@ -31,7 +31,7 @@ def cast_groups(
             each = tl.arange(0, GROUPS)
             scales = tl.load(scale_ptr + each, each < groups, other=1.0)
             if IS_AMAX:
-                scales = scale_of(scales, MANTISSA, POWER_OF_2, largest)
+                scales = scale_of(scales, MANTISSA, POWER_OF_2, most)
             tl.store(inverse_ptr + each, inverse_of(scales, POWER_OF_2), each < groups)
     if tile < tl.sum(tiles):
         group, start, end, side = place_of(tile, first, stop, tiles, GROUPS, BLOCK_ROWS)
@@ -46,8 +46,8 @@ def cast_groups(
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + group)
             if IS_AMAX:
-                scale = scale_of(scale, MANTISSA, POWER_OF_2, largest)
-            codes = codes_of(v, scale, MANTISSA, NATIVE)
+                scale = scale_of(scale, MANTISSA, POWER_OF_2, most)
+            codes = codes_of(v, scale, MANTISSA)
             if row_ptr is not None:
                 tl.store(row_ptr + at, codes, inside)
             if column_ptr is not None:
@@ -64,7 +64,7 @@ def cast_groups(
 def cast_mx_groups(
     x_ptr, ends_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
     groups, rows, features,
-    MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    MANTISSA: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """MX codes of all groups, as :class:`opfuse_quantized.grouped.GroupedMXTensor` has them."""
@@ -83,8 +83,8 @@ def cast_mx_groups(
         v = tl.load(x_ptr + at, inside, 0).to(tl.float32)
         if row_ptr is not None:
             blocks = tl.reshape(v, (BLOCK_ROWS, wide, 32))
-            exponent = exponent_of(tl.max(magnitude(blocks), 2, keep_dims=True), MANTISSA)
-            codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
+            exponent = exponent_of(largest(blocks, 2), MANTISSA)
+            codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA)
             tl.store(row_ptr + at, tl.reshape(codes, (BLOCK_ROWS, BLOCK_COLUMNS)), inside)
             block = side * wide + tl.arange(0, wide)[None, :]
             exponent = tl.reshape(exponent, (BLOCK_ROWS, wide)).to(tl.uint8)
@@ -92,8 +92,8 @@ def cast_mx_groups(
             tl.store(to, exponent, (row < end) & (block < features // 32))
         if column_ptr is not None:
             blocks = tl.reshape(v, (tall, 32, BLOCK_COLUMNS))
-            exponent = exponent_of(tl.max(magnitude(blocks), 1, keep_dims=True), MANTISSA)
-            codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA, NATIVE)
+            exponent = exponent_of(largest(blocks, 1), MANTISSA)
+            codes = codes_of(blocks, scale_of_exponent(exponent), MANTISSA)
             # zeros fill up the rows of a group: the last tile has them
             begin, height = filled_of(group, first, stop, groups, rows, GROUPS, 32)
             own = tl.sum(tl.where(tl.arange(0, GROUPS) == group, first, 0))

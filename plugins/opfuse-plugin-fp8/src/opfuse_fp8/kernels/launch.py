@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from opfuse_quantized.swizzle import ROWS, SCALES, swizzled_size
-from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
-from opfuse_triton.machine import is_interpreting
-from opfuse_triton.targets import ptxas_release
+from opfuse_triton import Config, Kernel, cdiv, current_target, next_power_of_2
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
@@ -40,27 +38,14 @@ def format_of(quantizer: Any) -> str:
     return "none" if isinstance(quantizer, CurrentQuantizer) else "tensor"
 
 
-def converts(target: Target) -> bool:
-    """Whether fp32 becomes FP8 of the OCP in one instruction, which rounds once.
-
-    It converts two values into one register. ptxas before CUDA 13 reads halves of it before they
-    are there, or another register in their place, see ``tests/test_machine_code.py``; with such a
-    ptxas the codes are computed by integers.
-    """
-    if target.backend != "cuda" or int(target.arch) < 89:
-        return False
-    return is_interpreting() or ptxas_release(int(target.arch)) >= (13,)
-
-
 @functools.lru_cache(1024)
 def _constants(
-    form: str, codes: torch.dtype, power_of_2: bool, dtype: torch.dtype, target: Target
+    form: str, codes: torch.dtype, power_of_2: bool, dtype: torch.dtype
 ) -> Mapping[str, Any]:
     return {
         "DTYPE": TL[dtype],
         "FORMAT": form,
         "MANTISSA": MANTISSA[codes],
-        "NATIVE": converts(target),
         "POWER_OF_2": bool(power_of_2),
         "IF_INFINITE": torch.finfo(dtype).max,
     }
@@ -104,7 +89,7 @@ class Casting:
         self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
         self._amax: Tensor | None = None
         how = format_of(quantizer), quantizer.dtype, quantizer.power_of_2
-        self.constants = _constants(*how, dtype, current_target(device))
+        self.constants = _constants(*how, dtype)
 
     def passes(self, x: Tensor, apart: bool = False) -> list[Usage]:
         """The copies that each launch writes.

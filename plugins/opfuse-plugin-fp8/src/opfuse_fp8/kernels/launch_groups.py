@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from opfuse_quantized.grouped import GroupedMXTensor
-from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
+from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
 from torch import Tensor
 
 from opfuse.core.quantization import Usage
 from opfuse.ops.row_groups import GroupedTensor, room
 
 from . import groups
-from .launch import MANTISSA, converts
+from .launch import MANTISSA
 
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -99,7 +99,7 @@ def _launch(
     GROUPS.launch(
         _grid(rows, features, count), x, ends, *codes, scales, amax, count, rows, features,
         IS_AMAX=is_amax, MANTISSA=MANTISSA[dtype], POWER_OF_2=power_of_2,
-        NATIVE=converts(current_target(x.device)), GROUPS=next_power_of_2(count),
+        GROUPS=next_power_of_2(count),
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def cast_mx(x: Tensor, ends: Tensor, usage: Usage, quantizer: Any) -> GroupedMXT
                 parts[2 * i + k] = torch.empty(length, dtype=torch.uint8, device=x.device)
     MX_GROUPS.launch(
         _grid(rows, columns, count), x, ends, *parts, count, rows, columns,
-        MANTISSA=MANTISSA[quantizer.dtype], NATIVE=converts(current_target(x.device)),
+        MANTISSA=MANTISSA[quantizer.dtype],
         GROUPS=next_power_of_2(count),
     )  # fmt: skip
     dtypes = (quantizer.dtype, torch.float8_e8m0fnu) * 2

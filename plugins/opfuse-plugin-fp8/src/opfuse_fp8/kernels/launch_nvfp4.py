@@ -15,7 +15,7 @@ from opfuse.core.quantization import QuantizedTensor
 from ..nvfp4 import BLOCK, NVFP4Quantizer
 from ..twins import Into, refuse_other_device
 from . import nvfp4
-from .launch import TL, converts, is_unaligned, room_for_scales
+from .launch import TL, is_unaligned, room_for_scales
 from .tiles import grid
 
 
@@ -80,7 +80,6 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
         ),
         SQUARE=quantizer.square,
         FOUR=quantizer.four_over_six,
-        NATIVE=converts(target),
         SWIZZLED=swizzles,
         **most,
         **how,

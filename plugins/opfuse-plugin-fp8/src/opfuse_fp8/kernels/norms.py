@@ -37,7 +37,7 @@ def norm_rows(
     wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
     rows, features, eps,
     KIND: tl.constexpr, ZERO_CENTERED: tl.constexpr, DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def norm_rows(
         emit(
             y, first_row, 0, rows, features, features,
             wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
-            FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+            FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def norm_tiles(
     row_ptr, row_scale_ptr, column_ptr, column_scale_ptr,
     rows, features,
     ZERO_CENTERED: tl.constexpr, DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr, MANTISSA: tl.constexpr, NATIVE: tl.constexpr,
+    FORMAT: tl.constexpr, MANTISSA: tl.constexpr,
     POWER_OF_2: tl.constexpr, IF_INFINITE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def norm_tiles(
     emit(
         y, first_row, first, rows, features, features,
         None, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, None, None,
-        FORMAT, MANTISSA, NATIVE, POWER_OF_2, IF_INFINITE,
+        FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
     )  # fmt: skip
 
 

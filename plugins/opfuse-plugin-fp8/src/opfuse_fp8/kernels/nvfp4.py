@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import codes_of, magnitude, place_of
+from .device import codes_of, largest, place_of
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -73,11 +73,10 @@ def nvfp4_amax(
     """The largest magnitudes of a tile: of its values, and of those that are mixed."""
     v, _, _ = _tile(x_ptr, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     if ROW:
-        tl.store(amax_ptr + tl.program_id(0), tl.max(tl.max(magnitude(v.to(tl.float32)), 1), 0))
+        tl.store(amax_ptr + tl.program_id(0), largest(v.to(tl.float32)))
     if SIGNS is not None:
-        turned = magnitude(_turned(v, SIGNS, MOST, DTYPE))
         place = programs + tl.program_id(0) if ROW else tl.program_id(0)
-        tl.store(amax_ptr + place, tl.max(tl.max(turned, 1), 0))
+        tl.store(amax_ptr + place, largest(_turned(v, SIGNS, MOST, DTYPE)))
 
 
 @triton.jit
@@ -211,10 +210,10 @@ def _summed(v, SQUARE: tl.constexpr):
 @triton.jit
 def _candidate(
     v, wanted, amax, decode,
-    NATIVE: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
+    SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
 ):  # fmt: skip
     """The code of a block's scale, and the error of the values with it."""
-    scale = codes_of(tl.minimum(wanted, 448.0), 1.0, 3, NATIVE)
+    scale = codes_of(tl.minimum(wanted, 448.0), 1.0, 3)
     value = _value_of(scale)
     size = tl.abs(v)
     codes = _nearest(tl.abs(_scaled(v, value, decode)))
@@ -235,7 +234,7 @@ def _candidate(
 def _copy(
     v, first_row, first, rows, columns, pitch, data_ptr, scale_ptr, amax, seed_ptr, step_ptr,
     WHICH: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr,
-    MOST_OF_SCALES: tl.constexpr, NATIVE: tl.constexpr, SWIZZLED: tl.constexpr,
+    MOST_OF_SCALES: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile, two in a byte, and the scales of its blocks.
 
@@ -259,15 +258,15 @@ def _copy(
     if FOUR is not None:
         six = tl.div_rn(most, tl.zeros_like(most) + 6.0) * encode
         scale, error = _candidate(
-            v, six * 1.5, amax, decode, NATIVE, SQUARE, FOUR, MOST_OF_SCALES
+            v, six * 1.5, amax, decode, SQUARE, FOUR, MOST_OF_SCALES
         )  # fmt: skip
         scale_6, error_6 = _candidate(
-            v, six, amax, decode, NATIVE, SQUARE, FOUR, MOST_OF_SCALES
+            v, six, amax, decode, SQUARE, FOUR, MOST_OF_SCALES
         )  # fmt: skip
         scale = tl.where(error < error_6, scale, scale_6)
     else:
         sixth: tl.constexpr = 0.1666666716337204
-        scale = codes_of(tl.minimum(most * (encode * sixth), 448.0), 1.0, 3, NATIVE)
+        scale = codes_of(tl.minimum(most * (encode * sixth), 448.0), 1.0, 3)
     scaled = _scaled(v, _value_of(scale), decode)
     if seed_ptr is not None:
         codes = _drawn(tl.abs(scaled), seed_ptr, step_ptr, row, first, rows, columns, WHICH)
@@ -290,7 +289,7 @@ def nvfp4_cast(
     x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, amax_ptr, seed_ptr, step_ptr,
     rows, columns, row_pitch, column_pitch, programs,
     SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
-    SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr,
+    SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr,
     SWIZZLED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile, with the largest magnitude that :func:`nvfp4_scales` has left."""
@@ -298,7 +297,7 @@ def nvfp4_cast(
     if row_ptr is not None:
         _copy(
             v.to(tl.float32), first_row, first, rows, columns, row_pitch, row_ptr, row_scale_ptr,
-            tl.load(amax_ptr), seed_ptr, step_ptr, 0, SQUARE, FOUR, MOST_OF_SCALES, NATIVE,
+            tl.load(amax_ptr), seed_ptr, step_ptr, 0, SQUARE, FOUR, MOST_OF_SCALES,
             SWIZZLED,
         )  # fmt: skip
     if column_ptr is not None:
@@ -307,5 +306,5 @@ def nvfp4_cast(
         _copy(
             turned, first.to(tl.int64), first_row, columns, rows, column_pitch, column_ptr,
             column_scale_ptr, tl.load(largest), seed_ptr, step_ptr, 1, SQUARE, FOUR, MOST_OF_SCALES,
-            NATIVE, SWIZZLED,
+            SWIZZLED,
         )  # fmt: skip

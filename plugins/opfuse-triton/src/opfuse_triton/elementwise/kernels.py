@@ -46,11 +46,7 @@ def _together(gate, linear, SIZE: tl.constexpr):
 @triton.jit
 def _gate_at(column, SIZE: tl.constexpr):
     """Where the gate of a feature of the output is in a row of the input."""
-    if SIZE == 0:
-        at = column
-    else:
-        at = column // SIZE * (2 * SIZE) + column % SIZE
-    return at
+    return column if SIZE == 0 else column // SIZE * (2 * SIZE) + column % SIZE
 
 
 @triton.jit
@@ -184,8 +180,7 @@ def activation_backward_kernel(
                 tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
         else:
             a, b = _hidden_halves(
-                x_ptr, None, x_ptr, None, row, in_rows, first, features,
-                SIZE, WOVEN, BLOCK_COLUMNS,
+                x_ptr, None, x_ptr, None, row, in_rows, first, features, SIZE, WOVEN, BLOCK_COLUMNS
             )  # fmt: skip
             linear, db = LINEAR_VALUE(b, *numbers), VALUE(a, *numbers)
             dx = dy * linear
@@ -204,12 +199,10 @@ def activation_backward_kernel(
         total += tl.where(inside, dx, 0.0)
     if sums_ptr is not None:
         column = first + tl.arange(0, BLOCK_COLUMNS)
-        of_a = tl.sum(total, 0).to(sums_ptr.dtype.element_ty)
-        if LINEAR_VALUE is None:
-            tl.store(sums_ptr + strip * features + column, of_a, column < features)
-        else:
-            at = strip * (2 * features) + _gate_at(column, SIZE)
-            tl.store(sums_ptr + at, of_a, column < features)
+        width = features if LINEAR_VALUE is None else 2 * features
+        at, of_a = strip * width + _gate_at(column, SIZE), tl.sum(total, 0)
+        tl.store(sums_ptr + at, of_a.to(sums_ptr.dtype.element_ty), column < features)
+        if LINEAR_VALUE is not None:
             at += features if SIZE == 0 else SIZE
             of_b = tl.sum(total_b, 0).to(sums_ptr.dtype.element_ty)
             tl.store(sums_ptr + at, of_b, column < features)
@@ -260,8 +253,7 @@ def scaled_backward_kernel(
                 tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
         else:
             a, b = _hidden_halves(
-                x_ptr, None, x_ptr, None, row, in_rows, first, FEATURES,
-                SIZE, WOVEN, BLOCK_COLUMNS,
+                x_ptr, None, x_ptr, None, row, in_rows, first, FEATURES, SIZE, WOVEN, BLOCK_COLUMNS
             )  # fmt: skip
             value, linear = VALUE(a, *numbers), LINEAR_VALUE(b, *numbers)
             total += tl.where(inside, value * linear * dy, 0.0)
