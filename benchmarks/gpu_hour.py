@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from benchmarks import gpu_formulas, report, slices  # noqa: E402
+from benchmarks import gpu_formulas, products, report, slices  # noqa: E402
 from benchmarks.record import about  # noqa: E402
 from opfuse.tuning.job import replace  # noqa: E402
 
@@ -70,11 +70,13 @@ def parts() -> list[Part]:
     step = [str(ROOT / "benchmarks" / "gpu_step.py"), "--kernels", "--limit", "{seconds}"]
     sliced = [str(ROOT / "benchmarks" / "slices.py"), "--out", "{out}"]
     formulas = [str(ROOT / "benchmarks" / "gpu_formulas.py"), "--out", "{out}"]
+    fused = [str(ROOT / "benchmarks" / "products.py"), "--out", "{out}", "--limit", "{seconds}"]
     return [
-        Part("odd-shapes", 270, 60 + SPARE, [*kernels, "odd"], judged_lines),
-        Part("step", 300, 90, [*step, "--out", "{out}"], step_lines),
-        Part("slices", 90, 30, sliced, lambda found: slices.lines(found["rows"])),
-        Part("formulas", 100, 40, formulas, gpu_formulas.lines),
+        Part("odd-shapes", 210, 60 + SPARE, [*kernels, "odd"], judged_lines),
+        Part("step", 240, 90, [*step, "--out", "{out}"], step_lines),
+        Part("slices", 60, 30, sliced, lambda found: slices.lines(found["rows"])),
+        Part("formulas", 90, 40, formulas, gpu_formulas.lines),
+        Part("products", 90, 45, fused, products.lines),
         Part("behind", 600, 60 + SPARE, [*kernels, "real", *behind], kernel_lines),
     ]
 

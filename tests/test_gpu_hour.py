@@ -15,7 +15,7 @@ pytest.importorskip("opfuse_triton")
 from opfuse_triton.__main__ import gpu_command
 from opfuse_triton.recorded import case_lists, load_cases
 
-from benchmarks import gpu_formulas, gpu_hour, gpu_step, report, slices
+from benchmarks import gpu_formulas, gpu_hour, gpu_step, products, report, slices
 from benchmarks.ledger import host
 
 STORED, STEP = report.stored("h100-kernels"), report.stored("h100-step")
@@ -203,6 +203,37 @@ def test_a_slice_that_pytorch_refuses_says_why(monkeypatch):
     assert line.endswith("| RuntimeError: a row must begin / at 16 bytes |")
 
 
+def test_products_are_compared_in_a_part_of_the_hour(tmp_path):
+    """The part as it is, in a process of its own."""
+    (part,) = [part for part in gpu_hour.parts() if part.name == "products"]
+    (row,) = gpu_hour.hour([part], 600, tmp_path)["parts"]
+    assert row["state"] == "done", row
+    result = row["result"]
+    assert result["nan"] == {"gelu": True, "relu": True} and not result["left"]
+    assert [len(each["us"]) for each in result["rows"]] == [3, 3, 3, 5, 4]
+    for each in result["rows"]:
+        assert not each["why"] and max(each["wrong_by"].values()) < 0.01, each
+    assert (tmp_path / "gpu-hour.md").read_text().count("| dw, 16 x 16 -> 32 |") == 3
+
+
+def test_a_product_that_fails_says_why(monkeypatch):
+    def fails():
+        raise RuntimeError("out of | memory")
+
+    ways = {"kernel": lambda row: fails, "epilogue": lambda row: lambda: torch.ones(2)}
+    row = products.compared(
+        lambda **case: (torch.ones(2), ways), rows=2, depth=1, features=1, keep=True
+    )
+    assert row["why"] == {"kernel": "RuntimeError: out of | memory"} and row["us"].keys() == {
+        "epilogue"
+    }
+    row["case"] = {"kind": "dw", "sizes": [1, 1], "depth": 1, "features": 1}
+    assert any(
+        "| kernel |  |  |  | RuntimeError: out of / memory |" in line
+        for line in products.lines({"rows": [row], "nan": {}})
+    )
+
+
 # The hour
 
 
@@ -305,12 +336,14 @@ def test_a_part_ends_with_everything_that_it_started(tmp_path):
 
 def test_what_the_parts_call_understands_them():
     known = gpu_hour.parts()
-    assert [part.name for part in known] == ["odd-shapes", "step", "slices", "formulas", "behind"]
+    names = ["odd-shapes", "step", "slices", "formulas", "products", "behind"]
+    assert [part.name for part in known] == names
     assert sum(part.limit for part in known[:-1]) < 60 * 14 - known[-1].least
     parsers = {
         "gpu_step.py": gpu_step.parsed,
         "slices.py": slices.parsed,
         "gpu_formulas.py": gpu_formulas.parsed,
+        "products.py": products.parsed,
     }
     for part in known:
         command = [{"{out}": "x", "{seconds}": "75"}.get(word, word) for word in part.command]

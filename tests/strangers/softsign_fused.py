@@ -6,7 +6,7 @@
 import dataclasses
 from types import MappingProxyType
 
-import opfuse_linear.products
+import opfuse_linear.gemm
 import pytest
 import softsign
 import torch
@@ -58,7 +58,7 @@ def test_in_the_epilogue_of_a_product(monkeypatch):
         torch.randn(ROWS, WIDTH),
     )
     assert steps(chain, x, "forward") == ["linear+bias+activation"]
-    seen = launches(monkeypatch, opfuse_linear.products, "multiply")
+    seen = launches(monkeypatch, opfuse_linear.gemm, "multiply")
     compare(chain, x)
     assert [value_of(found) for found in seen] == [softsign.value_on_gpu]
 

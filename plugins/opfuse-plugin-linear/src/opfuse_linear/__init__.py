@@ -18,8 +18,8 @@ def opfuse_backward_fusions() -> list[Fusion]:
     """The backward of a linear with the ops around it, and of bias + activation.
 
     The runs with a linear are linear [+ bias] [+ activation], linear + scale, extra output +
-    linear, [bias +] activation + linear, and three linears of one input.
+    linear, and three linears of one input.
     """
-    from . import activation_gradient, fused, one_input
+    from . import fused, one_input
 
-    return [*fused.BACKWARD, *activation_gradient.BACKWARD, *one_input.BACKWARD]
+    return [*fused.BACKWARD, *one_input.BACKWARD]

@@ -37,23 +37,6 @@ class Products(libraries.Products):
         self._small, self._linear = kernels.for_small(env)
 
 
-class _WithEpilogue(Products):
-    """Products with something in their epilogue, which Triton can compute as well."""
-
-    _product: Any = None
-
-    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
-        """See :meth:`opfuse.FusedOperation.configurations`."""
-        return choice.configurations(list(self.basic_ops), env) or super().configurations(env)
-
-    def planned(self, env: Environment) -> None:
-        """See :meth:`opfuse.FusedOperation.planned`."""
-        super().planned(env)
-        self._product = choice.product(list(self.basic_ops), env)
-        if self._product is not None:
-            self._small = 0
-
-
 class ForwardLinear(Products):
     """Linear alone, in the faster of PyTorch's libraries."""
 
@@ -79,38 +62,42 @@ class ForwardLinearBias(Products):
         return libraries.linear(x, weight, bias, self._onednn), ((), ())
 
 
-class ForwardLinearBiasActivation(_WithEpilogue):
+class ForwardLinearBiasActivation(Products):
     """Linear [+ bias] + activation. The activation's input is kept if its backward needs it."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         act = basic_ops[-1]
         no_extras, has_bias = ((),) * len(basic_ops), len(basic_ops) == 3
-        self._parts = has_bias, act.op_forward, conditions.epilogue(act), no_extras
+        self._parts = has_bias, act, conditions.epilogue(act), no_extras
+        self._triton: Any = None
+
+    def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
+        """See :meth:`opfuse.FusedOperation.configurations`."""
+        return choice.configurations(list(self.basic_ops), env) or super().configurations(env)
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
         super().planned(env)
-        if env.device.type != "cpu":  # one kernel is faster on a GPU, however small
-            self._small = 0
+        self._triton = choice.product(list(self.basic_ops), env)
+        if self._triton is not None or env.device.type != "cpu":
+            self._small = 0  # one kernel is faster, however small
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        has_bias, op_forward, epilogue, no_extras = self._parts
+        has_bias, op, epilogue, no_extras = self._parts
         act = basic_op_ctxs[-1]
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
         if x.numel() < self._small and has_bias and bias.dtype is x.dtype:
-            return op_forward(act, self._linear(x, weight, bias)), no_extras
-        y = None
-        if self._product is not None:
-            y = self._product.activated(act, x, (weight,), (bias,))
-        elif epilogue is not None and not act.requires_grad:
+            return op.op_forward(act, self._linear(x, weight, bias)), no_extras
+        y = None if self._triton is None else self._triton(act, x, weight, bias)
+        if y is None and epilogue is not None and not act.requires_grad:
             y = kernels.linear_activation(x, weight, bias, *epilogue, self._onednn)
         if y is None:
-            y = op_forward(act, libraries.linear(x, weight, bias, self._onednn))
+            y = op.op_forward(act, libraries.linear(x, weight, bias, self._onednn))
         return y, no_extras
 
 
@@ -129,21 +116,21 @@ class ForwardParallelLinear(Products):
         return _side_by_side(self._parallel, operands, self._onednn), ((),)
 
 
-class ForwardParallelLinearActivation(ForwardLinearBiasActivation):
+class ForwardParallelLinearActivation(Products):
     """Linears side by side + activation, which is gated where they are gate and up."""
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._parts = basic_ops[0], basic_ops[1]
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        parallel, act = basic_op_ctxs
-        _, op_forward, _, no_extras = self._parts
-        op: Any = self.basic_ops[0]
-        operands = op.operands(parallel, input_)
-        y = None if self._product is None else self._product.activated(act, *operands)
-        if y is None:
-            y = op_forward(act, _side_by_side(op, operands, self._onednn))
-        return y, no_extras
+        parallel, act = self._parts
+        operands = parallel.operands(basic_op_ctxs[0], input_)
+        hidden = _side_by_side(parallel, operands, self._onednn)
+        return act.op_forward(basic_op_ctxs[1], hidden), ((), ())
 
 
 def _side_by_side(op: Any, operands: Any, onednn: bool | None) -> Tensor:
@@ -151,7 +138,7 @@ def _side_by_side(op: Any, operands: Any, onednn: bool | None) -> Tensor:
     return op.product(*operands) if y is None else y
 
 
-class ForwardLinearAdd(_WithEpilogue):
+class ForwardLinearAdd(Products):
     """Linear [+ bias] or linear + scale, and the extra input added."""
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -178,14 +165,8 @@ class ForwardLinearAdd(_WithEpilogue):
                 return added(extra.detach(), y), no_extras
             return added(y, extra) if dense else extra + y, no_extras
         in_place = add.check_extra(basic_op_ctxs[-1], extra, (*x.shape[:-1], weight.shape[0]))
-        if not in_place and dense:
-            y = None
-            if self._product is not None:
-                y = self._product.added(x, weight, bias, extra, scale)
-            if y is not None:
-                return y, no_extras
-            if extra.dtype is x.dtype and type(extra) in kernels.PLAIN:
-                return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
+        if not in_place and dense and extra.dtype is x.dtype and type(extra) in kernels.PLAIN:
+            return kernels.linear_add(x, weight, bias, extra, scale, self._onednn), no_extras
         y = libraries.linear(x, weight, bias, self._onednn)
         if in_place:
             return added(extra.detach(), y, scale), no_extras

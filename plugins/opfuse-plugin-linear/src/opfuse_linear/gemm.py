@@ -1,92 +1,51 @@
-"""Matrix products with an epilogue, in Triton.
+"""``act(x @ w.T + bias)`` in one Triton kernel: the kernel, its configurations, and its launch.
 
-``y = act(x @ w.T + bias)``, of one product or of a gate and its factor, or
-``y = addend + scale * (x @ w.T + bias)``, or ``y = act'(addend) * (x @ w)``, the gradient of an
-activation before a linear, which has two halves if the activation is gated. The activation is a
+Tiles are loaded and stored through descriptors, by TMA where the GPU has it. The activation is a
 device function, see :func:`opfuse_triton.functions_of`. Products are added up in fp32, and rounded
 before the activation as the linear layer rounds them: the activation gets what its backward reads.
-
-Arguments of both kernels, where the tile of each program has ``BLOCK_M`` rows and ``BLOCK_N``
-features:
-
-- ``x``: ``(rows, depth)``. ``w``, and ``up`` of a gated activation: ``(features, depth)``.
-- ``bias``, ``up_bias``: ``(features,)``, or None.
-- ``addend``: ``(rows, features)``, or None. With it ``VALUE`` is None, or a derivative of which it
-  is the argument. ``scale``: a float, or None.
-- ``up_addend``: the other half of the input of a gated activation, whose gradient is wanted; or
-  None. The gradient of the gate is the product times ``VALUE`` of the gate and ``LINEAR_VALUE`` of
-  the other half, and goes into ``y``; that of the other half has ``UP_VALUE`` and
-  ``UP_LINEAR_VALUE``, and goes into ``up_hidden``.
-- ``y``: ``(rows, features)``, contiguous; with ``up_addend``, the first half of such rows.
-- ``partial``: where a derivative's program stores the sums of its columns, in fp32, of shape
-  ``(rows of tiles, hidden_stride)``; or None.
-- ``hidden``, ``up_hidden``: where to store what the activation gets, or None.
-- ``numbers``: those of the activation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from opfuse_triton import (
+    Config,
+    DeviceFunctions,
+    Kernel,
+    Target,
+    cdiv,
+    current_target,
+    functions_of,
+)
+from opfuse_triton.functions import gelu_erf
+from torch import Tensor
+from triton.runtime import _allocation
+
+from opfuse import OperationContext
+from opfuse.core.authoring import matmul_precision
+
+from .kernels import DTYPES, HALF, PLAIN
+
+# The kernel
 
 
 @triton.jit
-def _place(tile, rows, columns, GROUP: tl.constexpr):
-    """Row and column of a tile: ``GROUP`` rows of tiles are gone through column by column.
+def _place(tile, row_tiles, column_tiles, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+           GROUP: tl.constexpr):  # fmt: skip
+    """First row and column of a tile: ``GROUP`` rows of tiles are gone through column by column.
 
     Programs that run at the same time then share what they read in the cache.
     """
-    group = tile // (GROUP * columns)
+    group = tile // (GROUP * column_tiles)
     first = group * GROUP
-    height = min(rows - first, GROUP)
-    within = tile - first * columns
-    return first + within % height, within // height
-
-
-@triton.jit
-def _plus_bias(product, bias, column, features, dtype: tl.constexpr):
-    """The product, plus the bias in the dtype that the linear layer adds it in."""
-    if bias is not None:
-        added = tl.load(bias + column, column < features, other=0.0)
-        product += added.to(dtype).to(tl.float32)[None, :]
-    return product
-
-
-@triton.jit
-def _activate(gate, up, numbers, VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr):
-    """The activation of what was rounded, in fp32."""
-    y = VALUE(gate.to(tl.float32), *numbers)
-    if LINEAR_VALUE is not None:
-        y *= LINEAR_VALUE(up.to(tl.float32), *numbers)
-    return y
-
-
-@triton.jit
-def _with_addend(product, given, scale, numbers, dtype: tl.constexpr, VALUE: tl.constexpr):
-    """The addend and the scaled product; or a product times the derivative at the addend."""
-    if VALUE is not None:  # a gradient, rounded as the linear layer rounds it
-        result = product.to(dtype).to(tl.float32) * VALUE(given, *numbers)
-    elif scale is not None:
-        result = product * scale + given
-    else:
-        result = product + given
-    return result
-
-
-@triton.jit
-def _gated_gradient(
-    product, gate, up, numbers, dtype: tl.constexpr, VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr
-):
-    """The gradient of one half: a product, rounded as the linear layer rounds it, times both."""
-    rounded = product.to(dtype).to(tl.float32)
-    return rounded * VALUE(gate, *numbers) * LINEAR_VALUE(up, *numbers)
-
-
-@triton.jit
-def _store_sums(partial, result, tile_row, width, feature, features, dtype: tl.constexpr):
-    """Store the sums of a tile's columns, of what is rounded, into a row of this width."""
-    sums = tl.sum(result.to(dtype).to(tl.float32), 0)
-    tl.store(partial + tile_row.to(tl.int64) * width + feature, sums, feature < features)
+    height = min(row_tiles - first, GROUP)
+    within = tile - first * column_tiles
+    return (first + within % height) * BLOCK_M, within // height * BLOCK_N
 
 
 @triton.jit
@@ -108,182 +67,267 @@ def _part(tile, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def gemm_by_tiles(
-    x, w, up, bias, up_bias, addend, up_addend, y, hidden, up_hidden, partial,
-    rows, features, depth,
-    x_stride, w_stride, up_stride, addend_stride, hidden_stride,
-    scale, numbers,
-    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
-    UP_VALUE: tl.constexpr, UP_LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, SPECIALIZE: tl.constexpr, TURNED: tl.constexpr,
+def linear_activation_kernel(
+    x, w, bias, y, hidden, rows, features, depth, x_stride, w_stride, numbers,
+    VALUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles move by TMA: rows begin at multiples of 16 bytes, and features are contiguous.
+    """``y``, and in ``hidden`` what the activation gets, unless it is None; both are contiguous.
 
-    Each program takes every ``num_programs``-th tile. The epilogue works on ``PARTS`` parts of its
-    columns, one after the other, which leaves shared memory for the pipeline. ``SPECIALIZE``: some
-    warps load, others multiply. ``TURNED``: ``w`` is ``(depth, features)``.
+    ``x`` is ``(rows, depth)``, ``w`` ``(features, depth)``; ``bias`` may be None. Each program
+    takes every ``num_programs``-th tile. The loops over tiles and depth are flattened into one: the
+    first loads of a tile are under way while the one before is stored. The epilogue takes
+    ``PARTS`` parts of the columns one after the other, which need fewer registers and less shared
+    memory.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = BLOCK_N // PARTS
     of_x = tl.make_tensor_descriptor(x, [rows, depth], [x_stride, 1], [BLOCK_M, BLOCK_K])
-    if TURNED:
-        of_w = tl.make_tensor_descriptor(w, [depth, features], [w_stride, 1], [BLOCK_K, BLOCK_N])
-    else:
-        of_w = tl.make_tensor_descriptor(w, [features, depth], [w_stride, 1], [BLOCK_N, BLOCK_K])
-    y_stride = features
-    if up_addend is not None:
-        y_stride = hidden_stride
-        of_up_addend = tl.make_tensor_descriptor(
-            up_addend, [rows, features], [addend_stride, 1], [BLOCK_M, WIDTH]
-        )
-    of_y = tl.make_tensor_descriptor(y, [rows, features], [y_stride, 1], [BLOCK_M, WIDTH])
-    if up is not None:
-        of_up = tl.make_tensor_descriptor(up, [features, depth], [up_stride, 1], [BLOCK_N, BLOCK_K])
-    if addend is not None:
-        of_addend = tl.make_tensor_descriptor(
-            addend, [rows, features], [addend_stride, 1], [BLOCK_M, WIDTH]
-        )
+    of_w = tl.make_tensor_descriptor(w, [features, depth], [w_stride, 1], [BLOCK_N, BLOCK_K])
+    of_y = tl.make_tensor_descriptor(y, [rows, features], [features, 1], [BLOCK_M, WIDTH])
     if hidden is not None:
         of_hidden = tl.make_tensor_descriptor(
-            hidden, [rows, features], [hidden_stride, 1], [BLOCK_M, WIDTH]
-        )
-    if up_hidden is not None:
-        of_up_hidden = tl.make_tensor_descriptor(
-            up_hidden, [rows, features], [hidden_stride, 1], [BLOCK_M, WIDTH]
+            hidden, [rows, features], [features, 1], [BLOCK_M, WIDTH]
         )
     row_tiles, column_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)
-    for tile in tl.range(
-        tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), warp_specialize=SPECIALIZE
-    ):
-        tile_row, tile_column = _place(tile, row_tiles, column_tiles, GROUP)
-        row, column = tile_row * BLOCK_M, tile_column * BLOCK_N
+    programs = tl.num_programs(0)
+    stored = tl.program_id(0)  # a counter of its own: no value lives from a tile's loads to its end
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, programs, flatten=True):
+        row, column = _place(tile, row_tiles, column_tiles, BLOCK_M, BLOCK_N, GROUP)
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up_product = product
         for step in range(tl.cdiv(depth, BLOCK_K)):
-            at = step * BLOCK_K
-            left = of_x.load([row, at])
-            if TURNED:
-                right = of_w.load([at, column])
-            else:
-                right = of_w.load([column, at]).T
-            product = tl.dot(left, right, product, input_precision=PRECISION)
-            if up is not None:
-                up_product = tl.dot(
-                    left, of_up.load([column, at]).T, up_product, input_precision=PRECISION
-                )
+            left = of_x.load([row, step * BLOCK_K])
+            right = of_w.load([column, step * BLOCK_K])
+            product = tl.dot(left, right.T, product, input_precision=PRECISION)
+        row, column = _place(stored, row_tiles, column_tiles, BLOCK_M, BLOCK_N, GROUP)
+        stored += programs
         for i in tl.static_range(PARTS):
             start = column + i * WIDTH
-            feature = start + tl.arange(0, WIDTH)
-            result = _plus_bias(_part(product, i, PARTS), bias, feature, features, dtype)
-            if addend is not None:
-                given = of_addend.load([row, start]).to(tl.float32)
-                if up_addend is not None:
-                    other = of_up_addend.load([row, start]).to(tl.float32)
-                    up_result = _gated_gradient(
-                        result, given, other, numbers, dtype, UP_VALUE, UP_LINEAR_VALUE
-                    )
-                    of_up_hidden.store([row, start], up_result.to(dtype))
-                    if partial is not None:
-                        up_sums = partial + features
-                        _store_sums(
-                            up_sums, up_result, tile_row, hidden_stride, feature, features, dtype
-                        )
-                    result = _gated_gradient(
-                        result, given, other, numbers, dtype, VALUE, LINEAR_VALUE
-                    )
-                else:
-                    result = _with_addend(result, given, scale, numbers, dtype, VALUE)
-                if partial is not None:
-                    _store_sums(partial, result, tile_row, hidden_stride, feature, features, dtype)
-            else:
-                gate = result.to(dtype)
-                other = gate
-                if hidden is not None:
-                    of_hidden.store([row, start], gate)
-                if up is not None:
-                    other = _plus_bias(
-                        _part(up_product, i, PARTS), up_bias, feature, features, dtype
-                    )
-                    other = other.to(dtype)
-                    if up_hidden is not None:
-                        of_up_hidden.store([row, start], other)
-                result = _activate(gate, other, numbers, VALUE, LINEAR_VALUE)
-            of_y.store([row, start], result.to(dtype))
+            part = _part(product, i, PARTS)
+            if bias is not None:
+                feature = start + tl.arange(0, WIDTH)
+                added = tl.load(bias + feature, feature < features, other=0.0)
+                part += added.to(dtype).to(tl.float32)[None, :]
+            rounded = part.to(dtype)
+            if hidden is not None:
+                of_hidden.store([row, start], rounded)
+            of_y.store([row, start], VALUE(rounded.to(tl.float32), *numbers).to(dtype))
 
 
-@triton.jit
-def gemm_by_pointers(
-    x, w, up, bias, up_bias, addend, up_addend, y, hidden, up_hidden, partial,
-    rows, features, depth,
-    x_stride, x_step, w_stride, w_step, up_stride, up_step, addend_stride, addend_step,
-    hidden_stride, scale, numbers,
-    VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
-    UP_VALUE: tl.constexpr, UP_LINEAR_VALUE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Any strides and alignment, and GPUs without TMA: one tile for each program."""
-    dtype: tl.constexpr = x.dtype.element_ty
-    row_tiles, column_tiles = tl.cdiv(rows, BLOCK_M), tl.cdiv(features, BLOCK_N)
-    tile_row, tile_column = _place(tl.program_id(0), row_tiles, column_tiles, GROUP)
-    row = tile_row.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    feature = tile_column.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    along = tl.arange(0, BLOCK_K)
-    far = along.to(tl.int64)  # a transposed operand may have steps beyond 2^31 elements
-    ahead = tl.full((), BLOCK_K, tl.int64)
-    # beyond the last row or feature the first is read again, and not stored
-    own_row, own_feature = row % rows, feature % features
-    of_x = x + own_row[:, None] * x_stride + far[None, :] * x_step
-    of_w = w + far[:, None] * w_step + own_feature[None, :] * w_stride
-    of_up = of_w
-    if up is not None:
-        of_up = up + far[:, None] * up_step + own_feature[None, :] * up_stride
-    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up_product = product
-    for step in range(tl.cdiv(depth, BLOCK_K)):
-        inside = along < depth - step * BLOCK_K
-        left = tl.load(of_x, inside[None, :], other=0.0)
-        right = tl.load(of_w, inside[:, None], other=0.0)
-        product = tl.dot(left, right, product, input_precision=PRECISION)
-        of_x += ahead * x_step
-        of_w += ahead * w_step
-        if up is not None:
-            right = tl.load(of_up, inside[:, None], other=0.0)
-            up_product = tl.dot(left, right, up_product, input_precision=PRECISION)
-            of_up += ahead * up_step
-    stored = (row < rows)[:, None] & (feature < features)[None, :]
-    y_stride = features
-    result = _plus_bias(product, bias, feature, features, dtype)
-    if addend is not None:
-        place = row[:, None] * addend_stride + feature[None, :] * addend_step
-        given = tl.load(addend + place, stored, other=0.0).to(tl.float32)
-        if up_addend is not None:
-            y_stride = hidden_stride
-            other = tl.load(up_addend + place, stored, other=0.0).to(tl.float32)
-            up_result = _gated_gradient(
-                result, given, other, numbers, dtype, UP_VALUE, UP_LINEAR_VALUE
+# Configurations
+
+Row = tuple[int, int, int, int, int, int, int]
+"""``BLOCK_M``, ``BLOCK_N``, bytes of ``BLOCK_K``, ``GROUP``, ``PARTS``, warps and stages."""
+
+_ROWS: Mapping[str, Sequence[Row]] = {  # large tiles come first
+    "90": (
+        (128, 256, 128, 8, 4, 8, 4),
+        (128, 256, 128, 8, 2, 8, 3),
+        (128, 256, 128, 8, 1, 8, 3),
+        (128, 128, 128, 8, 2, 8, 4),
+        (128, 128, 128, 8, 2, 4, 4),
+        (64, 128, 128, 8, 1, 4, 4),
+    ),
+    "100": (
+        (128, 256, 128, 8, 4, 8, 3),
+        (128, 256, 128, 8, 2, 8, 3),
+        (128, 128, 128, 8, 2, 8, 4),
+        (128, 128, 128, 8, 2, 4, 4),
+        (128, 64, 128, 8, 1, 4, 4),
+    ),
+    "cuda": (
+        (128, 128, 64, 8, 1, 8, 3),
+        (128, 128, 64, 8, 1, 4, 3),
+        (64, 128, 64, 8, 1, 4, 4),
+        (64, 64, 64, 8, 1, 4, 4),
+    ),
+    "hip": ((128, 128, 128, 8, 1, 8, 2), (128, 128, 64, 8, 1, 4, 2), (64, 64, 128, 8, 1, 4, 2)),
+}
+_EXTRA = 2048
+"""Bytes of shared memory for barriers and the like."""
+
+
+def _configs(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
+    """The configurations that fit the GPU; first those whose tiles keep it busy."""
+    rows, itemsize = _ROWS[_family(target)], facts["x"].itemsize
+    fit = [row for row in rows if _fits(row, target, facts)] or rows[-1:]
+    busy = [row for row in fit if _tiles(row, facts) >= target.multiprocessors]
+    ordered = [*busy, *reversed([row for row in fit if row not in busy])]
+    return [_config(row, itemsize) for row in ordered]
+
+
+def _family(target: Target) -> str:
+    """The key of a GPU's rows: those with TMA have rows of their own."""
+    generation = f"{str(target.arch)[:-1]}0"
+    return generation if generation in _ROWS else target.backend
+
+
+def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
+    """Whether the GPU has the shared memory that a program needs, and the registers."""
+    height, width, depth, _, parts, _, stages = row
+    held = stages - 1 if target.backend == "hip" else stages  # one stage is in registers
+    by_tma = _family(target) != target.backend
+    stored = height * width // parts * facts["x"].itemsize + _EXTRA if by_tma else 0
+    keeps_input = facts.get("hidden") is not None
+    spills = height * width // parts > 128 * 128 and keeps_input and facts["VALUE"] is gelu_erf
+    return held * (height + width) * depth + stored <= target.shared_memory and not spills
+
+
+def _config(row: Row, itemsize: int) -> Config:
+    height, width, depth, group, parts, warps, stages = row
+    tile = {"BLOCK_M": height, "BLOCK_N": width, "BLOCK_K": depth // itemsize}
+    return Config({**tile, "GROUP": group, "PARTS": parts}, num_warps=warps, num_stages=stages)
+
+
+def _tiles(row: Row, facts: Mapping[str, Any]) -> int:
+    return cdiv(facts["rows"], row[0]) * cdiv(facts["features"], row[1])
+
+
+KERNEL = Kernel(linear_activation_kernel, _configs)
+
+
+def configurations(
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    functions: DeviceFunctions,
+    keep: bool,
+) -> list[dict[str, Any]]:
+    """The possible values of ``config`` of :func:`multiply`, for JSON, the best guess first.
+
+    Args:
+        device: The device.
+        dtype: Of the operands.
+        sizes: Rows and features of the result.
+        functions: Those of the activation.
+        keep: Whether its input is stored too.
+    """
+    facts = {"x": dtype, "rows": sizes[0], "features": sizes[1]}
+    facts |= {"VALUE": functions.value, "hidden": dtype if keep else None}
+    return KERNEL.candidates(current_target(device), facts)
+
+
+# The launch
+
+
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether :func:`multiply` takes these tensors.
+
+    They are plain ones that fit, and both matrices and the result have contiguous rows that begin
+    at multiples of 16 bytes. On a GPU fp32 may be multiplied in TF32.
+    """
+    dtype, device = x.dtype, x.device
+    both = x, weight
+    return (
+        all([type(t) in PLAIN and t.layout is torch.strided for t in both])
+        and dtype in DTYPES
+        and weight.dtype is dtype
+        and weight.device == device
+        and (dtype in HALF or not x.is_cuda or matmul_precision("cuda") == "tf32")
+        and weight.shape == (weight.shape[0], x.shape[-1])
+        and x.numel() > 0
+        and weight.numel() > 0
+        and all([_is_aligned(t) for t in both])
+        and weight.shape[0] * dtype.itemsize % 16 == 0
+        and (
+            bias is None
+            or (
+                type(bias) in PLAIN
+                and bias.dtype in DTYPES
+                and bias.device == device
+                and bias.shape == weight.shape[:1]
             )
-            half = up_hidden + row[:, None] * hidden_stride + feature[None, :]
-            tl.store(half, up_result.to(dtype), stored)
-            if partial is not None:
-                up_result = tl.where(stored, up_result, 0.0)
-                up_sums = partial + features
-                _store_sums(up_sums, up_result, tile_row, hidden_stride, feature, features, dtype)
-            result = _gated_gradient(result, given, other, numbers, dtype, VALUE, LINEAR_VALUE)
-        else:
-            result = _with_addend(result, given, scale, numbers, dtype, VALUE)
-        if partial is not None:
-            result = tl.where(stored, result, 0.0)
-            _store_sums(partial, result, tile_row, hidden_stride, feature, features, dtype)
-    else:
-        gate = result.to(dtype)
-        other = gate
-        kept = row[:, None] * hidden_stride + feature[None, :]
-        if hidden is not None:
-            tl.store(hidden + kept, gate, stored)
-        if up is not None:
-            other = _plus_bias(up_product, up_bias, feature, features, dtype).to(dtype)
-            if up_hidden is not None:
-                tl.store(up_hidden + kept, other, stored)
-        result = _activate(gate, other, numbers, VALUE, LINEAR_VALUE)
-    tl.store(y + row[:, None] * y_stride + feature[None, :], result.to(dtype), stored)
+        )
+    )
+
+
+def _is_aligned(matrices: Tensor) -> bool:
+    steps = [stride * matrices.element_size() for stride in matrices.stride()[:-1]]
+    return (
+        matrices.stride(-1) == 1
+        and matrices.data_ptr() % 16 == 0
+        and all([step > 0 and step % 16 == 0 for step in steps])
+    )
+
+
+class Product:
+    """The product in the place of some ops, for as long as their plan.
+
+    Args:
+        act: The activation.
+        config: One of :func:`configurations`; None: what the tables have.
+    """
+
+    def __init__(self, act: Any, config: Mapping[str, Any] | None) -> None:
+        self._of: tuple[Any, Any] = act, functions_of(act)
+        self._config = None if config is None else Config(**config)
+
+    def __call__(
+        self, ctx: OperationContext, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """The activation of the product, or None for tensors that the kernel does not take.
+
+        Args:
+            ctx: The activation's context, on which its backward finds the saved values of the op.
+            x: The input.
+            weight: The weight.
+            bias: The bias, or None.
+        """
+        if not takes(x, weight, bias):
+            return None
+        act, functions = self._of
+        given = functions, functions.numbers(act.numbers_of())
+        keep = ctx.requires_grad and ctx.input_requires_grad and not act.saves_output
+        y, hidden = multiply(x, weight, bias, *given, keep=keep, config=self._config)
+        if ctx.requires_grad:
+            act.operand(ctx, y if hidden is None else hidden)
+        return y
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    functions: DeviceFunctions,
+    numbers: tuple[float, ...] = (),
+    *,
+    keep: bool = False,
+    config: Config | Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``act(x @ weight.T + bias)`` of tensors that :func:`takes` takes.
+
+    Args:
+        x: ``(..., depth)``.
+        weight: ``(features, depth)``.
+        bias: ``(features,)``, or None.
+        functions: Those of the activation, which is not gated.
+        numbers: Those of the activation.
+        keep: Whether to return the input of the activation, too.
+        config: One of :func:`configurations`; None: what the tables have.
+
+    Returns:
+        ``(..., features)`` in the dtype of ``x``; and the same of the input, or None.
+    """
+    left = x.reshape(-1, x.shape[-1])
+    (rows, depth), features = left.shape, weight.shape[0]
+    target = current_target(left.device)
+    if left.is_cuda and isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(_allocate)  # of descriptors; a caller's own is left alone
+    precision = "tf32" if x.dtype is torch.float32 and target.backend == "cuda" else "ieee"
+    y = x.new_empty((*x.shape[:-1], features))
+    hidden = torch.empty_like(y) if keep else None
+    bias = None if bias is None else bias.contiguous()
+
+    def grid(config: Config) -> tuple[int]:
+        count = cdiv(rows, config["BLOCK_M"]) * cdiv(features, config["BLOCK_N"])
+        return (min(target.multiprocessors, count),)
+
+    KERNEL.launch(
+        grid, left, weight, bias, y, hidden, rows, features, depth, left.stride(0),
+        weight.stride(0), numbers, config=config, VALUE=functions.value, PRECISION=precision,
+    )  # fmt: skip
+    return y, hidden
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
