@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 from opfuse import OperationContext
-from opfuse.core.authoring import matmul_precision
+from opfuse.ops.authoring import matmul_precision
 
 from .kernels import DTYPES, HALF, PLAIN
 
