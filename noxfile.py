@@ -320,9 +320,9 @@ def lint(session: nox.Session) -> None:
     }.items():
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *map(str, files))
     with tempfile.TemporaryDirectory() as folder:  # what `opfuse new` writes, for ruff as it comes
-        for kind in sorted({path.name for path in OF_NEW.iterdir()} - {"any"}):
+        for kind in sorted({path.name for path in OF_NEW.iterdir()} - {"any", "kernel"}):
             written = pathlib.Path(folder, kind)
-            for part in ("any", kind):
+            for part in ("any", "kernel", kind):
                 shutil.copytree(OF_NEW / part, written, dirs_exist_ok=True)
             (written / "src/opfuse_NAME").rename(written / "src/opfuse_hasty")
             for path in written.rglob("*.py"):

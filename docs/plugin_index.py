@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from opfuse.cli.check_plugin import counts, used
+from opfuse.cli.check_plugin import counts, usage
 from opfuse.cli.declared import SCHEMA
 
 HEAD = "| Plugin | Version | Contract | Fusions | torch | Triton | Conformance | Run on hardware |"
@@ -185,7 +185,7 @@ def line(fusion):
         fusion["pass"],
         cell(name),
         f"`{fusion['pattern']}`",
-        *(cell(used(fusion, device)) for device in ("cpu", "cuda")),
+        *(cell(usage(fusion, device)) for device in ("cpu", "cuda")),
     )
     return f"| {' | '.join(cells)} | {counts(fusion['checks'])} |"
 

@@ -4,6 +4,6 @@ A package adds a command by an entry point of group ``opfuse.commands``: a ``cli
 """
 
 from .commands import main
-from .models import UserError, load_model, quiet_stdout, told
+from .models import UserError, load_model, quiet_stdout, user_errors
 
-__all__ = ["UserError", "load_model", "main", "quiet_stdout", "told"]
+__all__ = ["UserError", "load_model", "main", "quiet_stdout", "user_errors"]

@@ -82,63 +82,64 @@ def run_suite(plugins: list[str], tests: str | None, quick: bool) -> dict[str, A
     """
     environ = {name: value for name, value in os.environ.items() if name not in UNSET}
     environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    asked = {"plugins": plugins, "tests": tests, "quick": quick}
-    found = _process(asked, environ)
+    request = {"plugins": plugins, "tests": tests, "quick": quick}
+    report = _process(request, environ)
     if environ.pop("TRITON_INTERPRET", ""):
-        others = _process({**asked, "collect_only": True}, environ)
-        for of, other in zip(found.get("fusions", []), others.get("fusions", []), strict=False):
-            of["used"] = other["used"]
-    return found
+        others = _process({**request, "collect_only": True}, environ)
+        pairs = zip(report.get("fusions", []), others.get("fusions", []), strict=False)
+        for fusion, other in pairs:
+            fusion["used"] = other["used"]
+    return report
 
 
-def _process(asked: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+def _process(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
     """What :mod:`opfuse.cli.conformance` writes, or how its process ended."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
-        given = json.dumps({**asked, "out": str(out)})
+        text = json.dumps({**request, "out": str(out)})
         command = [sys.executable, "-m", f"{__package__}.conformance"]
-        done = subprocess.run(command, input=given, text=True, env=environ, stdout=sys.__stderr__)
+        process = subprocess.run(command, input=text, text=True, env=environ, stdout=sys.__stderr__)
         if not out.is_file():
-            what = f"the process of the conformance suite ended with status {done.returncode}"
+            what = f"the process of the conformance suite ended with status {process.returncode}"
             return {"errors": [f"{what}: its output is above"]}
         return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def add_conformance(
-    report: dict[str, Any], found: dict[str, Any], tests: str | None, quick: bool
+    report: dict[str, Any], outcome: dict[str, Any], tests: str | None, quick: bool
 ) -> None:
     """Add what came of the suite: to each fusion its own, to the report the rest."""
-    results = found.get("results", [])
+    results = outcome.get("results", [])
     fusions = [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
-    of_fusions = {(of["pass"], of["name"]): of for of in found.get("fusions", [])}
+    of_fusions = {(each["pass"], each["name"]): each for each in outcome.get("fusions", [])}
     for fusion in fusions:
-        who = fusion["pass"], fusion["name"]
-        fusion["used"] = of_fusions.get(who, {}).get("used", {})
-        fusion["checks"] = _sorted_out([each for each in results if each["fusion"] == [*who]])
-    rest = _sorted_out([each for each in results if each["fusion"] is None])
+        key = fusion["pass"], fusion["name"]
+        fusion["used"] = of_fusions.get(key, {}).get("used", {})
+        fusion["checks"] = _by_outcome([each for each in results if each["fusion"] == [*key]])
+    rest = _by_outcome([each for each in results if each["fusion"] is None])
     del rest["names"]
     report["conformance"] = {
         "suite": "the plugin's tests" if tests else "as it comes",
-        "changes": found.get("suites", {}),
+        "changes": outcome.get("suites", {}),
         "checks": "runs, output, gradients" if quick else "all",
-        "tiers": found.get("tiers", {}),
+        "tiers": outcome.get("tiers", {}),
         "rest": rest,
     }
-    report["failures"] += found.get("errors", [])
+    report["failures"] += outcome.get("errors", [])
     report["failures"] += [f"rest: {name}: {why}" for name, why in rest["failed"].items()]
     for fusion in fusions:
         expected = of_fusions.get((fusion["pass"], fusion["name"]), {}).get("expected", [])
         report["failures"] += _failures_of(fusion, expected)
     passed = sum(fusion["checks"]["passed"] for fusion in fusions)
-    if fusions and not passed and "results" in found:
-        whys = [why for of in fusions for why in of["checks"]["skipped"].values()]
-        why = whys[0] if whys else "the tests have no FusionSuite of this plugin"
+    if fusions and not passed and "results" in outcome:
+        reasons = [why for fusion in fusions for why in fusion["checks"]["skipped"].values()]
+        why = reasons[0] if reasons else "the tests have no FusionSuite of this plugin"
         hint = "with TRITON_INTERPRET=1 Triton kernels run on a CPU"
         report["failures"].append(f"no check of a fusion ran here: {why}; {hint}")
-    if found.get("device") and passed:
+    if outcome.get("device") and passed:
         versions = {name: report["checked_with"].get(name) for name in ("torch", "triton")}
         by = f"the conformance suite, {counted(passed, 'check')} passed"
-        report["hardware"].append({"device": found["device"], **versions, "by": by, "wrong": []})
+        report["hardware"].append({"device": outcome["device"], **versions, "by": by, "wrong": []})
 
 
 def _failures_of(fusion: dict[str, Any], expected: list[str]) -> Iterator[str]:
@@ -151,23 +152,19 @@ def _failures_of(fusion: dict[str, Any], expected: list[str]) -> Iterator[str]:
         yield f"{name}: the tests leave out {', '.join(absent)}; a limit would give a reason"
 
 
-def _sorted_out(results: list[dict[str, Any]]) -> dict[str, Any]:
+def _by_outcome(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Results by what came of each check: of several, failed counts first, then passed."""
-    whys: dict[str, dict[str, str]] = {}
+    reasons: dict[str, dict[str, str]] = {}
     for each in results:
-        whys.setdefault(each["check"], {}).setdefault(each["outcome"], each["why"])
-    worst = {check: next(name for name in OUTCOMES if name in of) for check, of in whys.items()}
-    by = {
-        outcome: {check: whys[check][outcome] for check, at in worst.items() if at == outcome}
-        for outcome in OUTCOMES
-    }
-    return {
-        "passed": len(by["passed"]),
-        "names": [*by["passed"]],
-        "failed": by["failed"],
-        "limits": {check: of["limit"] for check, of in whys.items() if "limit" in of},
-        "skipped": by["skipped"],
-    }
+        reasons.setdefault(each["check"], {}).setdefault(each["outcome"], each["why"])
+    sorted_out: dict[str, dict[str, str]] = {outcome: {} for outcome in OUTCOMES}
+    for check, by in reasons.items():
+        first = next(outcome for outcome in OUTCOMES if outcome in by)
+        sorted_out[first][check] = by[first]
+    failed, passed, _, skipped = sorted_out.values()
+    limits = {check: by["limit"] for check, by in reasons.items() if "limit" in by}
+    rest = {"failed": failed, "limits": limits, "skipped": skipped}
+    return {"passed": len(passed), "names": [*passed], **rest}
 
 
 def _record(path: pathlib.Path) -> dict[str, Any]:
@@ -258,30 +255,30 @@ def _fusion(fusion: dict[str, Any]) -> Iterator[str]:
     if fusion["default"] != "on":
         yield from _wrapped(fusion["default"], "    ")
     for device in fusion["used"]:
-        yield from _wrapped(f"on {device}: {used(fusion, device)}", "    ")
+        yield from _wrapped(f"on {device}: {usage(fusion, device)}", "    ")
     yield from _of_checks("checks", fusion["checks"])
 
 
-def used(fusion: dict[str, Any], device: str) -> str:
+def usage(fusion: dict[str, Any], device: str) -> str:
     """Whether a fusion's condition takes what its pattern matches on a device, and why not."""
-    of = fusion["used"].get(device, {})
-    if not of.get("asked"):
+    answers = fusion["used"].get(device, {})
+    if not answers.get("asked"):
         return "not asked: no chain can be made for it in one process"
-    why = f": {of['refusals'][0]}" if of["refusals"] else ""
-    if of["used"] == of["asked"]:
+    why = f": {answers['refusals'][0]}" if answers["refusals"] else ""
+    if answers["used"] == answers["asked"]:
         return "yes"
-    return f"{'in part' if of['used'] else 'no'}{why}"
+    return f"{'in part' if answers['used'] else 'no'}{why}"
 
 
-def counts(*of: dict[str, Any]) -> str:
+def counts(*results: dict[str, Any]) -> str:
     """How many checks passed, failed, are limits, or were skipped."""
-    passed = sum(checks["passed"] for checks in of)
+    passed = sum(checks["passed"] for checks in results)
     failed, limits, skipped = (
-        sum(len(checks[name]) for checks in of) for name in ("failed", "limits", "skipped")
+        sum(len(checks[name]) for checks in results) for name in ("failed", "limits", "skipped")
     )
-    told = [f"{passed} passed"] * bool(passed) + [f"{failed} failed"] * bool(failed)
-    told += [counted(limits, "limit")] * bool(limits) + [f"{skipped} skipped"] * bool(skipped)
-    return ", ".join(told) or "none ran"
+    phrases = [f"{passed} passed"] * bool(passed) + [f"{failed} failed"] * bool(failed)
+    phrases += [counted(limits, "limit")] * bool(limits) + [f"{skipped} skipped"] * bool(skipped)
+    return ", ".join(phrases) or "none ran"
 
 
 def _of_checks(what: str, checks: dict[str, Any]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ..tuning import tune
 from . import scaffold
 from .check_plugin import check_plugin
 from .doctor import as_text, examine
-from .models import UserError, load_model, quiet_stdout, told
+from .models import UserError, load_model, quiet_stdout, user_errors
 
 GROUP = "opfuse.commands"
 """The entry-point group of commands that other packages add."""
@@ -41,7 +41,7 @@ class _Commands(click.Group):
         if found is not None:
             return found
         if entry := manager.entry_points[GROUP].get(name):
-            with told(f"the command {name} of {entry.value} cannot be loaded:"):
+            with user_errors(f"the command {name} of {entry.value} cannot be loaded:"):
                 return entry.load()  # type: ignore[no-any-return]
         if why := manager.why_missing(f"opfuse {name}"):
             raise UserError(why)
@@ -149,7 +149,7 @@ def explain_command(target: str, details: bool, code: bool, as_json: bool) -> No
     with quiet_stdout():
         model, inputs, by_name = load_model(target)
         how = "" if inputs or by_name else " without an input"
-        with told(f"{target}: {type(model).__name__}{how} raised"):
+        with user_errors(f"{target}: {type(model).__name__}{how} raised"):
             explanation = explain(model, *inputs, **by_name)
     text = explanation.details if details else str(explanation)
     text = explanation.code if code else text
@@ -198,7 +198,7 @@ def tune_command(
     """
     with quiet_stdout():
         model, inputs, by_name = load_model(target)
-        with told(f"{target}:"), torch.set_grad_enabled(not no_grad):
+        with user_errors(f"{target}:"), torch.set_grad_enabled(not no_grad):
             try:
                 with _progress() as progress:
                     given = {"compiled": compiled, "progress": progress, **by_name}
@@ -237,12 +237,7 @@ def doctor(as_json: bool) -> None:
 
 @main.command(short_help="Write a new plugin.")
 @click.argument("name")
-@click.option(
-    "--into",
-    metavar="DIR",
-    default=".",
-    help="The folder for the new one; default: the current one.",
-)
+@click.option("--into", metavar="DIR", default=".", help="Its parent folder; default: this one.")
 @click.option(
     "--kind",
     type=click.Choice([*scaffold.KINDS]),

@@ -73,7 +73,7 @@ class Collector:
         self.suites = dict.fromkeys(item.cls for item in mine)
 
     def _is_mine(self, item: Any) -> bool:
-        cls, given = getattr(item, "cls", None), _given(item)
+        cls, given = getattr(item, "cls", None), _parameters_of(item)
         if cls is None or not issubclass(cls, Suite) or "skipped_tier" in given:
             return False
         if getattr(cls, "plugin", None) not in (None, *self.plugins):
@@ -86,21 +86,17 @@ class Collector:
         """Note a result."""
         report: Any = yield
         if report.when == "call" or not report.passed:
-            given = _given(item)
+            given = _parameters_of(item)
             subject, check = given.get("subject"), given.get("fusion_check") or item.name
             outcome, why = _outcome(report)
-            self.results.append(
-                {
-                    "fusion": subject and [subject.passes, subject.name],
-                    "check": check if subject else f"{item.cls.__name__}: {check}",
-                    "outcome": outcome,
-                    "why": why,
-                }
-            )
+            fusion = subject and [subject.passes, subject.name]
+            check = check if fusion else f"{item.cls.__name__}: {check}"
+            row = {"fusion": fusion, "check": check, "outcome": outcome, "why": why}
+            self.results.append(row)
         return report
 
 
-def _given(item: Any) -> Mapping[str, Any]:
+def _parameters_of(item: Any) -> Mapping[str, Any]:
     return getattr(getattr(item, "callspec", None), "params", {})
 
 
@@ -121,7 +117,7 @@ def _outcome(report: Any) -> tuple[str, str]:
     return ("limit", why.removeprefix(limit)) if why.startswith(limit) else ("skipped", why)
 
 
-def own(suite: type) -> list[str]:
+def overrides(suite: type) -> list[str]:
     """What a suite of a plugin's tests changes of the kit's suite that it derives from."""
     kit: Any = next(cls for cls in suite.__mro__ if Suite in cls.__bases__)
     above = suite.__mro__[: suite.__mro__.index(kit)]
@@ -144,7 +140,9 @@ def gpu() -> dict[str, Any]:
     return {**known, "device_name": torch.cuda.get_device_name(device)}
 
 
-def answers(subject: Subject, suites: list[type[FusionSuite]]) -> dict[str, dict[str, Any]]:
+def condition_answers(
+    subject: Subject, suites: list[type[FusionSuite]]
+) -> dict[str, dict[str, Any]]:
     """What the condition of a fusion says, by device, with the options that a user has.
 
     It is asked about the chains that the pattern matches: in bf16 and fp32, with many rows and few,
@@ -154,15 +152,15 @@ def answers(subject: Subject, suites: list[type[FusionSuite]]) -> dict[str, dict
     makers = {cls: make for suite in suites for cls, make in suite.makers.items()}
     for case, width in _cases(subject, makers):
         ops = matched(case)
-        for name, whys in refused.items():
+        for name, reasons in refused.items():
             for grad in (True, False) if subject.passes == "forward" else (True,):
-                whys[_refusal(case, ops, name, width, grad)] += 1
-    found = {}
-    for name, whys in refused.items():
-        asked, used = whys.total(), whys.pop("", 0)
-        of: dict[str, Any] = {"asked": asked, "used": used}
-        found[name] = {**of, "refusals": [why for why, _ in whys.most_common(3)]}
-    return found
+                reasons[_refusal(case, ops, name, width, grad)] += 1
+    answers = {}
+    for name, reasons in refused.items():
+        asked, used = reasons.total(), reasons.pop("", 0)
+        counts: dict[str, Any] = {"asked": asked, "used": used}
+        answers[name] = {**counts, "refusals": [why for why, _ in reasons.most_common(3)]}
+    return answers
 
 
 def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
@@ -253,9 +251,9 @@ def examine(
     fusions = [subject for name in plugins for subject in offered(name)]
     loads = [f"{name}: {text}" for name in plugins for text in _loads(name)]
     with only():
-        used = [answers(subject, suites) for subject in fusions]
+        used = [condition_answers(subject, suites) for subject in fusions]
     return {
-        "suites": {suite.__name__: own(suite) for suite in collector.suites},
+        "suites": {suite.__name__: overrides(suite) for suite in collector.suites},
         "tiers": {tier.name: tier.reason for tier in tiers()},
         "device": gpu()["device_name"] if torch.cuda.is_available() else None,
         "errors": [*loads, *collector.errors],
@@ -269,9 +267,9 @@ def examine(
 
 def main() -> None:
     """What the process does."""
-    asked = json.loads(sys.stdin.read())
-    out = pathlib.Path(asked.pop("out"))
-    out.write_text(json.dumps(examine(**asked)), encoding="utf-8")
+    request = json.loads(sys.stdin.read())
+    out = pathlib.Path(request.pop("out"))
+    out.write_text(json.dumps(examine(**request)), encoding="utf-8")
 
 
 if __name__ == "__main__":

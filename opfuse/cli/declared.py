@@ -143,15 +143,7 @@ def _plugin(record: PluginRecord) -> dict[str, Any]:
     """What a plugin offers, loaded if it is not; a failure is in the record."""
     with contextlib.suppress(Exception):  # raised in strict mode; it is in the record
         manager.active(record.name)
-    fusions = [
-        {
-            "name": fusion_name(fusion),
-            "pass": passes,
-            "pattern": _pattern(fusion),
-            "default": _default(fusion),
-        }
-        for passes, fusion in record.fusions
-    ]
+    fusions = [_fusion(passes, fusion) for passes, fusion in record.fusions]
     return {
         "name": record.name,
         "hooks": [hook.removeprefix("opfuse_") for hook in record.hooks],
@@ -160,11 +152,15 @@ def _plugin(record: PluginRecord) -> dict[str, Any]:
     }
 
 
-def _pattern(fusion: Any) -> str:
-    """A pattern in words."""
-    if not isinstance(fusion, Fusion):
-        return "decided by a function"
-    return " + ".join(map(_element, fusion.pattern))
+def _fusion(passes: str, fusion: Any) -> dict[str, str]:
+    """The name of a fusion, its pattern in words, and whether its condition decides alone."""
+    pattern, default = "decided by a function", "on"
+    if isinstance(fusion, Fusion):
+        pattern = " + ".join(map(_element, fusion.pattern))
+        default = "under a recipe" if "recipe" in fusion.needs else default
+        if "trades_time" in fusion.declares:
+            default = 'under prefer="memory", or where it was measured not to be slower'
+    return {"name": fusion_name(fusion), "pass": passes, "pattern": pattern, "default": default}
 
 
 def _element(element: Any) -> str:
@@ -177,10 +173,3 @@ def _element(element: Any) -> str:
     if isinstance(element, OneOrMore):
         return f"({_element(element.element)})..."
     return str(element.__name__)
-
-
-def _default(fusion: Any) -> str:
-    """Whether a fusion is on by default where its condition agrees."""
-    if "trades_time" in getattr(fusion, "declares", ()):
-        return 'under prefer="memory", or where it was measured not to be slower'
-    return "under a recipe" if "recipe" in getattr(fusion, "needs", ()) else "on"

@@ -43,7 +43,7 @@ def quiet_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
+def user_errors(what: str) -> Iterator[None]:
     """Turn an error of foreign code into one line that begins with ``what``."""
     try:
         yield
@@ -57,10 +57,10 @@ def load_model(target: str) -> tuple[Any, list[Any], dict[str, Any]]:
     if not (name and colon and path):
         raise UserError(f"expected MODULE:OBJECT, got {target!r}")
     sys.path.insert(0, os.getcwd())
-    with told(f"cannot load {target!r}:"):
+    with user_errors(f"cannot load {target!r}:"):
         value: Any = pkgutil.resolve_name(target)
     if callable(value) and not isinstance(value, nn.Module):
-        with told(f"{target}() raised"):
+        with user_errors(f"{target}() raised"):
             value = value()
     parts = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if not parts or not callable(parts[0]) or isinstance(parts[0], type):

@@ -45,6 +45,16 @@ def whole(value: Any) -> int | None:
         return None
 
 
+def require(op: object, fits: bool, what: str, got: Any, error: type = ValueError) -> None:
+    """Refuse an argument that does not fit, for constructors: the text is made in any case.
+
+    Raises:
+        ValueError: It does not fit; or another ``error``.
+    """
+    if not fits:
+        raise error(expected(op, what, repr(got)))
+
+
 def check_size(op: object, name: str, value: Any) -> int:
     """Return a tensor dimension as an int.
 
@@ -55,8 +65,7 @@ def check_size(op: object, name: str, value: Any) -> int:
     size = whole(value)
     if size is None:
         raise TypeError(expected(op, f"a whole number as {name}", repr(value)))
-    if size < 0:
-        raise ValueError(expected(op, f"{name} of at least 0", size))
+    require(op, size >= 0, f"{name} of at least 0", size)
     return size
 
 
@@ -66,8 +75,7 @@ def check_bool(op: object, name: str, value: Any) -> None:
     Raises:
         TypeError: It is something else.
     """
-    if not isinstance(value, bool):
-        raise TypeError(expected(op, f"a bool as {name}", repr(value)))
+    require(op, isinstance(value, bool), f"a bool as {name}", value, TypeError)
 
 
 def check_shape(op: object, name: str, value: int | Iterable[int]) -> tuple[int, ...]:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ..core.fusible import ParamSource
 from ..core.introspection import hook_kinds, standing_for
+from ..core.op import BasicOperation
+
+OpT = TypeVar("OpT", bound=BasicOperation)
+
+
+def reader(op: OpT, sources: Mapping[str, ParamSource], name: str) -> OpT:
+    """The op, which from now on reads its parameters from other modules.
+
+    Args:
+        op: The op, on the meta device.
+        sources: The module and attribute of each parameter.
+        name: Its name.
+    """
+    op.read_parameters(sources)
+    op.name = name
+    return op
 
 
 def tensor_of(cls: type, module: Any, name: str, dims: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..core.op import BasicOperation
 from ..core.plugins import manager
-from ._common import check_bool, expected
+from ._common import check_bool, require
 
 Tracker = Callable[[], Any] | None
 """Returns an object whose ``fork()`` gives a context in which this process draws its own numbers.
@@ -58,9 +58,7 @@ def split_of(op: object, mode: str | None, group: Any, sequence: bool = False) -
     check_bool(op, "sequence_parallel", sequence)
     if mode is None:
         return NotSplit()
-    if mode not in ("column", "row"):
-        what = 'None, "column" or "row" as tensor_parallel_mode'
-        raise ValueError(expected(op, what, repr(mode)))
+    require(op, mode in ("column", "row"), 'None, "column" or "row" as tensor_parallel_mode', mode)
     if not (dist.is_available() and dist.is_initialized()):
         needed = "torch.distributed.init_process_group to be called first"
         raise RuntimeError(f"{type(op).__name__}: tensor_parallel_mode={mode!r} needs {needed}")
@@ -74,10 +72,25 @@ class SplitLayer:
 
     _split: NotSplit
 
-    tensor_parallel_mode: Any = property(lambda self: self._split.mode)
-    tensor_parallel_group: Any = property(lambda self: self._split.group)
-    tensor_parallel_size: Any = property(lambda self: self._split.size)
-    sequence_parallel: Any = property(lambda self: self._split.sequence)
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """How the layer is split among processes."""
+        return self._split.mode
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The processes; None: all."""
+        return self._split.group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """The number of processes."""
+        return self._split.size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tensors outside of the layer are split along the rows."""
+        return self._split.sequence
 
 
 def check_tracker(op: object, tracker: Tracker) -> None:
@@ -86,9 +99,8 @@ def check_tracker(op: object, tracker: Tracker) -> None:
     Raises:
         TypeError: It is something else.
     """
-    if tracker is not None and not callable(tracker):
-        what = "a function as rng_state_tracker_function"
-        raise TypeError(expected(op, what, repr(tracker)))
+    is_known = tracker is None or callable(tracker)
+    require(op, is_known, "a function as rng_state_tracker_function", tracker, TypeError)
 
 
 def forked(tracker: Tracker) -> AbstractContextManager[Any]:

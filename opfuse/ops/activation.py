@@ -20,7 +20,7 @@ from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import may_write
 from ..core.quantization import ROWWISE, Recipe, dequantize
 from ._blocks import blocks, in_blocks
-from ._common import OpGrads, RowwiseOperation, check_bool, expected
+from ._common import OpGrads, RowwiseOperation, check_bool, require
 from ._samples import samples
 from .arithmetic import cast, reusable, wide, widen
 
@@ -149,7 +149,10 @@ class Activation(RowwiseOperation):
         """That of formulas of the library, which compute each value alone."""
         return ("rows",) if self._in_parts else ()
 
-    cache_quantized_input: Any = property(lambda self: self._caches)
+    @property
+    def cache_quantized_input(self) -> bool:
+        """True if the input is kept in FP8."""
+        return self._caches
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """See :meth:`opfuse.ops.BasicOperation.reset_recipe_state`."""
@@ -409,9 +412,8 @@ class GELU(Activation, built_in=True):
 
     def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        if approximate not in ("tanh", "none"):
-            what = "approximate to be 'tanh' or 'none'"
-            raise ValueError(expected(self, what, repr(approximate)))
+        is_known = approximate in ("tanh", "none")
+        require(self, is_known, "approximate to be 'tanh' or 'none'", approximate)
         self.approximate = approximate
 
     def extra_repr(self) -> str:

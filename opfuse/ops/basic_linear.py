@@ -20,7 +20,7 @@ from ._autocast import cast_weights
 from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
 from ._main_grad import accumulate_main_grad, main_grads
 from ._products import quantized_backward, quantized_operands, tiled
-from ._reading import tensor_of
+from ._reading import reader, tensor_of
 from ._split import SplitLayer, WithLaterArguments, check_tracker, forked, split_of
 from .arithmetic import add_product, adds_itself
 
@@ -32,6 +32,7 @@ class LinearOperation(RowwiseOperation):
     casts_input = True
     batch_invariant = ("rows",)
     _shapes: Sequence[tuple[int, ...]] = ()  # of the parameters when the op was made
+    _num_weights: Any = 1  # that multiply one input
 
     def _check_shapes(self, params: Sequence[Tensor]) -> None:
         """Refuse parameters whose shape changed since the op was made."""
@@ -41,6 +42,17 @@ class LinearOperation(RowwiseOperation):
             if param.shape != shape:
                 what = f"{name} of shape {shape}, as when it was made"
                 raise ValueError(expected(self, what, tuple(param.shape)))
+
+    def num_quantizers(self, mode: str) -> int:
+        """In forward the input's and one for each weight, in backward the gradient's."""
+        return 1 + self._num_weights if mode == "forward" else 1
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        """Input and weights of a linear layer, or the gradient of its output."""
+        tensors = (
+            ["input", *["weight"] * self._num_weights] if mode == "forward" else ["grad_output"]
+        )
+        return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The quantizer of the input; None if the op quantizes the input itself.
@@ -187,12 +199,17 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         op = cls(
             inputs, outputs, device="meta", accumulate_into_main_grad=accumulate_into_main_grad
         )
-        op.read_parameters({"weight": ParamSource(module, weight, transposed)})
-        op.name = name
-        return op
+        return reader(op, {"weight": ParamSource(module, weight, transposed)}, name)
 
-    local_in_features: Any = property(lambda self: self.in_features)
-    local_out_features: Any = property(lambda self: self.out_features)
+    @property
+    def local_in_features(self) -> int | None:
+        """``in_features``."""
+        return self.in_features
+
+    @property
+    def local_out_features(self) -> int | None:
+        """``out_features``."""
+        return self.out_features
 
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""
@@ -208,17 +225,6 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
     def extra_repr(self) -> str:
         """The sizes on this process, and how the layer is split."""
         return shows("in_features", "out_features")(self) + self._split.shows
-
-    # Quantizers
-
-    def num_quantizers(self, mode: str) -> int:
-        """Two in forward (input, weight), one in backward (gradient of the output)."""
-        return 2 if mode == "forward" else 1
-
-    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
-        """Input and weight of a linear layer, or the gradient of its output."""
-        tensors = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     # The operation itself
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..core.fusible import check_real
 from ..core.op_context import AllGrads, Outputs
 from ..core.overwriting import may_write, tracing
 from . import _blocks
-from ._common import ExtraTensorOperation, expected, rows_of, shows, whole
+from ._common import ExtraTensorOperation, expected, require, rows_of, shows, whole
 from ._samples import sample_targets, samples
 from .arithmetic import added, multiplied, wide, widen, with_shares
 
@@ -34,7 +34,81 @@ class LossNumbers(NamedTuple):
     reduction: str = "mean"
 
 
-class CrossEntropy(ExtraTensorOperation):
+class RowLoss(ExtraTensorOperation):
+    """The base of losses that read logits ``(..., classes)`` and a target for each row of them.
+
+    The targets are one extra input, integers of shape ``(...)``.
+    """
+
+    num_extra_inputs = 1
+    extra_input_dtypes = ("integer",)
+    saved_names = ("input", "targets")
+    context_names = ("numbers",)
+    grad_input = "fresh"
+    differentiable = True
+    autocast_dtype = torch.float32
+    sample_extra_inputs = sample_targets
+    _numbers: ClassVar[Any]  # a NamedTuple of the op's attributes of these names
+    # what an argument is to be, whether a value is, and the class of the error if not ValueError
+    _ranges: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "ignore_index": (
+            "a whole number as ignore_index",
+            lambda n: whole(n) is not None,
+            TypeError,
+        )
+    }
+    _targets: ClassVar[str] = "targets"  # what an error calls them
+    _outputs: Callable[..., Sequence[Tensor]]  # of the context, logits, targets and numbers
+    _row_gradients: Callable[..., Tensor]  # of rows of logits, targets, gradients and numbers
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._ranges:
+            if name in self.real_numbers or (name == "softcap" and value is not None):
+                value = check_real(self, name, value)
+            what, fits, *error = self._ranges[name]
+            require(self, fits(value), what, value, *error)
+        super().__setattr__(name, value)
+
+    def numbers_of(self) -> Any:
+        """The current numbers."""
+        return self._numbers(*[getattr(self, name) for name in self._numbers._fields])
+
+    def check_targets(self, targets: Tensor, shape: torch.Size) -> None:
+        """Refuse targets that do not fit logits of this shape; for fusions too.
+
+        Raises:
+            ValueError: They have another shape.
+        """
+        if not shape or targets.shape != shape[:-1]:
+            what = f"of shape {tuple(shape[:-1])} for logits of shape {tuple(shape)}"
+            raise ValueError(expected(self, f"{self._targets} {what}", tuple(targets.shape)))
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Outputs:
+        """The outputs; saves ``(input, targets)``, the input as it came, and leaves the numbers."""
+        (ctx,), ((targets,),) = basic_op_ctxs, basic_op_extra_inputs
+        self.check_targets(targets, input_.shape)
+        numbers = self.numbers_of()
+        output, *extra_outputs = self._outputs(ctx, input_, targets, numbers)
+        if ctx.requires_grad:
+            ctx.numbers = numbers
+            ctx.to_save = (input_, targets) if ctx.input_requires_grad else (None, None)
+        return output, [tuple(extra_outputs)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> AllGrads:
+        """The gradient of the logits, by the numbers of the forward."""
+        (ctx,), (grad_extras,) = basic_op_ctxs, basic_op_grad_extra_outputs
+        x, targets = ctx.saved_tensors
+        if x is None:
+            return None, [()], [(None,)]
+        dx = self._row_gradients(rows_of(x), targets, (grad_output, *grad_extras), ctx.numbers)
+        return dx.view(x.shape), [()], [(None,)]
+
+
+class CrossEntropy(RowLoss):
     """The cross entropy of logits and targets, as ``torch.nn.functional.cross_entropy``.
 
     Takes logits ``(..., classes)`` and one extra input, integer targets of shape ``(...)``. Gives
@@ -59,10 +133,6 @@ class CrossEntropy(ExtraTensorOperation):
         IndexError: In a call, a target that is not a class; on a GPU the device reports it later.
     """
 
-    num_extra_inputs = 1
-    extra_input_dtypes = ("integer",)
-    saved_names = ("input", "targets")
-    context_names = ("numbers",)
     real_numbers = ("label_smoothing", "z_loss")
     sample_inputs = samples(
         {},
@@ -70,10 +140,18 @@ class CrossEntropy(ExtraTensorOperation):
         {"reduction": "sum", "ignore_index": 0},
         {"reduction": "none"},
     )
-    sample_extra_inputs = sample_targets
-    grad_input = "fresh"
-    differentiable = True
-    autocast_dtype = torch.float32
+    _numbers = LossNumbers
+    _ranges = RowLoss._ranges | {
+        "output_dtype": (
+            "a floating-point torch.dtype as output_dtype",
+            lambda dtype: dtype is None or getattr(dtype, "is_floating_point", None) is True,
+            TypeError,
+        ),
+        "reduction": ("'mean', 'sum' or 'none' as reduction", lambda name: name in REDUCTIONS),
+        "label_smoothing": ("label_smoothing between 0 and 1", lambda share: 0 <= share <= 1),
+        "z_loss": ("z_loss of at least 0", lambda factor: factor >= 0),
+        "softcap": ("a softcap above 0, or None", lambda cap: cap is None or cap > 0),
+    }
 
     def __init__(
         self,
@@ -90,13 +168,6 @@ class CrossEntropy(ExtraTensorOperation):
         self.output_dtype = output_dtype
         self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.real_numbers or (name == "softcap" and value is not None):
-            value = check_real(self, name, value)
-        if name in (*LossNumbers._fields, "output_dtype"):
-            _check(self, name, value)
-        super().__setattr__(name, value)
-
     extra_repr = shows(*LossNumbers._fields, "output_dtype")
 
     @property
@@ -104,70 +175,25 @@ class CrossEntropy(ExtraTensorOperation):
         """``"rows"``, if it gives the loss of each row."""
         return ("rows",) if self.reduction == "none" else ()
 
-    def numbers_of(self) -> LossNumbers:
-        """The current numbers."""
-        return LossNumbers(*[getattr(self, name) for name in LossNumbers._fields])
-
-    def check_targets(self, targets: Tensor, shape: torch.Size) -> None:
-        """Refuse targets that do not fit logits of this shape; for fusions too.
-
-        Raises:
-            ValueError: They have another shape.
-        """
-        if not shape or targets.shape != shape[:-1]:
-            what = f"targets of shape {tuple(shape[:-1])} for logits of shape {tuple(shape)}"
-            raise ValueError(expected(self, what, tuple(targets.shape)))
-
     def in_dtype(self, loss: Tensor, ctx: Any, input_: Tensor) -> Tensor:
         """The loss in the dtype that the op gives; for fusions too."""
         return loss.to(self.output_dtype or ctx.dtype or input_.dtype)
 
-    def fuser_forward(
-        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
-    ) -> Outputs:
-        """The loss; saves ``(input, targets)``, the input as it came, and leaves the numbers."""
-        (ctx,), ((targets,),) = basic_op_ctxs, basic_op_extra_inputs
-        self.check_targets(targets, input_.shape)
-        numbers = self.numbers_of()
-        losses = row_losses(rows_of(input_), targets.flatten(), numbers)
-        if ctx.requires_grad:
-            ctx.numbers = numbers
-            ctx.to_save = (input_, targets) if ctx.input_requires_grad else (None, None)
-        return self.in_dtype(reduced(losses, targets, numbers), ctx, input_), [()]
+    def _outputs(self, ctx: Any, logits: Tensor, targets: Tensor, numbers: Any) -> Sequence[Tensor]:
+        losses = row_losses(rows_of(logits), targets.flatten(), numbers)
+        return [self.in_dtype(reduced(losses, targets, numbers), ctx, logits)]
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
+    def _row_gradients(
+        self, rows: Tensor, targets: Tensor, grads: Sequence[Tensor | None], numbers: Any
+    ) -> Tensor:
         """``dx = w ((1 + 2 z_loss lse) softmax(z) - q)``, where ``q`` is the smoothed target.
 
         ``w`` is the gradient of the row's loss; a ``softcap`` multiplies by ``1 - (z/softcap)^2``.
         """
-        (ctx,) = basic_op_ctxs
-        x, targets = ctx.saved_tensors
-        if x is None:
-            return None, [()], [(None,)]
-        flat = targets.flatten()
-        weights = row_weights(grad_output.to(wide(x.dtype)), flat, ctx.numbers)
-        dx = row_gradients(rows_of(x), flat, weights, ctx.numbers)
-        return dx.view(x.shape), [()], [(None,)]
-
-
-def _check(op: object, name: str, value: Any) -> None:
-    """Refuse a number out of its range."""
-    who = f"{type(op).__name__} expected"
-    if name == "ignore_index" and whole(value) is None:
-        raise TypeError(f"{who} a whole number as ignore_index, got {value!r}")
-    is_floating = isinstance(value, torch.dtype) and value.is_floating_point
-    if name == "output_dtype" and value is not None and not is_floating:
-        raise TypeError(f"{who} a floating-point torch.dtype as output_dtype, got {value!r}")
-    if name == "reduction" and value not in REDUCTIONS:
-        raise ValueError(f"{who} 'mean', 'sum' or 'none' as reduction, got {value!r}")
-    if name == "label_smoothing" and not 0 <= value <= 1:
-        raise ValueError(f"{who} label_smoothing between 0 and 1, got {value!r}")
-    if name == "z_loss" and not value >= 0:
-        raise ValueError(f"{who} z_loss of at least 0, got {value!r}")
-    if name == "softcap" and value is not None and not value > 0:
-        raise ValueError(f"{who} a softcap above 0, or None, got {value!r}")
+        (grad,), targets = grads, targets.flatten()
+        assert grad is not None
+        weights = row_weights(grad.to(wide(rows.dtype)), targets, numbers)
+        return row_gradients(rows, targets, weights, numbers)
 
 
 # Parts of rows that fit a core's cache, for formulas of a softmax on a CPU; for fusions too

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..core.overwriting import may_write, tracing
 from ._blocks import blocks, in_blocks
-from ._common import check_size, expected, shows
+from ._common import check_size, expected, require, shows
 from ._samples import BOUNDED, CLAMPED, INTERLEAVED, samples
 from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU, sigmoid
 from .arithmetic import cast, filled, reusable, wide
@@ -56,8 +56,8 @@ class GatedActivation(Activation, built_in=True):
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
         size = glu_interleave_size
-        if size is not None and not (size := check_size(self, "glu_interleave_size", size)):
-            raise ValueError(expected(self, "a glu_interleave_size of at least 1", size))
+        size = size if size is None else check_size(self, "glu_interleave_size", size)
+        require(self, size != 0, "a glu_interleave_size of at least 1", size)
         self.glu_interleave_size = size
 
     def linear_value(self, b: Tensor) -> Tensor:
@@ -81,11 +81,8 @@ class GatedActivation(Activation, built_in=True):
         if width % (parts := 2 * (size or 1)):
             what = f"a multiple of {parts} features in the last dimension"
             raise ValueError(expected(self, what, f"shape {tuple(x.shape)}"))
-        if size is None:
-            a, b = x.chunk(2, -1)
-            return a, b
-        a, b = x.reshape(*x.shape[:-1], width // (2 * size), 2, size).unbind(-2)
-        return a.flatten(-2), b.flatten(-2)
+        a, b = self._halves(x)
+        return (a, b) if size is None else (a.flatten(-2), b.flatten(-2))
 
     def join(self, a: Tensor, b: Tensor) -> Tensor:
         """The inverse of :meth:`split`, as a new tensor."""
@@ -302,8 +299,7 @@ class SiTUGLU(GatedActivation, built_in=True):
             cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
         for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not (math.isfinite(beta) and beta > 0):
-                raise ValueError(expected(self, f"a finite {name} greater than 0", repr(beta)))
+            require(self, 0 < beta < math.inf, f"a finite {name} greater than 0", beta)
         self.beta1 = float(beta1)
         self.beta2 = float(beta2)
 
@@ -369,8 +365,7 @@ class ClampedSwiGLU(GatedActivation, built_in=True):
         super().__init__(
             cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
-        if not limit >= 0:
-            raise ValueError(expected(self, "a limit of at least 0", repr(limit)))
+        require(self, limit >= 0, "a limit of at least 0", limit)
         self.limit = float(limit)
         self.alpha = float(alpha)
         self.glu_linear_offset = float(glu_linear_offset)

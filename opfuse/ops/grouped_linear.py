@@ -15,13 +15,13 @@ from ..core.introspection import overridden
 from ..core.op import is_kind, refuse_kind
 from ..core.op_context import AllGrads, Outputs
 from ..core.quantization import QuantizerRole
-from ._common import ExtraTensorOperation, check_size, expected, shows
+from ._common import ExtraTensorOperation, check_size, expected, require, shows
 from ._main_grad import accumulate_main_grad, main_grads
 from ._quantized_groups import QuantizedGroups
-from ._reading import tensor_of
+from ._reading import reader, tensor_of
 from ._split import WithLaterArguments, check_tracker, forked
 from .arithmetic import cast
-from .basic_linear import BasicLinear, LinearOperation, draw
+from .basic_linear import LinearOperation, draw
 from .grouped import Groups, GroupsOf, groups_of
 
 OUTPUT_BUFFER_KEY = "output"
@@ -130,8 +130,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         check_tracker(self, rng_state_tracker_function)
         self._tracker = rng_state_tracker_function
         self.num_groups = check_size(self, "num_groups", num_groups)
-        if not self.num_groups:
-            raise ValueError(expected(self, "num_groups of at least 1", 0))
+        require(self, self.num_groups > 0, "num_groups of at least 1", 0)
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self._register(bias, device=device, dtype=dtype)
@@ -198,10 +197,9 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         )
         for i in range(groups):
             del op._parameters[f"weight{i}"]
-        op.read_parameters({"weight": ParamSource(module, weight)})
-        op.is_stacked, op.param_names, op.name = True, ("weight",), name
+        op.is_stacked, op.param_names = True, ("weight",)
         op._shapes = [(groups, outputs, inputs)]
-        return op
+        return reader(op, {"weight": ParamSource(module, weight)}, name)
 
     def reset_parameters(self) -> None:
         """Draw the parameters again; nothing is drawn on the meta device."""
@@ -209,8 +207,15 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             for param in self.parameters():
                 draw(param, self.in_features)
 
-    has_bias: Any = property(lambda self: self.bias0 is not None)
-    scales_bias: Any = property(lambda self: self.num_extra_inputs == 2)
+    @property
+    def has_bias(self) -> bool:
+        """True if there are biases."""
+        return self.bias0 is not None
+
+    @property
+    def scales_bias(self) -> bool:
+        """True if there are biases, and each is scaled by row."""
+        return self.num_extra_inputs == 2
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -230,11 +235,11 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     def num_quantizers(self, mode: str) -> int:
         """Two for each group in forward (input, weight), one in backward (gradient of output)."""
-        return (2 if mode == "forward" else 1) * self.num_groups
+        return super().num_quantizers(mode) * self.num_groups
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """For each group those of a :class:`BasicLinear`, all under the name of the op."""
-        return BasicLinear.get_quantizer_roles(self, mode) * self.num_groups  # type: ignore[arg-type]
+        return super().get_quantizer_roles(mode) * self.num_groups
 
     def get_input_quantizer(self) -> None:
         """None: the op casts each group itself."""
@@ -339,9 +344,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         check_buffer(self, GRAD_INPUT_BUFFER_KEY, grad_input, x.shape, like)
         return output, grad_input
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **_: Any) -> AllGrads:
         """``dx_i = dy_i @ weight_i``, ``dweight_i = dy_i.T @ x_i``, and ``dbias_i = dy_i.sum(0)``.
 
         With scaled biases ``dbias_i`` is the sum of ``dy_i * scales_i``, and ``dscales_i`` that of

@@ -16,8 +16,8 @@ from ..core.introspection import is_dtensor
 from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
-from ._reading import check_stock, tensor_of
-from ._split import SplitLayer, forked, split_of
+from ._reading import check_stock, reader, tensor_of
+from ._split import NotSplit, SplitLayer, forked, split_of
 from .basic_linear import BasicLinear, draw
 
 
@@ -83,17 +83,17 @@ class Bias(SplitLayer, RowwiseOperation):
             AttributeError, TypeError, ValueError: As for :meth:`BasicLinear.reading`.
         """
         (size,) = tensor_of(cls, module, bias, dims=1).shape
-        op = cls(size, device="meta")
-        op.read_parameters({"bias": ParamSource(module, bias)})
-        op.name = name
-        return op
+        return reader(cls(size, device="meta"), {"bias": ParamSource(module, bias)}, name)
 
     def reset_parameters(self) -> None:
         """Set the bias to zero, unless another module holds it."""
         if not self._sources:
             nn.init.zeros_(self.bias)
 
-    tensor_parallel: Any = property(lambda self: self._split.mode is not None)
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether each process has its part of the bias."""
+        return self._split.mode is not None
 
     def extra_repr(self) -> str:
         """The size on this process, and how the bias is split."""
@@ -174,10 +174,8 @@ class Linear(SplitLayer, FusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if bias:
-            split = dict(
-                tensor_parallel=linear.tensor_parallel_mode == "column",
-                tensor_parallel_group=linear.tensor_parallel_group,
-            )
+            is_split, group = linear.tensor_parallel_mode == "column", linear.tensor_parallel_group
+            split = {"tensor_parallel": is_split, "tensor_parallel_group": group}
             ops.append(Bias(out_features, device=device, dtype=dtype, **split))
             if linear.tensor_parallel_mode == "row":  # the biases are added up with the products
                 ops[1].surround(after=linear.with_surrounding[1:])
@@ -282,8 +280,15 @@ class Linear(SplitLayer, FusedOperation):
             if self.bias is not None and rank:  # what is added up is one bias
                 nn.init.zeros_(self.bias)
 
-    _linear: Any = property(lambda self: self.basic_ops[0])
-    _split: Any = property(lambda self: self._linear._split)
+    @property
+    def _linear(self) -> BasicLinear:
+        linear = self.basic_ops[0]
+        assert isinstance(linear, BasicLinear)
+        return linear
+
+    @property
+    def _split(self) -> NotSplit:  # type: ignore[override]
+        return self._linear._split
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):

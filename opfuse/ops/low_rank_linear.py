@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from ..core.fusible import ParamSource
 from ..core.op_context import OperationContext, Unread
 from ._autocast import cast_weights
-from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
+from ._common import OpGrads, RowwiseOperation, check_size, require, rows_of, shows
 from ._products import tiled
-from ._reading import tensor_of
+from ._reading import reader, tensor_of
 from .basic_linear import draw, kept_weights
 
 
@@ -62,11 +62,9 @@ class LowRankLinear(RowwiseOperation):
         self.in_features = check_size(self, "in_features", in_features)
         self.out_features = check_size(self, "out_features", out_features)
         self.rank = check_size(self, "rank", rank)
-        if not self.rank:
-            raise ValueError(expected(self, "a rank of at least 1", rank))
+        require(self, self.rank > 0, "a rank of at least 1", self.rank)
         self.scaling, self.dropout = scaling, dropout
-        if not 0 <= self.dropout <= 1:
-            raise ValueError(expected(self, "a probability dropout between 0 and 1", repr(dropout)))
+        require(self, 0 <= self.dropout <= 1, "a probability dropout between 0 and 1", dropout)
         shapes = {
             "weight": (self.out_features, self.in_features),
             "lora_a": (self.rank, self.in_features),
@@ -130,9 +128,8 @@ class LowRankLinear(RowwiseOperation):
                 f"{cls.__name__}.reading expected {what} of {tuple(weight)}, got {got}"
             )
         op = cls(inputs, outputs, rank, scaling=scaling, dropout=dropout, device="meta")
-        op.read_parameters({key: ParamSource(module, "weight") for key, module in sources.items()})
-        op.name = name
-        return op
+        read = {key: ParamSource(module, "weight") for key, module in sources.items()}
+        return reader(op, read, name)
 
     @property
     def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -13,8 +13,8 @@ from ..core.fusible import ParamSource
 from ..core.op_context import Unread
 from ..core.plugins import manager
 from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
-from ._common import OpGrads, RowwiseOperation, check_shape, expected, shows, sum_rows
-from ._reading import check_stock, eps_of, tensor_of
+from ._common import OpGrads, RowwiseOperation, check_shape, expected, require, shows, sum_rows
+from ._reading import check_stock, eps_of, reader, tensor_of
 from ._samples import samples
 from .arithmetic import cast, wide
 
@@ -47,13 +47,11 @@ class _Norm(RowwiseOperation):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         margins = sm_margin.values() if isinstance(sm_margin, dict) else [sm_margin]
-        if not all(isinstance(margin, int) for margin in margins):
-            what = "an int or a dict of ints as sm_margin"
-            raise TypeError(expected(self, what, repr(sm_margin)))
+        are_ints = all(isinstance(margin, int) for margin in margins)
+        require(self, are_ints, "an int or a dict of ints as sm_margin", sm_margin, TypeError)
         self.sm_margin = sm_margin
-        if zero_centered_gamma and not elementwise_affine:
-            what = "elementwise_affine=True for zero_centered_gamma=True"
-            raise ValueError(expected(self, what, repr(elementwise_affine)))
+        what = "elementwise_affine=True for zero_centered_gamma=True"
+        require(self, elementwise_affine or not zero_centered_gamma, what, elementwise_affine)
         self.elementwise_affine = elementwise_affine
         weight = None
         if elementwise_affine:
@@ -202,11 +200,9 @@ class LayerNorm(_Norm):
         op = cls(
             shape, eps=number, bias=biased, device="meta", zero_centered_gamma=zero_centered_gamma
         )
-        op.read_parameters(sources)
         if bias is not None and not biased:
             op._absent = (ParamSource(module, bias),)
-        op.name = name
-        return op
+        return reader(op, sources, name)
 
     @classmethod
     def of(cls, module: nn.LayerNorm, *, name: str = "") -> LayerNorm:
@@ -374,9 +370,7 @@ class RMSNorm(_Norm):
         shape = tuple(tensor_of(cls, module, weight).shape)
         number = eps_of(cls, module, eps)
         op = cls(shape, eps=number, device="meta", zero_centered_gamma=zero_centered_gamma)
-        op.read_parameters({"weight": ParamSource(module, weight)})
-        op.name = name
-        return op
+        return reader(op, {"weight": ParamSource(module, weight)}, name)
 
     @classmethod
     def of(cls, module: nn.RMSNorm, *, eps: float | None = None, name: str = "") -> RMSNorm:

@@ -14,12 +14,12 @@ from ..core.fusible import ParamSource
 from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
 from ..core.overwriting import may_write
-from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
+from ..core.quantization import QuantizedTensor, Quantizer
 from ..core.quantization.state import quantizer_names
 from ._autocast import cast_weights
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
-from ._reading import tensor_of
+from ._reading import reader, tensor_of
 from ._split import NotSplit
 from .arithmetic import plus_product
 from .basic_linear import BasicLinear, LinearOperation, kept_weights
@@ -72,6 +72,7 @@ class ParallelLinear(LinearOperation):
     sizes: tuple[int, ...] = ()
     biased: tuple[bool, ...] = ()
     _known: frozenset[str] = frozenset()
+    _num_weights = property(lambda self: len(self.sizes))
 
     def __init__(self, linears: Modules) -> None:
         super().__init__()
@@ -156,9 +157,8 @@ class ParallelLinear(LinearOperation):
                     raise ValueError(f"{cls.__name__}.reading expected {what}, got {tuple(got)}")
         op = cls(linears)
         op._modules.clear()
-        op.read_parameters(sources)
-        op._absent, op.name = tuple(absent), name
-        return op
+        op._absent = tuple(absent)
+        return reader(op, sources, name)
 
     def param_source(self, name: str) -> tuple[nn.Module, str]:
         """The module and attribute from which a parameter is read at every call.
@@ -187,15 +187,6 @@ class ParallelLinear(LinearOperation):
         return f"in_features={self.in_features}, sizes={self.sizes}, biased={self.biased}"
 
     # Quantizers
-
-    def num_quantizers(self, mode: str) -> int:
-        """In forward the input's and one for each weight, in backward the gradient's."""
-        return 1 + len(self.sizes) if mode == "forward" else 1
-
-    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
-        """Input and weights of a linear layer, or the gradient of its output."""
-        tensors = ["input", *["weight"] * len(self.sizes)] if mode == "forward" else ["grad_output"]
-        return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The quantizer of the gradient; None if there are biases: the op then casts it itself."""

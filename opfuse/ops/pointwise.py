@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.op import BasicOperation
 from ..core.op_context import Unread
-from ._common import OpGrads, RowwiseOperation, expected, shows, whole
+from ._common import OpGrads, RowwiseOperation, require, shows, whole
 from ._samples import samples
 from ._split import Tracker, check_tracker, forked
 
@@ -72,11 +72,10 @@ class Reshape(BasicOperation):
         shape = tuple(shape)
         sizes = [whole(size) for size in shape]
         self.shape = tuple([size for size in sizes if size is not None])
-        if len(self.shape) != len(shape):
-            raise TypeError(expected(self, "whole numbers as shape", shape))
-        if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
-            what = "sizes of at least 0 and one -1 at most"
-            raise ValueError(expected(self, what, self.shape))
+        are_whole = len(self.shape) == len(shape)
+        require(self, are_whole, "whole numbers as shape", shape, TypeError)
+        fits = min(self.shape, default=0) >= -1 and self.shape.count(-1) <= 1
+        require(self, fits, "sizes of at least 0 and one -1 at most", self.shape)
         if self.shape and self.shape[-1] >= 0:
             self.out_features = self.shape[-1]
 
@@ -123,8 +122,7 @@ class Dropout(RowwiseOperation):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-        if not 0 <= self.p <= 1:
-            raise ValueError(expected(self, "a probability p between 0 and 1", repr(p)))
+        require(self, 0 <= self.p <= 1, "a probability p between 0 and 1", p)
 
     extra_repr = shows("p")
 

@@ -90,9 +90,7 @@ class AddExtraInput(_JoinOrFork):
             raise RuntimeError(f"{who}, {why}")
         return True
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **_: Any) -> AllGrads:
         """Both gradients are ``grad_output`` itself."""
         return grad_output, [()], [(grad_output,)]
 
@@ -110,9 +108,7 @@ class MakeExtraOutput(_JoinOrFork):
     num_extra_outputs = 1
     grad_input = "same"
 
-    def fuser_forward(
-        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
-    ) -> Outputs:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **_: Any) -> Outputs:
         """The input twice, as two tensor objects.
 
         An autograd function must not return one object twice.

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from ..core.op_context import AllGrads, Outputs
-from ._common import ExtraTensorOperation, RowwiseOperation, check_bool, check_size, expected, shows
+from ._common import (
+    ExtraTensorOperation,
+    RowwiseOperation,
+    check_bool,
+    check_size,
+    expected,
+    require,
+    shows,
+)
 from .arithmetic import wide
 
 Turns = tuple[Tensor, Tensor]
@@ -38,9 +46,9 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
         self.in_features = self.out_features = self.head_dim
         rotary_dim = self.head_dim if rotary_dim is None else rotary_dim
         self.rotary_dim = check_size(self, "rotary_dim", rotary_dim)
-        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
-            what = f"an even rotary_dim of at most {self.head_dim}, the head_dim"
-            raise ValueError(expected(self, what, self.rotary_dim))
+        is_even = self.rotary_dim % 2 == 0
+        what = f"an even rotary_dim of at most {self.head_dim}, the head_dim"
+        require(self, is_even and self.rotary_dim <= self.head_dim, what, self.rotary_dim)
         check_bool(self, "interleaved", interleaved)
         self.interleaved = interleaved
 
@@ -57,9 +65,7 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
         """The rotation, as a forward leaves it for the backward."""
         return Rotation(getattr(self, "base", 0.0), self.interleaved, self.rotary_dim)
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **_: Any) -> AllGrads:
         """The gradient, rotated back."""
         (ctx,) = basic_op_ctxs
         given, of_extras = ctx.saved_tensors, [(None,) * self.num_extra_inputs]
@@ -104,8 +110,7 @@ class RoPE(_Rotary):
     ) -> None:
         super().__init__(head_dim, interleaved=interleaved, rotary_dim=rotary_dim)
         self.base = base
-        if not self.base > 0:
-            raise ValueError(expected(self, "a base above 0", repr(base)))
+        require(self, self.base > 0, "a base above 0", base)
 
     extra_repr = shows("head_dim", "base", "interleaved", "rotary_dim")
 
@@ -171,12 +176,12 @@ class ApplyRoPE(_Rotary):
     ) -> Outputs:
         """The rotated input; saves ``(cos, sin)`` as they came, leaves how it rotates."""
         (ctx,), ((cos, sin),) = basic_op_ctxs, basic_op_extra_inputs
-        for name, given in (("cos", cos), ("sin", sin)):
-            if given.shape[-1:] not in ((self.rotary_dim,), (self.rotary_dim // 2,)):
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.shape[-1:] not in ((self.rotary_dim,), (self.rotary_dim // 2,)):
                 what = f"{self.rotary_dim} or {self.rotary_dim // 2} features in {name}"
-                raise ValueError(expected(self, what, f"shape {tuple(given.shape)}"))
-            _check_fits(self, name, given.shape[:-1], input_)
-            if ctx.requires_grad and given.requires_grad and not torch.compiler.is_compiling():
+                raise ValueError(expected(self, what, f"shape {tuple(table.shape)}"))
+            _check_fits(self, name, table.shape[:-1], input_)
+            if ctx.requires_grad and table.requires_grad and not torch.compiler.is_compiling():
                 who = f"{type(self).__name__} gives no gradient of {name}, and it requires grad"
                 raise RuntimeError(f"{who}: detach it")
         rotation = self.rotation

@@ -134,9 +134,7 @@ class ScaledActivation(RowwiseOperation, ExtraTensorOperation):
         """
         return scales.requires_grad or torch.compiler.is_compiling()
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **_: Any) -> AllGrads:
         """``dx = act'(x) dy scales``; ``dscales`` is the sum of ``act(x) dy`` over the features."""
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors

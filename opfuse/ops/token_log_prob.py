@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.fusible import check_real
-from ..core.op_context import AllGrads, Outputs
 from ..core.overwriting import may_write
-from ._common import ExtraTensorOperation, check_bool, check_size, expected, rows_of, shows, whole
-from ._samples import sample_targets, samples
+from ._common import check_bool, check_size, expected, rows_of, shows
+from ._samples import samples
 from .arithmetic import filled, multiplied, reusable, with_shares
-from .cross_entropy import Spare, capped, gradients_by_parts, parts, uncapped, widened
+from .cross_entropy import RowLoss, Spare, capped, gradients_by_parts, parts, uncapped, widened
 
 
 class TokenNumbers(NamedTuple):
@@ -34,7 +33,7 @@ class TokenNumbers(NamedTuple):
     log_sum_squares: bool = False
 
 
-class TokenLogProb(ExtraTensorOperation):
+class TokenLogProb(RowLoss):
     """The log-probabilities of tokens under logits, as DPO, GRPO and others need them.
 
     Takes logits ``(..., classes)`` and one extra input, the chosen tokens: integers of shape
@@ -65,16 +64,15 @@ class TokenLogProb(ExtraTensorOperation):
         IndexError: In a call, a token that is not a class; on a GPU the device reports it later.
     """
 
-    num_extra_inputs = 1
-    extra_input_dtypes = ("integer",)
-    saved_names = ("input", "targets")
-    context_names = ("numbers",)
     batch_invariant = ("rows",)
-    grad_input = "fresh"
-    differentiable = True
-    autocast_dtype = torch.float32
     sample_inputs = samples({}, {"temperature": 0.7, "softcap": 3.0, "ignore_index": 1})
-    sample_extra_inputs = sample_targets
+    real_numbers = ("temperature",)
+    _numbers = TokenNumbers
+    _ranges = RowLoss._ranges | {
+        "temperature": ("a finite temperature above 0", lambda number: 0 < number < math.inf),
+        "softcap": ("a finite softcap above 0", lambda cap: cap is None or 0 < cap < math.inf),
+    }
+    _targets = "tokens"
 
     def __init__(
         self,
@@ -96,62 +94,32 @@ class TokenLogProb(ExtraTensorOperation):
         self._asked = entropy, logsumexp, top_k, log_sum_squares
         self.temperature, self.softcap, self.ignore_index = temperature, softcap, ignore_index
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "temperature" or (name == "softcap" and value is not None):
-            value = check_real(self, name, value)
-            if not 0 < value < float("inf"):
-                raise ValueError(expected(self, f"a finite {name} above 0", repr(value)))
-        elif name == "ignore_index" and whole(value) is None:
-            raise TypeError(expected(self, "a whole number as ignore_index", repr(value)))
-        super().__setattr__(name, value)
-
     entropy = property(lambda self: self._asked[0], doc="Whether the entropy is an extra output.")
     logsumexp = property(lambda self: self._asked[1], doc="Whether it is an extra output.")
     top_k = property(lambda self: self._asked[2], doc="How many of the most probable tokens are.")
     log_sum_squares = property(lambda self: self._asked[3], doc="Whether it is an extra output.")
     extra_repr = shows(*TokenNumbers._fields)
 
-    def numbers_of(self) -> TokenNumbers:
-        """The current numbers."""
-        return TokenNumbers(*[getattr(self, name) for name in TokenNumbers._fields])
-
-    def check_tokens(self, tokens: Tensor, shape: torch.Size) -> None:
+    def check_targets(self, targets: Tensor, shape: torch.Size) -> None:
         """Refuse tokens that do not fit logits of this shape; for fusions too.
 
         Raises:
             ValueError: They have another shape, or there are fewer classes than ``top_k``.
         """
-        if not shape or tokens.shape != shape[:-1]:
-            what = f"tokens of shape {tuple(shape[:-1])} for logits of shape {tuple(shape)}"
-            raise ValueError(expected(self, what, tuple(tokens.shape)))
+        super().check_targets(targets, shape)
         if self.top_k > shape[-1]:
             raise ValueError(expected(self, f"at least {self.top_k} classes, as top_k", shape[-1]))
 
-    def fuser_forward(
-        self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
-    ) -> Outputs:
-        """The log-probabilities, and what else is asked for."""
-        (ctx,), ((tokens,),) = basic_op_ctxs, basic_op_extra_inputs
-        self.check_tokens(tokens, input_.shape)
-        numbers = self.numbers_of()
-        found = row_log_probs(rows_of(input_), tokens.flatten(), numbers)
-        y, *extras = [each.view((*tokens.shape, *each.shape[1:])) for each in found]
-        if ctx.requires_grad:
-            ctx.numbers = numbers
-            ctx.to_save = (input_, tokens) if ctx.input_requires_grad else (None, None)
-        return y, [tuple(extras)]
+    def _outputs(self, ctx: Any, logits: Tensor, targets: Tensor, numbers: Any) -> Sequence[Tensor]:
+        outputs = row_log_probs(rows_of(logits), targets.flatten(), numbers)
+        return [output.view((*targets.shape, *output.shape[1:])) for output in outputs]
 
-    def fuser_backward(
-        self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
-    ) -> AllGrads:
+    def _row_gradients(
+        self, rows: Tensor, targets: Tensor, grads: Sequence[Tensor | None], numbers: Any
+    ) -> Tensor:
         """``dz = onehot(token) dy - p dy``, and the other outputs' shares; see below."""
-        (ctx,), (of_extras,) = basic_op_ctxs, basic_op_grad_extra_outputs
-        x, tokens = ctx.saved_tensors
-        if x is None:
-            return None, [()], [(None,)]
-        grads = grads_of_rows((grad_output, *of_extras), tokens)
-        dx = row_logit_gradients(rows_of(x), tokens.flatten(), grads, ctx.numbers)
-        return dx.view(x.shape), [()], [(None,)]
+        grads = grads_of_rows(grads, targets)
+        return row_logit_gradients(rows, targets.flatten(), grads, numbers)
 
 
 # The arithmetic, row by row; for fusions too

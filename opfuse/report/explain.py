@@ -28,7 +28,7 @@ from .lines import wrap
 from .picture import draw, write
 from .quantized import quantized_by
 from .replaced_forward import MEMORY, replaced_forwards
-from .text import Call, Sent, describe
+from .text import Call, Traffic, describe
 
 _OWN = "path", "class", "reason"
 
@@ -70,7 +70,7 @@ class Explanation:
         return "\n\n".join(dict.fromkeys(call.code for call in self.calls))
 
     def _described(self, *, full: bool) -> str:
-        lines = [line for row in self.memory for line in wrap(_said(*row), "", "  ")]
+        lines = [line for row in self.memory for line in wrap(_memory_line(*row), "", "  ")]
         return "\n".join([*lines, describe(self.calls, self.own, self.convertible, full=full)])
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
@@ -124,7 +124,7 @@ class Explanation:
         write(path, draw(self.calls, nothing=str(self)))
 
 
-def _said(path: str, cls: str, action: str) -> str:
+def _memory_line(path: str, cls: str, action: str) -> str:
     """What a module does by a memory plan, in a line."""
     return f"{path}: {action} ({cls})" if path else f"{cls}: {action}"
 
@@ -174,7 +174,7 @@ class _Calls(Recorder):
         place = program.chain.ops.index(op)
         steps = [step for step in program.forward if step.start <= place < step.stop]
         overlapped = any(getattr(step.op, "overlaps", False) for step in steps)
-        sent = Sent(op_class(op).__name__, forward, backward, overlapped)
+        sent = Traffic(op_class(op).__name__, forward, backward, overlapped)
         self.calls[number] = dataclasses.replace(
             self.calls[number], sent=(*self.calls[number].sent, sent)
         )

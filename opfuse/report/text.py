@@ -14,7 +14,7 @@ from .quantized import Quantized, total
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class Traffic:
     """What an op sends to other processes.
 
     Attributes:
@@ -59,7 +59,7 @@ class Call:
     cut: str = ""
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     saved_bytes: tuple[int, ...] = dataclasses.field(default=(), compare=False)
-    sent: tuple[Sent, ...] = dataclasses.field(default=(), compare=False)
+    sent: tuple[Traffic, ...] = dataclasses.field(default=(), compare=False)
     code: str = dataclasses.field(default="", compare=False)
     quantized: Quantized = dataclasses.field(default=Quantized(), compare=False)
 

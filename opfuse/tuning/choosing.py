@@ -10,7 +10,7 @@ from ..core.engine.cover import best_cover, best_of, grouped, overlapping
 from ..core.engine.facts import Facts, Known, Step
 from ..core.engine.selection import Choice
 from ..core.fusion import PASSES
-from .lookup import counting, subject_of
+from .lookup import applicable_entry, subject_of, trades_time
 from .table import Measurement, Table, subject_key
 
 
@@ -48,7 +48,9 @@ class Measurements(Known):
             return None
         read_facts = {name: read(name) for name in ("rows", "features", "contiguous")}
         known = {name: value for name, value in read_facts.items() if value is not None}
-        return counting(entries, known, trades_time=_trades(step), prefer=self._prefer)
+        return applicable_entry(
+            entries, known, trades_time=trades_time(step.source), prefer=self._prefer
+        )
 
     def wrapped(self, run: Callable[[Choice], Any]) -> Callable[[Choice], Any]:
         """The choice with these measurements."""
@@ -57,7 +59,7 @@ class Measurements(Known):
             for step in choice.candidates:
                 if why := self._refusal(step):
                     choice.refused[step] = why
-            choice.cover = lambda free: self._cover(self._not_beaten(choice, free))
+            choice.cover = lambda free: self._cover(self._without_rejected(choice, free))
             choice.explain = self.explain
             return run(choice)
 
@@ -66,25 +68,30 @@ class Measurements(Known):
     def _refusal(self, step: Step) -> str:
         """Return why a candidate is refused by its own measurement, or ``""``."""
         found = self.found.get(step)
-        return found.refusal(trades_time=_trades(step), prefer=self._prefer) if found else ""
+        return (
+            found.refusal(trades_time=trades_time(step.source), prefer=self._prefer)
+            if found
+            else ""
+        )
 
-    def _not_beaten(self, choice: Choice, free: Sequence[Step]) -> list[Step]:
-        """Refuse candidates that others beat.
+    def _without_rejected(self, choice: Choice, free: Sequence[Step]) -> list[Step]:
+        """Refuse candidates to which others are preferred.
 
-        Only joint ones can be beaten: all by fusions of one pass and the same precedence, and those
-        that trade time for memory by any that choose later.
+        Those are joint. To each, fusions of one pass and the same precedence may be preferred, and
+        to one that trades time for memory also any that choose later.
         """
         joint = [step for step in free if step.passes == "joint" and step in self.found]
-        for steps, alike in ((list(filter(_trades, joint)), False), (joint, True)):
+        slow = [step for step in joint if trades_time(step.source)]
+        for steps, alike in ((slow, False), (joint, True)):
             others = choice.rivals(alike=alike) if steps else []
             others = [step for step in others if not self._refusal(step)]
             others += [] if alike else joint
             for step in steps:
-                if step not in choice.refused and (why := self._beaten(step, others)):
+                if step not in choice.refused and (why := self._rejection(step, others)):
                     choice.refused[step] = why
         return [step for step in free if step not in choice.refused]
 
-    def _beaten(self, joint: Step, others: Sequence[Step]) -> str:
+    def _rejection(self, joint: Step, others: Sequence[Step]) -> str:
         """Return why others are preferred to a joint fusion over the same ops, or ``""``.
 
         They are preferred if all that overlap, directly or through others, are measured, and gain
@@ -94,20 +101,20 @@ class Measurements(Known):
             joint: The joint fusion.
             others: Fusions of one pass, or joint ones.
         """
-        others = [step for step in others if step is not joint and not _preceded(step, others)]
+        others = [step for step in others if step is not joint and not _is_preceded(step, others)]
         (near,) = [group for group in grouped([joint, *others]) if joint in group]
         near.remove(joint)
         if not near or not self._measured(joint, *near):
             return ""
-        without = self._brought(near)
-        beside = self._brought([step for step in near if not overlapping(joint, [step])])
-        if not (what := self._ahead(without, [*beside, joint])):
+        without = self._best_covers(near)
+        beside = self._best_covers([step for step in near if not overlapping(joint, [step])])
+        if not (what := self._advantage(without, [*beside, joint])):
             return ""
         one_pass = all(step.passes != "joint" for step in near)
         who = "the forward and backward fusions" if one_pass else "other fusions"
         return f"{who} of these ops {what}, measured here"
 
-    def _brought(self, candidates: Sequence[Step]) -> list[Step]:
+    def _best_covers(self, candidates: Sequence[Step]) -> list[Step]:
         """The best covers of measured candidates, joint ones first."""
         chosen: list[Step] = []
         for name in PASSES:
@@ -130,11 +137,11 @@ class Measurements(Known):
                 bytes_first = [(float(each.saved_bytes), each.seconds) for each in found]
                 for values in (bytes_first, [(0.0, max(each.seconds, 0.0)) for each in found]):
                     other = best_of(group, values)
-                    cover = other if other and self._ahead(other, cover) else cover
+                    cover = other if other and self._advantage(other, cover) else cover
             chosen += cover
         return chosen
 
-    def _ahead(self, steps: Sequence[Step], others: Sequence[Step]) -> str:
+    def _advantage(self, steps: Sequence[Step], others: Sequence[Step]) -> str:
         """Return in what measured candidates are preferred to others, or ``""``.
 
         A tie in time, which is a difference within the errors, goes to fewer bytes.
@@ -148,7 +155,7 @@ class Measurements(Known):
 
     def explain(self, loser: Step, winners: Sequence[Step]) -> str:
         """Return what was measured of winners and loser; ``""``: a tie, or not all were."""
-        if self._measured(loser, *winners) and (what := self._ahead(winners, [loser])):
+        if self._measured(loser, *winners) and (what := self._advantage(winners, [loser])):
             (saved, won), (less, lost) = self._sums(winners), self._sums([loser])
             told = f"{won * 1e6:.0f} us a call against {lost * 1e6:.0f} us"
             if what == "save more memory":
@@ -167,12 +174,7 @@ class Measurements(Known):
         return self.found.keys() >= {*steps}
 
 
-def _trades(step: Step) -> bool:
-    """Whether a candidate declares to trade time for memory."""
-    return "trades_time" in getattr(step.source.fusion, "declares", ())
-
-
-def _preceded(step: Step, others: Sequence[Step]) -> bool:
+def _is_preceded(step: Step, others: Sequence[Step]) -> bool:
     """Return whether a candidate of higher precedence may take one of its ops."""
     rivals = [o for o in others if o.passes != "joint" and o.source.rank < step.source.rank]
     return step.passes == "joint" and bool(overlapping(step, rivals))

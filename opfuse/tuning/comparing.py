@@ -47,7 +47,7 @@ def differ(
     if any(need > mine.requires_grad for need, mine in zip(needs, got, strict=True)):
         return "an output needs no gradient, that of the module does"
     numbered = enumerate(zip(outputs, needs, strict=True))
-    dys = [draw(y, place) if need else None for place, (y, need) in numbered]
+    dys = tuple([draw(y, place) if need else None for place, (y, need) in numbered])
     grads = [gradients(ys, wanted, dys) for ys in (got, outputs)]
     pairs += [("its gradient", *pair) for pair in zip(*grads, strict=True)]
     truths = [None] * len(pairs) if exact is None else exact(dys)

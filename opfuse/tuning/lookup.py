@@ -13,7 +13,7 @@ from torch import nn
 from ..core.cast import Identity
 from ..core.engine.facts import Facts, Step
 from ..core.introspection import op_class
-from ..core.records import normalize
+from ..core.records import FusionSource, normalize
 from .table import Entries, Measurement
 
 _COMMON = frozenset({*vars(Identity()), "_captured", "_name", "_path", "_prepared"})
@@ -82,7 +82,12 @@ def _plain(value: Any) -> Any:
     return value if type(value) in (bool, int, float, str, type(None)) else repr(value)
 
 
-def counting(
+def trades_time(source: FusionSource) -> bool:
+    """Whether a fusion declares to trade time for memory."""
+    return "trades_time" in getattr(source.fusion, "declares", ())
+
+
+def applicable_entry(
     entries: Entries, known: Mapping[str, Any], *, trades_time: bool, prefer: str
 ) -> Measurement | None:
     """Return the entry that applies to an input; None: nothing was measured for it.

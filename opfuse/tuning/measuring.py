@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..core.context_managers import options
-from ..core.engine.facts import Step
 from ..core.engine.fuser import OperationFuser
 from ..core.engine.program import Program
 from ..core.environment import shape_of
@@ -21,11 +20,9 @@ from ..report.isolation import isolated
 from ..report.replaced_forward import ReplacedForward
 from . import table as tables
 from .job import Job, add, check_writable
-from .lookup import subject_of
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
-from .report import Result, TuningReport
-from .table import Measurement
+from .report import TuningReport
 from .trial import Trial
 from .whole import Whole, switched_off
 
@@ -106,7 +103,7 @@ def _together(groups: Sequence[Any]) -> Iterator[None]:
 
 
 def _run(
-    candidates: Sequence[_Candidate], wholes: Sequence[Whole], done: int, progress: Progress | None
+    candidates: Sequence[Trial], wholes: Sequence[Whole], done: int, progress: Progress | None
 ) -> None:
     """Measure the candidates of a call, then the modules, and write what is found."""
     paths = {job.device: tables.path_for(job.device) for job in (*candidates, *wholes)}
@@ -129,44 +126,11 @@ def _run(
     progress(done, of, "")
 
 
-class _Candidate(Job):
-    """A fusion that fits a call.
-
-    Args:
-        call: The call.
-        step: The candidate.
-        reference: Gives what it is compared with. Candidates of the same ops have one, and it is
-            freed after the last of them.
-    """
-
-    def __init__(self, call: MeasuredCall, step: Step, reference: Callable[[], Reference]) -> None:
-        self._call, self._step = call, step
-        self._reference: Callable[[], Reference] | None = reference
-        self.title, self.device = str(step.source.name), call.program.env.device
-        self.subject = subject_of(call.program.facts, step)
-
-    def _measure(self) -> Measurement:
-        assert self._reference is not None
-        reference, self._reference = self._reference(), None
-        self.shape, trial = reference.shape, Trial(reference, self._step)
-        found = trial.measure()
-        self.eager = trial.eager
-        return found
-
-    def result(self) -> Result:
-        """The line of the report."""
-        source, env = self._step.source, self._call.program.env
-        trades = "trades_time" in getattr(source.fusion, "declares", ())
-        prefer = env.options.get("prefer")
-        of = source.distribution, source.passes, self._step.matched
-        return self._result(*of, trades_time=trades, prefer=prefer or "speed")
-
-
 class _Collector(Recorder):
     """Collects every candidate of the calls in its scope, those alike once."""
 
     def __init__(self, compiled: bool) -> None:
-        self.candidates: list[_Candidate] = []
+        self.candidates: list[Trial] = []
         self.wholes: list[Whole] = []
         self.groups: list[Any] = []
         self._compiled = compiled
@@ -192,11 +156,11 @@ class _Collector(Recorder):
         call = MeasuredCall(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
         steps = candidates(call, manager.sources(current.selection))
         extents = [extent(step) for step in steps]
-        for of in dict.fromkeys(extents):  # together: they are compared with the same results
-            reference = functools.cache(functools.partial(Reference, call, of))
-            for step, its in zip(steps, extents, strict=True):
-                candidate = _Candidate(call, step, reference)
-                if its == of and self._is_new(candidate, shape_of(x)):
+        for span in dict.fromkeys(extents):  # together: they are compared with the same results
+            reference = functools.cache(functools.partial(Reference, call, span))
+            for step, own_span in zip(steps, extents, strict=True):
+                candidate = Trial(call, step, reference)
+                if own_span == span and self._is_new(candidate, shape_of(x)):
                     self.candidates.append(candidate)
 
     def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:

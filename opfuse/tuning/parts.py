@@ -103,7 +103,7 @@ def extent(step: Step) -> range:
 
 def part_program(
     call: MeasuredCall,
-    of: range,
+    span: range,
     step: Step | None = None,
     *,
     configuration: Any = None,
@@ -114,7 +114,7 @@ def part_program(
 
     Args:
         call: The call of the whole chain.
-        of: The range of basic ops.
+        span: The range of basic ops.
         step: The candidate, or None: the ops run separately.
         configuration: For the candidate, see ``FusedOperation.configurations``.
         exact: In fp64, without a recipe.
@@ -124,26 +124,26 @@ def part_program(
         RuntimeError: The fused op cannot be built.
     """
     program = call.program
-    chain = Chain(program.chain.ops[of.start : of.stop], part=True, surrounded=True)
+    chain = Chain(program.chain.ops[span.start : span.stop], part=True, surrounded=True)
     whole = program.facts
-    first = min(max(whole.needs.first_backward - of.start, 0), len(of)) if grads else len(of)
-    here = slice(of.start, of.stop)
+    first = min(max(whole.needs.first_backward - span.start, 0), len(span)) if grads else len(span)
+    here = slice(span.start, span.stop)
     inputs, params = whole.needs.inputs[here], whole.needs.params[here]
-    if first == len(of):
-        inputs, params = (False,) * len(of), tuple((False,) * len(flags) for flags in params)
+    if first == len(span):
+        inputs, params = (False,) * len(span), tuple((False,) * len(flags) for flags in params)
     needs = Needs(False, first, inputs, params)
-    env = program.env._replace(requires_grad=first < len(of), configuration=configuration)
+    env = program.env._replace(requires_grad=first < len(span), configuration=configuration)
     autocast = program.autocast
     edges = Edges(  # each on the side of the op that reads it
-        _shifted(whole.edges.forward, of.start, of.stop - 1),
-        _shifted(whole.edges.backward, of.start, of.stop, first=1),
+        _shifted(whole.edges.forward, span.start, span.stop - 1),
+        _shifted(whole.edges.backward, span.start, span.stop, first=1),
         [{k: q.unrecorded() for k, q in qs.items()} for qs in whole.edges.quantizers[here]],
     )
     if exact:
         env, autocast = env._replace(dtype=torch.float64, recipe=None), None
-        edges = Edges({}, {}, [{}] * len(of))
+        edges = Edges({}, {}, [{}] * len(span))
     facts = Facts(chain, env, needs, edges, whole.params[here], call.names[here], autocast)
-    taken = () if step is None else (_moved(step, of.start, chain, edges, env),)
+    taken = () if step is None else (_moved(step, span.start, chain, edges, env),)
     return compile_program(facts, Chosen(taken, (), ()))
 
 

@@ -22,7 +22,7 @@ Results = Mapping[str, Tensor | None]
 
 
 @dataclasses.dataclass
-class Given:
+class InputSet:
     """One set of inputs.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reference:
 
     Args:
         call: The call.
-        of: The range of basic ops.
+        span: The range of basic ops.
 
     Attributes:
         program: The program that runs them separately.
@@ -50,14 +50,14 @@ class Reference:
         clock: The clock of the device.
     """
 
-    def __init__(self, call: MeasuredCall, of: range) -> None:
-        self.call, self.of = call, of
-        self.program = part_program(call, of)
-        self._kwargs = call.kwargs[of.start : of.stop]
+    def __init__(self, call: MeasuredCall, span: range) -> None:
+        self.call, self.span = call, span
+        self.program = part_program(call, span)
+        self._kwargs = call.kwargs[span.start : span.stop]
         needs, chain = self.program.facts.needs, self.program.chain
-        x, extras = _arriving(call, self.program, of.start)
+        x, extras = _arriving(call, self.program, span.start)
         self._owned = [x, *_params(chain.ops), *extras]
-        self._flags = [*needs.inputs[:1], *[flag for of_op in needs.params for flag in of_op]]
+        self._flags = [*needs.inputs[:1], *[flag for flags in needs.params for flag in flags]]
         self._flags += [extra.requires_grad for extra in extras]
         ops = enumerate(chain.ops)
         names = [f"{chain.name(i)}.{name}" for i, op in ops for name in op.param_names or ()]
@@ -70,18 +70,18 @@ class Reference:
 
     # Inputs
 
-    def _set(self) -> Given:
+    def _set(self) -> InputSet:
         """Copies: a fusion that writes into them is wrong, and the user's tensors stay."""
         pairs = zip(self._owned, self._flags, strict=True)
-        return Given([_copy(tensor).requires_grad_(flag) for tensor, flag in pairs])
+        return InputSet([_copy(tensor).requires_grad_(flag) for tensor, flag in pairs])
 
     @functools.cached_property
-    def sets(self) -> list[Given]:
+    def sets(self) -> list[InputSet]:
         """The sets of inputs that are taken in turns while timing."""
         nbytes = sum(tensor.nbytes for tensor in (*self._owned, *self._drawn.values()))
         return [self.first, *[self._set() for _ in range(self.clock.sets(nbytes) - 1)]]
 
-    def _gradient(self, output: Tensor, given: Given, place: int) -> Tensor:
+    def _gradient(self, output: Tensor, given: InputSet, place: int) -> Tensor:
         """The gradient of an output, the same in every run."""
         key = place, *output.shape
         if key not in self._drawn:
@@ -123,8 +123,8 @@ class Reference:
         for tensor, leaf in zip(wide, self.first.leaves, strict=True):
             tensor.requires_grad_(leaf.requires_grad)
         try:
-            program = part_program(self.call, self.of, exact=True)
-            return _kept(self._results(program, Given(wide, self.first.arriving)))
+            program = part_program(self.call, self.span, exact=True)
+            return _kept(self._results(program, InputSet(wide, self.first.arriving)))
         except Exception:
             return {}
 
@@ -150,7 +150,7 @@ class Reference:
             torch.manual_seed(seed)
             return self._results(program, self.first)
 
-    def _results(self, program: Program, given: Given) -> Results:
+    def _results(self, program: Program, given: InputSet) -> Results:
         outputs = self.forward(program, given)
         grads = self.gradients(outputs, given)
         results = {f"output {i}" if i else "the output": y for i, y in enumerate(outputs)}
@@ -158,11 +158,11 @@ class Reference:
         wanted = [f"the gradient of {name}" for name, leaf in named if leaf.requires_grad]
         return results | dict(zip(wanted, grads, strict=False))  # none at all without a backward
 
-    def forward(self, program: Program, given: Given) -> tuple[Tensor, ...]:
+    def forward(self, program: Program, given: InputSet) -> tuple[Tensor, ...]:
         """The outputs of a program."""
         return _outputs(program, given.leaves, self._kwargs)
 
-    def gradients(self, outputs: Sequence[Tensor], given: Given) -> Sequence[Tensor | None]:
+    def gradients(self, outputs: Sequence[Tensor], given: InputSet) -> Sequence[Tensor | None]:
         """The gradients of the leaves that have one, for fixed gradients of the outputs."""
         wanted = [leaf for leaf in given.leaves if leaf.requires_grad]
         dys = [

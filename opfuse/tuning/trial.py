@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,31 +15,50 @@ from ..core.fusible import declared
 from ..report.calls import saved_bytes
 from .clock import Call
 from .comparing import problem_of
-from .job import one_line
-from .parts import part_program
-from .reference import Given, Reference
+from .job import Job, one_line
+from .lookup import subject_of, trades_time
+from .parts import MeasuredCall, part_program
+from .reference import InputSet, Reference
+from .report import Result
 from .table import REPEATS, THRESHOLD, Measurement
 from .timing import LEAST, TURNS, Timing, compare
 
 MOST_CONFIGURATIONS = 8
 
 
-class Trial:
-    """One candidate, and the ops that it replaces.
+class Trial(Job):
+    """One candidate of a call, and the ops that it replaces.
 
     Args:
-        reference: The ops, with their tensors.
+        call: The call.
         step: The candidate.
-
-    Attributes:
-        eager: On a GPU, why the time of the host counts too, or ``""``.
+        reference: Makes the ops, with their tensors. Candidates of the same ops share what it
+            makes, which is freed after the last of them.
     """
 
-    eager: str = ""
+    _reference: Reference
 
-    def __init__(self, reference: Reference, step: Step) -> None:
-        self._reference, self._step = reference, step
-        self._separate = reference.program
+    def __init__(
+        self, call: MeasuredCall, step: Step, reference: Callable[[], Reference] | None
+    ) -> None:
+        self._whole, self._step, self._make_reference = call, step, reference
+        self.title, self.device = str(step.source.name), call.program.env.device
+        self.subject = subject_of(call.program.facts, step)
+
+    def _measure(self) -> Measurement:
+        assert self._make_reference is not None
+        self._reference, self._make_reference = self._make_reference(), None
+        self.shape, self._separate = self._reference.shape, self._reference.program
+        try:
+            return self.measure()
+        finally:
+            del self._reference, self._separate
+
+    def result(self) -> Result:
+        """The line of the report."""
+        source, prefer = self._step.source, self._whole.program.env.options.get("prefer", "speed")
+        passed = source.distribution, source.passes, self._step.matched
+        return self._result(*passed, trades_time=trades_time(source), prefer=prefer)
 
     # Judging
 
@@ -81,7 +100,7 @@ class Trial:
     def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
         """The candidate's program in its fastest configuration, and that configuration."""
         reference = self._reference
-        make = functools.partial(part_program, reference.call, reference.of, self._step)
+        make = functools.partial(part_program, reference.call, reference.span, self._step)
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
         offered, speed = list(fused.op.configurations(fused.env or plain.env)), 1.0
@@ -132,7 +151,7 @@ class Trial:
         passes = passes if program.requires_grad else "forward"
         return [self._call(program, passes, given) for given in self._reference.sets]
 
-    def _call(self, program: Program, passes: str, given: Given) -> Call:
+    def _call(self, program: Program, passes: str, given: InputSet) -> Call:
         forward, gradients = self._reference.forward, self._reference.gradients
         if passes == "forward":
             return lambda: forward(program, given)
@@ -174,7 +193,7 @@ class Trial:
         At the end of a chain too: the entry is for other chains as well, where an op follows.
         """
         reference = self._reference
-        whole, behind = reference.call.program, reference.of.stop
+        whole, behind = reference.call.program, reference.span.stop
         if not any(step.source and step.op.recomputes for step in fused.forward):
             return 0
         if behind < len(whole.chain.ops):

@@ -17,7 +17,7 @@ from ..core.settings import current
 from ..report.calls import saved_bytes
 from ..report.replaced_forward import ReplacedForward, replaced_forward
 from .clock import Call, Clock
-from .comparing import Exact, as_tuple, differ, gradients, in_fp64
+from .comparing import as_tuple, differ, gradients, in_fp64
 from .job import Job
 from .parts import compiled
 from .report import Result
@@ -61,7 +61,10 @@ class Whole(Job):
         dtype = self._autocast
         autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
         exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
-        rule: dict[str, Any] = {"exact": _once(exact), "dtype": dtype or self._given[0].dtype}
+        rule: dict[str, Any] = {"dtype": dtype or self._given[0].dtype}
+        rule["exact"] = functools.cache(
+            exact
+        )  # the gradients are the same tensors for both options
         clock = Clock.of(self.device)
         draw = functools.cache(clock.draw)
         rule["draw"] = lambda y, place: draw(y.shape, y.dtype, place)
@@ -125,17 +128,6 @@ class Whole(Job):
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-
-
-def _once(exact: Exact) -> Exact:
-    """The same function, for one set of gradients: later calls give what the first gave."""
-    found: list[Sequence[Tensor | None]] = []
-
-    def known(dys: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        found[:] = found or [exact(dys)]
-        return found[0]
-
-    return known
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """``opfuse new``: writes a plugin package from the template in this folder.
 
-The template has a folder for every kind of plugin, and one with the files of any kind. In these a
-line such as ``# only joint op`` begins lines for some kinds, and ``# all`` ends them.
+The template has a folder for every kind of plugin, one for kinds with a kernel, and one with the
+files of any kind. In the last two a line such as ``# only joint op`` begins lines for some kinds,
+and ``# all`` ends them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def write(name: str, into: Path, kind: str = "forward") -> Path:
     folder = into / (PREFIX + short)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already, and nothing is overwritten")
-    for part in (TEMPLATE / "any", TEMPLATE / kind):  # a kind may have another file of a name
+    kernel = ["kernel"] * (kind in ("forward", "backward"))
+    for part in [TEMPLATE / name for name in ("any", *kernel, kind)]:  # a kind may replace a file
         for source in sorted(part.rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts:
                 target = folder / fill(source.relative_to(part).as_posix(), short, kind)
@@ -91,7 +93,7 @@ def _for_kind(text: str, kind: str) -> str:
     """The lines of a file of the template that a kind has."""
     lines, is_included = list[str](), True
     for line in text.splitlines(keepends=True):
-        if found := re.fullmatch(r"(?:#|<!--) (all|only [a-z ]+?)(?: -->)?\n", line):
+        if found := re.fullmatch(r" *(?:#|<!--) (all|only [a-z ]+?)(?: -->)?\n", line):
             is_included = found[1] == "all" or kind in found[1].split()[1:]
         elif is_included:
             lines.append(line)

@@ -18,7 +18,7 @@ from opfuse.core.records import normalize
 from opfuse.core.settings import current
 from opfuse.ops.arithmetic import matmul_precision
 from opfuse.tuning import table as tables
-from opfuse.tuning.lookup import counting, describe
+from opfuse.tuning.lookup import applicable_entry, describe
 from opfuse.tuning.table import Entries, Measurement
 
 _PLAIN = {Tensor, nn.Parameter}
@@ -191,7 +191,7 @@ class MeasuredChoice:
             return why
         how: Any = {"trades_time": True, "prefer": dict(current.options).get("prefer", "speed")}
         entries = self.entries(module, chain, Kind.of(x, False))
-        found = counting(entries, shape_of(x)._asdict(), **how)
+        found = applicable_entry(entries, shape_of(x)._asdict(), **how)
         return "" if found is None else found.refusal(**how)
 
     def entries(self, module: nn.Module, chain: Any, kind: Kind) -> Entries:

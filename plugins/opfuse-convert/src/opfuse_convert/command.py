@@ -6,7 +6,7 @@ import json
 
 import click
 
-from opfuse.cli import load_model, quiet_stdout, told
+from opfuse.cli import load_model, quiet_stdout, user_errors
 
 from .converting import convert
 
@@ -32,6 +32,6 @@ def convert_command(
     with quiet_stdout():
         model, inputs, by_name = load_model(target)
         given = (*inputs, by_name) if inputs or by_name else ()
-        with told(f"{target}:"):
+        with user_errors(f"{target}:"):
             report = convert(model, *given, only=only or None, skip=skip, verify=verify or None)
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))

@@ -55,17 +55,17 @@ class VocabParallelTokenLogProb(WithProcessGroup, TokenLogProb):
         rank = dist.get_rank(process_group)
         self.part = LogProbPart(self._group, rank if self._group.size > 1 else 0)
 
-    def check_tokens(self, tokens: Tensor, shape: torch.Size) -> None:
-        """As :meth:`TokenLogProb.check_tokens`, for the classes of all processes."""
+    def check_targets(self, tokens: Tensor, shape: torch.Size) -> None:
+        """As :meth:`TokenLogProb.check_targets`, for the classes of all processes."""
         whole = [*shape[:-1], *[size * self.process_group_size for size in shape[-1:]]]
-        super().check_tokens(tokens, torch.Size(whole))
+        super().check_targets(tokens, torch.Size(whole))
 
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **_: Any
     ) -> Outputs:
         """The log-probabilities, and what else is asked for."""
         (ctx,), ((tokens,),) = basic_op_ctxs, basic_op_extra_inputs
-        self.check_tokens(tokens, input_.shape)
+        self.check_targets(tokens, input_.shape)
         numbers = self.numbers_of()
         found, kept = self.part.row_log_probs(rows_of(input_), tokens.flatten().long(), numbers)
         self.report_reductions(ctx, found[0], input_.shape[-1])

@@ -22,7 +22,7 @@ from .loss import OF_ROW, Arrays, CompiledRows, capped, pays
 class CompiledLogProb(CompiledRows):
     """Log-probabilities, forward and backward; see its base."""
 
-    _check = "check_tokens"
+    _check = "check_targets"
 
     def values(self, x: Tensor, targets: Tensor, numbers: TokenNumbers) -> list[Tensor]:
         """See the base."""

@@ -127,7 +127,7 @@ class LinearLogProb(LinearLoss):
     def _checked(self, tokens: Tensor, shape: torch.Size) -> tuple[Any, Tensor]:
         """The numbers of the op, and the tokens of each row; refuses what fits no such logits."""
         op = self._parts[0]
-        op.check_tokens(tokens, shape)
+        op.check_targets(tokens, shape)
         numbers, flat = op.numbers_of(), tokens.flatten().long().contiguous()
         if self._check is not None:
             self._check(flat, shape[-1], numbers.ignore_index, "TokenLogProb: a token")

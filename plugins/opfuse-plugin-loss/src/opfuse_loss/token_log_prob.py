@@ -34,7 +34,7 @@ class LogProbByKernel(FusedOperation):
         op: Any = self.basic_ops[0]
         ctx: Any = basic_op_ctxs[0]
         ((tokens,),) = basic_op_extra_inputs
-        op.check_tokens(tokens, input_.shape)
+        op.check_targets(tokens, input_.shape)
         numbers, flat = op.numbers_of(), tokens.flatten().long().contiguous()
         keep, kept = ctx.requires_grad and ctx.input_requires_grad, ()
         if takes(input_):

@@ -34,6 +34,28 @@ if is_interpreting():
 ACTIVATIONS = [ops.ReLU(), ops.SiLU(), ops.GELU(), ops.GELU(approximate="none")]
 
 
+# only forward
+@runs
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 129), (33, 512), (5, 700)], ids=str)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_values_match_fp64(dtype, shape, activation, keep):
+    generator = torch.Generator().manual_seed(0)
+    x, bias = (
+        torch.randn(s, generator=generator).mul(2).to(DEVICE, dtype) for s in (shape, shape[-1:])
+    )
+    functions = kernels.functions_for(activation)
+    numbers = functions.numbers(activation.numbers_of())
+    y, hidden = kernels.bias_activation(x, bias, functions, numbers, keep)
+    expected = (x + bias).double()  # rounded to the dtype, as between separate ops
+    rtol = ROUNDING[dtype]
+    torch.testing.assert_close(y.double(), activation.value(expected), rtol=rtol, atol=1e-6)
+    assert (y.dtype, hidden is None) == (dtype, not keep)
+    assert not keep or torch.equal(hidden.double(), expected)
+
+
+# only backward
 @runs
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
@@ -57,13 +79,22 @@ def test_gradients_match_fp64(dtype, shape, activation, needs):
         assert (wrong <= rtol * rows.abs().sum(0) + 1e-5).all()
 
 
+# all
 @runs
 def test_the_kernel_takes_what_it_can():
+    # only forward
+    x, bias = torch.ones(4, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    assert kernels.takes(x, bias, x.dtype) and kernels.takes(x, bias.bfloat16(), x.dtype)
+    for other in (x.t().contiguous().t(), x.double(), x[:0]):
+        assert not kernels.takes(other, bias, other.dtype)
+    assert not kernels.takes(x, bias, torch.bfloat16)
+    # only backward
     x = torch.ones(4, 8, device=DEVICE)
     assert kernels.takes(x, x)
     for other in (x.t().contiguous().t(), x.double(), x[:0]):
         assert not kernels.takes(other, other)
     assert not kernels.takes(x, x.bfloat16())
+    # all
 
 
 @compiles
