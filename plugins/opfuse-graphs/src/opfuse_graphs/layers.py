@@ -69,7 +69,7 @@ def graphed(
     ]
     _capture(made)
     for each in made:
-        each.layer.forward = each  # type: ignore[method-assign]
+        each.layer.forward = each
     return model
 
 

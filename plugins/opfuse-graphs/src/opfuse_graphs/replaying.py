@@ -31,7 +31,7 @@ def capture(run: Callable[[], list[Any]], pool: Any) -> tuple[Replay, list[Any]]
 def beside() -> Iterator[None]:
     """A stream of its own, on which PyTorch asks to run before a capture."""
     torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         yield
     torch.cuda.synchronize()
 
@@ -163,7 +163,7 @@ class GraphedForward:
             return self.original(*args, **kwargs)
         call = Call.of(args, kwargs)
         self._check(call)
-        results = _Replay.apply(self, *call.tensors, *self.trained)
+        results: Any = _Replay.apply(self, *call.tensors, *self.trained)  # type: ignore[no-untyped-call]
         return tree_unflatten(results, self._spec)
 
     def _check(self, call: Call) -> None:
