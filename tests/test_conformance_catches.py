@@ -11,7 +11,6 @@ import faulty
 import faulty_axes
 import faulty_casts  # adds to the faults
 import faulty_circumstances
-import faulty_distributions
 import faulty_fresh
 import faulty_products
 import faulty_unseen_again
@@ -217,9 +216,7 @@ def test_every_check_is_seen_to_fail():
     seen |= {entry["caught by"] for entry in CAUGHT["after"]["found"].values()}
     seen |= {check for _, _, check in faulty_products.FAULTS.values() if "|" not in check}
     assert seen == set(testing.CHECKS)
-    assert {check for check, *_ in faulty_distributions.DISTRIBUTIONS.values()} == set(
-        PLUGIN_CHECKS
-    )
+    assert {check for check, *_ in DISTRIBUTIONS.values()} == set(PLUGIN_CHECKS)
 
 
 @pytest.mark.costly(1)
@@ -273,6 +270,73 @@ def test_an_ordinary_condition_is_fine(name):
 
 # What only shows in a process of its own
 
+_FUSION = """
+class Gelu(opfuse.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (act,) = self.basic_ops
+        return act.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
+
+
+@opfuse.hookimpl
+def opfuse_forward_fusions():
+    return [opfuse.Fusion([opfuse.ops.GELU], Gelu)]
+"""
+
+SOUND = "import opfuse, torch\n" + _FUSION
+"""A sound plugin, as one module."""
+
+FUNCTION = """
+import opfuse
+
+
+def nothing(ops, *, recipe):
+    return ops
+
+
+@opfuse.hookimpl
+def opfuse_forward_fusions():
+    return [nothing]
+"""
+"""A plugin with a fusion function, which has no pattern."""
+
+# name -> check, message, entry points, module
+DISTRIBUTIONS: dict[str, tuple[str, str, str, str]] = {
+    "imports_triton": (
+        "imports",
+        "imports triton",
+        "opfuse.v1",
+        "import opfuse, triton\n" + _FUSION,
+    ),
+    "wrong_group": (
+        "entry_point",
+        "is in group opfuse.v2",
+        "opfuse.v2",
+        "import opfuse\n" + _FUSION,
+    ),
+    "does_not_import": (
+        "entry_point",
+        "does not load: import: ZeroDivisionError",
+        "opfuse.v1",
+        "1 / 0",
+    ),
+    "unknown_hook": (
+        "entry_point",
+        "unknown hook opfuse_sideways_fusions",
+        "opfuse.v1",
+        "import opfuse\n" + _FUSION.replace("forward_fusions", "sideways_fusions"),
+    ),
+    "hash_order": (
+        "processes",
+        "two processes plan the same chain differently",
+        "opfuse.v1",
+        "import opfuse\n"
+        + _FUSION.replace(
+            "[opfuse.ops.GELU], Gelu)", "[opfuse.ops.GELU], Gelu, name=f'gelu {hash(chr(97))}')"
+        ),
+    ),
+}
+"""Faults of an installed plugin."""
+
 
 def install(folder, name, group, module):
     """A distribution with one entry point and one module, as pip would leave it."""
@@ -286,9 +350,9 @@ def install(folder, name, group, module):
 
 
 @pytest.mark.costly(2)
-@pytest.mark.parametrize("name", faulty_distributions.DISTRIBUTIONS)
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_each_wrong_distribution_fails_its_check(name, tmp_path, monkeypatch):
-    check, says, group, module = faulty_distributions.DISTRIBUTIONS[name]
+    check, says, group, module = DISTRIBUTIONS[name]
     install(tmp_path, name, group, module)
     (tmp_path / "triton.py").write_text("")  # it need not be installed to be imported
     monkeypatch.syspath_prepend(tmp_path)
@@ -300,7 +364,7 @@ def test_each_wrong_distribution_fails_its_check(name, tmp_path, monkeypatch):
 
 
 def test_a_sound_distribution_passes(tmp_path, monkeypatch):
-    install(tmp_path, "sound", "opfuse.v1", faulty_distributions.SOUND)
+    install(tmp_path, "sound", "opfuse.v1", SOUND)
     monkeypatch.syspath_prepend(tmp_path)
     subject = testing.Subject(
         "sound", "forward", opfuse.Fusion([opfuse.ops.GELU], opfuse.FusedOperation)
@@ -366,15 +430,15 @@ class Offers:
 
 
 def test_the_suite_under_pytest(tmp_path):
-    install(tmp_path, "sound", "opfuse.v1", faulty_distributions.SOUND)
+    install(tmp_path, "sound", "opfuse.v1", SOUND)
     install(
         tmp_path,
         "faulty",
         "opfuse.v1",
-        faulty_distributions.SOUND.replace("act.forward_value(", "2 * torch.nan_to_num("),
+        SOUND.replace("act.forward_value(", "2 * torch.nan_to_num("),
     )
-    install(tmp_path, "function", "opfuse.v1", faulty_distributions.FUNCTION)
-    (tmp_path / "coded.py").write_text(faulty_distributions.SOUND + OFFERS)
+    install(tmp_path, "function", "opfuse.v1", FUNCTION)
+    (tmp_path / "coded.py").write_text(SOUND + OFFERS)
     (tmp_path / "test_suites.py").write_text(SUITES)
     warnings = "error\n    ignore:Guards may run slower:RuntimeWarning"  # on Python 3.13.0
     (tmp_path / "pytest.ini").write_text(f"[pytest]\nfilterwarnings = {warnings}\n")
@@ -435,7 +499,7 @@ def test_the_suite_under_pytest(tmp_path):
     assert {name for name in failed if name.startswith("TestFaulty")} == {
         f"TestFaulty::{fusion}output]"  # one cause, one failure
     }
-    assert "not checked, since 'output' fails: fix that first" in done.stdout
+    assert "it fails, and so does 'output': fix that first" in done.stdout
     assert [name for name in failed if name.startswith("TestFunction")] == [
         "TestFunction::test_fusion[reference-forward nothing-condition]"
     ]

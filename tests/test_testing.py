@@ -21,7 +21,7 @@ from opfuse.core.recipes import CACHE_RECIPE
 from opfuse.testing import interpreter, machine, report
 from opfuse.testing import suite as suites
 from opfuse.testing.checks import calls
-from opfuse.testing.placing import samples_of, structures
+from opfuse.testing.generate import samples_of, structures
 from opfuse.testing.running import Declined, Failure, OneByOne, separate
 from opfuse.testing.scenarios import FOUND, combined, covered, variants
 from opfuse.testing.tensors import LAYOUTS

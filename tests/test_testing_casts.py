@@ -12,7 +12,7 @@ from opfuse import ops, testing
 from opfuse.core.fusion import Fusion, OneOrMore, Optional
 from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE, Quantizer
 from opfuse.core.quantization.formats import ScaledTensor
-from opfuse.testing.placing import matched
+from opfuse.testing.generate import matched
 from opfuse.testing.reference import compare_codes
 from opfuse.testing.running import Declined, Failure, only
 from opfuse.tuning.tolerance import code_steps

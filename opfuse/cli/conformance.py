@@ -23,8 +23,8 @@ from ..core.fusion import Fusion
 from ..testing import CHECKS, FusionSuite
 from ..testing.cases import Case, Subject, has_collectives, offered
 from ..testing.failures import Failure
+from ..testing.generate import chains, environment, matched, placed, structures
 from ..testing.machine import is_interpreting, tiers
-from ..testing.placing import chains, environment, matched, placed, structures
 from ..testing.processes import PLUGIN_CHECKS
 from ..testing.recipes import recipes_for
 from ..testing.running import only
@@ -122,7 +122,7 @@ def overrides(suite: type) -> list[str]:
     kit: Any = next(cls for cls in suite.__mro__ if Suite in cls.__bases__)
     above = suite.__mro__[: suite.__mro__.index(kit)]
     names = dict.fromkeys(name for cls in above for name in vars(cls))
-    known = "plugin", "_failed", "_made", "_plans"
+    known = "plugin", "_made", "_plans"
     return [name for name in names if not name.startswith("__") and name not in known]
 
 

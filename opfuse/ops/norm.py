@@ -66,7 +66,7 @@ class _Norm(RowwiseOperation):
     @classmethod
     def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
         """How tests make the op."""
-        other, deep = op(cls, features, eps=0.1), op(cls, (4, features)).on(4, 4)
+        other, deep = op(cls, features, eps=0.1), op(cls, (4, features), rows=(4, 4))
         centered = [op(cls, features, zero_centered_gamma=flag) for flag in (False, True)]
         lacking = [op(cls, features, **{name: False}) for name in ("elementwise_affine", "bias")]
         return [*centered, other, deep, op(cls, other, via="reading"), *lacking]

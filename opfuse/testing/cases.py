@@ -38,7 +38,8 @@ from .tensors import extra_inputs, input_shapes, lay_out, normal, place
 class Op:
     """Makes one basic op from its class and arguments; an argument may be another :class:`Op`.
 
-    ``via`` names the method of the class that makes it, such as ``"reading"``.
+    ``via`` names the method of the class that makes it, such as ``"reading"``; ``rows`` are the
+    leading dimensions of its input, if it does not take any.
     """
 
     cls: Any
@@ -47,14 +48,10 @@ class Op:
     via: str
     rows: tuple[int, ...] = dataclasses.field(compare=False)
 
-    def __init__(self, cls: Any, *args: Any, via: str = "", **kwargs: Any) -> None:
-        vars(self).update(cls=cls, args=args, kwargs=tuple(kwargs.items()), via=via, rows=())
-
-    def on(self, *rows: int) -> Op:
-        """The op, for an input of these leading dimensions, if it does not take any."""
-        made = Op(self.cls, *self.args, via=self.via, **dict(self.kwargs))
-        vars(made)["rows"] = rows
-        return made
+    def __init__(
+        self, cls: Any, *args: Any, via: str = "", rows: tuple[int, ...] = (), **kwargs: Any
+    ) -> None:
+        vars(self).update(cls=cls, args=args, kwargs=tuple(kwargs.items()), via=via, rows=rows)
 
     def __call__(self) -> BasicOperation:
         """A new op."""
@@ -223,18 +220,10 @@ class Built(NamedTuple):
     writable: set[str]
     case: Case
 
-    def named_inputs(self) -> dict[str, Tensor]:
-        """Input and extra inputs of one call by name; a copy of what is written into."""
-        given = {name: leaf for name, leaf in self.leaves.items() if "." not in name}
-        return {name: leaf * 1 if name in self.writable else leaf for name, leaf in given.items()}
-
     def inputs(self) -> list[Tensor]:
-        """The same in the order of the chain's arguments."""
-        return list(self.named_inputs().values())
-
-    def params(self) -> dict[str, Tensor]:
-        """The Parameters of the chain's ops, wherever they are, by the names of ``leaves``."""
-        return params_of(self.chain)
+        """Input and extra inputs of one call; a copy of what is written into."""
+        given = [(name, leaf) for name, leaf in self.leaves.items() if "." not in name]
+        return [leaf * 1 if name in self.writable else leaf for name, leaf in given]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Every output of the chain."""
@@ -472,10 +461,6 @@ class Case:
         for name, leaf in leaves.items():
             leaf.requires_grad_(leaf.is_floating_point() and name not in fixed)
         return Built(chain, leaves, writable, self if dtype is None else self.with_(autocast=None))
-
-    def leaf_names(self) -> list[str]:
-        """The names of the leaves that could need a gradient."""
-        return [name for name, leaf in self.build().leaves.items() if leaf.is_floating_point()]
 
     def weights(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Incoming gradients, the same ones every time."""

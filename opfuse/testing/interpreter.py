@@ -90,7 +90,7 @@ def uninstall() -> None:
         interpreter._patch_lang = getattr(interpreter._patch_lang, _MARK)  # type: ignore[attr-defined]
 
 
-def _replace(builder: Any, originals: dict[str, Any]) -> None:  # noqa: C901
+def _replace(builder: Any, originals: dict[str, Any]) -> None:
     np: Any = importlib.import_module("numpy")
     tl: Any = importlib.import_module("triton.language")
     TensorHandle = importlib.import_module("triton.runtime.interpreter").TensorHandle
@@ -100,23 +100,16 @@ def _replace(builder: Any, originals: dict[str, Any]) -> None:  # noqa: C901
         tl.float32: torch.float32, tl.float64: torch.float64,
         tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
     }  # fmt: skip
-    bits = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16)}
+    bits = {tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8, tl.float8e5: np.uint8}
 
     def to_torch(handle: Any) -> torch.Tensor:
         """The values of an array, which for bf16 and fp8 is one of bit patterns."""
-        dtype, array = dtypes[handle.dtype.scalar], np.ascontiguousarray(handle.data)
-        if dtype is torch.bfloat16 or dtype.itemsize == 1:
-            array = array.view(bits[dtype.itemsize][0])
-        return torch.from_numpy(array).view(dtype)
+        data = torch.from_numpy(np.ascontiguousarray(handle.data).reshape(-1).view(np.uint8))
+        return data.view(dtypes[handle.dtype.scalar]).reshape(handle.data.shape)
 
     def to_handle(values: torch.Tensor, shape: Any, type_: Any) -> Any:
-        dtype = dtypes[type_]
-        values = values.contiguous()
-        if dtype is torch.bfloat16 or dtype.itemsize == 1:
-            array = values.view(bits[dtype.itemsize][1]).numpy()
-            array = array.view(np.uint16 if dtype is torch.bfloat16 else np.uint8)
-        else:
-            array = values.numpy()
+        data = values.reshape(-1).view(torch.uint8).numpy()
+        array = data.view(bits.get(type_) or str(values.dtype)[len("torch.") :])
         return TensorHandle(array.reshape(shape), type_)
 
     def convert(src: Any, dst_type: Any, *, saturate: bool) -> Any:

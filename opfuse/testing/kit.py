@@ -4,9 +4,8 @@ from ..tuning.tolerance import ROWS, TOLERANCES, assert_close, tolerance
 from .cases import Case, Op, Subject, find, subjects
 from .checks import CHECKS
 from .failures import Declined, Failure
-from .generate import Chains, make_chains
+from .generate import Chains, CubicActivation, CubicGLU, make_chains
 from .machine import Tier, tiers
-from .placing import CubicActivation, CubicGLU
 from .quantizers import QuantizerSuite
 from .recipes import Delayed, PerBlock, PerTensor
 from .report import Outcome, run, run_all, snippet

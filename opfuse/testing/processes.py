@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from .. import ops
+from ..core.errors import PluginWarning
 from ..core.hookspecs import GROUP
 from ..core.plugins import manager, using
 from ..report.explain import explain
 from . import recipes
 from .cases import Case
 from .failures import Failure
-
-_REPORT = """
-import json, sys, warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    import opfuse, torch
-    from opfuse.core.plugins import manager, using
-    name, chains, module = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-    if module:
-        import importlib
-        opfuse.plugins.register(importlib.import_module(module), name=name)
-    with using(name):
-        rows = [row for row in opfuse.plugins.listing() if row["name"] == name]
-        groups = [record.group for record in manager.records if record.name == name]
-    state = {"triton": "triton" in sys.modules, "cuda": torch.cuda.is_initialized()}
-import importlib
-from opfuse import ops, testing
-class Names(dict):
-    __missing__ = staticmethod(importlib.import_module)
-names = Names(testing=testing, ops=ops, torch=torch)
-plans = testing.processes.plans(name, [eval(code, {}, names) for code in chains])
-messages = [str(w.message) for w in caught if issubclass(w.category, opfuse.PluginWarning)]
-print(json.dumps({"rows": rows, "groups": groups, "warnings": messages, "plans": plans, **state}))
-"""
 
 
 def registered_module(plugin: str) -> str | None:
@@ -63,7 +45,7 @@ def fresh_environment() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, Any]:
-    """Return how a fresh process sees an installed plugin.
+    """Return how a fresh process sees an installed plugin; :func:`tell` says what.
 
     Args:
         plugin: Name of its entry point.
@@ -75,11 +57,39 @@ def report(plugin: str, seed: int, cases: tuple[Case, ...] = ()) -> dict[str, An
     """
     environ = fresh_environment() | {"PYTHONHASHSEED": str(seed)}
     chains = json.dumps([repr(case.with_(subject=None)) for case in cases])
-    command = [sys.executable, "-c", _REPORT, plugin, chains, registered_module(plugin) or ""]
+    code = "import sys; from opfuse.testing import processes; processes.tell(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, plugin, registered_module(plugin) or "", chains]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise Failure(f"a process with plugin {plugin!r} failed:\n{done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+class _Names(dict[str, Any]):
+    __missing__ = staticmethod(importlib.import_module)
+
+
+def tell(plugin: str, module: str, chains: str) -> None:
+    """Print how this process sees a plugin, as JSON.
+
+    Args:
+        plugin: Its name.
+        module: The module that registers it; "": it is installed.
+        chains: The cases to plan, as a JSON list of code.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if module:
+            manager.register(importlib.import_module(module), name=plugin)
+        with using(plugin):
+            rows = [row for row in manager.listing() if row["name"] == plugin]
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        seen = {"rows": rows, "cuda": has_cuda, "triton": "triton" in sys.modules}
+        seen["groups"] = [record.group for record in manager.records if record.name == plugin]
+    names = _Names(testing=importlib.import_module(__package__), ops=ops, torch=torch)
+    seen["plans"] = plans(plugin, [eval(code, {}, names) for code in json.loads(chains)])
+    seen["warnings"] = [str(w.message) for w in caught if issubclass(w.category, PluginWarning)]
+    print(json.dumps(seen))
 
 
 def plans(plugin: str, cases: Sequence[Case]) -> list[str]:

@@ -17,10 +17,8 @@ from .failures import Failure
 from .running import RunResult
 
 
-def compare_outputs(
-    case: Case, got: RunResult, expected: RunResult, truth: RunResult, *, graphs: bool = True
-) -> None:
-    """Compare outputs with the truth, at the tolerance of the dtype; ``graphs``: and their graphs.
+def compare_outputs(case: Case, got: RunResult, expected: RunResult, truth: RunResult) -> None:
+    """Compare outputs with the truth, at the tolerance of the dtype, and their graphs.
 
     Raises:
         Failure: Another number of outputs, another dtype, device or shape, wrong values, or an
@@ -31,7 +29,7 @@ def compare_outputs(
     for number, y in enumerate(got.outputs):
         what = f"extra output {number - 1}" if number else "the output"
         compare(case, what, y, expected.outputs[number], truth.outputs[number])
-        if graphs and (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
+        if (y.grad_fn is None) != (expected.outputs[number].grad_fn is None):
             has = "no" if y.grad_fn is None else "an"
             raise Failure(f"{what} has {has} autograd graph, unlike the separate ops'")
 

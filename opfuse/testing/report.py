@@ -17,7 +17,7 @@ from .checks.leavings import restored_settings
 from .failures import UNUSED, Declined, Failure, blamed
 from .generate import Chains, fitted
 from .machine import is_interpreting
-from .running import checked, separate
+from .running import checked, holding, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +82,18 @@ def run(check: str, case: Case) -> None:
 
 def run_all(check: Check, chains: Chains) -> Outcome:
     """Run a check on its cases up to the first failure, and look for a smaller failing case."""
-    token = checked.set(chains)
-    try:
-        return _run_all(check, chains)
-    finally:
-        checked.reset(token)
-
-
-def _run_all(check: Check, chains: Chains) -> Outcome:
     ran, declined = 0, dict.fromkeys(chains.declined.values())
-    for case in _some(dict.fromkeys(check.cases(chains)), chains):
-        try:
-            run(check.name, case)
-        except Declined as reason:
-            declined[str(reason)] = None
-        except Failure as failure:
-            case, failure = _shrink(check, case, failure, chains.plain)
-            return Outcome(check.name, ran, tuple(declined), str(failure), case)
-        else:
-            ran += 1
+    with holding(checked, chains):
+        for case in _some(dict.fromkeys(check.cases(chains)), chains):
+            try:
+                run(check.name, case)
+            except Declined as reason:
+                declined[str(reason)] = None
+            except Failure as failure:
+                case, failure = _shrink(check, case, failure, chains.plain)
+                return Outcome(check.name, ran, tuple(declined), str(failure), case)
+            else:
+                ran += 1
     return Outcome(check.name, ran, tuple(declined))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from ..core.engine.program import Program
 from ..core.errors import PluginWarning
 from ..core.fused_op import FusedOperation
 from ..core.fusion import Fusion
+from ..core.hookspecs import hookimpl
 from ..core.plugins import manager
 from ..core.settings import Recorder, Settings, current
 from . import recipes
@@ -105,6 +105,10 @@ class RunResult:
     weights: list[Tensor] = dataclasses.field(default_factory=list)
     grads: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
     states: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def detached(self) -> RunResult:
+        """The outputs alone, without a graph."""
+        return RunResult(self.built, self.given, tuple(y.detach() for y in self.outputs))
 
 
 def forward(
@@ -192,9 +196,6 @@ def with_truth(case: Case, step: Callable[[torch.dtype | None], R]) -> tuple[R, 
     return (*both(case, lambda: step(None)), truth)
 
 
-_ANY: Any = None  # in place of a fusion that is not used
-
-
 def separate(case: Case, dtype: torch.dtype | None = None) -> RunResult:
     """The same case without any fusion; with ``dtype`` fp64, the truth.
 
@@ -202,7 +203,8 @@ def separate(case: Case, dtype: torch.dtype | None = None) -> RunResult:
         Declined: The separate ops do not take it.
     """
     if not alone.get():  # whatever watches the fusion, or however it is called
-        case = case.with_(subject=case.subject._replace(fusion=_ANY, makers=()))
+        none: Any = None
+        case = case.with_(subject=case.subject._replace(fusion=none, makers=()))
     return _separate(case, dtype and case.exact, bool(alone.get()))
 
 
@@ -229,32 +231,30 @@ alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
 
 
 @contextlib.contextmanager
+def holding(variable: contextvars.ContextVar[R], value: R) -> Iterator[None]:
+    """For a ``with`` block: The variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def references_only(case: Case) -> Iterator[None]:
     """For a ``with`` block: :func:`only` what a fusion is compared with, no fusion or itself.
 
     Raises:
         Declined: It does not take the case either.
     """
-    token = alone.set(alone.get() and "lone")
+    kept = case.subject if alone.get() else None
     try:
-        with only(case.subject if alone.get() else None):
+        with holding(alone, alone.get() and "lone"), only(kept):
             yield
     except (Failure, Declined):
         raise
     except Exception as error:
         raise Declined(f"the separate ops raise {type(error).__name__}: {error}") from error
-    finally:
-        alone.reset(token)
-
-
-@contextlib.contextmanager
-def with_itself() -> Iterator[None]:
-    """Compare the fusion with its own lone calls in place of the separate ops."""
-    token = alone.set("itself")
-    try:
-        yield
-    finally:
-        alone.reset(token)
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -280,50 +280,32 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Callback = Callable[[FusedOperation, list[Any], Any, Any], None]
 
 
-def watched(case: Case, *callbacks: Callback | None) -> Case:
-    """The case with a fusion whose fused ops call back after forward, backward and recomputation.
+@contextlib.contextmanager
+def watched(*callbacks: Callback | None) -> Iterator[None]:
+    """For a ``with`` block: Fused ops call back after forward, backward and recomputation.
 
     The callback gets the op, its contexts, the incoming tensor (None where the output is computed
     again) and the result.
     """
-    given = dict(zip(("fuser_forward", "fuser_backward", "fuser_recompute"), callbacks))  # noqa: B905
+    named = dict(zip(("forward", "backward", "recompute"), callbacks))  # noqa: B905
 
-    def watch(op: FusedOperation) -> FusedOperation:
-        for name, callback in given.items():
-            if callback is not None:
-                vars(op)[name] = types.MethodType(_calling(getattr(op, name), callback), op)
-        return op
+    class Watch:
+        @hookimpl
+        def opfuse_wrap_step(self, step: Any, pass_name: str, run: Any) -> Any:
+            callback = named.get(pass_name)
 
-    fusion = case.subject.fusion
-    new: Any
-    if isinstance(fusion, Fusion):
-        build = fusion.build
+            def call(ctxs: Any, *tensor: Any, **given: Any) -> Any:
+                result = run(ctxs, *tensor, **given)
+                callback(step.op, ctxs, *(tensor or (None,)), result)  # type: ignore[misc, call-arg]
+                return result
 
-        @functools.wraps(build, updated=())
-        def build_watched(ops: Any) -> FusedOperation:
-            return watch(build(ops))
+            return call if callback and isinstance(step.op, FusedOperation) else None
 
-        build_watched.kwarg_names = getattr(build, "kwarg_names", ())  # type: ignore[attr-defined]
-        new = dataclasses.replace(fusion, build=build_watched)
-    else:
-        function: Any = fusion
-
-        @functools.wraps(function)
-        def new(ops: Any, **kwargs: Any) -> Any:
-            made = function(ops, **kwargs)
-            return [watch(op) if isinstance(op, FusedOperation) else op for op in made]
-
-    return case.with_(subject=case.subject._replace(fusion=new))
-
-
-def _calling(plain: Any, callback: Any) -> Any:
-    @functools.wraps(plain)
-    def call(op: FusedOperation, ctxs: Any, *tensor: Any, **given: Any) -> Any:
-        result = plain(ctxs, *tensor, **given)
-        callback(op, ctxs, *(tensor or (None,)), result)
-        return result
-
-    return call
+    record = manager.register(Watch(), name="opfuse-testing-watch", tool=True)
+    try:
+        yield
+    finally:
+        manager.remove(record)
 
 
 class OneByOne(FusedOperation):

@@ -18,8 +18,7 @@ from ..ops import AddExtraInput, BasicLinear, ConstantScale, MakeExtraOutput
 from ..tuning.tolerance import MORE_ROWS, ROWS
 from .cases import Case, Op, is_cast, makes
 from .failures import Declined
-from .generate import DTYPES, Chains, fitted, neighbours, refusal
-from .placing import width_behind
+from .generate import DTYPES, Chains, fitted, neighbours, refusal, width_behind
 from .tensors import LAYOUTS
 
 MANY_ROWS = (2048,)
@@ -50,15 +49,12 @@ def covering(sizes: tuple[int, ...], seed: int = 0) -> tuple[tuple[int, ...], ..
     while left:
         chosen = dict(rng.choice(sorted(left)))
         for place in rng.sample(places, len(places)):
-            known = list(chosen.items())
-
-            def gain(number: int, place: int = place, known: Any = known) -> int:
-                pairs = (tuple(sorted((other, (place, number)))) for other in known)
-                return sum(pair in left for pair in pairs)
-
             if place not in chosen:
                 numbers = rng.sample(range(sizes[place]), sizes[place])
-                chosen[place] = max(numbers, key=gain)
+                tried = [(place, number) for number in numbers]
+                new = [[tuple(sorted((other, one))) for other in chosen.items()] for one in tried]
+                gains = [sum(pair in left for pair in pairs) for pairs in new]
+                chosen |= [tried[gains.index(max(gains))]]
         left.difference_update(itertools.combinations(sorted(chosen.items()), 2))
         rows.append(tuple(chosen[place] for place in places))
     return tuple(rows)
@@ -76,7 +72,7 @@ def combined(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[
 
 def _axes(case: Case) -> dict[str, list[Any]]:
     """The axes along which a case can vary, with the values that the fusion takes."""
-    own, numbers = case.leaf_names(), range(len(case.basic_ops()))
+    own = [name for name, leaf in case.build().leaves.items() if leaf.is_floating_point()]
     before, after = neighbours(case)
     around: list[Any] = [((), ()), (before, ()), ((), after), (before, after)]
     around += [((), (Op(AddExtraInput),))]
@@ -104,7 +100,8 @@ def _axes(case: Case) -> dict[str, list[Any]]:
     }
     sets = [sets for sets in frozen_sets(own) if refusal(case.with_(frozen=sets), True) is None]
     taken |= {"around": around, "frozen": [*dict.fromkeys((case.frozen, *sets))]}
-    taken |= {"switched": [(), *((k,) for k in numbers)], "size": ["", "", "odd", "least", "most"]}
+    taken |= {"switched": [(), *((k,) for k, _ in enumerate(case.chain_ops))]}
+    taken |= {"size": ["", "", "odd", "least", "most"]}
     return {name: values for name, values in taken.items() if len(values) > 1}
 
 

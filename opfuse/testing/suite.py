@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,7 +20,7 @@ from .generate import Chains, make_chains
 from .machine import Tier, is_interpreting, prepare, rows_by_grid, tiers
 from .processes import PLUGIN_CHECKS, registered_module
 from .report import Outcome, judge, run_all
-from .running import with_itself
+from .running import alone, holding
 
 
 class Suite:
@@ -139,49 +138,31 @@ class FusionSuite(Suite):
         judge({}, (), "\n".join(problems) or None)
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
-        """One check on every case it is for; skipped where what it rests on fails already."""
+        """One check on every case it is for; skipped where it fails as what it rests on does."""
         prepare(tier)
         names = (fusion_check, f"{subject.name}: {fusion_check}")
-        alone = fusion_check not in DEPENDENT or any(name in self.limits for name in names)
-        if not alone and (root := self._failing(tier, subject, fusion_check, known=True)):
-            pytest.skip(f"not checked, since {root!r} fails: fix that first")
         limited = any(name in self.limits for name in names)
         roots = {*ROOTS, *(f"{subject.name}: {root}" for root in ROOTS)} & {*self.limits}
         itself = bool(roots) and fusion_check in DEPENDENT.difference(ROOTS)
-        with with_itself() if itself else contextlib.nullcontext():
+        with holding(alone, "itself" if itself else alone.get()):
             outcome = self.check(subject, fusion_check, tier.device)
             if limited and outcome.ran and outcome.failure is None and not self.thorough:
                 every = self._make(subject, tier.device, thorough=True)  # whichever mode this is
                 outcome = run_all(CHECKS[fusion_check], every)
-        type(self)._failed[tier.name, subject, fusion_check] = outcome.failure is not None
         problem = None if outcome.failure is None else str(outcome)
-        if problem and not alone and (root := self._failing(tier, subject, fusion_check)):
+        if problem and not limited and (root := self._failing(tier, subject, fusion_check)):
             pytest.skip(f"it fails, and so does {root!r}: fix that first")
         judge(self.limits, names, problem, passed=outcome.ran > 0)
         if not outcome.ran:
             pytest.skip("; ".join(outcome.declined) or "there is no case for this check")
 
-    _failed: ClassVar[dict[tuple[str, Subject, str], bool]] = {}
-    """The checks of this process, and whether each failed; each class has its own."""
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        cls._failed = {}
-
-    def _failing(self, tier: Tier, subject: Subject, name: str, known: bool = False) -> str | None:
-        """A failing check that another one rests on, unless that is declared as a limit.
-
-        With ``known``, of those that ran in this process; else the others run now.
-        """
+    def _failing(self, tier: Tier, subject: Subject, name: str) -> str | None:
+        """A failing check that another one rests on, unless that is declared as a limit."""
         for root in itertools.takewhile(lambda root: root != name, ROOTS):
-            declared = {root, f"{subject.name}: {root}"} & {*self.limits}
-            if declared or subject.passes not in CHECKS[root].passes:
-                continue
-            if (tier.name, subject, root) not in self._failed and not known:
-                outcome = self.check(subject, root, tier.device)
-                self._failed[tier.name, subject, root] = outcome.failure is not None
-            if self._failed.get((tier.name, subject, root)):
-                return root
+            limited = {root, f"{subject.name}: {root}"} & {*self.limits}
+            if name in DEPENDENT and subject.passes in CHECKS[root].passes and not limited:
+                if self.check(subject, root, tier.device).failure is not None:
+                    return root
         return None
 
     def check(self, subject: Subject, name: str, device: str = "cpu") -> Outcome:

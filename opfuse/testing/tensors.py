@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import ops as built_in
 from ..core.op import BasicOperation, kinds_of
+from ..core.quantization import QuantizedTensor
 
 LAYOUTS = ("contiguous", "strided", "transposed", "permuted", "expanded", "sliced", "summed")
 
@@ -58,6 +59,12 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     around = tensor.new_full([size + 2 for size in tensor.shape], fill)
     part = around[tuple(slice(1, size + 1) for size in tensor.shape)]
     return part.copy_(tensor)
+
+
+def parts_of(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a tensor, quantized or not, consists of; none of anything else."""
+    parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -1,8 +1,14 @@
-"""Stand-ins: a fused op that runs its basic ops, and plugins made of values."""
+"""Stand-ins: a fused op that runs its basic ops, plugins made of values; and fixtures of which are there.
+
+That is never left to what is installed.
+"""
 
 import types
 
+import pytest
+
 import opfuse
+from opfuse.core import plugins
 
 HOOKS = ("forward_fusions", "backward_fusions", "joint_fusions", "recipes", "quantizer")
 
@@ -33,3 +39,35 @@ def make_plugin(**hooks):
 
 def _returning(value):
     return lambda: value
+
+
+@pytest.fixture
+def no_plugins():
+    """No plugin and no fusion registered in code."""
+    with plugins.isolated(), plugins.using(""):
+        yield
+
+
+@pytest.fixture
+def register():
+    """Hides what is installed; ``register(plugin, name=, distribution=, version=)`` adds a plugin for the test.
+
+    Instead of a plugin object, hooks can be given by name: ``register(forward_fusions=[...])``.
+    """
+
+    def add(plugin=None, *, name="test", distribution="opfuse-plugin-test", version="1.0", **hooks):
+        plugin = plugin or make_plugin(**hooks)
+        return plugins.register(plugin, name=name, distribution=distribution, version=version)
+
+    with plugins.isolated():
+        yield add
+
+
+@pytest.fixture
+def fused():
+    """``fused("Name")``: a fused op class that runs its basic ops one by one and counts its calls."""
+
+    def make(name="Fused", **attributes):
+        return type(name, (OneByOne,), {"calls": [], **attributes})
+
+    return make

@@ -1,7 +1,7 @@
 """Fusions that are wrong, each in one way, and which check must say so in which words.
 
 ``FAULTS`` maps a name to a :class:`Fault`; ``faulty_values`` adds to it. Those that need a process of their own are in
-``faulty_distributions``, as files.
+``test_conformance_catches``, as files.
 """
 
 from __future__ import annotations

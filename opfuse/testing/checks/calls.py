@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.settings import current
-from ..cases import Built, Case
+from ..cases import Built, Case, params_of
 from ..failures import Declined, Failure, blamed, saying
 from ..generate import Chains, refusal
 from ..machine import is_interpreting
@@ -175,7 +175,7 @@ def follows_values(case: Case) -> None:
         changes = (lambda data: data.mul_(-1.5), lambda data: data * 0.75)
         # as fused optimizers do, where no version moves; then to another address
         for change in changes:
-            for leaf in {**built.leaves, **built.params()}.values():
+            for leaf in {**built.leaves, **params_of(built.chain)}.values():
                 if leaf.is_floating_point():
                     leaf.data = change(leaf.data)
                 else:

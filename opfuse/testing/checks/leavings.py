@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ...ops import Cast
 from ..cases import Built, Case
 from ..failures import Declined, Failure
 from ..reference import compare, compare_codes
-from ..tensors import same_bits
+from ..tensors import parts_of, same_bits
 
 _FLAGS = (
     *("cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision", "cudnn.conv.fp32_precision"),
@@ -130,6 +130,19 @@ def unchanged(copied: Mapping[str, tuple[Tensor, Tensor]], who: str) -> None:
             raise Failure(f"its {who} modifies {name}")
 
 
+def same_versions(saved: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+    """Raise unless saved tensors that have the memory of leaves have their versions.
+
+    Raises:
+        Failure: One has not.
+    """
+    for what, tensor in saved.items():
+        for name in aliases(tensor, leaves):
+            if tensor._version != leaves[name]._version:
+                text = f"its {what}, has the memory of {name}, and not its version"
+                raise Failure(f"{text}: save what the op got, never .data")
+
+
 def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
     """The names of the known tensors, quantized or not, that share memory with this one."""
     memory = memory_of(tensor)
@@ -139,12 +152,6 @@ def aliases(tensor: Any, known: Mapping[str, Any]) -> list[str]:
 def memory_of(tensor: Any) -> set[int]:
     """The storages of a tensor, quantized or not; of anything else there are none."""
     return {t.untyped_storage()._cdata for t in parts_of(tensor) if t.numel()}
-
-
-def parts_of(tensor: Any) -> list[Tensor]:
-    """The plain tensors that one consists of."""
-    parts = tensor.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,)
-    return [part for part in parts if isinstance(part, Tensor)]
 
 
 # Contexts
@@ -196,13 +203,18 @@ class Kept:
         self._left.append((op.basic_ops, left))
 
 
-def same_contexts(case: Case, got: Sequence[Any], expected: Sequence[Any]) -> None:
+def same_contexts(case: Case, *given: tuple[Kept, Built]) -> None:
     """Compare what a fused op left in the contexts of ops with what the ops leave.
+
+    Args:
+        case: The case.
+        *given: What each of the two left, and in which chain.
 
     Raises:
         Failure: It is something else.
     """
-    for number, (op, mine, other) in enumerate(zip(case.ops, got, expected, strict=True)):
+    left = [kept.of(case, built) for kept, built in given]
+    for number, (op, mine, other) in enumerate(zip(case.ops, *left, strict=True)):
         who = f"op {number} ({op.cls.__name__})"
         if other["needed"]:
             _compare_context(case, who, mine, other)

@@ -25,6 +25,7 @@ from ..reference import compare_grads
 from ..running import Watching, backward, checked, forward, fused, only
 from ..scenarios import check, covered, decline_state, plain
 from ..tensors import same_bits
+from .leavings import memory_of
 
 
 def saved_bytes_of(case: Case, fused_op: bool) -> int:
@@ -155,7 +156,7 @@ def _all_is_seen(built: Built) -> None:
 
 
 def _memory(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return set[int]().union(*map(memory_of, tensors))
 
 
 class Holding(Watching):  # type: ignore[no-untyped-call]

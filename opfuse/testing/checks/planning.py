@@ -16,8 +16,7 @@ from ...core.op import BasicOperation
 from ...core.quantization import Recipe
 from ..cases import Case, Op, is_cast
 from ..failures import Declined, Failure, blamed, saying
-from ..generate import DTYPES, Chains
-from ..placing import environment, matched
+from ..generate import DTYPES, Chains, environment, matched
 from ..reference import compare_results
 from ..running import Plans, backward, forward, fused, only, references
 from ..scenarios import check, choices, plain
@@ -73,7 +72,7 @@ def _ask(case: Case, ops: tuple[BasicOperation, ...], env: Environment, hint: st
         answer = True if fusion.when is None else fusion.when(ops, env)
         benefit = fusion.benefit_of(ops, env)
     except Exception as error:
-        if not _is_here(env):
+        if env.device.type not in ("cpu", *["cuda"] * torch.cuda.is_available()):
             return None
         what = f"{type(error).__name__}: {error}"
         raise Failure(f"its condition raised {what} in {env}{hint}") from error
@@ -103,10 +102,6 @@ def environments(device: str, recipe: Recipe | None = None) -> Iterator[Environm
         yield from (env._replace(deterministic=True), env._replace(compiling=True))
 
 
-def _is_here(env: Environment) -> bool:
-    return env.device.type == "cpu" or (env.device.type == "cuda" and torch.cuda.is_available())
-
-
 @check(plain)
 def neighbours(case: Case) -> None:
     """With one op derived, missing or added, a chain still gives what its separate ops give."""
@@ -128,20 +123,8 @@ def _with_op(case: Case, number: int, *others: Op) -> Case:
 
 
 def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
-    """Classes derived from that of an op, each with some methods that give twice as much."""
-
-    def twice(name: str) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            out = kwargs.pop("out", None)
-            result = getattr(super(self.own, self), name)(*args, **kwargs)
-            if result is None:  # a derivative that is 1 everywhere
-                return torch.full_like(args[0], 2.0)
-            return 2 * result if out is None else out.copy_(2 * result)
-
-        return method
-
-    yield "fuser_forward and fuser_backward", _derived(cls)
-    pairs: list[tuple[str, str]] = []
+    """Classes derived from that of an op, each with two methods that give twice as much."""
+    pairs = [("fuser_forward", "fuser_backward")]
     if issubclass(cls, built_in.Activation):
         pairs += [("value", "derivative"), ("forward_value", "backward_value")]
         pairs += [("op_forward", "op_backward")]
@@ -149,9 +132,22 @@ def _overriding(cls: Any) -> Iterator[tuple[str, type]]:
         pairs += [("linear_value", "linear_derivative")]
     for names in pairs:
         title = f"Own{names[0].title().replace('_', '')}{cls.__name__}"
-        derived: Any = type(title, (cls,), {name: twice(name) for name in names})
-        derived.own = derived
-        yield " and ".join(names), derived
+        yield " and ".join(names), type(title, (cls,), {name: _twice(cls, name) for name in names})
+
+
+def _twice(cls: type, name: str) -> Any:
+    """A method that gives twice as much as that of a class; of several results, the first."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", None)
+        result = getattr(cls, name)(self, *args, **kwargs)
+        if result is None:  # a derivative that is 1 everywhere
+            return torch.full_like(args[0], 2.0)
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        first = first if first is None else 2 * first
+        return (first, *rest) if rest else first if out is None else out.copy_(first)
+
+    return method
 
 
 def _unlike(case: Case, what: str) -> None:
@@ -161,20 +157,6 @@ def _unlike(case: Case, what: str) -> None:
         return
     with saying(f"for {what}: "), only(case.subject), blamed():
         compare_results(case, backward(case, forward(case)), *expected)
-
-
-def _derived(cls: type) -> type:
-    """A subclass whose results are half of those of ``cls``."""
-
-    def fuser_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        y, extras = cls.fuser_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return 0.5 * y, extras
-
-    def fuser_backward(self: Any, ctxs: Any, grad_output: Any, **kwargs: Any) -> Any:
-        return cls.fuser_backward(self, ctxs, 0.5 * grad_output, **kwargs)  # type: ignore[attr-defined]
-
-    own = dict(fuser_forward=fuser_forward, fuser_backward=fuser_backward, grad_input="shared")
-    return type(f"Derived{cls.__name__}", (cls,), own)
 
 
 @check(lambda chains: chains.all)

@@ -14,8 +14,7 @@ from ...core.quantization import QuantizedTensor
 from ...ops import Cast
 from ..cases import Case, is_cast
 from ..failures import Declined, Failure, saying
-from ..generate import Chains
-from ..placing import matched
+from ..generate import Chains, matched
 from ..recipes import variants
 from ..reference import compare_codes, compare_results
 from ..running import RunResult, backward, both, forward, fused, one_by_one, separate, watched
@@ -42,7 +41,8 @@ def codes(case: Case) -> None:
     given: tuple[list[Any], list[Any]] = [], []
     for one, found in zip((case, one_by_one(case)), given, strict=True):
         ends = [_at_end(found, place) for place in (-1, 0)]
-        fused(watched(one, *ends), grads=case.subject.passes != "forward")
+        with watched(*ends):
+            fused(one, grads=case.subject.passes != "forward")
     for (cast, made), (_, expected) in zip(*given, strict=True):
         if not isinstance(made, QuantizedTensor):
             hint = "give ctx.quantizer(y, ctx.usage) of the cast's context"
@@ -101,7 +101,8 @@ def recompute(case: Case) -> None:
             results.append(dataclasses.replace(backward(case, result, retain_graph=retain)))
         return results, _states(result.built.chain)
 
-    (results, mine), (others, other) = both(watched(case, keep, None, again), step)
+    with watched(keep, None, again):
+        (results, mine), (others, other) = both(case, step)
     for got, expected in zip(results, others, strict=True):  # a scale may have moved between them
         compare_results(case, got, expected, expected if case.recipe else truth)
     _compare_states(mine, other, "after a backward that computes again")
@@ -112,7 +113,8 @@ def _lets_go_only_if_asked(case: Case) -> None:
         if ctxs[0].recomputable_output is not None:
             raise Failure("it leaves recomputable_output where no later op would do without")
 
-    fused(watched(case, look), grads=False)
+    with watched(look):
+        fused(case, grads=False)
 
 
 def _parts(tensor: Any) -> list[Tensor | None]:

@@ -2,6 +2,6 @@
 
 import os
 
-from fixtures import fused, no_plugins, register  # noqa: F401
+from fakes import fused, no_plugins, register  # noqa: F401
 
 os.environ["OPFUSE_TUNING"] = ""  # what was measured on this machine decides nothing in tests
