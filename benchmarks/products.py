@@ -93,8 +93,7 @@ def fused(x: Tensor, weight: Tensor, bias: Tensor, keep: bool, row: dict[str, An
 
     tried: list[tuple[float, dict[str, Any]]] = []
     row["configurations"] = []
-    sizes = x.shape[0], weight.shape[0]
-    offered = gemm.configurations(DEVICE, DTYPE, sizes, functions, keep)
+    offered = gemm.configurations(DEVICE, DTYPE, x.shape[0], weight.shape[0])
     for config in offered if ON_GPU else offered[:1]:
         try:
             tried.append((sampler(functools.partial(call, config))(), config))
@@ -110,13 +109,12 @@ def compile_ahead() -> ProcessPoolExecutor | None:
     if not ON_GPU:
         return None
     from opfuse_linear import gemm
-    from opfuse_triton import current_target, functions_of
+    from opfuse_triton import current_target
 
-    functions: Any = functions_of(GELU())
     target, (rows, _, features) = current_target(DEVICE), SHAPES[0]
     pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn"))
     for keep in (False, True):
-        for config in gemm.configurations(DEVICE, DTYPE, (rows, features), functions, keep):
+        for config in gemm.configurations(DEVICE, DTYPE, rows, features):
             pool.submit(compile_one, target, config, keep)
     return pool
 

@@ -22,7 +22,6 @@ from opfuse_triton import (
     current_target,
     functions_of,
 )
-from opfuse_triton.functions import gelu_erf
 from torch import Tensor
 from triton.runtime import _allocation
 
@@ -123,7 +122,6 @@ _ROWS: Mapping[str, Sequence[Row]] = {  # large tiles come first
     "90": (
         (128, 256, 128, 8, 4, 8, 4),
         (128, 256, 128, 8, 2, 8, 3),
-        (128, 256, 128, 8, 1, 8, 3),
         (128, 128, 128, 8, 2, 8, 4),
         (128, 128, 128, 8, 2, 4, 4),
         (64, 128, 128, 8, 1, 4, 4),
@@ -135,12 +133,7 @@ _ROWS: Mapping[str, Sequence[Row]] = {  # large tiles come first
         (128, 128, 128, 8, 2, 4, 4),
         (128, 64, 128, 8, 1, 4, 4),
     ),
-    "cuda": (
-        (128, 128, 64, 8, 1, 8, 3),
-        (128, 128, 64, 8, 1, 4, 3),
-        (64, 128, 64, 8, 1, 4, 4),
-        (64, 64, 64, 8, 1, 4, 4),
-    ),
+    "cuda": ((128, 128, 64, 8, 1, 8, 3), (64, 128, 64, 8, 1, 4, 4), (64, 64, 64, 8, 1, 4, 4)),
     "hip": ((128, 128, 128, 8, 1, 8, 2), (128, 128, 64, 8, 1, 4, 2), (64, 64, 128, 8, 1, 4, 2)),
 }
 _EXTRA = 2048
@@ -150,7 +143,7 @@ _EXTRA = 2048
 def _configs(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     """The configurations that fit the GPU; first those whose tiles keep it busy."""
     rows, itemsize = _ROWS[_family(target)], facts["x"].itemsize
-    fit = [row for row in rows if _fits(row, target, facts)] or rows[-1:]
+    fit = [row for row in rows if _fits(row, target, itemsize)] or rows[-1:]
     busy = [row for row in fit if _tiles(row, facts) >= target.multiprocessors]
     ordered = [*busy, *reversed([row for row in fit if row not in busy])]
     return [_config(row, itemsize) for row in ordered]
@@ -162,15 +155,13 @@ def _family(target: Target) -> str:
     return generation if generation in _ROWS else target.backend
 
 
-def _fits(row: Row, target: Target, facts: Mapping[str, Any]) -> bool:
-    """Whether the GPU has the shared memory that a program needs, and the registers."""
+def _fits(row: Row, target: Target, itemsize: int) -> bool:
+    """Whether the GPU has the shared memory that a program needs."""
     height, width, depth, _, parts, _, stages = row
     held = stages - 1 if target.backend == "hip" else stages  # one stage is in registers
     by_tma = _family(target) != target.backend
-    stored = height * width // parts * facts["x"].itemsize + _EXTRA if by_tma else 0
-    keeps_input = facts.get("hidden") is not None
-    spills = height * width // parts > 128 * 128 and keeps_input and facts["VALUE"] is gelu_erf
-    return held * (height + width) * depth + stored <= target.shared_memory and not spills
+    stored = height * width // parts * itemsize + _EXTRA if by_tma else 0
+    return held * (height + width) * depth + stored <= target.shared_memory
 
 
 def _config(row: Row, itemsize: int) -> Config:
@@ -187,23 +178,10 @@ KERNEL = Kernel(linear_activation_kernel, _configs)
 
 
 def configurations(
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, int],
-    functions: DeviceFunctions,
-    keep: bool,
+    device: torch.device, dtype: torch.dtype, rows: int, features: int
 ) -> list[dict[str, Any]]:
-    """The possible values of ``config`` of :func:`multiply`, for JSON, the best guess first.
-
-    Args:
-        device: The device.
-        dtype: Of the operands.
-        sizes: Rows and features of the result.
-        functions: Those of the activation.
-        keep: Whether its input is stored too.
-    """
-    facts = {"x": dtype, "rows": sizes[0], "features": sizes[1]}
-    facts |= {"VALUE": functions.value, "hidden": dtype if keep else None}
+    """The possible values of ``config`` of :func:`multiply`, for JSON, the best guess first."""
+    facts = {"x": dtype, "rows": rows, "features": features}
     return KERNEL.candidates(current_target(device), facts)
 
 
