@@ -210,7 +210,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.ops": 3580,  # 300 for log-probabilities, 160 for groups of rows, 80 for samples
     "opfuse.report": 985,  # 270 for isolation and 117 for replaced forwards, which came out of the core
     "opfuse.tuning": 1515,  # 380 for tables, lookup and choice, and 40 for what plans depend on, which were in the core; 50 for processes that tune together
-    "opfuse.testing": 3425,  # 155 to take back
+    "opfuse.testing": 3430,  # 160 to take back
     "opfuse.cli": 850,  # 550 for check-plugin
     "opfuse_triton": 3602,
     "opfuse_convert": 3310,

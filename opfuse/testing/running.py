@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from ..core.fused_op import FusedOperation
 from ..core.fusion import Fusion
 from ..core.hookspecs import hookimpl
 from ..core.plugins import manager
+from ..core.records import PluginRecord
 from ..core.settings import Recorder, Settings, current
 from . import recipes
 from .cases import Built, Case, Subject, seeded
@@ -280,6 +281,35 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 Callback = Callable[[FusedOperation, list[Any], Any, Any], None]
 
 
+class _Watch:
+    """The tool by which fused ops call back."""
+
+    callbacks: Mapping[str, Any] = {}
+
+    @hookimpl
+    def opfuse_wrap_step(self, step: Any, pass_name: str, run: Any) -> Any:
+        """See :func:`opfuse.core.hookspecs.opfuse_wrap_step`."""
+        callback = self.callbacks.get(pass_name)
+
+        def call(ctxs: Any, *tensor: Any, **given: Any) -> Any:
+            result = run(ctxs, *tensor, **given)
+            callback(step.op, ctxs, *(tensor or (None,)), result)  # type: ignore[misc]
+            return result
+
+        return call if callback and isinstance(step.op, FusedOperation) else None
+
+
+_WATCH = _Watch()
+
+
+@functools.cache
+def _watching() -> PluginRecord:
+    """The tool, loaded once, among no others."""
+    record = manager.register(_WATCH, name="opfuse-testing-watch", tool=True)
+    manager.tools = [other for other in manager.tools if other is not record]
+    return record
+
+
 @contextlib.contextmanager
 def watched(*callbacks: Callback | None) -> Iterator[None]:
     """For a ``with`` block: Fused ops call back after forward, backward and recomputation.
@@ -287,25 +317,9 @@ def watched(*callbacks: Callback | None) -> Iterator[None]:
     The callback gets the op, its contexts, the incoming tensor (None where the output is computed
     again) and the result.
     """
-    named = dict(zip(("forward", "backward", "recompute"), callbacks))  # noqa: B905
-
-    class Watch:
-        @hookimpl
-        def opfuse_wrap_step(self, step: Any, pass_name: str, run: Any) -> Any:
-            callback = named.get(pass_name)
-
-            def call(ctxs: Any, *tensor: Any, **given: Any) -> Any:
-                result = run(ctxs, *tensor, **given)
-                callback(step.op, ctxs, *(tensor or (None,)), result)  # type: ignore[misc, call-arg]
-                return result
-
-            return call if callback and isinstance(step.op, FusedOperation) else None
-
-    record = manager.register(Watch(), name="opfuse-testing-watch", tool=True)
-    try:
+    _WATCH.callbacks = dict(zip(("forward", "backward", "recompute"), callbacks))  # noqa: B905
+    with manager.temporarily(tools=[*manager.tools, _watching()]):
         yield
-    finally:
-        manager.remove(record)
 
 
 class OneByOne(FusedOperation):
