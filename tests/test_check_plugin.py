@@ -252,8 +252,9 @@ def test_a_plugin_without_hooks(install):
 def test_patterns_in_words():
     pattern = [Optional(ops.RMSNorm), OneOf(ops.Bias, Subclasses(ops.Activation))]
     fusion = Fusion([*pattern, OneOrMore(ops.Dropout)], opfuse.FusedOperation, name="any")
-    assert declared._pattern(fusion) == "[RMSNorm] + Bias or any Activation + (Dropout)..."
-    assert declared._pattern(lambda ops, *, recipe: ops) == "decided by a function"
+    fusions = fusion, lambda ops, *, recipe: ops
+    words = [declared._fusion("forward", each)["pattern"] for each in fusions]
+    assert words == ["[RMSNorm] + Bias or any Activation + (Dropout)...", "decided by a function"]
 
 
 # What ran on hardware
