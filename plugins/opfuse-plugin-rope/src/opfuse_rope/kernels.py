@@ -309,9 +309,9 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 
 def _backward_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """One that prefetches nothing; 3 stages load a head while another is computed, 4 load two."""
+    """One that prefetches nothing; with 3 stages a head is loaded while another is computed."""
     (tile, warps), *_ = _tiles(target, facts)
-    return [Config({**tile, "STAGES": stages}, warps) for stages in (1, 3, 4)]
+    return [Config({**tile, "STAGES": stages}, warps) for stages in (1, 3)]
 
 
 ROPE = Kernel(rope_kernel, _configs)

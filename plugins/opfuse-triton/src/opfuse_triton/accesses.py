@@ -11,6 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+THREAD = "thread"
+"""Stands among operands for the index of the thread: without it all threads access one element."""
+
 _BITS = {"half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 _VALUE = re.compile(r"%[-\w$.]+")
 _PTX = re.compile(r"\b(ld|st|atom|red)\.global([.:\w]*)")
@@ -27,8 +30,8 @@ class Access(NamedTuple):
     """One access of a thread to global memory.
 
     Attributes:
-        operands: The kernel's parameters that its address is computed from. Usually one; none where
-            the address itself was read from memory.
+        operands: What its address is computed from: parameters of the kernel, usually one, and
+            :data:`THREAD`. None where the address itself was read from memory.
         kind: ``"load"``, ``"store"``, ``"atomic"``, or ``"TMA"`` for a whole tile at once.
         width: Bytes that one thread moves; 0 for TMA.
     """
@@ -67,12 +70,14 @@ def _pointer_parameters(head: str) -> list[str]:
 
 
 def _origins(lines: Sequence[str], parameters: dict[str, str]) -> dict[str, frozenset[str]]:
-    """From which parameters each value is computed. Loops need more than one turn."""
+    """What each value is computed from, see :class:`Access`. Loops need more than one turn."""
     found = {value: frozenset({name}) for value, name in parameters.items()}
     definitions = []
     for line in lines:
         value, is_definition, rest = line.strip().partition(" = ")
-        if is_definition and not re.match(r"load\b|.*@llvm\.\S*load|.*asm ", rest):
+        if "sreg.tid" in rest or "workitem.id" in rest:
+            found[value] = frozenset({THREAD})
+        elif is_definition and not re.match(r"load\b|.*@llvm\.\S*load|.*asm ", rest):
             definitions.append((value, _VALUE.findall(rest)))
     changed = True
     while changed:
@@ -124,12 +129,12 @@ def _intrinsic(result: str, name: str, arguments: str) -> Iterator[tuple[list[st
         yield names, "atomic", 0
     elif "lds" in name:  # straight to shared memory: the size is an argument
         size = re.search(r"ptr addrspace\(3\) [^,]*, i32 (\d+)", arguments)
-        yield names, "load", int(size[1]) if size else 0
+        yield _VALUE.findall(arguments), "load", int(size[1]) if size else 0
     elif "store" in name:
         stored = re.match(r"<\d+ x \w+>|\w+", arguments)
-        yield names, "store", _size(stored[0]) if stored else 0
+        yield _VALUE.findall(arguments), "store", _size(stored[0]) if stored else 0
     elif "load" in name:
-        yield names, "load", _size(result)
+        yield _VALUE.findall(arguments), "load", _size(result)
 
 
 def _size(type_: str) -> int:

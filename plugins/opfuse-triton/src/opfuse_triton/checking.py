@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from .accesses import Access, find_accesses
+from .accesses import THREAD, Access, find_accesses
 from .cases import KernelCase
 from .configs import Config
 from .launches import Launch
@@ -214,8 +214,8 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     size = tensor.dtype.itemsize
     steps = [stride * size for stride in tensor.stride() if stride != 1]
     contiguous = 1 in tensor.stride()
-    offset = tensor.storage_offset() * size
-    return contiguous and not any(bytes_ % WIDEST for bytes_ in [offset, *steps])
+    starts = [tensor.storage_offset() * size, *steps]
+    return contiguous and not any(start % WIDEST for start in starts)
 
 
 def _full_parameters(run: CaseRun, launch: Launch) -> dict[str, torch.Tensor]:
@@ -230,16 +230,16 @@ def _full_parameters(run: CaseRun, launch: Launch) -> dict[str, torch.Tensor]:
 
 
 def _pointers(launch: Launch) -> list[str]:
-    given = launch.arguments
-    return [name for name in launch.kernel.fn.arg_names if [*tensors_of([given.get(name)])]]
+    names = launch.kernel.fn.arg_names
+    return [name for name in names if [*tensors_of([launch.arguments.get(name)])]]
 
 
 def _narrowest(accesses: Iterable[Access], full: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """The bytes of the narrowest load and store of each full-size operand."""
+    """The bytes of the narrowest load and store of each full-size operand, but of one element."""
     found: dict[str, dict[str, int]] = {}
     for access in accesses:
         for name in sorted(access.operands & full.keys()):
-            if access.kind in ("load", "store"):
+            if access.kind in ("load", "store") and THREAD in access.operands:
                 kinds = found.setdefault(name, {})
                 kinds[access.kind] = min(kinds.get(access.kind, access.width), access.width)
     return found

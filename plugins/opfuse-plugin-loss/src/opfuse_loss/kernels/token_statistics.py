@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from opfuse_triton import Config, Kernel, cdiv
+from opfuse_triton.functions import exp
 from torch import Tensor
 
 from opfuse.ops.token_log_prob import TokenNumbers, row_log_probs
 
-from .softmax import capped_share, configs, exp, load_logits
+from .softmax import capped_share, configs, load_logits
 
 
 @triton.jit
