@@ -147,6 +147,9 @@ define amdgpu_kernel void @k(ptr addrspace(1) inreg %0, i32 inreg %1, ptr addrsp
   %14 = atomicrmw fadd ptr addrspace(1) %3, float 1.0 syncscope("agent") monotonic, align 4
   store <4 x float> %6, ptr addrspace(3) null, align 16
   tail call void @llvm.amdgcn.global.load.async.lds(ptr addrspace(1) %8, ptr addrspace(3) null, i32 16, i32 0, i32 0)
+  %15 = tail call range(i32 0, 1024) i32 @llvm.amdgcn.workitem.id.x()
+  %16 = shl i32 %15, 4
+  %17 = tail call <4 x float> @llvm.amdgcn.raw.ptr.buffer.load.v4f32(ptr addrspace(8) %5, i32 %16, i32 0, i32 0)
   ret void
 }
 """
@@ -162,6 +165,7 @@ def test_an_access_is_followed_to_its_parameter():
         ([], "load", 1),  # an address that was read itself
         ([], "atomic", 0),  # Triton's own memory
         (["y"], "load", 16),
+        (["thread", "x"], "load", 16),  # all others are of one element for all threads
     ]
 
 
