@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 import triton_toys as toys
 from ledger import Moved, count_separate, count_small, counting, estimate, estimate_peer
-from ledger.model import LATENCY, LaunchWork, launch_seconds
+from ledger.model import LaunchWork, launch_seconds
 from ledger.predicted import assert_predicted, case_seconds, predicted_speed, separate_seconds
 from opfuse_triton import TARGETS, Config, Kernel, KernelCase, Operand, Predicted
 from opfuse_triton.recorded import storage_of
+from opfuse_triton.targets import LATENCY
 
 pytestmark = [
     pytest.mark.alone,

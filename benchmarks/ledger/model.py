@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from opfuse_triton.resources import programs_at_once
-from opfuse_triton.targets import Target
-
-LATENCY = 1.2e-6
-"""Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
+from opfuse_triton.targets import LATENCY, Target
 
 REGISTERS = 256 * 1024
 """Bytes of registers of a multiprocessor: what is loaded has to fit."""

@@ -122,8 +122,7 @@ def _inline(line: str) -> Iterator[tuple[list[str], str, int]]:
 
 def _intrinsic(result: str, name: str, arguments: str) -> Iterator[tuple[list[str], str, int]]:
     """The accesses of LLVM's and AMD's intrinsics: plain, masked, or by buffer descriptors."""
-    names = _GLOBAL.findall(arguments)[:1]
-    if not names or "make.buffer" in name or "prefetch" in name:
+    if not (names := _GLOBAL.findall(arguments)[:1]) or "make.buffer" in name or "prefetch" in name:
         return
     if "atomic" in name:
         yield names, "atomic", 0

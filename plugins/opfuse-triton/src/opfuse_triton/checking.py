@@ -78,8 +78,6 @@ def check(plugin: str | None = None, *, candidates: bool = False) -> list[Checke
         for arch, target in TARGETS.items()
         if case.fits(target)
     ]
-    if len(work) == 1:
-        return check_case(*work[0])
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         found = pool.map(check_case, *zip(*work, strict=True)) if work else ()
         return [row for rows in found for row in rows]

@@ -67,6 +67,9 @@ _OTHERS = {
 INTERPRETER = replace(TARGETS[90], name="interpreter")
 """A CPU while Triton interprets: tile sizes are those for an H100."""
 
+LATENCY = 1.2e-6
+"""Seconds from a load to its data when memory is busy, as assumed of every target; not measured."""
+
 pretended: ContextVar[Target | None] = ContextVar("opfuse_target", default=None)
 
 
