@@ -43,7 +43,8 @@ def of_gated(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
 
 def of_gradients(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
     """Those of a product whose epilogue reads and writes both halves of an activation's input."""
-    return _of_halves(_GRADIENTS, target, facts)
+    found = _of_halves(_GRADIENTS, target, facts)
+    return found[1:] if target.arch == 100 and len(found) > 1 else found  # registers spill there
 
 
 def of_wgrad(target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
