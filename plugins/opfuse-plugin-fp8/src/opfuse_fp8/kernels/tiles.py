@@ -37,13 +37,13 @@ def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The tile for a launch of a kernel that casts."""
     # rows that are not aligned take an address for each number
     unaligned = facts.get("unaligned") or facts["features"] % 16
-    small = facts["FORMAT"] == "tensor" and unaligned
+    tallest = {"tensor": 64, "none": 16}.get(facts["FORMAT"], HIGHEST) if unaligned else HIGHEST
     return [_config(
         target.backend == "hip",
         facts["FORMAT"].removeprefix("swizzled "),
         facts["column_ptr"] is not None,
         facts.get("sums_ptr") is not None,
-        _up_to(facts["rows"], 64 if small else HIGHEST),
+        _up_to(facts["rows"], tallest),
         _up_to(facts["features"], 256),
         _halves(facts),
     )]  # fmt: skip
