@@ -155,8 +155,9 @@ def test_logits_are_read_twice_and_their_gradient_written_once():
                 case.run(**given)
             forward, backward = launches
             size, rows = given["logits"].nbytes, shape["rows"]
+            target = given["logits"].itemsize  # of each row, the logit of its target once more
             programs = backward.total_programs
-            assert sum(forward.total("read").values()) == size + 8 * rows
+            assert sum(forward.total("read").values()) == size + (8 + target) * rows
             assert sum(forward.total("written").values()) == 12 * rows
             assert sum(backward.total("read").values()) == size + 20 * programs
             assert sum(backward.total("written").values()) == size
