@@ -86,7 +86,7 @@ def test_every_configuration_of_a_backward_takes_all_tiles_of_a_program():
     facts = {"HALF": 32, "DIM": 64, "q_heads": 3, "k_heads": 2, "tokens": 133}
     small = dataclasses.replace(TARGETS[90], multiprocessors=1)
     found = kernels.NORM_BACKWARD.candidates(small, facts)
-    assert len(found) == 3
+    assert len(found) == 2
     for config in found:
         assert kernels.PROGRAMS * config["constants"]["TOKENS"] < 133
         with target(small), kernels.NORM_BACKWARD.pinned(config):
