@@ -322,7 +322,8 @@ def lint(session: nox.Session) -> None:
     with tempfile.TemporaryDirectory() as folder:  # what `opfuse new` writes, for ruff as it comes
         for kind in sorted({path.name for path in OF_NEW.iterdir()} - {"any", "kernel"}):
             written = pathlib.Path(folder, kind)
-            for part in ("any", "kernel", kind):
+            has_kernel = (OF_NEW / kind / "src/opfuse_NAME/kernels.py").exists()
+            for part in ("any", *["kernel"] * has_kernel, kind):
                 shutil.copytree(OF_NEW / part, written, dirs_exist_ok=True)
             (written / "src/opfuse_NAME").rename(written / "src/opfuse_hasty")
             for path in written.rglob("*.py"):

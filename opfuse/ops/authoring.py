@@ -11,6 +11,7 @@ Attributes:
     add_product: Adds a product of matrices to a sum, by the product itself where that is possible.
     added: A sum, written into its first part if it may be.
     adds_itself: Whether it is.
+    cast: A tensor in another dtype.
     check_bool: Refuses anything but True and False.
     check_size: Refuses what is no size; gives it as an int.
     expected: The text of a refusal: who expected what, and what came.
@@ -24,6 +25,7 @@ Attributes:
     rows_of: A tensor with one row dimension.
     shows: Makes an ``extra_repr`` of the attributes that are not None.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
+    widen: A tensor in that dtype.
 """
 
 from ..core.fusible import ParamSource
@@ -33,12 +35,21 @@ from ..core.overwriting import may_write
 from ..core.settings import is_captured
 from ._common import ExtraTensorOperation, OpGrads, check_bool, check_size, expected, rows_of, shows
 from ._split import NotSplit
-from .arithmetic import add_product, added, adds_itself, matmul_precision, reusable, wide
+from .arithmetic import (
+    add_product,
+    added,
+    adds_itself,
+    cast,
+    matmul_precision,
+    reusable,
+    wide,
+    widen,
+)
 
 # fmt: off
 __all__ = [
     "ExtraTensorOperation", "ModuleCache", "NotSplit", "OpGrads", "ParamSource", "add_product",
-    "added", "adds_itself", "check_bool", "check_size", "expected", "is_captured",
-    "matmul_precision", "may_write", "op_class", "reusable", "rows_of", "shows", "wide",
+    "added", "adds_itself", "cast", "check_bool", "check_size", "expected", "is_captured",
+    "matmul_precision", "may_write", "op_class", "reusable", "rows_of", "shows", "wide", "widen",
 ]
 # fmt: on

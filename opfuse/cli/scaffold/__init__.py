@@ -72,7 +72,7 @@ def write(name: str, into: Path, kind: str = "forward") -> Path:
     folder = into / (PREFIX + short)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already, and nothing is overwritten")
-    kernel = ["kernel"] * (kind in ("forward", "backward"))
+    kernel = ["kernel"] * (TEMPLATE / kind / "src/opfuse_NAME/kernels.py").exists()
     for part in [TEMPLATE / name for name in ("any", *kernel, kind)]:  # a kind may replace a file
         for source in sorted(part.rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts:

@@ -3,8 +3,8 @@
 import opfuse
 import pytest
 import torch
-from opfuse.report.calls import saved_bytes
 from opfuse.ops import RMSNorm, SiLU
+from opfuse.report.calls import saved_bytes
 
 
 class Tagged(torch.Tensor):

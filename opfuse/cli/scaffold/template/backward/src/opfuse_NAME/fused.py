@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from opfuse import Environment, FusedOperation, Fusion, Subclasses
-from opfuse.ops.authoring import wide
 from opfuse.ops import Activation, Bias
+from opfuse.ops.authoring import wide
 from opfuse_triton import why_no_kernel
 from torch import Tensor
 

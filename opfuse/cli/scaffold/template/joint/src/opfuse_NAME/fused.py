@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
-from opfuse.ops.arithmetic import cast, widen
 from opfuse.ops import Activation, RMSNorm
+from opfuse.ops.authoring import cast, widen
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from opfuse import FusedOperation, Fusion, OperationContext
-from opfuse.ops.arithmetic import cast, widen
 from opfuse.ops import AddExtraInput
+from opfuse.ops.authoring import cast, widen
 from torch import Tensor
 
 from .ops import LayerScale

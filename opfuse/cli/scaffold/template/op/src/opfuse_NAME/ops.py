@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from opfuse import BasicOperation, OperationContext
-from opfuse.ops.arithmetic import cast, widen
+from opfuse.ops.authoring import cast, widen
 from torch import Tensor
 
 
