@@ -256,6 +256,7 @@ ALLOWED = {
     "opfuse_fp8.nvfp4.StochasticNVFP4Quantizer.tensors_of": STATE,
     "opfuse_fp8.quantizers.DelayedQuantizer.record": STATE,
     "opfuse_fp8.quantizers._written": OWN,
+    "opfuse_graphs.layers.graphed": STATE,
     "opfuse_graphs.replaying.GraphedForward.replay": OWN,
     "opfuse_graphs.replaying.GraphedForward.replay_backward": OWN,
     "opfuse_inductor.kernels.Plan._backward.function": "by owns_grad_output, for which the core asks",

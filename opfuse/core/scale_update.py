@@ -135,9 +135,10 @@ class CapturedBlock(Block):
 
     def discard(self) -> None:
         """Discard the records of both passes, since a capture is no step."""
-        for recipe, chain, *_ in self.forward:
+        self.end(failed=True)
+        for recipe, chain, *_ in self.backward:
             for op in chain.ops:
-                for quantizer in op._quantizers.of(recipe).values():
+                for quantizer in op._quantizers.of_mode(op, recipe, "backward"):
                     quantizer.discard()
 
 

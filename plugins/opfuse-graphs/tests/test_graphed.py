@@ -48,9 +48,13 @@ class Layer(nn.Module):
             ops.Linear(4 * width, width),
         )
         self.scale = nn.Parameter(torch.ones(width))
+        self.drop = nn.Dropout(0.0)
+        self.gradient_checkpointing = False
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x, *, mask=None, pair=(None, None), cache=None):
-        y = self.chain(x) * self.scale
+        self.calls += 1  # as the statistics of a batch norm
+        y = self.drop(self.chain(x) * self.scale)
         return x + (y if mask is None else y * mask) * pair[1]
 
 
@@ -213,12 +217,44 @@ def _freeze(model):
     model.layers[1].scale.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [_replace, _move, _freeze])
-def test_changed_parameters_are_refused(change):
+def _number(model):
+    model.layers[1].drop.p = 0.5
+
+
+def _flag(model):
+    model.layers[1].gradient_checkpointing = True
+
+
+def _mode(model):
+    model.layers[1].drop.eval()
+
+
+def _module(model):
+    model.layers[1].drop = nn.Identity()
+
+
+def _own_forward(model):
+    model.layers[1].drop.forward = lambda x: x
+
+
+def _later_hook(model):
+    model.layers[1].drop.register_forward_hook(lambda *_: None)
+
+
+CHANGES = {
+    _replace: "its scale was replaced", _move: "its scale was replaced",
+    _freeze: "its scale was replaced", _number: "its drop.p changed",
+    _flag: "its gradient_checkpointing changed", _mode: "its drop.training changed", _module: "its drop changed",
+    _own_forward: "its drop.forward changed", _later_hook: "a module in it got hooks",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_layer_that_changed_is_refused(change):
     model, x = made()
     opfuse.graphed(model, x)
     change(model)
-    with pytest.raises(RuntimeError, match=r"layers\.1 was captured before its scale"):
+    with pytest.raises(RuntimeError, match=rf"layers\.1 was captured before {CHANGES[change]}"):
         model(x)
 
 
@@ -264,6 +300,20 @@ def test_samples_are_looked_at():
     with pytest.raises(ValueError, match="called layers.0.chain 0 times"):
         model.layers[0].forward = lambda x, **_: x
         opfuse.graphed(model, x, layers=["layers.0.chain"])
+
+
+def test_capturing_is_no_step():
+    model, x = made()
+    model(x)
+    opfuse.graphed(model, x)
+    assert [int(layer.calls) for layer in model.layers] == [1, 1, 1]
+
+
+def test_a_report_sees_the_chains():
+    model, x = made()
+    expected = str(opfuse.explain(model, x))
+    opfuse.graphed(model, x)
+    assert "RMSNorm" in expected and str(opfuse.explain(model, x)) == expected
 
 
 def test_twice_is_refused():

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from opfuse.core.settings import current
 
 from . import replaying
-from .replaying import Call, GraphedForward
+from .replaying import HOOKS, Call, GraphedForward
 
 M = TypeVar("M", bound=nn.Module)
 _WARM_UPS = 3
 _DEVICE = "cuda"
 _PLAIN = type(None), bool, int, float, str, torch.dtype, torch.device
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def graphed(
@@ -61,13 +60,19 @@ def graphed(
         raise RuntimeError("graphed: give it the recipe, and call it outside of opfuse.autocast")
     for name, layer in found:
         _refuse(name, layer)
-    calls = _calls(model, found, args, kwargs)
-
-    made = [
-        GraphedForward(name, layer, call, recipe)
-        for (name, layer), call in zip(found, calls, strict=True)
-    ]
-    _capture(made)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            calls = _calls(model, found, args, kwargs)
+            made = [
+                GraphedForward(name, layer, call, recipe)
+                for (name, layer), call in zip(found, calls, strict=True)
+            ]
+            _warm_up(made)
+            _capture(made)
+    finally:  # nothing of this is a step
+        for buffer, before in buffers:
+            buffer.copy_(before)
     for each in made:
         each.layer.forward = each
     return model
@@ -116,7 +121,7 @@ def _refuse(name: str, layer: nn.Module) -> None:
     if not layer.training:
         raise RuntimeError(f"{what} is in eval mode: expected training, call model.train()")
     for below, module in layer.named_modules():
-        hooks = [kind for kind in _HOOKS if below and getattr(module, kind)]
+        hooks = [kind for kind in HOOKS if below and getattr(module, kind)]
         if hooks:
             kind = hooks[0].strip("_")
             raise RuntimeError(f"{what}.{below} has {kind}, which a replay would not call")
@@ -146,8 +151,7 @@ def _calls(
         for layer in seen
     ]
     try:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            model(*args, **kwargs)
+        model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -171,12 +175,17 @@ def _calls(
     return made
 
 
+def _warm_up(made: Sequence[GraphedForward]) -> None:
+    """Run each layer as often as PyTorch asks for before a capture."""
+    with replaying.beside():
+        for each in made:
+            with _named(each.name):
+                for _ in range(_WARM_UPS):
+                    each.warm_up()
+
+
 def _capture(made: Sequence[GraphedForward]) -> None:
     """Capture all layers into one pool of memory, in the order in which they run."""
-    with _named(), replaying.beside():
-        for each in made:
-            for _ in range(_WARM_UPS):
-                each.warm_up()
     pool = torch.cuda.graph_pool_handle()
     for each in made:
         with _named(each.name):
@@ -188,7 +197,7 @@ def _capture(made: Sequence[GraphedForward]) -> None:
 
 
 @contextlib.contextmanager
-def _named(name: str = "a layer") -> Iterator[None]:
+def _named(name: str) -> Iterator[None]:
     """Name the layer in what a capture raises."""
     try:
         yield

@@ -15,6 +15,7 @@ import opfuse
 from opfuse.core.scale_update import CapturedBlock, current_backward
 from opfuse.core.settings import current
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TENSOR = "a tensor"
 Replay = Callable[[], None]
 
@@ -68,10 +69,52 @@ class Call(NamedTuple):
         return tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
 
 
-def modes() -> tuple[Any, ...]:
-    """The settings that a captured forward has built in: of opfuse, and of ``torch.autocast``."""
-    automatic = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-    return current.values, automatic
+class Modes(NamedTuple):
+    """The settings that a captured forward has built in.
+
+    Attributes:
+        opfuse: Options, plugins and recipe.
+        autocast: The dtype of ``torch.autocast``, or False.
+        deterministic: Whether torch uses deterministic algorithms.
+        precision: How torch multiplies fp32 matrices.
+    """
+
+    opfuse: Any
+    autocast: Any
+    deterministic: bool
+    precision: str
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Those in force."""
+        return cls(
+            current.values,
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        )
+
+
+_NUMBERS = bool, int, float, str
+_ABSENT = object()
+
+
+def built_in(layer: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """What a capture of a layer has built in, beside the values of tensors.
+
+    Yields:
+        A name for errors, and a dictionary, its key, and what is there: every submodule, every
+        number and flag among the attributes of a module, and a ``forward`` that was put there.
+    """
+    for path, module in layer.named_modules():
+        attributes, prefix = vars(module), f"{path}." if path else ""
+        for key, child in module._modules.items():
+            yield prefix + key, module._modules, key, child
+        for key, value in attributes.items():
+            if isinstance(value, _NUMBERS) and (module is not layer or key != "training"):
+                yield prefix + key, attributes, key, value
+        if module is not layer:
+            yield f"{prefix}forward", attributes, "forward", attributes.get("forward", _ABSENT)
 
 
 class GraphedForward:
@@ -95,6 +138,9 @@ class GraphedForward:
             for key, tensor in tensors.items()
             if tensor is not None
         ]
+        self._built_in = [*built_in(layer)]
+        below = [module for module in layer.modules() if module is not layer]
+        self._hooks = [getattr(module, kind) for module in below for kind in HOOKS]
         unique = {id(tensor): tensor for _, _, tensor, _, wants in self._held if wants}
         self.trained = [*unique.values()]
         self._wanted = [x for x in [*call.tensors, *self.trained] if x.requires_grad]
@@ -117,7 +163,7 @@ class GraphedForward:
         """Run the layer on the tensors of its graphs."""
         args, kwargs = self.call.arguments()
         with self._around():
-            self._modes = modes()
+            self._modes = Modes.now()
             results, self._spec = tree_flatten(self.original(*args, **kwargs))
         others = [type(x).__name__ for x in results if not isinstance(x, Tensor)]
         if others or not any(x.requires_grad for x in results):
@@ -158,8 +204,9 @@ class GraphedForward:
         self.grads = [torch.zeros_like(x) if x.requires_grad else None for x in self.results]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the forward; outside of training, run the layer."""
-        if not (self.layer.training and torch.is_grad_enabled()):
+        """Replay the forward; outside of training, and where a report looks, run the layer."""
+        is_watched = current.recorder is not None or torch.compiler.is_compiling()
+        if is_watched or not (self.layer.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         call = Call.of(args, kwargs)
         self._check(call)
@@ -171,15 +218,21 @@ class GraphedForward:
 
         Raises:
             ValueError: Other shapes, dtypes or arguments.
-            RuntimeError: Other settings, or a parameter that was replaced.
+            RuntimeError: Other settings, or a layer that changed.
         """
         what = f"graphed: {self.name} was captured"
         hint = "call opfuse.ungraphed(model), and then opfuse.graphed again"
         for expected, got in zip(self._facts, call.facts(), strict=True):
             if expected != got:
                 raise ValueError(f"{what} with {expected}, got {got}: {hint}")
-        if self._modes != (now := modes()):
-            raise RuntimeError(f"{what} under {self._modes}, got {now}")
+        for name, expected, got in zip(Modes._fields, self._modes, Modes.now(), strict=True):
+            if expected != got:
+                raise RuntimeError(f"{what} under {name} {expected}, got {got}: {hint}")
+        for path, holder, key, value in self._built_in:
+            if (found := holder.get(key, _ABSENT)) is not value and found != value:
+                raise RuntimeError(f"{what} before its {path} changed: {hint}")
+        if any(self._hooks):
+            raise RuntimeError(f"{what} before a module in it got hooks: {hint}")
         for tensors, key, tensor, pointer, wants in self._held:
             same = tensors.get(key) is tensor and tensor.data_ptr() == pointer
             if not same or tensor.requires_grad is not wants:
