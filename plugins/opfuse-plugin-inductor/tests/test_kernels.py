@@ -201,6 +201,17 @@ def test_models_of_equal_structure_and_all_row_counts_share_kernels():
     assert not [op for plan in plans() for op in plan._run.ops if op._parameters]
 
 
+def test_layers_that_differ_in_name_alone_share_kernels():
+    kernels._cache.clear()
+    layers = [opfuse.Sequential(ops.RMSNorm(12), ops.SiLU(name="act" * n)) for n in range(3)]
+    model = opfuse.assign_names(torch.nn.Sequential(*layers))
+    step(model[0], torch.randn(3, 12))
+    count = len(kernels._cache)
+    for layer in layers[1:]:
+        step(layer, torch.randn(3, 12))
+    assert len(kernels._cache) == count
+
+
 def test_another_activation_inside_of_an_op_is_another_kernel():
     x, scales = torch.randn(64, 32), torch.rand(64)
     for act in (ops.SwiGLU(), ops.GEGLU()):
@@ -520,6 +531,28 @@ def test_what_does_not_compile_runs_as_it_was_traced(monkeypatch):
     with opfuse.options(**SMALL):
         text = " ".join(opfuse.explain(chain, x.requires_grad_()).details.split())
     assert "Inductor does not compile this, which runs as traced: forward, backward" in text
+
+
+@pytest.mark.skipif(sys.platform not in ("linux", "win32"), reason="Inductor has no probes here")
+def test_a_compiler_that_does_not_know_the_processor_is_asked_what_it_knows(monkeypatch):
+    from torch._inductor import compile_fx, config, cpu_vec_isa
+
+    tried, original = [], compile_fx.compile_fx_inner
+
+    def compile_fx_inner(*args):
+        tried.append((config.cpp.vec_isa_ok, cpu_vec_isa.valid_vec_isa_list.cache_info().currsize))
+        cpu_vec_isa.valid_vec_isa_list()
+        if config.cpp.vec_isa_ok:
+            raise RuntimeError("no such instruction")
+        return original(*args)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
+    monkeypatch.setattr(kernels, "_skips_probes", True)
+    chain = opfuse.Sequential(ops.Bias(45), ops.GELU(), ops.Linear(45, 2))
+    compare(chain, torch.randn(3, 45), options=SMALL)
+    # what was taken for granted is forgotten, for whoever else compiles in this process
+    assert tried[0][0] and tried[1] == (None, 0)
+    assert {skips for skips, _ in tried[1:]} == {None}
 
 
 class Slope(opfuse.ops.Activation):

@@ -48,6 +48,13 @@ PATIENCE = 1.0
 Variant = tuple[Callable[[int], bool], Callable[..., Any]]
 """The numbers of rows that it is for, and the function that runs."""
 
+_skips_probes = True
+"""Whether Inductor takes for granted that the C++ compiler knows the processor's instructions.
+
+Otherwise it first compiles and loads a file for each set of them, which takes longer than the
+kernels do. The first kernel that fails to compile ends it, and is compiled again.
+"""
+
 _lock = threading.RLock()  # Inductor compiles one thing at a time
 _cache: OrderedDict[Any, Any] = OrderedDict()
 
@@ -196,16 +203,37 @@ class CompiledKernel:
         with graph.graph.inserting_before(next(iter(graph.graph.nodes))):
             graph.graph.placeholder("rows").meta["val"] = rows
         graph.recompile()
-        with torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)):
-            with config.patch({"cpp.threads": self._threads}), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                run: Any = compile_fx_inner(graph, [rows, *inputs])
+        settings: dict[str, Any] = {"cpp.threads": self._threads}
+        skips = _skips_probes and config.cpp.vec_isa_ok is None
+        settings |= {"cpp.vec_isa_ok": True} if skips else {}
+        try:
+            with torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)):
+                with config.patch(settings), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    run: Any = compile_fx_inner(graph, [rows, *inputs])
+        except Exception:
+            if not skips:
+                raise
+            _probe_from_now_on()
+            return self._compile(hint)
         guards = [(guard.expr, tuple(guard.expr.free_symbols)) for guard in env.guards]
 
         def holds(rows: int) -> bool:
             return all(bool(e.subs(dict.fromkeys(symbols, rows))) for e, symbols in guards)
 
         return holds, run
+
+
+def _probe_from_now_on() -> None:
+    """Let Inductor find out again which instructions the C++ compiler knows."""
+    global _skips_probes
+    from torch._inductor import cpu_vec_isa
+
+    _skips_probes = False
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        if hasattr(type(isa).__bool__, "cache_clear"):
+            type(isa).__bool__.cache_clear()
 
 
 @contextlib.contextmanager

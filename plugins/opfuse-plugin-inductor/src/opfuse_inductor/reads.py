@@ -39,6 +39,10 @@ gate_gradient split join operand numbers_of with_numbers""".split()
 _COMMON = frozenset({**vars(ops.Identity()), **vars(ops.SiLU())}) - {"training"}
 """The attributes that every op has, and those that every activation has besides its own numbers."""
 
+_UNUSED = {"param_names", "_name", "_path"}
+"""Attributes that no arithmetic of an op reads; what a method of another package looks up is read
+there."""
+
 _HOMES = "torch", "opfuse"
 """Packages whose functions of tensors are not looked into: a trace shows what they do."""
 
@@ -82,7 +86,7 @@ class Reads:
         return (*numbers, *map(type, numbers), torch.get_default_dtype())
 
     def _read(self, op: Any) -> None:
-        name, own = op_class(op).__name__, sorted(set(vars(op)) - _COMMON - {"param_names"})
+        name, own = op_class(op).__name__, sorted(set(vars(op)) - _COMMON - _UNUSED)
         if is_stock(op):
             ignored = {ops.Dropout: set[str](), ops.ConstantScale: {"training", "scale"}}
             without = next((v for k, v in ignored.items() if isinstance(op, k)), {"training"})
