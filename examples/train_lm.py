@@ -356,30 +356,34 @@ def agree(runs, validation):
     return good
 
 
-def table(runs, validation, inputs):
-    """Print the numbers of every run, one column each."""
+def table(runs, validation, kept):
+    """Print the numbers of every run, one column each; ``kept`` are bytes for the backward."""
     rows = {
         "validation loss, nats per byte": [f"{validation[name]:.4f}" for name in runs],
         "training, tokens per second": [f"{run.tokens_per_second():,.0f}" for run in runs.values()],
         "the first step, seconds": [f"{run.seconds[0]:.1f}" for run in runs.values()],
-        "saved activations, bytes": [f"{run.saved_bytes(inputs):,}" for run in runs.values()],
+        "saved activations, bytes": [f"{bytes_:,}" for bytes_ in kept],
     }
     print(f"\n{'':32}" + "".join(f"{name:>16}" for name in runs))
     for title, cells in rows.items():
         print(f"{title:32}" + "".join(f"{cell:>16}" for cell in cells))
 
 
-def worth(runs):
-    """Print after how many steps the time of plans and kernels is won back, if it is."""
-    (name, run), base = next(iter(runs.items())), [*runs.values()][1]
+def gained(runs, kept, good):
+    """Say in words what the first run gained, and then how much."""
+    (name, run), (other, base) = runs.items()
+    smaller, faster = kept[0] / kept[1], base.typical() / run.typical()
+    memory = "keeps less memory for" if smaller < 0.99 else "keeps as much memory for"
+    speed = "is faster" if faster > 1.02 else "is slower" if faster < 0.98 else "is as fast"
+    same = "learns as well" if run.recipe else "learns the same"
+    losses = same if good else "DOES NOT LEARN THE SAME"
+    print(f"\nThe {name} run {losses}, {memory} its backward, and {speed} once it has compiled:")
+    print(f"{smaller:.2f} of the bytes of the {other} run, {faster:.2f} times its tokens a second.")
     lost, won = run.seconds[0] - base.seconds[0], base.typical() - run.typical()
     if lost < 1 or len(run.seconds) < 10:
         return
     back = f"{math.ceil(lost / won):,} steps win that back" if won > 0 else "no step wins that back"
-    print(
-        f"\nPlanning, and compiling or loading kernels, made the first step of the {name} run\n"
-        f"{lost:.0f} s longer; {back}. --steps N trains longer."
-    )
+    print(f"Plans and kernels made its first step {lost:.0f} s longer; {back}.")
 
 
 def plot(runs, path):
@@ -549,15 +553,16 @@ def main():
         f"\nThe plan of the {name} run\n\n{plan}\n\n"
         f"A sample of the {name} run\n\n{first.generate()}"
     )
-    table(runs, validation, inputs)
+    kept = [run.saved_bytes(inputs) for run in runs.values()]
+    table(runs, validation, kept)
     compare = close if args.recipe else agree
     good = args.skip_unfused or compare(runs, validation)
-    if not args.skip_unfused:
-        worth(runs)
     plot(runs, args.out / "loss.png")
     print(f"\nLoss curves: {args.out / 'loss.png'}\nPlan in detail: {args.out / 'plan.txt'}")
     if args.save:
         print(f"Checkpoint: {args.save}")
+    if not args.skip_unfused:
+        gained(runs, kept, good)
     return 0 if good else 1
 
 

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -214,16 +215,29 @@ def as_module():
 
 @needs_extras
 @pytest.mark.parametrize(
-    "first, later, said",
-    [(9.0, 1.0, "8 s longer; 8 steps win"), (9.0, 2.5, "8 s longer; no step wins"), (1.5, 1.0, "")],
+    "first, later, kept, said",
+    [
+        (
+            9.0,
+            1.0,
+            50,
+            ["learns the same, keeps less memory", "is faster", "8 steps win that back"],
+        ),
+        (9.0, 2.5, 100, ["keeps as much memory", "is slower", "no step wins that back"]),
+        (1.5, 2.0, 50, ["0.50 of the bytes", "is as fast", "1.00 times its tokens"]),
+    ],
 )
-def test_what_compiling_cost_is_told(first, later, said, capsys):
+def test_the_last_lines_say_what_was_gained(first, later, kept, said, capsys):
     script, runs = as_module(), {}
     for name, seconds in (("fused", [first] + 9 * [later]), ("unfused", [1.0] + 9 * [2.0])):
         runs[name] = script.Run.__new__(script.Run)
-        runs[name].seconds = seconds
-    script.worth(runs)
-    assert said in (told := capsys.readouterr().out) and bool(said) == bool(told)
+        runs[name].seconds, runs[name].recipe = seconds, None
+        runs[name].args = types.SimpleNamespace(batch=2, context=3)
+    script.gained(runs, [kept, 100], True)
+    told = capsys.readouterr().out
+    assert all(each in told for each in said) and ("longer" in told) == (first == 9.0)
+    script.gained(runs, [kept, 100], False)
+    assert "DOES NOT LEARN THE SAME" in capsys.readouterr().out
 
 
 def trained(script, plugins, steps=6):
