@@ -119,13 +119,15 @@ def constraints(session: nox.Session) -> pathlib.Path:
 def base(session: nox.Session) -> str:
     """The Python of the environment that holds torch, the test tools and the build backend.
 
-    The environment is made when it is needed, one for each minor of torch.
+    The environment is made when it is needed, one for each minor of torch. The demo has one without
+    test tools, which take most of the time, unless the other is there.
     """
-    requirements = sorted(
-        {*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *group("test")}
-    )
     version, minor, versions = sys.version_info, torch_of(session), constraints(session)
     home = ROOT / ".nox" / (f"base-{version[0]}.{version[1]}" + f"-torch-{minor}" * bool(minor))
+    is_small = session.name == "demo" and not (home / "installed").is_file()
+    home = home.with_name(home.name + "-demo" * is_small)
+    needed = {*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]}
+    requirements = sorted(needed if is_small else needed | {*group("test")})
     python = home / BIN / "python"
     stamp = home / "installed"
     wanted = hashlib.sha256(
@@ -136,8 +138,9 @@ def base(session: nox.Session) -> str:
         session.run(*making, external=True)
         pip = [str(python), "-m", "pip", "install", "--no-compile", "-c", str(versions)]
         session.run(*pip, *requirements, external=True)
-        compiling = ["-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(home)]
-        session.run(str(python), *compiling, external=True, success_codes=[0, 1])
+        if not is_small:
+            compiling = ["-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(home)]
+            session.run(str(python), *compiling, external=True, success_codes=[0, 1])
         stamp.write_text(wanted)
     return str(python)
 
