@@ -47,6 +47,10 @@ def cases():
     yield "KTO", lambda: losses.KTO(beta=0.7, desirable_weight=1.3)
     yield "KTO apo", lambda: losses.KTO("apo_zero_unpaired", undesirable_weight=0.4)
     yield "ORPO", lambda: losses.ORPO(beta=0.7)
+    for kind in ("sigmoid", "hinge", "ipo", "simpo"):
+        given = {"beta": 0.7, "label_smoothing": 0.2, "cpo_alpha": 0.3 * (kind == "simpo")}
+        name = f"CPO {kind}" + " and sft" * (kind == "simpo")
+        yield name, lambda k=kind, g=given: losses.CPO(k, **g, alpha=0.4 * (k == "ipo"))
     for kind in GRPO:
         for level in ("token", "sequence"):
             given = {
@@ -381,7 +385,7 @@ def test_a_sequence_of_several_pairs():
 
 
 @pytest.mark.costly(3)
-@pytest.mark.parametrize("name", ["DPO sigmoid", "DPO aot", "KTO", "ORPO", "GRPO dapo token"])
+@pytest.mark.parametrize("name", ["DPO sigmoid", "DPO aot", "KTO", "ORPO", "CPO hinge", "GRPO dapo token"])
 def test_compiled_it_matches_eager(name):
     torch._dynamo.reset()
     op = CASES[name]()
@@ -449,6 +453,9 @@ REFUSED = [
     (lambda: losses.KTO("dpo"), ValueError, "KTO expected loss_type to be one of kto, apo_zero_"),
     (lambda: losses.KTO(desirable_weight=-1), ValueError, "desirable_weight in [0, inf), got -1.0"),
     (lambda: losses.ORPO(beta=-1), ValueError, "ORPO expected beta in [0, inf), got -1.0"),
+    (lambda: losses.CPO("aot"), ValueError, "CPO expected loss_type to be one of sigmoid, hinge, ipo"),
+    (lambda: losses.CPO(beta=0), ValueError, "CPO expected beta in (0, inf), got 0.0"),
+    (lambda: losses.CPO(cpo_alpha=-1), ValueError, "CPO expected cpo_alpha in [0, inf), got -1.0"),
     (lambda: losses.GRPO("ppo"), ValueError, "GRPO expected loss_type to be one of grpo, bnpo, "),
     (lambda: losses.GRPO(given=["ref"]), ValueError, "given to be one of old_log_probs, "),
     (lambda: losses.GRPO(given="num_items"), ValueError, "expected given to be one of"),
@@ -522,7 +529,7 @@ def test_inputs_of_another_kind_or_number_are_refused():
         op(x, *list(given.values())[:2])
 
 
-@pytest.mark.parametrize("name", ["DPO sigmoid", "KTO", "ORPO", "GRPO dapo token"])
+@pytest.mark.parametrize("name", ["DPO sigmoid", "KTO", "ORPO", "CPO hinge", "GRPO dapo token"])
 def test_a_number_of_a_sequence_out_of_range_is_refused(name):
     op = CASES[name]()
     x, given = draw(op)

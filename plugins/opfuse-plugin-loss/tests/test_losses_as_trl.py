@@ -27,6 +27,7 @@ with warnings.catch_warnings():  # of the libraries among themselves
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     trl = pytest.importorskip("trl", reason=REASON)
+    from trl.experimental.cpo import cpo_trainer
     from trl.experimental.orpo import orpo_trainer
     from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
 
@@ -306,8 +307,8 @@ def test_kto(kind, kl, kinds):
 # ORPO
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_orpo(beta):
+def of_pairs():
+    """Logits, a batch of pairs with prompts, and its two sides one above the other."""
     generator = torch.Generator().manual_seed(0)
     batch = {}
     for side, lengths in {"chosen": (7, 4, 5), "rejected": (6, 7, 3)}.items():
@@ -317,18 +318,28 @@ def test_orpo(beta):
         batch[f"{side}_attention_mask"] = inside.long()
         batch[f"{side}_labels"] = ids.where(inside & (torch.arange(7) >= 2), -100)
     logits = torch.randn(2 * PAIRS, 7, CLASSES, generator=generator).requires_grad_()
-    cls = orpo_trainer.ORPOTrainer
-    self = stub(beta=beta, is_encoder_decoder=False, padding_value=0)
-    for name in ("concatenated_forward", "odds_ratio_loss"):
-        setattr(self, name, types.MethodType(getattr(cls, name), self))
-    self.concatenated_inputs, self.get_batch_logps = cls.concatenated_inputs, cls.get_batch_logps
-    theirs, logged = cls.get_batch_loss_metrics(
-        self, lambda *_, **__: types.SimpleNamespace(logits=logits), batch
-    )
     both = {
         name: torch.cat([batch[f"chosen_{name}"], batch[f"rejected_{name}"]])[:, 1:]
         for name in ("input_ids", "attention_mask", "labels")
     }
+    return logits, batch, both
+
+
+def of_trainer(cls, logits, batch, methods, **given):
+    """What the methods of a trainer make of logits: the loss, and what is logged."""
+    self = stub(**given, is_encoder_decoder=False, padding_value=0, pad_token_id=0)
+    for name in ("concatenated_forward", *methods):
+        setattr(self, name, types.MethodType(getattr(cls, name), self))
+    self.concatenated_inputs, self.get_batch_logps = cls.concatenated_inputs, cls.get_batch_logps
+    result = types.SimpleNamespace(logits=logits)
+    return cls.get_batch_loss_metrics(self, lambda *_, **__: result, batch)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_orpo(beta):
+    logits, batch, both = of_pairs()
+    trainer = orpo_trainer.ORPOTrainer
+    theirs, logged = of_trainer(trainer, logits, batch, ["odds_ratio_loss"], beta=beta)
     op = losses.ORPO(beta=beta, metrics=True)
     sequences = torch.arange(2 * PAIRS)[:, None].where(both["attention_mask"].bool(), -1)
     pairs = torch.arange(2 * PAIRS).view(2, -1).t()
@@ -345,6 +356,32 @@ def test_orpo(beta):
     }  # fmt: skip
     for name, number in zip(op.metric_names, numbers, strict=True):
         assert number.item() == pytest.approx(logged[names[name]], rel=1e-12)
+
+
+# CPO and SimPO
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.05])
+@pytest.mark.parametrize("cpo_alpha", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_cpo(kind, cpo_alpha, alpha):
+    logits, batch, both = of_pairs()
+    given = {"beta": 0.6, "label_smoothing": 0.1, "simpo_gamma": 0.3, "cpo_alpha": cpo_alpha}
+    given |= {"alpha": alpha, "loss_type": kind}
+    theirs, logged = of_trainer(cpo_trainer.CPOTrainer, logits, batch, ["cpo_loss"], **given)
+    responses = both["labels"] != -100
+    sequences = torch.arange(2 * PAIRS)[:, None].where(responses, -1)
+    pairs = torch.arange(2 * PAIRS).view(2, -1).t()
+    chain = opfuse.Sequential(ops.TokenLogProb(), losses.CPO(**given, metrics=True))
+    mine, *numbers = chain(logits[:, :-1], both["input_ids"], sequences, pairs)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(
+        torch.autograd.grad(mine, logits), torch.autograd.grad(theirs, logits)
+    )
+    names = {**REWARDS, "nll": "nll_loss"}
+    for name, number in zip(chain[1].metric_names, numbers, strict=True):
+        if name != "nll" or cpo_alpha:
+            assert number.item() == pytest.approx(logged[names[name]], rel=1e-12)
 
 
 # GRPO

@@ -5,6 +5,6 @@ TokenLogProb(), losses.GRPO())``.
 """
 
 from .policy import GRPO
-from .preference import DPO, KTO, ORPO
+from .preference import CPO, DPO, KTO, ORPO
 
-__all__ = ["DPO", "GRPO", "KTO", "ORPO"]
+__all__ = ["CPO", "DPO", "GRPO", "KTO", "ORPO"]

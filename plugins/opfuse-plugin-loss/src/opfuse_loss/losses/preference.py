@@ -1,4 +1,4 @@
-"""Losses of preferences: DPO and its relatives, KTO, ORPO."""
+"""Losses of preferences: DPO and its relatives, KTO, ORPO, CPO and SimPO."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def _sigmoid(op: DPO, margin: Tensor) -> Pair:
     return -logsigmoid(h), -op.beta * torch.sigmoid(-h)
 
 
-def _smoothed(op: DPO, margin: Tensor) -> Pair:
+def _smoothed(op: DPO | CPO, margin: Tensor) -> Pair:
     h, e = op.beta * margin, op.label_smoothing
     loss = -logsigmoid(h) * (1 - e) - logsigmoid(-h) * e
     return loss, op.beta * (torch.sigmoid(h) * e - torch.sigmoid(-h) * (1 - e))
 
 
-def _hinge(op: DPO, margin: Tensor) -> Pair:
+def _hinge(op: DPO | CPO, margin: Tensor) -> Pair:
     loss = torch.relu(1 - op.beta * margin)
     return loss, -op.beta * (loss > 0).to(loss.dtype)
 
 
-def _ipo(op: DPO, margin: Tensor) -> Pair:
+def _ipo(op: DPO | CPO, margin: Tensor) -> Pair:
     off = margin - 1 / (2 * op.beta)
     return off.square(), 2 * off
 
@@ -519,3 +519,110 @@ def _log_odds(log_p: Tensor) -> Pair:
     small = log_p < -math.log(2)
     log_rest = torch.where(small, torch.log1p(-log_p.exp()), rest.where(~small, 0.5).log())
     return log_p - log_rest, 1 / rest
+
+
+_OF_CPO = {"sigmoid": _smoothed, "hinge": _hinge, "ipo": _ipo, "simpo": _smoothed}
+
+
+class CPO(SequenceLoss):
+    """Contrastive preference optimization (arXiv:2401.08417) and SimPO, without a reference model.
+
+    Extra inputs: ``sequences`` and ``pairs``, as for :class:`DPO`.
+
+    With the log-probability ``q`` of a sequence, its reward ``r = q``, the margin ``m = r_chosen -
+    r_rejected`` and the sigmoid ``s``, the loss of a pair is, by ``loss_type``:
+
+    - ``"sigmoid"``: ``-(1 - e) log s(beta m) - e log s(-beta m)``, where ``e`` is
+      ``label_smoothing``;
+    - ``"simpo"``: the same of ``beta m - simpo_gamma``, where ``q`` is per token (arXiv:2405.14734;
+      SimPO itself has ``cpo_alpha=0``);
+    - ``"hinge"``: ``max(0, 1 - beta m)``;
+    - ``"ipo"``: ``(m - 1 / (2 beta))^2``, where ``q`` is per token.
+
+    The result is the mean over pairs, plus ``cpo_alpha`` times the mean of ``-log p`` over the
+    tokens of chosen sequences; NaN over none. The metrics are those of :class:`DPO` with rewards
+    ``beta r``, then the mean of ``-log p``.
+
+    Args:
+        loss_type: One of these.
+        beta: The scale of rewards.
+        label_smoothing: How many labels are wrong, for ``"sigmoid"`` and ``"simpo"``.
+        simpo_gamma: The margin by which the chosen one is to win in ``"simpo"``.
+        cpo_alpha: The weight of ``-log p``.
+        alpha: Makes the reward ``(1 - exp(-alpha q)) / alpha`` (AlphaPO, arXiv:2501.03884); 0:
+            ``q``.
+        metrics: Whether to give the metrics.
+
+    Raises:
+        TypeError: An argument of the wrong type; in a call, an extra input of another kind.
+        ValueError: An argument out of range; in a call, an extra input of another shape.
+        IndexError: In a call, the number of a sequence out of range; on a GPU the device reports it
+            later.
+    """
+
+    real_numbers = ("beta", "label_smoothing", "simpo_gamma", "cpo_alpha", "alpha")
+
+    def __init__(
+        self,
+        loss_type: str = "sigmoid",
+        *,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        simpo_gamma: float = 0.5,
+        cpo_alpha: float = 1.0,
+        alpha: float = 0.0,
+        metrics: bool = False,
+    ) -> None:
+        inputs = {"sequences": "integer", "pairs": "integer"}
+        super().__init__(inputs, (*_REWARDS, *_LOG_PROBS, "nll"), metrics)
+        self.loss_type, self.beta, self.label_smoothing = loss_type, beta, label_smoothing
+        self.simpo_gamma, self.cpo_alpha, self.alpha = simpo_gamma, cpo_alpha, alpha
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_type":
+            check_choice(self, name, value, _OF_CPO)
+        elif name == "label_smoothing":
+            check_range(self, name, value, 0, 1, ends="[]")
+        elif name in ("simpo_gamma", "alpha"):
+            check_range(self, name, value, -math.inf)
+        elif name in self.real_numbers:
+            check_range(self, name, value, 0, ends="[)" if name == "cpo_alpha" else "()")
+        super().__setattr__(name, value)
+
+    extra_repr = shows("loss_type", *real_numbers)
+
+    def shape_of(self, name: str) -> tuple[int | None, ...] | None:
+        """See the base."""
+        return (None, 2) if name == "pairs" else None
+
+    def evaluate(  # type: ignore[override]
+        self, x: Tensor, *, sequences: Tensor, pairs: Tensor
+    ) -> Found:
+        """See the base."""
+        pairs = pairs.long()
+        those = Sequences(sequences, pairs.numel(), x)
+        sums = those.sum(torch.where(those.counted, x, 0.0))
+        per_token = self.loss_type in ("ipo", "simpo")
+        sizes = those.lengths.clamp(min=1) if per_token else torch.ones_like(sums)
+        log_probs = _both(sums / sizes, pairs)
+        (a, da), (b, db) = map(self._reward, log_probs)
+        gamma = self.simpo_gamma / self.beta if self.loss_type == "simpo" else 0.0
+        losses, slopes = _OF_CPO[self.loss_type](self, a - b - gamma)
+        slopes = slopes / max(1, len(pairs))
+        gradient = those.spread(_of_sequences(pairs, slopes * da, -slopes * db) / sizes)
+        chosen, _ = _both(sums, pairs)
+        count = _both(those.lengths, pairs)[0].sum()
+        nll, loss = -chosen.sum() / count, losses.mean()
+        if self.cpo_alpha:
+            loss = loss + self.cpo_alpha * nll
+            ones = torch.ones_like(chosen)
+            times = _of_sequences(pairs, ones, torch.zeros_like(ones))
+            gradient = gradient - self.cpo_alpha / count * those.spread(times)
+        numbers = (*_metrics(self.beta, (a, b), log_probs), nll) if self.metrics else ()
+        return Found(loss, gradient, numbers)
+
+    def _reward(self, log_prob: Tensor) -> Pair:
+        """The reward of a log-probability, and its derivative."""
+        if not self.alpha:
+            return log_prob, torch.ones_like(log_prob)
+        return -torch.expm1(-self.alpha * log_prob) / self.alpha, (-self.alpha * log_prob).exp()
