@@ -385,7 +385,9 @@ def test_a_sequence_of_several_pairs():
 
 
 @pytest.mark.costly(3)
-@pytest.mark.parametrize("name", ["DPO sigmoid", "DPO aot", "KTO", "ORPO", "CPO hinge", "GRPO dapo token"])
+@pytest.mark.parametrize(
+    "name", ["DPO sigmoid", "DPO aot", "KTO", "ORPO", "CPO hinge", "GRPO dapo token"]
+)
 def test_compiled_it_matches_eager(name):
     torch._dynamo.reset()
     op = CASES[name]()
@@ -453,7 +455,11 @@ REFUSED = [
     (lambda: losses.KTO("dpo"), ValueError, "KTO expected loss_type to be one of kto, apo_zero_"),
     (lambda: losses.KTO(desirable_weight=-1), ValueError, "desirable_weight in [0, inf), got -1.0"),
     (lambda: losses.ORPO(beta=-1), ValueError, "ORPO expected beta in [0, inf), got -1.0"),
-    (lambda: losses.CPO("aot"), ValueError, "CPO expected loss_type to be one of sigmoid, hinge, ipo"),
+    (
+        lambda: losses.CPO("aot"),
+        ValueError,
+        "CPO expected loss_type to be one of sigmoid, hinge, ipo",
+    ),
     (lambda: losses.CPO(beta=0), ValueError, "CPO expected beta in (0, inf), got 0.0"),
     (lambda: losses.CPO(cpo_alpha=-1), ValueError, "CPO expected cpo_alpha in [0, inf), got -1.0"),
     (lambda: losses.GRPO("ppo"), ValueError, "GRPO expected loss_type to be one of grpo, bnpo, "),
