@@ -187,7 +187,7 @@ class BasicOperation(FusibleOperation):
         if name in self._layouts and value is not None:
             value = self._layouts[name].part_of(f"{type(self).__name__}.{name}", value)
         transposed = name in self._sources and self._sources[name].transposed
-        return value.t() if transposed and value is not None else value
+        return value.mT if transposed and value is not None else value
 
     def __getattr__(self, name: str) -> Any:
         return self.read_parameter(name) if name in self._sources else super().__getattr__(name)

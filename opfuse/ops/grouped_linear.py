@@ -166,40 +166,56 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         cls,
         module: nn.Module,
         weight: str = "weight",
+        bias: str | None = None,
         *,
+        transposed: bool = False,
+        scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         name: str = "",
     ) -> GroupedLinear:
-        """Return an op without biases that reads all weights from one parameter of another module.
+        """Return an op that reads all weights from one parameter of another module.
 
         Mixtures of experts often store them that way. The op then has one parameter, ``weight``,
-        and one gradient for all groups. See :meth:`BasicLinear.reading`.
+        with biases another one, ``bias``, and one gradient of each for all groups. See
+        :meth:`BasicLinear.reading`.
 
         Args:
             module: The module that holds the weights.
             weight: Its attribute, of shape ``(num_groups, out_features, in_features)``.
+            bias: Its attribute with the biases, ``(num_groups, out_features)``; None: there are
+                none.
+            transposed: The weights are ``(num_groups, in_features, out_features)``; the op reads a
+                transposed view.
+            scale_bias: As for :class:`GroupedLinear`.
             accumulate_into_main_grad: As for :class:`GroupedLinear`; ``main_grad`` has the shape of
-                the attribute.
+                the attribute; not with ``transposed``.
             name: As for :meth:`BasicLinear.reading`.
 
         Raises:
             AttributeError, TypeError: As for :meth:`BasicLinear.reading`.
-            ValueError: It has another number of dimensions.
+            ValueError: An attribute has another shape, or both flags of the weights are set.
         """
-        groups, outputs, inputs = tensor_of(cls, module, weight, dims=3).shape
+        if transposed and accumulate_into_main_grad:
+            why = "main_grad has the shape of a Parameter, which transposed=True does not"
+            raise ValueError(f"GroupedLinear.reading: {why}: leave out accumulate_into_main_grad")
+        groups, *sizes = tensor_of(cls, module, weight, dims=3).shape
+        outputs, inputs = reversed(sizes) if transposed else sizes
         op = cls(
-            groups,
-            inputs,
-            outputs,
-            bias=False,
-            device="meta",
+            *(groups, inputs, outputs),
+            **{"bias": bias is not None, "scale_bias": scale_bias, "device": "meta"},
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
-        for i in range(groups):
-            del op._parameters[f"weight{i}"]
-        op.is_stacked, op.param_names = True, ("weight",)
-        op._shapes = [(groups, outputs, inputs)]
-        return reader(op, {"weight": ParamSource(module, weight)}, name)
+        op._parameters.clear()
+        op.is_stacked, op._shapes = True, [(groups, outputs, inputs)]
+        sources = {"weight": ParamSource(module, weight, transposed)}
+        if bias is not None:
+            if (got := tensor_of(cls, module, bias, dims=2).shape) != (groups, outputs):
+                what = f"{type(module).__name__}.{bias} of shape ({groups}, {outputs})"
+                raise ValueError(f"{cls.__name__}.reading expected {what}, got {tuple(got)}")
+            sources["bias"] = ParamSource(module, bias)
+            op._shapes.append((groups, outputs))
+        op.param_names = tuple(sources)
+        return reader(op, sources, name)
 
     def reset_parameters(self) -> None:
         """Draw the parameters again; nothing is drawn on the meta device."""
@@ -210,7 +226,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     @property
     def has_bias(self) -> bool:
         """True if there are biases."""
-        return self.bias0 is not None
+        return len(self._shapes) > self._count
 
     @property
     def scales_bias(self) -> bool:
@@ -292,7 +308,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *params))
         groups = groups_of(x, split_sizes, self._features, recorded or bool(ctx.quantizers))
         into = self._places(given, input_, dtype, [*params, *scales], recorded)
-        biases = [cast(bias, dtype) for bias in params[self._count :]]
+        biases = [cast(bias, dtype) for bias in self.biases_of(params)]
         added = () if scales else biases
         if ctx.quantizers:
             parts = QuantizedGroups(self, ctx, groups, stacked=self.is_stacked)
@@ -399,9 +415,11 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     ) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """The gradients of the biases, and of their scales where there are some."""
         wanted = ctx.param_requires_grad[self._count :]
-        of_biases: Sequence[Tensor | None] = [None] * len(wanted)
+        of_biases: Sequence[Any] = [None] * len(wanted)
         if any(wanted):
-            of_biases = groups.row_sums(dy, wanted, scales)
+            each = wanted * self.num_groups if self.is_stacked else wanted
+            of_biases = groups.row_sums(dy, each, scales)
+            of_biases = [torch.stack(of_biases)] if self.is_stacked else of_biases
         if not self.scales_bias:
             return of_biases, ()
         if scales is None or biases[0] is None:
@@ -410,6 +428,11 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
 
     _count: Any = property(lambda self: 1 if self.is_stacked else self.num_groups)
     """The number of weight parameters; those of the biases follow."""
+
+    def biases_of(self, params: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The bias of each group, among the parameters of the op; for fusions too."""
+        rest = params[self._count :]
+        return rest[0].unbind() if self.is_stacked and rest else rest
 
     _features: Any = property(lambda self: (self.in_features, self.out_features))
 

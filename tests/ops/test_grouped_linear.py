@@ -498,6 +498,8 @@ class Experts(nn.Module):
     def __init__(self, dtype=FP32, count=4):
         super().__init__()
         self.matrices = nn.Parameter(torch.randn(count, 16, 8, dtype=dtype))
+        self.turned = nn.Parameter(torch.randn(count, 8, 16, dtype=dtype))
+        self.biases = nn.Parameter(torch.randn(count, 16, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
@@ -520,6 +522,35 @@ def test_reading_one_parameter_of_all_groups(way, sizes, dtype):
     assert_near_largest(pairs, dtype)
     module.matrices.requires_grad_(False)
     (opfuse.Sequential(op)(x, torch.tensor(sizes))).sum().backward()
+
+
+@pytest.mark.parametrize("scales_bias", [False, True])
+@pytest.mark.parametrize("frozen", ["", "turned", "biases"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_reading_transposed_matrices_and_biases(way, sizes, dtype, frozen, scales_bias):
+    module = Experts(dtype)
+    given = {"transposed": True, "scale_bias": scales_bias}
+    op = ops.GroupedLinear.reading(module, "turned", "biases", **given)
+    assert op.has_bias and op.scales_bias == scales_bias and not op.state_dict()
+    assert (op.num_groups, op.in_features, op.out_features) == (4, 8, 16)
+    if frozen:
+        getattr(module, frozen).requires_grad_(False)
+    x = torch.randn(sum(sizes), 8, dtype=dtype, requires_grad=True)
+    scales = torch.rand(len(x), dtype=dtype, requires_grad=True)
+    extras = [scales] if scales_bias else []
+    y = opfuse.Sequential(op)(x, torch.tensor(sizes), *extras)
+    grad = torch.randn(y.shape, dtype=FP64).to(dtype)
+    y.backward(grad)
+    leaves = x, module.turned, module.biases, *extras
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in leaves]
+    params = {f"weight{i}": w.t() for i, w in enumerate(exact[1])}
+    expected = by_loop(exact[0], torch.tensor(sizes), params)
+    of_rows = exact[2].repeat_interleave(torch.tensor(sizes), 0)
+    expected = expected + (of_rows * exact[3][:, None] if scales_bias else of_rows)
+    expected.backward(grad.double())
+    pairs = [(y, expected), *[(a.grad, b.grad) for a, b in zip(leaves, exact, strict=True)]]
+    assert_near_largest(pairs, dtype)
 
 
 def test_reading_follows_the_module(way):
@@ -558,6 +589,11 @@ def test_what_cannot_be_read(name, error):
     module.flat = nn.Parameter(torch.randn(4, 4))
     with pytest.raises(error, match="GroupedLinear.reading expected"):
         ops.GroupedLinear.reading(module, name)
+    with pytest.raises(error, match="GroupedLinear.reading expected"):
+        ops.GroupedLinear.reading(module, "matrices", name)
+    with pytest.raises(ValueError, match="leave out accumulate_into_main_grad"):
+        flags = {"transposed": True, "accumulate_into_main_grad": True}
+        ops.GroupedLinear.reading(module, "turned", **flags)
 
 
 def test_ends_that_32_bits_do_not_hold_are_not_used(monkeypatch):

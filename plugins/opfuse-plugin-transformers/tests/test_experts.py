@@ -146,18 +146,128 @@ def test_what_the_chain_took_over_of_the_library(models, monkeypatch, how):
     assert opfuse.converted(twin)["model.layers.0.mlp.experts"]
 
 
-def test_experts_with_biases_are_left_alone():
+# Experts of gpt-oss and its relatives: biases, transposed matrices, clamped gates
+
+
+def gpt_oss(dtype=torch.float32):
+    """A model with such experts, and a converted copy."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GptOssConfig(
         num_hidden_layers=1,
-        num_local_experts=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
         vocab_size=32,
         hidden_size=32,
-        intermediate_size=32,
+        intermediate_size=48,
         head_dim=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         pad_token_id=0,
     )
-    report = opfuse.convert(transformers.GptOssForCausalLM(config))
-    assert not any("Experts" in row.cls for row in report.converted)
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).to(dtype)
+    for name, param in model.named_parameters():
+        if "experts" in name:
+            torch.nn.init.normal_(param, std=1.0)  # some gates are beyond the limit
+    twin = copy.deepcopy(model)
+    report = opfuse.convert(twin)
+    assert [row.cls for row in report.converted].count("GptOssExperts") == 1
+    return model, twin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+def test_experts_with_biases_and_a_clamped_gate(how, dtype):
+    found = []
+    for each in gpt_oss(dtype):
+        each.set_experts_implementation(how)
+        part = experts(each)
+        torch.manual_seed(1)
+        x = torch.randn(9, 32).to(dtype).requires_grad_()
+        weights = torch.rand(9, 2).to(dtype).requires_grad_()
+        index = torch.randint(0, 3, (9, 2))  # the last one has no token
+        y = part(x, index, weights)
+        y.float().square().mean().backward()
+        found.append([y, x.grad, weights.grad, *[p.grad for p in part.parameters()]])
+    for theirs, ours in zip(*found, strict=True):
+        scale = theirs.abs().max().item()
+        near = 1e-5 if dtype is torch.float32 else 3e-2
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=near * scale)
+    assert found[0][3][3].abs().sum() == found[1][3][3].abs().sum() == 0
+    assert not opfuse.converted(each)["model.layers.0.mlp.experts"]
+
+
+@pytest.mark.parametrize("name", ["limit", "alpha"])
+def test_another_number_of_a_clamped_gate_is_seen(name):
+    model, twin = gpt_oss()
+    given = torch.randn(3, 32), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
+    for each in (model, twin):
+        setattr(experts(each), name, 0.5)
+    torch.testing.assert_close(experts(twin)(*given), experts(model)(*given))
+    assert name in opfuse.converted(twin)["model.layers.0.mlp.experts"]
+
+
+def plain(self, both):
+    gate, up = both.chunk(2, -1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+    return self.act_fn(gate) * up
+
+
+def offset(self, both):
+    gate, up = both.chunk(2, -1)
+    gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
+    return (up + 1) * gate * torch.sigmoid(gate * self.swiglu_alpha)
+
+
+def unknown(self, both):
+    gate, up = both.chunk(2, -1)
+    return torch.tanh(gate.clamp(max=self.limit)) * up
+
+
+def scaled(self, both):
+    return plain(self, both) * self.gain
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("gate", "numbers"),
+    [
+        (plain, {"limit": 0.8}),
+        (offset, {"swiglu_limit": 0.9, "swiglu_alpha": 1.3}),
+        (unknown, {"limit": 0.8}),
+        (scaled, {"limit": 0.8}),
+    ],
+)
+def test_gates_of_relatives(gate, numbers, turned):
+    moe = pytest.importorskip("transformers.integrations.moe")
+
+    class Experts(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.num_experts, self.act_fn = 3, torch.nn.SiLU()
+            sizes = (3, 24, 8), (3, 8, 12)
+            for name, size in zip(("gate_up_proj", "down_proj"), sizes, strict=True):
+                size = (size[0], *size[:0:-1]) if turned else size
+                setattr(self, name, torch.nn.Parameter(torch.randn(size)))
+            if gate is scaled:
+                self.gain = torch.nn.Parameter(torch.ones(()))
+            vars(self).update(numbers)
+
+        _apply_gate = gate
+
+        def forward(self, hidden_states, router_indices, routing_weights):
+            raise NotImplementedError
+
+    cls = moe.use_experts_implementation(is_transposed=turned)(Experts)
+    torch.manual_seed(0)
+    part = cls(types.SimpleNamespace(_experts_implementation="grouped_mm"))
+    twin = copy.deepcopy(part)
+    report = opfuse.convert(torch.nn.ModuleList([twin]))
+    assert bool(report.converted) == (gate not in (unknown, scaled))
+    found = []
+    for each in (part, twin):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = each(x, torch.tensor([[0, 2]] * 5), torch.full((5, 2), 0.5))
+        y.square().sum().backward()
+        found.append((y, x.grad, each.gate_up_proj.grad, each.down_proj.grad))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

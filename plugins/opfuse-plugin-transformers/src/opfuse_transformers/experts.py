@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import sys
 from typing import Any
 
@@ -19,19 +20,21 @@ from opfuse_convert.parallel import localized
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
-from opfuse.ops import GatedActivation, GroupedLinear, ScaledActivation
+from opfuse.ops import ClampedSwiGLU, GatedActivation, GroupedLinear, ScaledActivation
 from opfuse.ops.authoring import op_class
 
 from .parallel import places_of, style_of
 
-# what the library's decorator of such classes says of them
+# what the library's decorator of such classes says of them; None: either is taken
 _DECLARED = {
     "has_gate": True,
-    "has_bias": False,
+    "has_bias": None,
     "has_post_expert_norm": False,
-    "is_transposed": False,
-    "is_concatenated": True,
+    "is_transposed": None,
+    "is_concatenated": None,  # the gate says how its halves lie
 }
+_LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+"""What classes call the numbers of a clamped gate."""
 _FORWARDS = "eager", "grouped_mm", "batched_mm"
 _HOME = "transformers.integrations.moe"
 _STYLES = "transformers.distributed.tensor_parallel"
@@ -70,27 +73,74 @@ def build(module: Any, env: Environment) -> Conversion | str:
 
 def _conversion(module: Any) -> Conversion | str:
     for name, value in _DECLARED.items():
-        if getattr(module, name, None) != value:
+        if getattr(module, name, None) not in ((True, False) if value is None else (value,)):
             return f"its {name} is {getattr(module, name, None)}"
     gate, places = attribute_places(module, "_apply_gate", "_apply_gate", op_class(module))
-    if gate.__module__ != _HOME:
-        return "its gate is its own"
     places += [*function_places(gate), *_forward_places(op_class(module).forward)]
-    leaf = leaf_of(module.act_fn)
-    act = leaf.ops[0] if not isinstance(leaf, str) and len(leaf.ops) == 1 else None
-    op = gated(act)
+    names = [*_DECLARED, "_is_expert_parallel", "num_experts"]
+    constants, reads = [("", name) for name in names], [""]
+    leaf = leaf_of(module.act_fn) if hasattr(module, "act_fn") else ""
+    if not isinstance(leaf, str):
+        places += leaf.places
+        constants += [("act_fn", name) for name in leaf.constants]
+        reads.append("act_fn")
+    if gate.__module__ == _HOME:
+        op = gated(leaf.ops[0]) if not isinstance(leaf, str) and len(leaf.ops) == 1 else None
+    else:
+        read = {*gate.__code__.co_names}
+        others = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
+        op = None if read & others - {"act_fn"} else _clamped(module, gate)
+        constants += [("", name) for name in sorted(read & vars(module).keys())]
     if not isinstance(op, GatedActivation):
         return "no op computes its gate"
-    up, down = [GroupedLinear.reading(module, name) for name in ("gate_up_proj", "down_proj")]
-    for product in (up, down):
-        product.set_extra_input_name(0, "split sizes")
-    chain = Sequential(up, ScaledActivation(op), down)
-    constants = [("", name) for name in (*_DECLARED, "_is_expert_parallel", "num_experts")]
-    of_act = [("act_fn", name) for name in leaf.constants]  # type: ignore[union-attr]
-    places += leaf.places  # type: ignore[union-attr]
     return Conversion(
-        chain, ("", "act_fn"), _ExpertsCall(), None, (*constants, *of_act), places=places
+        *(_chain(module, op), reads, _ExpertsCall(op_class(module)), None, tuple(constants)),
+        places=places,
     )
+
+
+def _chain(module: Any, op: GatedActivation) -> Sequential:
+    """The products around a gate; the weights of the router scale the bias of the second too."""
+
+    def product(name: str, **given: Any) -> GroupedLinear:
+        bias = f"{name}_bias" if module.has_bias else None
+        made = GroupedLinear.reading(module, name, bias, transposed=module.is_transposed, **given)
+        made.set_extra_input_name(0, "split sizes")
+        return made
+
+    up, scaled = product("gate_up_proj"), ScaledActivation(op)
+    down = product("down_proj", scale_bias=module.has_bias)
+    scaled.set_extra_input_name(0, "scales")
+    if down.scales_bias:
+        down.set_extra_input_name(1, "scales")
+    return Sequential(up, scaled, down)
+
+
+def _clamped(module: Any, gate: Any) -> GatedActivation | None:
+    """The op that gives what a gate of its own gives, for numbers below, within and above a limit.
+
+    Those of gpt-oss and of its relatives differ in their numbers, and in how the halves lie.
+    """
+    limit, alpha = (
+        next((getattr(module, name) for name in names if hasattr(module, name)), None)
+        for names in (_LIMITS, _SLOPES)
+    )
+    if not isinstance(limit, (int, float)) or not isinstance(alpha or 1.0, (int, float)):
+        return None
+    line = torch.linspace(-2.3, 2.3, 24, dtype=torch.float64) * (limit or 1.0)
+    sample = torch.cartesian_prod(line, line).repeat(2, 1).reshape(-1, 8)
+    with torch.no_grad():
+        try:
+            expected = gate(module, sample)
+        except Exception:  # whatever it needs, it is another gate
+            return None
+        for size, offset in itertools.product((None, 1), (0.0, 1.0)):
+            given = {"glu_linear_offset": offset, "glu_interleave_size": size}
+            op = ClampedSwiGLU(limit=limit, alpha=alpha or 1.0, **given)
+            got = op.forward_value(sample)
+            if got.shape == expected.shape and torch.allclose(got, expected, 1e-12, 1e-12):
+                return op
+    return None
 
 
 def _forward_places(forward: Any) -> list[Place]:
@@ -107,16 +157,18 @@ class _ExpertsCall:
 
     why = ""
 
-    def __call__(
-        self,
-        module: Any,
-        chain: Any,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-    ) -> Any:
+    def __init__(self, cls: Any) -> None:
+        # classes call the arguments differently, and have them in the same order
+        self._signature = inspect.signature(cls.forward)
+
+    def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
-        x, weight = hidden_states, module.gate_up_proj
+        try:
+            _, x, top_k_index, top_k_weights = self._signature.bind(module, *args, **kwargs).args
+        except (TypeError, ValueError):
+            self.why = "it was called with other arguments"
+            return NotImplemented
+        weight = module.gate_up_proj
         self.why = self._refusal(module, x, weight)
         if self.why:
             return NotImplemented

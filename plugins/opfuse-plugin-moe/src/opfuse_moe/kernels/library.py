@@ -94,12 +94,14 @@ class Activation(NamedTuple):
 
 
 def matrices_of(weights: Sequence[Tensor] | Tensor) -> Matrices:
-    """Where the matrices are; they are copied only if they are not contiguous.
+    """Where the matrices are; they are copied only if neither rows nor columns are contiguous.
 
     Args:
         weights: One tensor ``(groups, rows, columns)``, or a matrix for each group.
     """
     if isinstance(weights, Tensor):
+        if weights.stride(2) != 1 == weights.stride(1):
+            return matrices_of(weights.mT).transposed()
         weights = weights if weights.stride(2) == 1 else weights.contiguous()
         count, *sizes = weights.shape
         step, *strides = weights.stride()
