@@ -70,7 +70,8 @@ def check(op, x, sizes, autocast=None):
         expected.backward(grad.double())
         for name, tensor in tensors.items():
             assert tensor.grad is None or tensor.grad.dtype is tensor.dtype
-            assert_near_largest([(tensor.grad, exact[name].grad)], dtype)
+            wider = max(dtype, tensor.dtype, key=lambda each: torch.finfo(each).eps)
+            assert_near_largest([(tensor.grad, exact[name].grad)], wider)
     return y
 
 

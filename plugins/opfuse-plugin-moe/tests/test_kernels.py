@@ -108,6 +108,9 @@ def test_products_match_fp64(dtype, listed):
         y = library.product(x, matrices, ends, bias.unbind(), scales)
         exact = grouped(lambda x, s, w, b: x @ w.T + b * s[:, None], sizes, x, scales, of=(w, bias))
         assert_close(y, torch.cat(exact))
+        turned = library.matrices_of(w.mT.contiguous().mT)  # no copy of these either
+        assert turned.strides == (1, features) or 1 in w.shape[1:]
+        assert torch.equal(library.product(x, turned, ends, bias.unbind(), scales), y)
         dx = library.product(dy, matrices.transposed(), ends)
         assert_close(dx, torch.cat(grouped(lambda dy, w: dy @ w, sizes, dy, of=(w,))))
 
