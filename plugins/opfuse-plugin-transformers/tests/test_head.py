@@ -297,8 +297,13 @@ def test_verify_accepts_the_fused_head(models):
     assert opfuse.convert(model, verify=True).converted[0].ops == ("BasicLinear", "CrossEntropy")
 
 
+class Coded(torch.Tensor):
+    """As torchao's are, which a chain cannot read."""
+
+
 @pytest.mark.parametrize(
-    "change", ["hook", "loss", "loss_type", "mapping", "replaced", "resized", "frozen", "code"]
+    "change",
+    ["hook", "loss", "loss_type", "mapping", "replaced", "resized", "frozen", "code", "kind"],
 )
 def test_a_changed_head_or_loss_falls_back(models, change, monkeypatch):
     from transformers.loss import loss_utils
@@ -320,6 +325,9 @@ def test_a_changed_head_or_loss_falls_back(models, change, monkeypatch):
                 "ForCausalLM",
                 lambda logits, labels, **unused: logits.mean(),
             )
+        elif change == "kind":
+            weight = each.lm_head.weight.data.as_subclass(Coded)
+            each.lm_head.weight = nn.Parameter(weight)
         elif change == "resized":
             torch.manual_seed(5)
             each.resize_token_embeddings(140, mean_resizing=False)
@@ -337,6 +345,7 @@ def test_a_changed_head_or_loss_falls_back(models, change, monkeypatch):
         "replaced": "lm_head was replaced by Sequential",
         "resized": "lm_head was replaced by Linear",
         "code": "the code of ForCausalLMLoss was replaced by code",
+        "kind": "lm_head.weight is a Coded",
     }
     assert of(twin) == expected.get(change, "")
 

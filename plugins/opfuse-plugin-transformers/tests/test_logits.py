@@ -100,8 +100,8 @@ class Wrapped(torch.nn.Module):
 @pytest.mark.parametrize("loss", ["its own", "of the logits"])
 @pytest.mark.parametrize("wrap", [lambda model: model, Wrapped], ids=["model", "wrapped"])
 @pytest.mark.parametrize("reshard", [None, False, True], ids=str)
-def test_fsdp2_shards_the_head_again(pair, one_rank, reshard, wrap, loss):
-    """FSDP2 looks for tensors in the output then, and hooks each that has a gradient."""
+def test_fsdp2_makes_no_logits(pair, one_rank, reshard, wrap, loss):
+    """It looks for tensors in the output, and gives each that has a gradient a hook: those read late have it too."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model, twin, given, computed = pair
@@ -109,13 +109,80 @@ def test_fsdp2_shards_the_head_again(pair, one_rank, reshard, wrap, loss):
     sharded = wrap(twin)
     fully_shard(sharded, mesh=one_rank, reshard_after_forward=reshard, mp_policy=policy)
     expected, got = model(**given), sharded(**given)
-    assert opfuse.converted(twin)[""] == "" and len(computed) == 1
+    assert opfuse.converted(twin)[""] == "" and not computed
+    assert got.loss.dtype is torch.float64
+    if reshard and loss == "of the logits":
+        with pytest.raises(RuntimeError, match="FSDP2 has sharded its head again since: .*reshard_after_forward=False"):  # fmt: skip
+            got.logits  # noqa: B018
+        return
     for out in (expected, got):
         (out.loss if loss == "its own" else out.logits.square().mean()).backward()
-    assert got.logits.dtype is got.loss.dtype is torch.float64 and len(computed) == 1
-    torch.testing.assert_close(got.logits.float(), expected.logits)
+    if loss == "of the logits":
+        assert got.logits.dtype is torch.float64 and len(computed) == 1
+        torch.testing.assert_close(got.logits.float(), expected.logits)
+    else:
+        assert not computed
     for one, other in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.parametrize("parts", ["the model", "the head too", "the norm and the head too"])
+@pytest.mark.parametrize("output", [None, torch.float32], ids=str)
+def test_fsdp2_casts_what_is_read_late_as_ever(models, one_rank, output, parts):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    read = []
+    for convert in (False, True):
+        model = models.make("llama")
+        if convert:
+            opfuse.convert(model, skip="model")
+        how = {"mesh": one_rank, "reshard_after_forward": False}
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output)
+        if parts != "the model":
+            both = [model.model.norm, model.lm_head]
+            fully_shard(both if "norm" in parts else both[1], **how)
+        fully_shard(model, **how)
+        out = model(**models.inputs(model))
+        assert (type(vars(out)["logits"]) is logits.Logits) is convert
+        read.append((out.logits, out.loss))
+    (expected, loss), (got, own) = read
+    assert got.dtype is expected.dtype and torch.equal(got, expected)
+    assert own.dtype is loss.dtype
+    torch.testing.assert_close(own, loss, rtol=1e-2, atol=0)
+
+
+def test_fsdp2_finds_the_logits_of_a_tuple(pair, one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model, twin, given, _ = pair
+    fully_shard(twin, mesh=one_rank, reshard_after_forward=True)
+    for each in (model, twin):
+        loss, read, *_ = each(**given, return_dict=False)
+        (loss + read.square().mean()).backward()
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+def test_what_fsdp2_looks_at_has_no_logits(pair):
+    import dataclasses
+
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors
+    from torch.distributed.utils import _apply_to_tensors
+
+    model, twin, given, computed = pair
+    out = twin(**given)
+    assert [*collect_grad_tensors(out)] == [out.loss]
+    leaves, _ = pytree.tree_flatten(out)
+    assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad] == [
+        out.loss
+    ]
+    seen = []
+    again = _apply_to_tensors(lambda x: seen.append(x) or x, dataclasses.replace(out))
+    assert not computed and any(x is out.loss for x in seen)
+    assert [field.name for field in dataclasses.fields(out)] == [
+        field.name for field in dataclasses.fields(type(out).__mro__[1])
+    ]
+    torch.testing.assert_close(again.logits, model(**given).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

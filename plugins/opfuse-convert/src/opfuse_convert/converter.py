@@ -41,6 +41,9 @@ class Conversion:
             its forward by one that calls its own with local parameters. The chain replaces that.
         function: The function that the chain is for, if that is not the forward of the class, but
             among those of the module's own (:func:`opfuse_convert.functions_of`).
+        called: Names of those of the children that ``call`` calls around the chain, so that their
+            hooks run, and gather what FSDP2 has sharded. It refuses the hooks that it does not
+            know, and parameters that are none of its process.
         also: Further chains that ``call`` runs, without parameters; the report names their ops.
         parts: A :class:`Converter` for some of the children, by name, which their place in the
             module decides. Each is asked as if it were for that child.
@@ -59,6 +62,7 @@ class Conversion:
     splits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shapes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     function: Any = None
+    called: Sequence[str] = ()
     also: Sequence[nn.Sequential] = ()
     parts: Mapping[str, Converter] = dataclasses.field(default_factory=dict)
 

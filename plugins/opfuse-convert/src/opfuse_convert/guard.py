@@ -38,13 +38,16 @@ class Guard:
 
     def __init__(self, module: nn.Module, made: Conversion) -> None:
         self.module, self._splits, reads = module, made.splits, made.reads
+        self._called = made.called
         children = [(name, module.get_submodule(name)) for name in reads if name]
         everyone = [("", module), *children]
         self._classes = [(name, of, type(of), op_class(of)) for name, of in everyone]
         self._methods = [(cls, cls.forward, cls.__call__) for *_, cls in self._classes]
         # the hooks of the style that split a module are there, and no others
         known = {name: _hooks(of) for name, of in children if name in made.splits}
-        self._hooked = [(name, of, vars(of), known.get(name)) for name, of in children]
+        hooked = [each for each in children if each[0] not in made.called]
+        self._hooked = [(name, of, vars(of), known.get(name)) for name, of in hooked]
+        self._calls = bool(children)
         own = [*_of_children(module, reads), *_of_constants(module, made.constants)]
         self._once = {place.key: place for place in (*own, *made.places)}
         self._places = [(p.where.get, p.name, p.value, p) for p in self._once.values()]
@@ -66,7 +69,7 @@ class Guard:
 
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""
-        if self._hooked and _hooked_everywhere():
+        if self._calls and _hooked_everywhere():
             return "there are hooks on every module"
         for name, of, cls, written in self._classes:
             if type(of) is not cls and op_class(of) is not written:
@@ -115,7 +118,7 @@ class Guard:
             elif name in self._splits:
                 if not is_placed(self._splits[name], key, param):
                     return f"{what} is not split as it was"
-            elif type(param) not in _PLAIN:
+            elif type(param) not in _PLAIN and name not in self._called:
                 return f"{what} is a {type(param).__name__}"
             elif shape != there:
                 return f"{what} has shape {tuple(shape)} instead of {tuple(there)}"

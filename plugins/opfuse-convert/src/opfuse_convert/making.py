@@ -107,7 +107,7 @@ def checked(module: nn.Module, made: Conversion, verify: bool) -> Conversion | s
     """
     try:
         with localized(module, bool(made.shapes)):
-            if why := unreadable(module, made.reads, made.splits):
+            if why := unreadable(module, made.reads, {*made.splits, *made.called}):
                 return why
             why = _difference(module, made) if verify else ""
     except Exception as error:

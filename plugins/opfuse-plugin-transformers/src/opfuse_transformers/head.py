@@ -27,7 +27,7 @@ from opfuse import Environment, Sequential
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
 from opfuse.ops.authoring import op_class
 
-from . import standin
+from . import sharded, standin
 from .logits import Logits, later
 
 IGNORED = -100
@@ -48,6 +48,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
         return "its forward was replaced"
     if op_class(linear) is not nn.Linear or "forward" in vars(linear):
         return "lm_head is not a plain torch.nn.Linear"
+    if why := sharded.why_not_called(linear):
+        return why
     forward = inspect.unwrap(op_class(module).forward)
     if not forward.__module__.startswith("transformers."):
         return "its forward is not that of a model of transformers"
@@ -62,7 +64,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
     loss = CrossEntropy(ignore_index=IGNORED, reduction="sum", output_dtype=torch.float32)
     chain = Sequential(BasicLinear.reading(linear), *bias, loss)
     call = _HeadCall(op_class(module))
-    return Conversion(chain, ("lm_head",), call, _separate, places=_places(module, forward))
+    places, head = _places(module, forward), ("lm_head",)
+    return Conversion(chain, head, call, _separate, places=places, called=head)
 
 
 def _places(module: nn.Module, forward: Any) -> list[Place]:
@@ -76,7 +79,8 @@ def _places(module: nn.Module, forward: Any) -> list[Place]:
 
 def _separate(module: Any, x: Tensor, targets: Tensor) -> Tensor:
     """The library's loss, without the division by the number of tokens."""
-    logits = module.lm_head(x).float().flatten(0, -2)
+    head = module.lm_head  # its hooks run around this
+    logits = op_class(head).forward(head, x).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -175,7 +179,8 @@ class _HeadCall:
             return NotImplemented
         loss = _Loss(chain, module.loss_function)
         head = {"lm_head": _Head(module.lm_head)}
-        return _settled(standin.run(module, head, {"_loss_function": loss}, args, kwargs))
+        result = standin.run(module, head, {"_loss_function": loss}, args, kwargs)
+        return _settled(result, module)
 
     def _refusal(self, module: Any, args: Any, kwargs: Any) -> str:
         """Why the module's own forward must run, or ``""``."""
@@ -193,7 +198,7 @@ class _HeadCall:
             return "it was called with ignore_index"
         if module.lm_head.weight.dtype is torch.float64:
             return "its loss is computed in fp32, which keeps less than the chain's fp64"
-        return _other_loss(module)
+        return sharded.why_not_called(module.lm_head) or _other_loss(module)
 
 
 class _Head(standin.ChildInPlace):
@@ -219,7 +224,13 @@ class _Loss:
         if not fits or "ignore_index" in kwargs:
             return self._original(logits.value, labels, vocab_size, **kwargs)
         targets = targets.to(logits.hidden.device).reshape(shape)
-        total, count = self._chain(logits.hidden, targets), kwargs.get("num_items_in_batch")
+
+        def computed(x: Tensor) -> Tensor:
+            logits.start(x)
+            return self._chain(x, targets)  # type: ignore[no-any-return]
+
+        total = sharded.within(logits.linear, logits.hidden, computed)
+        count = kwargs.get("num_items_in_batch")
         if count is not None:
             return total / (count.to(total.device) if isinstance(count, Tensor) else count)
         count = (targets != IGNORED).sum().to(total.dtype)
@@ -227,27 +238,16 @@ class _Loss:
         return total / count.clamp(min=1) + 0 / count
 
 
-def _settled(result: Any) -> Any:
+def _settled(result: Any, module: Any) -> Any:
     """The result of the forward; an output without logits computes them when they are read."""
     if isinstance(result, tuple):
         return tuple(_settled_logits(each) if type(each) is Logits else each for each in result)
     if type(result.logits) is Logits:
-        if "value" not in vars(result.logits) and not _is_fsdp(result.logits.linear):
-            return later(result)
+        states = sharded.states_around(module, module.lm_head)
+        if "value" not in vars(result.logits) and states is not None:
+            return later(result, states)
         result.logits = _settled_logits(result.logits)
     return result
-
-
-def _is_fsdp(head: Any) -> bool:
-    """Return whether FSDP2 may shard the parameters of a head once the forward ends.
-
-    It looks for tensors in outputs then, and a late read would need a collective. Whichever module
-    around the head is the sharded one, FSDP2 puts hooks for state dicts on the head.
-    """
-    hooks = head._state_dict_pre_hooks.values()
-    return any(
-        str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") for hook in hooks
-    )
 
 
 def _settled_logits(logits: Logits) -> Tensor:

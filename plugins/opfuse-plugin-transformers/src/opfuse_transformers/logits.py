@@ -6,6 +6,8 @@ import contextlib
 import copy
 import functools
 import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,8 +15,28 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
+from opfuse.core.introspection import is_dtensor
+from opfuse.ops.authoring import op_class
+
+from . import sharded
+
 _steps = 0
 """The steps that optimizers made: a fused one changes a parameter, and not its version."""
+
+_KEEP = 'opfuse.convert(model, skip="lm_head")'
+_WITHOUT = "opfuse-plugin-transformers computed the loss of this output without its logits"
+_CHANGED = (
+    "but a backward or an optimizer's step came between, so its head may be another one now: read "
+    f"them before, or keep them with {_KEEP}"
+)
+_RESHARD = (
+    "no process can compute them alone. Shard the module that holds the head with "
+    f"reshard_after_forward=False, or keep them with {_KEEP}"
+)
+_STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "to": Tensor.to,
+    "fsdp": lambda logits, state: sharded.seen_by(state, logits),
+}
 
 
 class Apart(Tensor):
@@ -37,9 +59,7 @@ class Apart(Tensor):
             asks = getattr(args[1], "__module__", "").partition(".")[0] != "torch"
         if asks:
             raise RuntimeError(
-                "opfuse-plugin-transformers computed the loss of this output without its logits, "
-                "so they have no gradient of it: keep them with "
-                'opfuse.convert(model, skip="lm_head")'
+                f"{_WITHOUT}, so they have no gradient of it: keep them with {_KEEP}"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -72,30 +92,56 @@ class Logits:
         hidden: Its input.
 
     Attributes:
-        dtype: That of the logits.
+        steps: What is done to the result of the head, by names and numbers.
     """
+
+    _late = False
 
     def __init__(self, linear: Any, hidden: Tensor) -> None:
         _count_steps()
-        self.linear, self.hidden, self.dtype = linear, hidden, hidden.dtype
-        kind = hidden.device.type
+        self.linear, self.steps = linear, ()
         self._autocast: Any = contextlib.nullcontext
+        self._dtype = None
+        kind = hidden.device.type
         if torch.amp.is_autocast_available(kind):
             enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             self._autocast = functools.partial(torch.autocast, kind, dtype, enabled)
-            self.dtype = dtype if enabled and hidden.dtype is not torch.float64 else hidden.dtype
-        self._trains = any(param.requires_grad for param in linear.parameters())
-        self._before, self._learned = self._state(), [False]
+            self._dtype = dtype if enabled and hidden.dtype is not torch.float64 else None
+        self._learned = [False]
+        self.start(hidden)
+
+    def start(self, hidden: Tensor) -> None:
+        """Note the input of the head and its parameters, as they are where it runs."""
+        self.hidden = hidden
+        self._trains = any(param.requires_grad for param in self.linear.parameters())
+        self._before = self._state()
 
     def _state(self) -> list[Any]:
         tensors = [self.hidden, *self.linear.parameters()]
         return [_steps if self._trains else 0, *[(id(t), t._version) for t in tensors]]
 
-    def watch(self, loss: Tensor) -> None:
-        """Note when a loss has had its backward, after which the head may change in any way."""
-        learned = self._learned
+    def end(self, states: Sequence[Any], loss: Tensor) -> None:
+        """Note that the forward ends: from now on the head's hooks do not run.
+
+        Args:
+            states: Those of FSDP2 around it, see :func:`opfuse_transformers.sharded.states_around`.
+            loss: It; once it has had its backward, the head may change in any way.
+        """
+        self._late, learned = True, self._learned
+        self.steps = *self.steps, *[("fsdp", state) for state in states]
         if self._trains and loss.requires_grad:
             loss.register_hook(lambda grad: learned.__setitem__(0, True))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the logits."""
+        found = self._dtype or self.hidden.dtype
+        for name, of in self.steps:
+            if name == "to":
+                found = of
+            elif name == "fsdp" and not sharded.is_running(of):
+                found = of._mp_policy.output_dtype or found
+        return found
 
     @functools.cached_property
     def apart(self) -> Tensor:
@@ -108,23 +154,29 @@ class Logits:
         """The logits, with their gradient, under the autocast of the forward.
 
         Raises:
-            RuntimeError: The head may have changed since.
+            RuntimeError: The head may have changed since, or FSDP2 has sharded it again.
         """
-        if self._learned[0] or self._state() != self._before:
+        if self._late and any(map(is_dtensor, self.linear.parameters())):
             raise RuntimeError(
-                "opfuse-plugin-transformers computed the loss of this output without its logits, "
-                "and computes them when they are read; but a backward or an optimizer's step came "
-                "between, so its head may be another one now: read them before, or keep them with "
-                'opfuse.convert(model, skip="lm_head")'
+                f"{_WITHOUT}, and FSDP2 has sharded its head again since: {_RESHARD}"
             )
+        if self._learned[0] or self._state() != self._before:
+            raise RuntimeError(f"{_WITHOUT}, and computes them when they are read; {_CHANGED}")
+        run = functools.partial(op_class(self.linear).forward, self.linear)
         with torch.inference_mode(False), torch.enable_grad(), self._autocast():
-            logits: Tensor = self.linear(self.hidden)
-        return logits.to(self.dtype)
+            logits: Tensor = (run if self._late else self.linear)(self.hidden)
+            for name, of in self.steps:
+                logits = _STEPS[name](logits, of)
+        return logits
 
     def float(self) -> Logits:
         """The same in fp32, as accelerate asks of every output; computes nothing."""
         wide = copy.copy(self)
-        wide.dtype = torch.float32
+        vars(wide).pop("value", None), vars(wide).pop("apart", None)
+        # before what FSDP2 is yet to do
+        running = [name == "fsdp" and sharded.is_running(of) for name, of in self.steps]
+        place = [*running, True].index(True)
+        wide.steps = *self.steps[:place], ("to", torch.float32), *self.steps[place:]
         return wide
 
     def __getattr__(self, name: str) -> Any:
@@ -149,19 +201,26 @@ def _count_steps() -> None:
     register_optimizer_step_post_hook(count)
 
 
-def later(output: Any) -> Any:
+def later(output: Any, states: Sequence[Any]) -> Any:
     """An output of the library, whose logits are computed when they are read.
 
     As an attribute, by name or index, in a slice or a tuple: then it is of its own class again.
-    ``items()`` and ``values()``, by which DDP and accelerate look at outputs, have what stands for
-    them.
+    ``items()`` and ``values()``, by which DDP and accelerate look at outputs, and the fields of the
+    dataclass, by which FSDP2 does, have what stands for them.
 
     Args:
         output: It has :class:`Logits` in the place of logits.
+        states: See :meth:`Logits.end`.
     """
-    output.logits.watch(output.loss)
+    output.logits.end(states, output.loss)
     object.__setattr__(output, "__class__", _class_of(type(output)))
     return output
+
+
+class _OfField(str):
+    """The name of the field, which is not that of the attribute: reading it computes nothing."""
+
+    __slots__ = ()
 
 
 def _settle(output: Any) -> None:
@@ -179,6 +238,13 @@ def _class_of(cls: Any) -> Any:
     class Output(cls):  # type: ignore[misc]
         __doc__ = cls.__doc__
         __module__ = cls.__module__
+        __dataclass_fields__ = {each.name: copy.copy(each) for each in fields(cls)}  # noqa: RUF012
+        __dataclass_fields__["logits"].name = _OfField("logits")
+
+        def __getattribute__(self, name: str) -> Any:
+            if type(name) is _OfField:
+                return vars(self)["logits"]
+            return super().__getattribute__(name)
 
         @property
         def logits(self) -> Any:
