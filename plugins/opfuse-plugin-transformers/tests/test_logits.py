@@ -128,7 +128,8 @@ def test_fsdp2_makes_no_logits(pair, one_rank, reshard, wrap, loss):
 
 @pytest.mark.parametrize("parts", ["the model", "the head too", "the norm and the head too"])
 @pytest.mark.parametrize("output", [None, torch.float32], ids=str)
-def test_fsdp2_casts_what_is_read_late_as_ever(models, one_rank, output, parts):
+@pytest.mark.parametrize("grad", [True, False])
+def test_fsdp2_casts_what_is_read_late_as_ever(models, one_rank, output, parts, grad):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     read = []
@@ -142,8 +143,10 @@ def test_fsdp2_casts_what_is_read_late_as_ever(models, one_rank, output, parts):
             both = [model.model.norm, model.lm_head]
             fully_shard(both if "norm" in parts else both[1], **how)
         fully_shard(model, **how)
-        out = model(**models.inputs(model))
-        assert (type(vars(out)["logits"]) is logits.Logits) is convert
+        with torch.set_grad_enabled(grad):
+            out = model(**models.inputs(model))
+        stands = logits.Logits if grad else logits.Unread
+        assert (type(vars(out)["logits"]) is stands) is convert
         read.append((out.logits, out.loss))
     (expected, loss), (got, own) = read
     assert got.dtype is expected.dtype and torch.equal(got, expected)

@@ -1,6 +1,6 @@
 """The head of a causal language model and its loss, which needs no logits for it.
 
-In a training step with labels the model runs its own forward, on a stand-in for it whose head does
+Called with labels the model runs its own forward, on a stand-in for it whose head does
 not compute the logits but returns their inputs. The loss computes both in one chain, and the output
 computes the logits if they are read. That is done only for forwards of the library, and only for
 those that do nothing else with the logits: their source is read for this.
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from opfuse import Environment, Sequential
 from opfuse.ops import BasicLinear, Bias, CrossEntropy
 from opfuse.ops.authoring import op_class
+from opfuse.report.calls import plan_of
 
 from . import sharded, standin
 from .logits import Logits, later
@@ -63,7 +64,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     bias = [Bias.reading(linear)] if linear.bias is not None else []
     loss = CrossEntropy(ignore_index=IGNORED, reduction="sum", output_dtype=torch.float32)
     chain = Sequential(BasicLinear.reading(linear), *bias, loss)
-    call = _HeadCall(op_class(module))
+    call = _HeadCall(op_class(module), chain)
     places, head = _places(module, forward), ("lm_head",)
     return Conversion(chain, head, call, _separate, places=places, called=head)
 
@@ -169,25 +170,25 @@ class _HeadCall:
 
     why = ""
 
-    def __init__(self, cls: Any) -> None:
-        self._signature = inspect.signature(cls.forward)
+    def __init__(self, cls: Any, chain: Any) -> None:
+        self._signature, self._ops = inspect.signature(cls.forward), chain
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
         self.why = why = self._refusal(module, args, kwargs)
         if why:
             return NotImplemented
-        loss = _Loss(chain, module.loss_function)
+        trains = module.training and torch.is_grad_enabled()
+        loss = _Loss(chain, None if trains else self._ops, module.loss_function)
         head = {"lm_head": _Head(module.lm_head)}
         result = standin.run(module, head, {"_loss_function": loss}, args, kwargs)
+        self.why = loss.why
         return _settled(result, module)
 
     def _refusal(self, module: Any, args: Any, kwargs: Any) -> str:
         """Why the module's own forward must run, or ``""``."""
         if torch.compiler.is_compiling():
             return "under torch.compile it gives logits"
-        if not (module.training and torch.is_grad_enabled()):
-            return "outside of training it gives logits"
         try:
             given = self._signature.bind(module, *args, **kwargs).arguments
         except TypeError:
@@ -209,10 +210,18 @@ class _Head(standin.ChildInPlace):
 
 
 class _Loss:
-    """Replaces the loss of a model."""
+    """Replaces the loss of a model.
 
-    def __init__(self, chain: Any, original: Any) -> None:
-        self._chain, self._original = chain, original
+    Args:
+        chain: Runs the chain.
+        ops: The chain, if it is to run only where it does not hold all logits; else None.
+        original: The loss.
+    """
+
+    why = ""
+
+    def __init__(self, chain: Any, ops: Any, original: Any) -> None:
+        self._chain, self._ops, self._original = chain, ops, original
 
     def __call__(self, logits: Any, labels: Any, vocab_size: Any, **kwargs: Any) -> Any:
         """The mean over the tokens, or their sum divided by ``num_items_in_batch``."""
@@ -225,17 +234,31 @@ class _Loss:
             return self._original(logits.value, labels, vocab_size, **kwargs)
         targets = targets.to(logits.hidden.device).reshape(shape)
 
-        def computed(x: Tensor) -> Tensor:
+        def computed(x: Tensor) -> Any:
             logits.start(x)
-            return self._chain(x, targets)  # type: ignore[no-any-return]
+            if self._ops is not None and (why := _holds_all(self._ops, x, targets)):
+                self.why = why
+                return op_class(logits.linear).forward(logits.linear, x)
+            return self._chain(x, targets)
 
-        total = sharded.within(logits.linear, logits.hidden, computed)
+        total, as_logits = sharded.within(logits.linear, logits.hidden, computed)
+        if self.why:  # whoever evaluates may read the logits too, and they are there
+            vars(logits)["value"] = as_logits
+            return self._original(as_logits, labels, vocab_size, **kwargs)
         count = kwargs.get("num_items_in_batch")
         if count is not None:
             return total / (count.to(total.device) if isinstance(count, Tensor) else count)
         count = (targets != IGNORED).sum().to(total.dtype)
         # the mean over no tokens is NaN, as 0 / 0 is, and its gradient is zero, as in torch
         return total / count.clamp(min=1) + 0 / count
+
+
+def _holds_all(chain: Any, x: Tensor, targets: Tensor) -> str:
+    """Why a chain would hold all logits, or ``""``."""
+    plan = plan_of(chain, x, targets)
+    if plan is not None and len(plan.forward[-1].basic_ops) > 1:
+        return ""
+    return "outside of training it gives logits, where no plugin computes the loss without them"
 
 
 def _settled(result: Any, module: Any) -> Any:

@@ -26,8 +26,8 @@ _steps = 0
 _KEEP = 'opfuse.convert(model, skip="lm_head")'
 _WITHOUT = "opfuse-plugin-transformers computed the loss of this output without its logits"
 _CHANGED = (
-    "but a backward or an optimizer's step came between, so its head may be another one now: read "
-    f"them before, or keep them with {_KEEP}"
+    "but a backward, other weights or an optimizer's step came between, so its head may be another "
+    f"one now: read them before, or keep them with {_KEEP}"
 )
 _RESHARD = (
     "no process can compute them alone. Shard the module that holds the head with "
@@ -84,8 +84,8 @@ class Logits:
     """Replaces the logits, and holds what they are computed from.
 
     They are those of the forward or none: once the head may have changed, to compute them raises.
-    Functions of torch, and what tensors have, compute them, with the weights as they are then: what
-    is written to these by way of ``.data`` before a backward cannot be seen.
+    Functions of torch, and what tensors have, compute them. What was written to a few weights alone
+    by way of ``.data`` cannot be seen, nor what was written to the hidden states in inference mode.
 
     Args:
         linear: The head.
@@ -93,13 +93,14 @@ class Logits:
 
     Attributes:
         steps: What is done to the result of the head, by names and numbers.
+        differentiable: Whether they have a gradient.
     """
 
     _late = False
 
     def __init__(self, linear: Any, hidden: Tensor) -> None:
         _count_steps()
-        self.linear, self.steps = linear, ()
+        self.linear, self.steps, self.differentiable = linear, (), torch.is_grad_enabled()
         self._autocast: Any = contextlib.nullcontext
         self._dtype = None
         kind = hidden.device.type
@@ -114,11 +115,26 @@ class Logits:
         """Note the input of the head and its parameters, as they are where it runs."""
         self.hidden = hidden
         self._trains = any(param.requires_grad for param in self.linear.parameters())
-        self._before = self._state()
+        self._before, self._some = self._state(), self._samples()
 
     def _state(self) -> list[Any]:
         tensors = [self.hidden, *self.linear.parameters()]
-        return [_steps if self._trains else 0, *[(id(t), t._version) for t in tensors]]
+        versions = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
+        return [_steps if self._trains else 0, *versions]
+
+    def _samples(self) -> list[Tensor]:
+        """A few numbers of each parameter: averages of weights are often put there as data."""
+        if self.hidden.is_meta or torch._C._are_functorch_transforms_active():
+            return []
+        read = [param.detach() for param in self.linear.parameters()]
+        return [p[tuple([slice(0, None, n // 32 + 1) for n in p.shape])].clone() for p in read]
+
+    def _changed(self) -> bool:
+        """Whether the head may be another one than in the forward."""
+        if self._learned[0] or self._state() != self._before:
+            return True
+        pairs = zip(self._samples(), self._some, strict=False)
+        return not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs)
 
     def end(self, states: Sequence[Any], loss: Tensor) -> None:
         """Note that the forward ends: from now on the head's hooks do not run.
@@ -128,7 +144,8 @@ class Logits:
             loss: It; once it has had its backward, the head may change in any way.
         """
         self._late, learned = True, self._learned
-        self.steps = *self.steps, *[("fsdp", state) for state in states]
+        if self.differentiable:  # else FSDP2 casts what stands for them
+            self.steps = *self.steps, *[("fsdp", state) for state in states]
         if self._trains and loss.requires_grad:
             loss.register_hook(lambda grad: learned.__setitem__(0, True))
 
@@ -146,12 +163,14 @@ class Logits:
     @functools.cached_property
     def apart(self) -> Tensor:
         """The logits for a reader: the loss was computed without them."""
+        if not self.differentiable:
+            return self.value
         with torch.inference_mode(False), torch.enable_grad():
             return _SetApart.apply(self.value)  # type: ignore[no-any-return, no-untyped-call]
 
     @functools.cached_property
     def value(self) -> Tensor:
-        """The logits, with their gradient, under the autocast of the forward.
+        """The logits, with their gradient if they have one, under the autocast of the forward.
 
         Raises:
             RuntimeError: The head may have changed since, or FSDP2 has sharded it again.
@@ -160,10 +179,11 @@ class Logits:
             raise RuntimeError(
                 f"{_WITHOUT}, and FSDP2 has sharded its head again since: {_RESHARD}"
             )
-        if self._learned[0] or self._state() != self._before:
+        if self._changed():
             raise RuntimeError(f"{_WITHOUT}, and computes them when they are read; {_CHANGED}")
         run = functools.partial(op_class(self.linear).forward, self.linear)
-        with torch.inference_mode(False), torch.enable_grad(), self._autocast():
+        grads = functools.partial(torch.set_grad_enabled, self.differentiable)
+        with torch.inference_mode(False), grads(), self._autocast():
             logits: Tensor = (run if self._late else self.linear)(self.hidden)
             for name, of in self.steps:
                 logits = _STEPS[name](logits, of)
@@ -171,12 +191,16 @@ class Logits:
 
     def float(self) -> Logits:
         """The same in fp32, as accelerate asks of every output; computes nothing."""
+        return self.to(torch.float32)
+
+    def to(self, dtype: torch.dtype) -> Logits:
+        """The same in another dtype; computes nothing."""
         wide = copy.copy(self)
         vars(wide).pop("value", None), vars(wide).pop("apart", None)
         # before what FSDP2 is yet to do
         running = [name == "fsdp" and sharded.is_running(of) for name, of in self.steps]
         place = [*running, True].index(True)
-        wide.steps = *self.steps[:place], ("to", torch.float32), *self.steps[place:]
+        wide.steps = *self.steps[:place], ("to", dtype), *self.steps[place:]
         return wide
 
     def __getattr__(self, name: str) -> Any:
@@ -188,6 +212,60 @@ class Logits:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_map_only(cls, lambda each: each.apart, (args, kwargs or {}))
         return func(*given[0], **given[1])
+
+
+class Unread(Tensor):
+    """Stands for logits without a gradient, and is a tensor for whoever looks at outputs by type.
+
+    What it is asked about shape and dtype it says; everything else computes the logits.
+    """
+
+    _logits: Logits
+
+    @classmethod
+    def of(cls, logits: Logits) -> Unread:
+        """What stands for logits."""
+        shape = *logits.hidden.shape[:-1], logits.linear.out_features
+        given: Any = {"dtype": logits.dtype, "device": logits.hidden.device}
+        made: Unread = Tensor._make_wrapper_subclass(cls, shape, **given)
+        made._logits = logits
+        return made
+
+    @property
+    def read(self) -> Tensor:
+        """The logits."""
+        return self._logits.value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.float or (func is Tensor.to and _is_dtype(*args[1:], **(kwargs or {}))):
+            dtype = torch.float32 if func is Tensor.float else args[1]
+            return cls.of(args[0]._logits.to(dtype))
+        given = tree_map_only(cls, lambda each: each.read, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(cls, lambda each: each.read, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+
+_ABOUT = {
+    *[
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "requires_grad")
+    ],
+    *[Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point],
+    *[Tensor.__hash__, Tensor.is_complex, torch.is_complex, torch.numel],
+}
+
+
+def _is_dtype(*given: Any, **named: Any) -> bool:
+    """Return whether a dtype alone was given."""
+    return len(given) == 1 and isinstance(given[0], torch.dtype) and not named
 
 
 @functools.cache
@@ -206,13 +284,15 @@ def later(output: Any, states: Sequence[Any]) -> Any:
 
     As an attribute, by name or index, in a slice or a tuple: then it is of its own class again.
     ``items()`` and ``values()``, by which DDP and accelerate look at outputs, and the fields of the
-    dataclass, by which FSDP2 does, have what stands for them.
+    dataclass, by which FSDP2 does, have what stands for them: a tensor if they have no gradient.
 
     Args:
         output: It has :class:`Logits` in the place of logits.
         states: See :meth:`Logits.end`.
     """
     output.logits.end(states, output.loss)
+    if not output.logits.differentiable:
+        output.logits = Unread.of(output.logits)
     object.__setattr__(output, "__class__", _class_of(type(output)))
     return output
 
@@ -226,9 +306,10 @@ class _OfField(str):
 def _settle(output: Any) -> None:
     """Compute the logits of an output."""
     given = vars(output).get("logits")
-    value = given.apart if type(given) is Logits else given
+    if isinstance(given, (Logits, Unread)):
+        given = given.apart if type(given) is Logits else given.read
     object.__setattr__(output, "__class__", type(output).__mro__[1])
-    output.logits = value
+    output.logits = given
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def why_not_called(head: nn.Module) -> str:
     return "lm_head is split by more than FSDP2" if parts else ""
 
 
-def within(head: Any, x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
+def within(head: Any, x: Tensor, compute: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """What a function gives of a head's input, called as the forward of that head.
 
     So FSDP2's hooks run around it: they gather the parameters, and look at the result.
@@ -46,18 +46,21 @@ def within(head: Any, x: Tensor, compute: Callable[[Tensor], Any]) -> Any:
         head: The head.
         x: Its input.
         compute: The function.
+
+    Returns:
+        What it gives, and what the hooks make of that: they cast it as if it were logits.
     """
     if not any(hook_dicts(head)):
-        return compute(x)
-    found: list[Any] = []
+        return (result := compute(x)), result
+    found: list[Tensor] = []
 
-    def forward(x: Tensor) -> Any:
+    def forward(x: Tensor) -> Tensor:
         found.append(compute(x))
         return found[0]
 
     own = {"forward": forward}
-    standin.run(head, {}, own, (x,), {}, lambda twin, args, kwargs: twin(*args, **kwargs))
-    return found[0]  # what the hooks give is cast to the dtype of logits
+    result = standin.run(head, {}, own, (x,), {}, lambda twin, args, kwargs: twin(*args, **kwargs))
+    return found[0], result
 
 
 def states_around(model: nn.Module, head: nn.Module) -> list[Any] | None:
