@@ -6,7 +6,6 @@ import importlib.util
 
 import pytest
 import torch
-from opfuse_transformers import head
 from torch import nn
 
 import opfuse
@@ -146,40 +145,6 @@ def test_logits_kept_by_skipping_the_head(models):
     assert model(**models.inputs(model)).logits.shape == (2, 24, 128)
 
 
-FORWARDS = {
-    "theirs": ("", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-    "capped": ("logits = logits.tanh()", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-    "looked at": ("best = logits.argmax(-1)", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-    "asked for its type": ("same = isinstance(self.lm_head, int)", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-    "sometimes": ("", "if flag:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-    "ignoring": ("", "if labels is not None:", "logits, labels, ignore_index=3", "return Out(loss=loss, logits=logits)"),
-    "keeping": ("self.last = logits", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-    "giving twice": ("", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits, hidden=logits)"),
-    "leaving": ("if flag: return logits", "if labels is not None:", "logits, labels", "return Out(loss=loss, logits=logits)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FORWARDS)
-def test_what_a_forward_does_with_the_logits(tmp_path, name):
-    """Its source is read: whatever else it does with them, it runs as it is."""
-    before, guard, given, last = FORWARDS[name]
-    path = tmp_path / "forward.py"
-    lines = [
-        "def forward(self, ids, labels=None, flag=False, **kwargs):",
-        "    hidden = self.model(ids)",
-        "    logits = self.lm_head(hidden)",
-        f"    {before}",
-        "    loss = None",
-        f"    {guard}",
-        f"        loss = self.loss_function({given}, vocab_size=7, **kwargs)",
-        f"    {last}",
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    names = {}
-    exec(compile(path.read_text(), str(path), "exec"), names)
-    assert head._only_loses(names["forward"]) is (name == "theirs")
-
-
 def test_forwards_of_others_run_as_they_are(models):
     from transformers import LlamaForCausalLM
 
@@ -208,24 +173,6 @@ def test_a_loss_function_of_a_subclass(models):
     model.__class__ = Own
     assert "its loss_function is not that of transformers" in str(opfuse.convert(model))
     assert model(**models.inputs(model)).logits.shape == (2, 24, 128)
-
-
-@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite", "opt"])
-def test_models_that_compute_with_their_logits(family):
-    import transformers
-
-    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    more = (
-        {"ffn_dim": 64, "word_embed_proj_dim": 32} if family == "opt" else {"intermediate_size": 64}
-    )
-    if family == "gemma2":
-        more |= {"head_dim": 16, "num_key_value_heads": 2}
-    name = {"opt": "OPT"}.get(family, family.title())
-    config = getattr(transformers, f"{name}Config")(**sizes, **more, pad_token_id=0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
-    assert "does more with the logits" in str(opfuse.convert(model))
-    ids = torch.randint(3, 128, (2, 8))
-    assert model(input_ids=ids, labels=ids).logits.shape == (2, 8, 128)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

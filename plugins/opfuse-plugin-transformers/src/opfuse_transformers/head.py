@@ -3,17 +3,14 @@
 Called with labels the model runs its own forward, on a stand-in for it whose head does
 not compute the logits but returns their inputs. The loss computes both in one chain, and the output
 computes the logits if they are read. That is done only for forwards of the library, and only for
-those that do nothing else with the logits: their source is read for this.
+those that do no more with the logits than to scale and cap them: their source is read for this.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import sys
-import textwrap
-import types
 from typing import Any
 
 import torch
@@ -24,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opfuse import Environment, Sequential
-from opfuse.ops import BasicLinear, Bias, CrossEntropy
+from opfuse.ops import BasicLinear, Bias, ConstantScale, CrossEntropy
 from opfuse.ops.authoring import op_class
+from opfuse.ops.cross_entropy import capped
 from opfuse.report.calls import plan_of
 
-from . import sharded, standin
+from . import forwards, sharded, standin
 from .logits import Logits, later
 
 IGNORED = -100
@@ -56,17 +54,24 @@ def build(module: Any, env: Environment) -> Conversion | str:
         return "its forward is not that of a model of transformers"
     if not _is_librarys(inspect.getattr_static(op_class(module), "loss_function", None)):
         return "its loss_function is not that of transformers"
-    if not _only_loses(forward):
-        return "its forward does more with the logits than to compute the loss of them"
+    reading = forwards.read(forward)
+    form = reading if isinstance(reading, str) else reading.form(module)
+    if isinstance(form, str):
+        return form
     # None is the library's default; the library logs that it takes it
     if getattr(module, "loss_type", None) is not None and (why := _other_loss(module)):
         return why
     bias = [Bias.reading(linear)] if linear.bias is not None else []
-    loss = CrossEntropy(ignore_index=IGNORED, reduction="sum", output_dtype=torch.float32)
-    chain = Sequential(BasicLinear.reading(linear), *bias, loss)
-    call = _HeadCall(op_class(module), chain)
+    if bias and form.scale != 1:
+        return "its head has a bias, and its logits are scaled"
+    # of the input rather than of the logits: what no chain of linear and loss has between them
+    scale = [ConstantScale(form.scale)] if form.scale != 1 else []
+    dtype = {"output_dtype": torch.float32}
+    loss = CrossEntropy(ignore_index=IGNORED, softcap=form.softcap, reduction="sum", **dtype)
+    chain = Sequential(*scale, BasicLinear.reading(linear), *bias, loss)
+    call, separate = _HeadCall(op_class(module), chain, form), functools.partial(_separate, form)
     places, head = _places(module, forward), ("lm_head",)
-    return Conversion(chain, head, call, _separate, places=places, called=head)
+    return Conversion(chain, head, call, separate, places=places, called=head)
 
 
 def _places(module: nn.Module, forward: Any) -> list[Place]:
@@ -78,70 +83,16 @@ def _places(module: nn.Module, forward: Any) -> list[Place]:
     return [*places, *[p for each in (forward, *written) for p in function_places(each)]]
 
 
-def _separate(module: Any, x: Tensor, targets: Tensor) -> Tensor:
+def _separate(form: forwards.Form, module: Any, x: Tensor, targets: Tensor) -> Tensor:
     """The library's loss, without the division by the number of tokens."""
     head = module.lm_head  # its hooks run around this
-    logits = op_class(head).forward(head, x).float().flatten(0, -2)
+    logits = op_class(head).forward(head, x)
+    logits = logits * form.scale if form.scale != 1 else logits
+    logits = capped(logits, form.softcap).float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-# What a forward and a loss do
-
-
-@functools.lru_cache(maxsize=256)
-def _only_loses(forward: types.FunctionType) -> bool:
-    """Return whether the logits of a forward go into its loss, if any, and its output alone.
-
-    That is, whether all it does with them is, in this order::
-
-        logits = self.lm_head(...)
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=..., **kwargs)
-        return Output(logits=logits, ...)
-    """
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, SyntaxError, ValueError):
-        return False
-    body: list[Any] = function.body  # type: ignore[attr-defined]
-    heads = [
-        node for node in body if isinstance(node, ast.Assign) and _calls(node.value, "lm_head")
-    ]
-    guarded = [
-        node
-        for of in body
-        if isinstance(of, ast.If) and ast.unparse(of.test) == "labels is not None" and not of.orelse
-        for node in of.body
-        if isinstance(node, ast.Assign) and _calls(node.value, "loss_function")
-    ]
-    if len(heads) != 1 or len(guarded) != 1 or not isinstance(body[-1], ast.Return):
-        return False
-    ((target,),) = [heads[0].targets]
-    loss, output = guarded[0].value, body[-1].value
-    if not isinstance(target, ast.Name) or not isinstance(output, ast.Call):
-        return False
-    known = [*loss.args[:1], *[k.value for k in loss.keywords if k.arg == "logits"]]
-    known += [k.value for k in output.keywords if k.arg == "logits"]
-    every = list(ast.walk(function))
-    uses = [node for node in every if isinstance(node, ast.Name) and node.id == target.id]
-    expected = {id(node) for node in (target, *known)}
-    return (
-        {id(node) for node in uses} == expected
-        and len(known) == 2
-        and {k.arg for k in loss.keywords} <= {"logits", "labels", "vocab_size", None}
-        and all(_count(every, name) == 1 for name in ("lm_head", "loss_function"))
-        and not any(isinstance(node, ast.Return) for node in every if node is not body[-1])
-    )
-
-
-def _calls(node: Any, name: str) -> bool:
-    """Return whether a node is ``self.name(...)``."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}"
-
-
-def _count(nodes: list[ast.AST], name: str) -> int:
-    """Return how often an attribute is read."""
-    return sum(isinstance(node, ast.Attribute) and node.attr == name for node in nodes)
+# What the loss is
 
 
 def _is_librarys(attribute: Any) -> bool:
@@ -170,8 +121,9 @@ class _HeadCall:
 
     why = ""
 
-    def __init__(self, cls: Any, chain: Any) -> None:
-        self._signature, self._ops = inspect.signature(cls.forward), chain
+    def __init__(self, cls: Any, chain: Any, form: forwards.Form) -> None:
+        self._signature = inspect.signature(cls.forward)
+        self._ops, self._form = chain, form
 
     def __call__(self, module: Any, chain: Any, *args: Any, **kwargs: Any) -> Any:
         """See :class:`opfuse_convert.Conversion`."""
@@ -179,7 +131,8 @@ class _HeadCall:
         if why:
             return NotImplemented
         trains = module.training and torch.is_grad_enabled()
-        loss = _Loss(chain, None if trains else self._ops, module.loss_function)
+        ops = None if trains else self._ops
+        loss = _Loss(chain, ops, self._form, module.loss_function)
         head = {"lm_head": _Head(module.lm_head)}
         result = standin.run(module, head, {"_loss_function": loss}, args, kwargs)
         self.why = loss.why
@@ -205,7 +158,7 @@ class _HeadCall:
 class _Head(standin.ChildInPlace):
     """Replaces the head; it computes nothing yet."""
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any) -> Logits:
         return Logits(self._child, x)
 
 
@@ -215,22 +168,27 @@ class _Loss:
     Args:
         chain: Runs the chain.
         ops: The chain, if it is to run only where it does not hold all logits; else None.
+        form: That of the logits which the chain computes the loss of.
         original: The loss.
     """
 
     why = ""
 
-    def __init__(self, chain: Any, ops: Any, original: Any) -> None:
-        self._chain, self._ops, self._original = chain, ops, original
+    def __init__(self, chain: Any, ops: Any, form: forwards.Form, original: Any) -> None:
+        self._chain, self._ops, self._form, self._original = chain, ops, form, original
 
     def __call__(self, logits: Any, labels: Any, vocab_size: Any, **kwargs: Any) -> Any:
         """The mean over the tokens, or their sum divided by ``num_items_in_batch``."""
+        if type(logits) is not Logits:
+            return self._original(logits, labels, vocab_size, **kwargs)
         targets = kwargs.get("shift_labels")
         if targets is None:
             targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
         shape = logits.hidden.shape[:-1]
         fits = targets.numel() == shape.numel() and vocab_size == logits.linear.out_features
-        if not fits or "ignore_index" in kwargs:
+        if forwards.form_of(logits.steps) != self._form:
+            self.why = "its logits are scaled or capped otherwise than when it was converted"
+        if not fits or "ignore_index" in kwargs or self.why:
             return self._original(logits.value, labels, vocab_size, **kwargs)
         targets = targets.to(logits.hidden.device).reshape(shape)
 

@@ -35,6 +35,9 @@ _RESHARD = (
 )
 _STEPS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "to": Tensor.to,
+    "*": torch.mul,
+    "/": torch.div,
+    "tanh": lambda logits, unused: torch.tanh(logits),
     "fsdp": lambda logits, state: sharded.seen_by(state, logits),
 }
 
@@ -195,13 +198,32 @@ class Logits:
 
     def to(self, dtype: torch.dtype) -> Logits:
         """The same in another dtype; computes nothing."""
-        wide = copy.copy(self)
-        vars(wide).pop("value", None), vars(wide).pop("apart", None)
         # before what FSDP2 is yet to do
         running = [name == "fsdp" and sharded.is_running(of) for name, of in self.steps]
-        place = [*running, True].index(True)
-        wide.steps = *self.steps[:place], ("to", dtype), *self.steps[place:]
-        return wide
+        return self._with([*running, True].index(True), "to", dtype)
+
+    def _with(self, place: int, name: str, of: Any) -> Logits:
+        """The same with one more step."""
+        other = copy.copy(self)
+        vars(other).pop("value", None), vars(other).pop("apart", None)
+        other.steps = *self.steps[:place], (name, of), *self.steps[place:]
+        return other
+
+    def _then(self, name: str, of: Any = None) -> Any:
+        """The same with one more step of the forward; computed, if that cannot be done later."""
+        if self._late or not (of is None or type(of) in (int, float)):
+            return _STEPS[name](self.apart if self._late else self.value, of)
+        return self._with(len(self.steps), name, of)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then("*", other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._then("/", other)
+
+    def tanh(self) -> Any:
+        """As of a tensor."""
+        return self._then("tanh")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
@@ -210,6 +232,8 @@ class Logits:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tanh:
+            return args[0].tanh()
         given = tree_map_only(cls, lambda each: each.apart, (args, kwargs or {}))
         return func(*given[0], **given[1])
 
