@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from opfuse_loss import losses
+from opfuse_loss import chunks, losses
 from torch.nn import functional as F
 
 import opfuse
@@ -21,8 +21,8 @@ CLASSES, FEATURES = 7, 5
 
 
 @pytest.fixture(autouse=True)
-def ops_alone():
-    with opfuse.plugins.using(""):
+def ops_alone(request):
+    with opfuse.plugins.using("loss" if "fused" in request.node.name else ""):
         yield
 
 
@@ -171,3 +171,89 @@ def test_what_it_refuses_in_a_call(change, text):
     x, *given = draw()
     with pytest.raises(ValueError, match=re.escape(text)):
         losses.Distillation()(x, *change(*given))
+
+
+# Behind a linear, by chunks of rows
+
+
+def chain_of(bias=True, **given):
+    torch.manual_seed(0)
+    return opfuse.Sequential(ops.Linear(6, CLASSES, bias=bias), losses.Distillation(**given))
+
+
+def step(chain, x, given, **autocast):
+    """The loss and all gradients, for a gradient of the loss that is not 1."""
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", enabled=bool(autocast), **autocast):
+        loss = chain(x, *given)
+    leaves = [leaf for leaf in (x, *chain.parameters()) if leaf.requires_grad]
+    return [loss, *torch.autograd.grad(loss, leaves, torch.tensor(0.7, dtype=loss.dtype))]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("beta", BETAS)
+def test_fused_by_chunks_it_gives_the_same(beta, bias, frozen, dtype, monkeypatch):
+    monkeypatch.setattr(chunks, "rows_of_chunk", lambda *_, **__: 5)
+    chain = chain_of(bias, beta=beta, temperature=1.7, reduction="sum" if bias else "mean")
+    chain = chain.to(dtype)
+    if frozen is not None:
+        [*chain.parameters()][frozen * bias].requires_grad_(False)
+    x = torch.randn(127, 6).to(dtype)
+    _, *given = draw((127,), dtype)
+    plan = str(opfuse.explain(chain, x.requires_grad_(), *given))
+    assert "linear+distillation" in plan
+    with opfuse.plugins.using(""):
+        expected = step(chain, x, given)
+    eps = torch.finfo(dtype).eps * (4 if dtype.itemsize < 4 else 64)  # sums of many rows
+    for mine, theirs in zip(step(chain, x, given), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=eps * theirs.abs().max().item())
+    loss = chain(x, *given)
+    with torch.no_grad():
+        torch.testing.assert_close(chain(x, *given), loss)
+
+
+def test_fused_under_autocast_and_without_rows_that_count():
+    chain, x = chain_of(beta=0.4), torch.randn(9, 6)
+    _, *given = draw((9,), torch.float32)
+    with opfuse.plugins.using(""):
+        expected = step(chain, x, given, dtype=torch.bfloat16)
+    for mine, theirs in zip(step(chain, x, given, dtype=torch.bfloat16), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    given[2] = torch.full_like(given[2], -100)
+    loss, *grads = step(chain, x, given)
+    assert loss.isnan() and all(grad.eq(0).all() for grad in grads)
+
+
+def test_fused_it_holds_no_logits_of_all_rows(monkeypatch):
+    monkeypatch.setattr(chunks, "rows_of_chunk", lambda *_, **__: 8)
+    chain = opfuse.Sequential(ops.Linear(6, 300, bias=False), losses.Distillation())
+    x = torch.randn(64, 6, requires_grad=True)
+    given = torch.randn(64, 5), torch.randn(300, 5), torch.zeros(64, dtype=torch.int64)
+    with Largest() as largest:
+        chain(x, *given).backward()
+    assert largest.numel < 64 * 300
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest tensor that an operation gives."""
+
+    keeps_no_tensors = True
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.numel = max(self.numel, each.numel())
+        return result
+
+
+def test_fused_the_loss_of_each_row_runs_one_by_one():
+    chain, x = chain_of(reduction="none"), torch.randn(9, 6, requires_grad=True)
+    _, *given = draw((9,), torch.float32)
+    assert "known in the backward only" in opfuse.explain(chain, x, *given).details
+    assert chain(x, *given).shape == (9,)

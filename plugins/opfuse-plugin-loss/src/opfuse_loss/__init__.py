@@ -9,10 +9,11 @@ from opfuse import Fusion, hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
     """Linear [+ bias] + cross entropy or log-probabilities, by chunks of rows; these alone.
 
-    And linear [+ bias] + log-probabilities + a loss of rewards.
+    And linear [+ bias] + log-probabilities + a loss of rewards, or + the divergence from a teacher.
     """
     from . import (
         cross_entropy,
+        distilled,
         fused,
         log_prob,
         low_rank,
@@ -23,5 +24,6 @@ def opfuse_joint_fusions() -> list[Fusion]:
     )
 
     log_probs = *log_prob.JOINT, *split_log_prob.JOINT, *low_rank.JOINT, *policy_loss.JOINT
+    of_teachers = distilled.JOINT
     alone = *cross_entropy.JOINT, *token_log_prob.JOINT
-    return [*fused.JOINT, *split_loss.JOINT, *log_probs, *alone]
+    return [*fused.JOINT, *split_loss.JOINT, *of_teachers, *log_probs, *alone]

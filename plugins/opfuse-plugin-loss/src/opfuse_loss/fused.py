@@ -127,7 +127,7 @@ class LinearLoss(libraries.Products):
             chunks.scaled(grad, scale, dtype)
             for grad, dtype in zip(grads, last.dtypes, strict=True)
         ]
-        of_extras = [*[()] * (len(ctxs) - 1), (None,)]
+        of_extras = [*[()] * (len(ctxs) - 1), (None,) * self._parts[0].num_extra_inputs]
         dx = None if dx is None else dx.view(last.shape)
         left = iter(of_params)
         of_ops = [tuple(next(left) for _ in ctx.param_requires_grad) for ctx in ctxs]

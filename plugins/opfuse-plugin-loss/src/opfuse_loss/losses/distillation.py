@@ -21,13 +21,16 @@ class Teacher(NamedTuple):
     Attributes:
         hidden: The input of the teacher's head, ``(rows, features)``.
         weight: The weight of its head, ``(classes, features)``.
-        beta, temperature: See the op.
+        beta, temperature, reduction: See the op.
+        ignore_index: What is no row's number.
     """
 
     hidden: Tensor
     weight: Tensor
     beta: float
     temperature: float
+    reduction: str
+    ignore_index: int = -1
 
     def compare(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of some rows, and its gradient by the student's logits, in fp32.
@@ -153,7 +156,7 @@ class Distillation(ExtraTensorOperation):
             if recorded and tensor.requires_grad and not torch.compiler.is_compiling():
                 what = f"{name} that requires no grad, since a teacher gets none: detach it"
                 raise ValueError(expected(self, what, "one that requires grad"))
-        return Teacher(rows_of(hidden), weight, self.beta, self.temperature)
+        return Teacher(rows_of(hidden), weight, self.beta, self.temperature, self.reduction)
 
     def counts(self, targets: Tensor) -> Tensor:
         """Which rows count, ``(rows,)``."""
