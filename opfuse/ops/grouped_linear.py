@@ -201,9 +201,13 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         groups, *sizes = tensor_of(cls, module, weight, dims=3).shape
         outputs, inputs = reversed(sizes) if transposed else sizes
         op = cls(
-            *(groups, inputs, outputs),
-            **{"bias": bias is not None, "scale_bias": scale_bias, "device": "meta"},
+            groups,
+            inputs,
+            outputs,
+            bias=bias is not None,
+            device="meta",
             accumulate_into_main_grad=accumulate_into_main_grad,
+            scale_bias=scale_bias,
         )
         op._parameters.clear()
         op.is_stacked, op._shapes = True, [(groups, outputs, inputs)]
@@ -226,7 +230,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
     @property
     def has_bias(self) -> bool:
         """True if there are biases."""
-        return len(self._shapes) > self._count
+        return bool(len(self._shapes) > self._count)
 
     @property
     def scales_bias(self) -> bool:
@@ -418,8 +422,8 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         of_biases: Sequence[Any] = [None] * len(wanted)
         if any(wanted):
             each = wanted * self.num_groups if self.is_stacked else wanted
-            of_biases = groups.row_sums(dy, each, scales)
-            of_biases = [torch.stack(of_biases)] if self.is_stacked else of_biases
+            sums: Any = groups.row_sums(dy, each, scales)
+            of_biases = [torch.stack(sums)] if self.is_stacked else sums
         if not self.scales_bias:
             return of_biases, ()
         if scales is None or biases[0] is None:
