@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from opfuse_triton import KernelCase, Operand
 from opfuse_triton.elementwise import formulas, kernels, twins
-from opfuse_triton.norms import LAYER, RMS, Norm, again
+from opfuse_triton.norms import LAYER, RMS, Norm, forward
 from opfuse_triton.norms import twins as norm_twins
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def _norm(name: str, kind: str) -> KernelCase:
 
         return compute
 
-    run, separate = of(again.again), of(norm_twins.again)
+    run, separate = of(forward.again), of(norm_twins.again)
     return KernelCase(
         name, run, tensors, _WIDTHS, _SMALL, separate=separate, dtypes=(_BF16, _FP32), turn=60
     )

@@ -16,7 +16,6 @@ import triton
 
 from .accesses import THREAD, Access, find_accesses
 from .cases import KernelCase
-from .configs import Config
 from .launches import Launch
 from .recorded import CaseRun, case_lists, load_cases, record, storage_of, tensors_of
 from .resources import Resources, occupancy, read_resources
@@ -110,8 +109,7 @@ def _to_compile(
         for launch in run.launches:
             configs = [launch.config]
             if candidates and dtype is torch.bfloat16 and not offset:
-                possible = launch.kernel.candidates(launch.target, launch.facts)
-                configs = [Config(**candidate) for candidate in possible]
+                configs = launch.kernel.possible(launch.target, launch.facts)
             yield from ((run, replace(launch, config=config)) for config in configs)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from opfuse_quantized.swizzle import ROWS, SCALES, swizzled_size
-from opfuse_triton import Config, Kernel, cdiv, current_target, next_power_of_2
+from opfuse_triton import Kernel, cdiv, current_target
+from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
@@ -26,7 +27,6 @@ IDENTITY: Any = formula_of(None)
 
 FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
 BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
-SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
 
 
 def format_of(quantizer: Any) -> str:
@@ -311,9 +311,5 @@ def backward(
             **formula.backward,
         )
     if strips > 1:
-        SUMS.launch(
-            lambda config: (cdiv(width, config["BLOCK_COLUMNS"]),),
-            *(sums, out, strips, width),
-            STEPS=next_power_of_2(cdiv(strips, 64)),
-        )
+        sum_strips(sums, out)
     return out
