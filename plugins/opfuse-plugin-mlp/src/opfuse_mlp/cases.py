@@ -47,8 +47,9 @@ def _gradients(name: str, op: Any, with_sums: bool) -> KernelCase:
     size = getattr(op, "glu_interleave_size", None)
     unaligned = [{"rows": 8192, "features": 5024 if size else 5001}]  # halves of 32 in turns
     return KernelCase(
-        name, run, tensors, _MODELS, _SMALL, separate=separate, unaligned=unaligned, turn=60
-    )
+        name, run, tensors, _MODELS, _SMALL, separate=separate, unaligned=unaligned, turn=60,
+        overwrites={"y_ptr": "dy_ptr"},
+    )  # fmt: skip
 
 
 def _norm(name: str, kind: str) -> KernelCase:
