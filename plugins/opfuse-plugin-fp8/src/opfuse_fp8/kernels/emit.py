@@ -22,7 +22,7 @@ from .device import (
 
 
 @triton.jit
-def _record(v, amax_ptr):
+def record(v, amax_ptr):
     """Raise the largest magnitude so far to that of a tile.
 
     As integers the bits of numbers that are not negative are in the same order, and -1 is below all
@@ -170,7 +170,7 @@ def emit(
     if wide_ptr is not None:
         tl.store(wide_ptr + row * columns + column, v.to(wide_ptr.dtype.element_ty), inside)
     if amax_ptr is not None:
-        _record(v, amax_ptr)
+        record(v, amax_ptr)
     if FORMAT == "tensor" or FORMAT == "amax":
         _emit_with_scale(
             v, row, column, inside, rows, columns,

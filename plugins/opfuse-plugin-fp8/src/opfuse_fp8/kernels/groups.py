@@ -7,7 +7,7 @@ import triton.language as tl
 from opfuse_triton.grouped import filled_of, place_of, tiles_of
 
 from .device import codes_of, exponent_of, inverse_of, largest, scale_of, scale_of_exponent
-from .emit import _record
+from .emit import record
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def cast_groups(
         at = row.to(tl.int64) * features + column
         v = tl.load(x_ptr + at, inside, 0).to(tl.float32)
         if amax_ptr is not None:
-            _record(v, amax_ptr + group)
+            record(v, amax_ptr + group)
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + group)
             if IS_AMAX:
