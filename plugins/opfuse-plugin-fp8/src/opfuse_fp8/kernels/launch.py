@@ -158,7 +158,8 @@ class Casting:
         (row, column), (inverse, _) = self._allocate()
         FORWARD.launch(
             functools.partial(tiles.grid, self.rows, self.columns),
-            *(self.values, None, None, None, row, inverse, column, None, self._amax, None),
+            *(self.values, None, None, None, row, inverse, column, None),
+            *(self._amax, self._quantizer.counter(self._device)),
             *(self.rows, self.columns, ()),
             **self.constants,
             **IDENTITY.forward,
@@ -215,7 +216,8 @@ class PartsCasting(Casting):
     def _cast_values(self) -> None:
         self.constants = {**self.constants, "FORMAT": "amax"}
         (row, column), (inverse, _) = self._allocate()
-        self._launch((None, row, inverse, column, None, self._amax, None))
+        count = self._quantizer.counter(self._device)
+        self._launch((None, row, inverse, column, None, self._amax, count))
 
     def _launch(self, pointers: tuple[Tensor | None, ...]) -> None:
         wide, row, row_scale, column, *others = pointers
@@ -231,6 +233,8 @@ class PartsCasting(Casting):
                 **IDENTITY.forward,
             )
             start += len(part)
+            if self.constants["FORMAT"] == "amax":  # it is counted once
+                others[-1] = None
 
 
 def room_for_scales(outer: int, blocks: int, swizzles: bool, device: torch.device) -> Tensor:
