@@ -93,7 +93,7 @@ class Explanation:
             ``memory``: what a memory plan attached, each with path, class, action.
             ``quantized``: for each call under a recipe, path, call, recipe, products (of linear
             ops), quantized (how many of them), and tensors, each with op, tensor, format, usage,
-            quantizer, where (which step casts it).
+            quantizer, where (which step casts it), remark (what was wrong with its values).
         """
         calls = [({"path": c.path, "call": n}, c) for n, c in enumerate(self.calls)]
         refused = dict.fromkeys((c.path, c.ops, r) for c in self.calls for r in c.plan.refused)

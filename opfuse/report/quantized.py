@@ -22,6 +22,7 @@ class QuantizedRow:
         usage: The copies that are made: ``"rowwise"``, ``"columnwise"`` or both.
         quantizer: The class of the quantizer.
         where: The step that casts it.
+        remark: What was wrong with the values cast so far, see :meth:`opfuse.Quantizer.remark`.
     """
 
     op: str
@@ -30,6 +31,7 @@ class QuantizedRow:
     usage: str
     quantizer: str
     where: str
+    remark: str = ""
 
 
 class Quantized(NamedTuple):
@@ -60,14 +62,17 @@ class Quantized(NamedTuple):
             usage = row.usage.replace("rowwise and columnwise", "both copies")
             rows.append((row.op, row.tensor, row.format, usage, row.where))
         share = f"{self.quantized} of {self.products} products of linear ops"
-        return [f"quantized by {self.recipe}: {share}", *[f"  {line}" for line in table(rows)]]
+        found = [f"  {row.op} {row.tensor}: {row.remark}" for row in self.tensors if row.remark]
+        lines = [f"  {line}" for line in table(rows)]
+        return [f"quantized by {self.recipe}: {share}", *lines, *found]
 
 
 def total(parts: Sequence[Quantized]) -> Quantized:
-    """All together, their tensors left out."""
+    """All together; of their tensors those that there is a remark on."""
     recipes = {part.recipe for part in parts if part.recipe}
     recipe = "several recipes" if len(recipes) > 1 else "".join(recipes)
-    return Quantized(recipe, sum(p.products for p in parts), sum(p.quantized for p in parts))
+    rows = tuple(dict.fromkeys(row for p in parts for row in p.tensors if row.remark))
+    return Quantized(recipe, sum(p.products for p in parts), sum(p.quantized for p in parts), rows)
 
 
 def quantized_by(program: Any) -> Quantized:
@@ -125,7 +130,8 @@ def _rows(program: Any, i: int, op: Any, given: dict[str, bool]) -> list[Quantiz
             copies = " and ".join(way for way, used in usage._asdict().items() if used)
             who = f"{op.name}: {type(op).__name__}" if op.name else type(op).__name__
             by = type(quantizer).__name__
-            rows.append(QuantizedRow(who, name, quantizer.describe(), copies, by, where))
+            what = quantizer.describe(), copies, by, where, quantizer.remark()
+            rows.append(QuantizedRow(who, name, *what))
     return rows
 
 

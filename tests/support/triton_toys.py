@@ -61,6 +61,33 @@ def column_sums_kernel(x_ptr, part_ptr, rows, N: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def turning_kernel(x_ptr, y_ptr, N: tl.constexpr, TURNS: tl.constexpr, WAITS: tl.constexpr):
+    """A square, doubled, and transposed or not."""
+    row, column = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    x = tl.load(x_ptr + row * N + column)
+    if WAITS:
+        tl.debug_barrier()
+    at = column * N + row if TURNS else row * N + column
+    tl.store(y_ptr + at, x * 2)
+
+
+@triton.jit
+def mixing_kernel(x_ptr, n, N: tl.constexpr, WHAT: tl.constexpr):
+    """Overwrites a row by its own values, or its first number by what all threads have read."""
+    i = tl.arange(0, N)
+    if WHAT == "row":
+        for start in range(0, n, N):
+            x = tl.load(x_ptr + start + i)
+            tl.store(x_ptr + start + i, (x / tl.sum(x.to(tl.float32), 0)).to(x.dtype))
+    elif WHAT == "sum":
+        tl.store(x_ptr, tl.sum(tl.load(x_ptr + i).to(tl.float32), 0).to(x_ptr.dtype.element_ty))
+    else:
+        x = tl.load(x_ptr)
+        if x > 0:
+            tl.store(x_ptr, x * 2)
+
+
+@triton.jit
 def gemm_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """``a @ b.T``, for multiples of the tiles."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -149,6 +176,27 @@ def normalized(x, s):
     return y
 
 
+def turned(**constants):
+    kernel = Kernel(turning_kernel, [Config()])
+
+    def run(x):
+        y = torch.empty_like(x)
+        kernel.launch((1,), x, y, N=x.shape[0], **constants)
+        return y
+
+    return run
+
+
+def mixed(what):
+    kernel = Kernel(mixing_kernel, [Config()])
+
+    def run(x):
+        kernel.launch((1,), x, x.numel(), N=2048, WHAT=what)
+        return x
+
+    return run
+
+
 def absent(x, s):
     import a_package_that_is_not_there  # noqa: F401
 
@@ -229,6 +277,24 @@ TOO_LARGE = gemm(
 )
 NO_DOT = gemm("no dot", Kernel(slow_gemm_kernel, [Config({"BM": 64, "BN": 64})]))
 NARROW = elementwise("narrow", [Config({"BLOCK": 512})])
+
+IN_PLACE = {"y_ptr": "x_ptr"}
+SQUARE = [{"rows": 64, "features": 64}]
+OVERWRITING = [
+    KernelCase(
+        "the same", turned(TURNS=False, WAITS=False), one_to_one, SQUARE, [], overwrites=IN_PLACE
+    ),
+    KernelCase("elsewhere", turned(TURNS=True, WAITS=False), one_to_one, SQUARE, []),
+    KernelCase(
+        "waits", turned(TURNS=True, WAITS=True), one_to_one, SQUARE, [], overwrites=IN_PLACE
+    ),
+    KernelCase("row", mixed("row"), one_to_one, [REAL], []),
+    KernelCase("sum", mixed("sum"), one_to_one, [REAL], []),
+]
+RACING = [
+    KernelCase("turns", turned(TURNS=True, WAITS=False), one_to_one, SQUARE, [], overwrites=IN_PLACE),
+    KernelCase("first", mixed("first"), one_to_one, [REAL], []),
+]  # fmt: skip
 
 SOUND = [SCALE, PRODUCT_CASE]
 FAULTY = [SPILLS, TOO_LARGE, NO_DOT, NARROW]

@@ -318,6 +318,14 @@ class Quantizer(ABC):
         for name in self.pending_names:
             getattr(self, name).fill_(-1)
 
+    def remark(self) -> str:
+        """Return what was wrong with the values that it cast, as a sentence; ``""``: nothing.
+
+        Reports show it, and a checkpoint that is saved warns of it: nothing in a step asks, so it
+        may wait for the device.
+        """
+        return ""
+
     def unrecorded(self) -> Quantizer:
         """Return a quantizer that casts like this one, from the same state, without recording.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -261,7 +262,13 @@ class QuantizerStates:
         """Write the state of every recipe used so far, and of those loaded but not used yet.
 
         An entry is the tensor itself, so that one can load in place, unless it shares memory.
+        A remark of a quantizer becomes a warning; its text has no numbers, so it is shown once.
         """
+        for recipe, quantizers in self._by_recipe.items():
+            if any(quantizer.remark() for quantizer in quantizers.values()):
+                what = f"quantizers of {type(recipe).__name__} remark on values that they cast"
+                text = f"{what}: opfuse.explain tells of which tensors, and what became of them"
+                warnings.warn(text, stacklevel=2)
         states: Any = {self._text(recipe): [*self._entries(recipe)] for recipe in self._by_recipe}
         waiting = {text: [(key, None, key) for key in of] for text, of in self._loaded.items()}
         for text, entries in sorted({**waiting, **states}.items()):

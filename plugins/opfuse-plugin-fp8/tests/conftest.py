@@ -8,6 +8,7 @@ OF_KERNELS = (
     "test_conformance.py",
     "test_delayed.py",
     "test_group_casts.py",
+    "test_infinite.py",
     "test_kernels.py",
     "test_products_of_kernels.py",
 )

@@ -253,7 +253,8 @@ def test_the_kernel_gives_the_bits_of_the_twin(length):
     histories[9, -1], histories[10, -1], histories[11] = torch.inf, torch.nan, 0.0
     facts = torch.tensor([[448.0, 1.0, 0.0], [57344.0, 8.0, 1.0], [448.0, 2.0**-126, 0.0]])
     facts = facts.repeat(6, 1)[:16].contiguous()
-    state = torch.rand(16, generator=generator), amaxes, histories
+    counts = torch.arange(16, dtype=torch.int32)
+    state = torch.rand(16, generator=generator), amaxes, histories, counts
     for rows in (None, torch.tensor([1, 4, 15])):
         for most_recent in (False, True):
             mine, other = ([tensor.clone() for tensor in state] for _ in range(2))
@@ -261,6 +262,7 @@ def test_the_kernel_gives_the_bits_of_the_twin(length):
             delayed.advance(*other, facts, rows, most_recent=most_recent)
             for one, two in zip(mine, other, strict=True):
                 assert torch.equal(one.view(torch.int32), two.view(torch.int32))
+            assert (mine[3] - counts).sum() == (rows is None) * 2 + (rows is not None)
 
 
 # What a step launches

@@ -235,7 +235,7 @@ def test_the_number_of_programs_is_a_configuration():
         with kernel.pinned(config):
             launch, sums = record(case, case.shapes[0], on).launches
         count = config["constants"]["PROGRAMS"] * on.multiprocessors
-        assert launch.grid == (count,) and sums.arguments["programs"] == count
+        assert launch.grid == (count,) and sums.arguments["strips"] == count
 
 
 HEAVY = [

@@ -82,6 +82,24 @@ def test_only_what_is_wrong_is_refused():
     ] == ["x_ptr", "y_ptr"]
 
 
+@pytest.mark.parametrize("arch", [80, 90, "gfx950"])
+def test_what_a_thread_has_read_itself_may_be_overwritten(arch):
+    for number, case in enumerate(toys.OVERWRITING):
+        (row,) = checked("OVERWRITING", number, arch)
+        assert not [said for said in row.refusals if "overwrites" in said], case.name
+
+
+@pytest.mark.parametrize("arch", [80, 90, "gfx950"])
+def test_what_other_threads_read_may_not_be_overwritten(arch):
+    (turns,), (first,) = (checked("RACING", number, arch) for number in (0, 1))
+    (said,) = [said for said in turns.refusals if "overwrites" in said]
+    layouts = re.findall(r"64x64 #ttg.blocked<\{[^}]*order = \[(\d, \d)\]", said)
+    assert said.startswith("overwrites x_ptr, which other threads read, ")
+    assert sorted(layouts) == ["0, 1", "1, 0"] and said.endswith("put tl.debug_barrier() between")
+    (said,) = [said for said in first.refusals if "overwrites" in said]
+    assert "which other threads read, one number for all and one number for all" in said
+
+
 def test_the_same_tile_is_too_small_for_more_threads():
     """A program of an AMD GPU has twice the threads for its warps."""
     assert checked("FAULTY", 3, "gfx942")[0].widths == {"x_ptr": 4, "y_ptr": 4}

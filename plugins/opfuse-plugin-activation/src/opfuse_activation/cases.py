@@ -76,7 +76,7 @@ def _case(name: str, op: Any, inputs: str, outputs: str, *shapes: Any) -> Kernel
     unaligned = [{"rows": 8192, "features": width}]
     return KernelCase(
         name, run, tensors, shapes, _SMALL, separate=separate, peers=peers, dtypes=both,
-        unaligned=unaligned, turn=30,
+        unaligned=unaligned, turn=30, overwrites={} if op.gated else {"dx_ptr": "dy_ptr"},
     )  # fmt: skip
 
 

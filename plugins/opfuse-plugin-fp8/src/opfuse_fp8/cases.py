@@ -364,7 +364,8 @@ def _advance() -> KernelCase:
     def tensors(quantizers: int, steps: int) -> dict[str, Operand]:
         history = Operand((quantizers, steps), torch.float32, "vector")
         vector = Operand((quantizers,), torch.float32, "vector")
-        given = {"scales": vector, "amaxes": vector, "histories": history}
+        counts = Operand((quantizers,), torch.int32, "vector")
+        given = {"scales": vector, "amaxes": vector, "histories": history, "counts": counts}
         facts = {"facts": Operand((quantizers, 3), torch.float32, "vector")}
         return given | facts | {f"next {n}": replace(o, output=True) for n, o in given.items()}
 
@@ -375,7 +376,7 @@ def _advance() -> KernelCase:
 
     def run(function: Call, **given: Tensor) -> tuple[Tensor, ...]:
         function(**given, rows=None, most_recent=False)
-        return given["scales"], given["amaxes"], given["histories"]
+        return given["scales"], given["amaxes"], given["histories"], given["counts"]
 
     def floor(quantizers: int, steps: int) -> int:
         return 2 * quantizers * steps * 4

@@ -23,6 +23,7 @@ from opfuse.ops.authoring import is_captured
 from . import casts
 from .quantizers import DelayedQuantizer
 
+_NAMES = *DelayedQuantizer.state_names, "infinite"
 MOST_SELECTIONS = 64
 """How many selections of its rows a buffer remembers."""
 
@@ -98,6 +99,7 @@ class ScaleBuffer:
         scales: ``(n,)``, fp32, each at a multiple of 16 bytes, as a tensor of its own would be.
         amaxes: Likewise.
         histories: ``(n, length)``, fp32.
+        counts: ``(n,)``, int32: how often the largest magnitude was infinite.
         facts: ``(n, 3)``, fp32: the largest number of the dtype, ``2^margin``, and 1 for a
             quantizer of gradients.
     """
@@ -118,10 +120,11 @@ class ScaleBuffer:
             self.scales.copy_(torch.cat(states[0]))
             self.amaxes.copy_(torch.cat(states[1]))
             self.histories = torch.stack(states[2])
-            pairs = zip(room, self.histories, strict=True)
+            self.counts = torch.cat([count.to(device) for count in states[3]])
+            rows = zip(room, self.histories, self.counts.unsqueeze(1), strict=True)
             # with a storage of its own, each tensor is a whole entry of a state dict
             apart = torch.from_dlpack if device.type in ("cpu", "cuda") else torch.Tensor.detach
-            self._views = [tuple(map(apart, (*each[:, :1], past))) for each, past in pairs]
+            self._views = [tuple(map(apart, (*each[:, :1], *others))) for each, *others in rows]
 
     def take_in(self, quantizers: Sequence[DelayedQuantizer]) -> None:
         """Advance the quantizers of this buffer, and make their tensors views of it.
@@ -138,8 +141,7 @@ class ScaleBuffer:
             return
         for row, quantizer in enumerate(quantizers):
             quantizer._shared = self, row
-            names = DelayedQuantizer.state_names
-            for name, view in zip(names, self._views[row], strict=True):
+            for name, view in zip(_NAMES, self._views[row], strict=True):
                 setattr(quantizer, name, view)
 
     @staticmethod
@@ -148,7 +150,7 @@ class ScaleBuffer:
         if quantizer._shared is None:
             return False
         buffer, row = quantizer._shared
-        scale, amax, history = buffer._views[row]
+        scale, amax, history, _ = buffer._views[row]
         same = quantizer.scale is scale and quantizer.amax is amax
         same = same and quantizer.amax_history is history
         settings = quantizer.dtype, quantizer.margin, quantizer.is_grad, quantizer.most_recent
@@ -166,7 +168,7 @@ class ScaleBuffer:
         run = advance
         if kernels_run(self.scales.device):
             from .kernels.scales import advance as run
-        state = self.scales, self.amaxes, self.histories
+        state = self.scales, self.amaxes, self.histories, self.counts
         run(*state, self.facts, chosen, most_recent=self._most_recent)
 
     def _selection(self, rows: tuple[int, ...]) -> Tensor:
@@ -188,14 +190,14 @@ class ScaleBuffer:
 
 def _states(quantizers: Sequence[DelayedQuantizer]) -> list[list[Tensor]]:
     """The tensors of each name, of all quantizers."""
-    names = DelayedQuantizer.state_names
-    return [[getattr(quantizer, name) for quantizer in quantizers] for name in names]
+    return [[getattr(quantizer, name) for quantizer in quantizers] for name in _NAMES]
 
 
 def advance(
     scales: Tensor,
     amaxes: Tensor,
     histories: Tensor,
+    counts: Tensor,
     facts: Tensor,
     rows: Tensor | None,
     *,
@@ -210,13 +212,14 @@ def advance(
         scales: See :class:`ScaleBuffer`.
         amaxes: See there. They become -1.
         histories: See there.
+        counts: See there.
         facts: See there.
         rows: The rows that advance, int64; None: all.
         most_recent: Whether the latest row of a history counts alone.
     """
-    state = scales, amaxes, histories
+    state = scales, amaxes, histories, counts
     given = state if rows is None else [tensor.index_select(0, rows) for tensor in state]
-    scale, amax, history = given
+    scale, amax, history, count = given
     most, power, is_grad = (facts if rows is None else facts.index_select(0, rows)).unbind(1)
     amax = torch.where(is_grad > 0, amax, amax.clamp(min=0))
     arrived, past = amax >= 0, history[:, 1:]
@@ -229,6 +232,7 @@ def advance(
         torch.where(arrived, found, scale),
         torch.full_like(amax, -1),
         torch.where(arrived[:, None], rolled[:, : history.shape[1]], history),
+        count + amax.isinf(),
     )
     for into, new in zip(state, made, strict=True):
         into.copy_(new) if rows is None else into.index_copy_(0, rows, new)

@@ -11,6 +11,7 @@ import torch
 from opfuse_quantized.formats import BlockScaledTensor, MXTensor
 from opfuse_quantized.swizzle import swizzled
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
@@ -169,12 +170,25 @@ class _TensorQuantizer(BaseQuantizer):
 
     Args:
         dtype: An FP8 dtype.
+
+    Attributes:
+        infinite: How often the largest magnitude was infinite, int32, (1,), on the device of the
+            values, where no step reads it; or None.
+        if_infinite: What then becomes of the scale.
     """
 
     format = ScaledTensor
+    infinite: Tensor | None = None
+    if_infinite: ClassVar[str]
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+    def remark(self) -> str:
+        """See :meth:`opfuse.Quantizer.remark`."""
+        counted = getattr(self._recording or self, "infinite", None)
+        times = 0 if counted is None or counted.is_meta else int(counted)
+        return f"its largest magnitude was infinite {times} times: {self.if_infinite}" * bool(times)
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
@@ -264,14 +278,32 @@ class CurrentQuantizer(_TensorQuantizer):
         power_of_2: Whether the scale is rounded down to a power of two.
     """
 
+    if_infinite = "its scale was 1"
+
     def __init__(self, dtype: torch.dtype, power_of_2: bool = False) -> None:
         super().__init__(dtype)
         self.power_of_2 = power_of_2
+
+    def counter(self, device: torch.device) -> Tensor | None:
+        """Where casts on a device count; None: a graph is captured that would count from 0 again.
+
+        Args:
+            device: The device.
+        """
+        if self.infinite is None or self.infinite.device != device:
+            if is_captured(device):
+                return None
+            with torch.inference_mode(False):
+                self.infinite = torch.zeros(1, dtype=torch.int32, device=device)
+        return self.infinite
 
     def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
         """See :meth:`_TensorQuantizer.with_largest`."""
         most = torch.finfo(self.dtype).max
         scale = casts.scale_of(amax, most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX)
+        counts = type(amax) is Tensor and not is_compiling()
+        if counts and (count := self.counter(amax.device)) is not None:
+            count.add_(amax.isinf())
         return self.with_scale(tensor, usage, scale)
 
 
@@ -300,6 +332,7 @@ class DelayedQuantizer(_TensorQuantizer):
     format = RescaledTensor
     state_names = ("scale", "amax", "amax_history")
     pending_names = ("amax",)
+    if_infinite = "its scale stayed as it was"
     _captured: tuple[Tensor, ...] = ()  # what a CUDA graph reads
 
     def __init__(
@@ -317,6 +350,7 @@ class DelayedQuantizer(_TensorQuantizer):
         self.scale = torch.ones(1, dtype=torch.float32, device=device)
         self.amax = nothing_recorded(device)
         self.amax_history = torch.zeros(history, dtype=torch.float32, device=device)
+        self.infinite = torch.zeros(1, dtype=torch.int32, device=device)
 
     def describe(self) -> str:
         """See :meth:`opfuse.Quantizer.describe`."""
@@ -363,7 +397,7 @@ class DelayedQuantizer(_TensorQuantizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own state, which shares no memory with that of other quantizers."""
-        own = [name for name in self.state_names if name in vars(self)]
+        own = [name for name in (*self.state_names, "infinite") if name in vars(self)]
         apart = {"_shared": None, "_captured": ()}
         return {**vars(self), **apart, **{n: vars(self)[n].clone() for n in own}}
 

@@ -181,6 +181,7 @@ CASES = [
             _FEW, floor=_twice_and_once,
             separate=functools.partial(_log_probs_apart, numbers=numbers),
             draw=_draw_tokens, dtypes=DTYPES, unaligned=_UNALIGNED_CLASSES, turn=20,
+            overwrites={"gradient": "logits"},
         )
         for said, numbers in (("", TokenNumbers()), (", all outputs", _ALL_OUTPUTS))
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from opfuse_triton import KernelCase, Operand
 from opfuse_triton.elementwise import formulas, kernels, twins
-from opfuse_triton.norms import LAYER, RMS, Norm, again
+from opfuse_triton.norms import LAYER, RMS, Norm, forward
 from opfuse_triton.norms import twins as norm_twins
 from torch import Tensor
 
@@ -47,8 +47,9 @@ def _gradients(name: str, op: Any, with_sums: bool) -> KernelCase:
     size = getattr(op, "glu_interleave_size", None)
     unaligned = [{"rows": 8192, "features": 5024 if size else 5001}]  # halves of 32 in turns
     return KernelCase(
-        name, run, tensors, _MODELS, _SMALL, separate=separate, unaligned=unaligned, turn=60
-    )
+        name, run, tensors, _MODELS, _SMALL, separate=separate, unaligned=unaligned, turn=60,
+        overwrites={"y_ptr": "dy_ptr"},
+    )  # fmt: skip
 
 
 def _norm(name: str, kind: str) -> KernelCase:
@@ -70,7 +71,7 @@ def _norm(name: str, kind: str) -> KernelCase:
 
         return compute
 
-    run, separate = of(again.again), of(norm_twins.again)
+    run, separate = of(forward.again), of(norm_twins.again)
     return KernelCase(
         name, run, tensors, _WIDTHS, _SMALL, separate=separate, dtypes=(_BF16, _FP32), turn=60
     )

@@ -156,129 +156,76 @@ def _gradients_apart(
     return of_hidden.to(hidden.dtype), of_scales
 
 
-def _coded(
-    x: Tensor, w: Tensor, x_inverse: Tensor, w_inverse: Tensor, bias: Tensor, ends: Tensor
-) -> Tensor:
-    matrices = library.matrices_of(w)
-    given = ends, bias.dtype, bias.unbind()
-    return library.coded_product((x, x_inverse), matrices, w_inverse, *given)
+# Products of codes. All are of two operands, the second one transposed; ``x_inverse`` has what the
+# codes ``x`` of each group are multiplied by, and ``x_scale`` that of each 32 of them
 
 
-def _coded_apart(
-    of: GroupsOf,
-    x: Tensor,
-    w: Tensor,
-    x_inverse: Tensor,
-    w_inverse: Tensor,
-    bias: Tensor,
-    ends: Tensor,
-) -> Tensor:
-    """Group by group, of dequantized values in fp32; on the meta device groups are alike."""
-    rows, matrices = _widened(x.split(_counts(ends, len(x))), x_inverse), _widened(w, w_inverse)
-    each = zip(rows, matrices, bias, strict=True)
-    return torch.cat([F.linear(x, w, b.to(x.dtype)).to(b.dtype) for x, w, b in each])
+def _names(given: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The names of both operands."""
+    one, other = [name for name in given if f"{name}_inverse" in given or f"{name}_scale" in given]
+    return one, other
 
 
-def _widened(codes: Sequence[Tensor] | Tensor, inverses: Tensor) -> list[Tensor]:
+def _of_codes(exact: bool, ends: Tensor, bias: Tensor | None = None, **given: Tensor) -> Tensor:
+    """Of rows with matrices."""
+    one, other = _names(given)
+    dtype, biases = (BF16, ()) if bias is None else (bias.dtype, bias.unbind())
+    if f"{one}_scale" in given:
+        both = [library.Scaled(given[name], given[f"{name}_scale"]) for name in (one, other)]
+        return library.scaled_product(*both, ends, dtype, biases)
+    rows, matrices = (given[one], given[f"{one}_inverse"]), library.matrices_of(given[other])
+    inverse = given[f"{other}_inverse"]
+    return library.coded_product(rows, matrices, inverse, ends, dtype, biases, exact=exact)
+
+
+def _wgrad_of_codes(ends: Tensor, sums: Tensor | None = None, **given: Tensor) -> Tensor:
+    """Of columnwise copies, which are added to sums if there are some."""
+    names = _names(given)
+    sizes = given[names[0]].shape[1], *[len(given[name]) for name in names]
+    if f"{names[0]}_scale" in given:
+        both: Any = [
+            library.Scaled(given[name].view(-1), given[f"{name}_scale"].view(-1)) for name in names
+        ]
+        fresh, adding = library.scaled_weight_grads, library.add_scaled_weight_grads
+    else:
+        both = [(given[name].view(-1), given[f"{name}_inverse"]) for name in names]
+        fresh, adding = library.coded_weight_grads, library.add_coded_weight_grads
+    if sums is None:
+        return fresh(*both, ends, sizes, BF16)
+    adding(*both, ends, sizes, _sums_of(sums))
+    return sums
+
+
+def _codes_apart(of: GroupsOf, ends: Tensor, bias: Tensor | None = None, **given: Tensor) -> Tensor:
+    """Group by group, of dequantized values; on the meta device groups are alike."""
+    names, products = _names(given), list[Tensor]()
+    columnwise = all(given[name].ndim == 2 for name in names)
+    each = zip(*[_parts(given, name, ends, columnwise) for name in names], strict=True)
+    for i, (one, other) in enumerate(each):
+        product = F.linear(one, other, None if bias is None else bias[i].to(one.dtype))
+        exact = product.dtype is torch.float64  # the reference rounds nothing
+        products.append(product if exact else product.to(BF16 if bias is None else bias.dtype))
+    return torch.stack(products) if columnwise else torch.cat(products)
+
+
+def _parts(given: Mapping[str, Tensor], name: str, ends: Tensor, columnwise: bool) -> list[Tensor]:
+    """The dequantized values of each group; of columnwise copies one group is behind the other."""
+    codes, scales = given[name], given.get(f"{name}_scale")
+    high, inverses = len(codes), given.get(f"{name}_inverse")
+    if columnwise:
+        codes = codes.view(-1, 32) if scales is not None else codes.view(-1)
+        scales = None if scales is None else scales.view(-1, 1)
+    values = codes if scales is None else _times(codes, scales)
+    if columnwise:
+        counts = _counts(ends, given[name].shape[1])
+        blocks = values.reshape(-1).split([high * count for count in counts])
+        parts = [block.view(high, -1) for block in blocks]
+    else:
+        parts = list(values if values.ndim == 3 else values.split(_counts(ends, len(values))))
+    if inverses is None:
+        return parts
     dtype = torch.promote_types(inverses.dtype, torch.float32)
-    return [part.to(dtype) * inverse for part, inverse in zip(codes, inverses, strict=True)]
-
-
-def _coded_dgrad(
-    dy: Tensor, w: Tensor, dy_inverse: Tensor, w_inverse: Tensor, ends: Tensor
-) -> Tensor:
-    matrices = library.matrices_of(w)
-    return library.coded_product((dy, dy_inverse), matrices, w_inverse, ends, BF16, exact=True)
-
-
-def _coded_dgrad_apart(
-    of: GroupsOf, dy: Tensor, w: Tensor, dy_inverse: Tensor, w_inverse: Tensor, ends: Tensor
-) -> Tensor:
-    rows, matrices = _widened(dy.split(_counts(ends, len(dy))), dy_inverse), _widened(w, w_inverse)
-    parts = [dy @ w.t() for dy, w in zip(rows, matrices, strict=True)]
-    return torch.cat([_rounded(part) for part in parts])
-
-
-def _coded_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    dy_inverse: Tensor,
-    x_inverse: Tensor,
-    ends: Tensor,
-    sums: Tensor | None = None,
-) -> Tensor:
-    sizes = dy.shape[1], dy.shape[0], x.shape[0]
-    given = (dy.view(-1), dy_inverse), (x.view(-1), x_inverse), ends, sizes
-    if sums is None:
-        return library.coded_weight_grads(*given, BF16)
-    library.add_coded_weight_grads(*given, _sums_of(sums))
-    return sums
-
-
-def _coded_wgrad_apart(
-    of: GroupsOf, dy: Tensor, x: Tensor, dy_inverse: Tensor, x_inverse: Tensor, ends: Tensor
-) -> Tensor:
-    """The copies of each group are one after the other."""
-    counts, each = _counts(ends, dy.shape[1]), list[list[Tensor]]()
-    for codes, inverse in ((dy, dy_inverse), (x, x_inverse)):
-        blocks = codes.view(-1).split([len(codes) * count for count in counts])
-        each.append(_widened([block.view(len(codes), -1) for block in blocks], inverse))
-    return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
-
-
-def _mx(
-    x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, ends: Tensor
-) -> Tensor:
-    operands = library.Scaled(x, x_scale), library.Scaled(w, w_scale)
-    return library.scaled_product(*operands, ends, BF16, bias.unbind())
-
-
-def _mx_apart(
-    of: GroupsOf, x: Tensor, w: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor, ends: Tensor
-) -> Tensor:
-    rows, matrices = _times(x, x_scale).split(_counts(ends, len(x))), _times(w, w_scale)
-    each = zip(rows, matrices, bias, strict=True)
-    return torch.cat([_rounded(F.linear(x, w, b.to(x.dtype))) for x, w, b in each])
-
-
-def _mx_dgrad(dy: Tensor, w: Tensor, dy_scale: Tensor, w_scale: Tensor, ends: Tensor) -> Tensor:
-    operands = library.Scaled(dy, dy_scale), library.Scaled(w, w_scale)
-    return library.scaled_product(*operands, ends, BF16)
-
-
-def _mx_dgrad_apart(
-    of: GroupsOf, dy: Tensor, w: Tensor, dy_scale: Tensor, w_scale: Tensor, ends: Tensor
-) -> Tensor:
-    rows, matrices = _times(dy, dy_scale).split(_counts(ends, len(dy))), _times(w, w_scale)
-    return torch.cat([_rounded(dy @ w.t()) for dy, w in zip(rows, matrices, strict=True)])
-
-
-def _mx_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    dy_scale: Tensor,
-    x_scale: Tensor,
-    ends: Tensor,
-    sums: Tensor | None = None,
-) -> Tensor:
-    sizes = dy.shape[1], dy.shape[0], x.shape[0]
-    operands = [library.Scaled(t.view(-1), s.view(-1)) for t, s in ((dy, dy_scale), (x, x_scale))]
-    if sums is None:
-        return library.scaled_weight_grads(*operands, ends, sizes, BF16)
-    library.add_scaled_weight_grads(*operands, ends, sizes, _sums_of(sums))
-    return sums
-
-
-def _mx_wgrad_apart(
-    of: GroupsOf, dy: Tensor, x: Tensor, dy_scale: Tensor, x_scale: Tensor, ends: Tensor
-) -> Tensor:
-    """The copies of each group are one after the other."""
-    counts, each = _counts(ends, dy.shape[1]), list[list[Tensor]]()
-    for codes, scales in ((dy, dy_scale), (x, x_scale)):
-        values, high = _times(codes.view(-1, 32), scales.view(-1, 1)).view(-1), len(codes)
-        blocks = values.split([high * count for count in counts])
-        each.append([block.view(high, -1) for block in blocks])
-    return torch.stack([_rounded(dy @ x.t()) for dy, x in zip(*each, strict=True)])
+    return [part.to(dtype) * inverse for part, inverse in zip(parts, inverses, strict=True)]
 
 
 def _times(codes: Tensor, scales: Tensor) -> Tensor:
@@ -286,11 +233,6 @@ def _times(codes: Tensor, scales: Tensor) -> Tensor:
     dtype = torch.float64 if scales.dtype is torch.float64 else torch.float32
     blocks = codes.to(dtype).unflatten(-1, (-1, 32)) * scales.to(dtype)[..., None]
     return blocks.flatten(-2)
-
-
-def _rounded(product: Tensor) -> Tensor:
-    """As the kernels round; the reference is in fp64."""
-    return product if product.dtype is torch.float64 else product.to(BF16)
 
 
 def _counts(ends: Tensor, rows: int) -> list[int]:
@@ -391,43 +333,32 @@ def _draw_whole(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
 def _draw_scaled(name: str, **shape: int) -> dict[str, Tensor]:
     """Powers of two around 1, too."""
     found = _draw_whole(**shape)
-    for key, operand in _mx_operands(name, **shape).items():
+    for key, operand in _code_operands(name, True, **shape).items():
         if operand.dtype is E8M0:
             found[key] = torch.randint(-3, 4, operand.shape).float().exp2().to(E8M0)
     return found
 
 
-def _coded_operands(name: str, **shape: int) -> Mapping[str, Operand]:
-    """Those of gradients of codes: columnwise copies have contiguous rows."""
-    groups, rows, depth, features = [shape[n] for n in ("groups", "rows", "depth", "features")]
-    codes: dict[str, Any] = {
-        "dx": {"dy": ((rows, features), E5M2), "w": ((groups, depth, features), E4M3)},
-        "dw": {"dy": ((features, rows), E5M2), "x": ((depth, rows), E4M3)},
-    }
-    found = {key: Operand(*given) for key, given in codes[name].items()}
-    inverse = Operand((groups,), torch.float32, "vector")
-    found |= {f"{key}_inverse": inverse for key in codes[name]}
-    found["ends"] = Operand((groups,), torch.int32, "vector")
-    size = {"dx": (rows, depth), "dw": (groups, features, depth)}[name]
-    return found | {name: Operand(size, BF16, output=True)}
-
-
-def _mx_operands(name: str, **shape: int) -> Mapping[str, Operand]:
-    """Those of products of MX codes: what is added up is contiguous in all."""
+def _code_operands(result: str, in_blocks: bool, **shape: int) -> Mapping[str, Operand]:
+    """The operands of a product of codes: what is added up is contiguous in all."""
     groups, rows, depth, features = [shape[n] for n in ("groups", "rows", "depth", "features")]
     sizes: dict[str, Any] = {
-        "y": {"x": (rows, depth), "w": (groups, features, depth)},
-        "dx": {"dy": (rows, features), "w": (groups, depth, features)},
-        "dw": {"dy": (features, rows), "x": (depth, rows)},
+        "y": {"x": (rows, depth), "w": (groups, features, depth), "y": (rows, features)},
+        "dx": {"dy": (rows, features), "w": (groups, depth, features), "dx": (rows, depth)},
+        "dw": {"dy": (features, rows), "x": (depth, rows), "dw": (groups, features, depth)},
     }
-    found = {key: Operand(size, E4M3) for key, size in sizes[name].items()}
-    for key, size in sizes[name].items():
-        found[f"{key}_scale"] = Operand((*size[:-1], size[-1] // 32), E8M0, "vector")
-    if name == "y":
+    *codes, (_, size) = sizes[result].items()
+    dtypes = {"dy": E4M3 if in_blocks else E5M2}
+    found = {name: Operand(size, dtypes.get(name, E4M3)) for name, size in codes}
+    for name, wide in codes:
+        if in_blocks:
+            found[f"{name}_scale"] = Operand((*wide[:-1], wide[-1] // 32), E8M0, "vector")
+        else:
+            found[f"{name}_inverse"] = Operand((groups,), torch.float32, "vector")
+    if result == "y":
         found["bias"] = Operand((groups, features), BF16, "vector")
     found["ends"] = Operand((groups,), torch.int32, "vector")
-    result = {"y": (rows, features), "dx": (rows, depth), "dw": (groups, features, depth)}[name]
-    return found | {name: Operand(result, BF16, output=True)}
+    return found | {result: Operand(size, BF16, output=True)}
 
 
 def multiplies_mx(target: Target) -> bool:
@@ -435,34 +366,25 @@ def multiplies_mx(target: Target) -> bool:
     return target.arch in (100, 103, "gfx950")
 
 
-def _of_mx(
-    name: str, result: str, run: Any, apart: Any, kernel: Any, added: bool = False
+def _codes(
+    name: str, result: str, kernel: Any, in_blocks: bool = False, added: bool = False
 ) -> KernelCase:
-    operands: Any = partial(_mx_operands, result)
+    """A product of codes, with a scale for each group, or in MX blocks."""
+    operands: Any = partial(_code_operands, result, in_blocks)
+    run: Any = _wgrad_of_codes if result == "dw" else partial(_of_codes, result == "dx")
+    apart: Any = _codes_apart
     if added:
         operands, apart = _with_sums(operands), _added_apart(apart)
-    small = [
-        {"groups": 5, "rows": 160, "depth": 64, "features": 96},
-        {"groups": 1, "rows": 32, "depth": 32, "features": 160},
-    ]
+    small: Any = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
+    draw, dtypes = _draw_whole, (BF16,)
+    if in_blocks:
+        small, draw = _WHOLE_BLOCKS, partial(_draw_scaled, result)
+    elif result == "y":
+        small, draw, dtypes = _SMALL, _draw, _DTYPES
     return KernelCase(
         name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
-        separate=partial(apart, _torch), twin=partial(apart, _looped),
-        draw=partial(_draw_scaled, result), flops=_flops, runs_on=multiplies_mx, turn=30,
-    )  # fmt: skip
-
-
-def _coded_gradient(
-    name: str, result: str, run: Any, apart: Any, kernel: Any, added: bool = False
-) -> KernelCase:
-    operands: Any = partial(_coded_operands, result)
-    if added:
-        operands, apart = _with_sums(operands), _added_apart(apart)
-    small = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
-    return KernelCase(
-        name, run, operands, _UP, small, partial(_floor, operands), (kernel.name,),
-        separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw_whole,
-        flops=_flops, runs_on=multiplies_codes, turn=30,
+        separate=partial(apart, _torch), twin=partial(apart, _looped), draw=draw, dtypes=dtypes,
+        flops=_flops, runs_on=multiplies_mx if in_blocks else multiplies_codes, turn=30,
     )  # fmt: skip
 
 
@@ -488,8 +410,6 @@ def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]
             "bias": Operand((groups, features), BF16, "vector"),
             "scales": Operand((rows,), BF16, "vector"),
             "ends": Operand((groups,), torch.int32, "vector"),
-            "x_inverse": Operand((groups,), torch.float32, "vector"),
-            "w_inverse": Operand((groups,), torch.float32, "vector"),
             "hidden": Operand((rows, 2 * depth), BF16),
         }
         results = {
@@ -503,8 +423,6 @@ def _operands(inputs: str, outputs: str) -> Callable[..., Mapping[str, Operand]]
             "d_scales": Operand((rows,), torch.float32, "vector", output=True),
         }
         found = {name: known[name] for name in inputs.split()}
-        if "x_inverse" in found:  # of codes
-            found |= {name: replace(found[name], dtype=E4M3) for name in ("x", "w")}
         return found | {name: results[name] for name in outputs.split()}
 
     return operands
@@ -526,6 +444,10 @@ _UNALIGNED = [{"groups": 128, "rows": 65536, "depth": 2049, "features": 1535}]
 _SMALL = [
     {"groups": 5, "rows": 131, "depth": 64, "features": 136},
     {"groups": 1, "rows": 1, "depth": 33, "features": 30},
+]
+_WHOLE_BLOCKS = [
+    {"groups": 5, "rows": 160, "depth": 64, "features": 96},
+    {"groups": 1, "rows": 32, "depth": 32, "features": 160},
 ]
 _DTYPES = BF16, torch.float16, torch.float32
 
@@ -554,14 +476,11 @@ def _case(
     gemms, operands = () if kernel is library.SUMS else (kernel.name,), _operands(*tensors)
     if added:
         operands, apart = _with_sums(operands), _added_apart(apart)
-    coded: Mapping[str, Any] = {}
-    if "x_inverse" in tensors[0]:
-        coded = {"runs_on": multiplies_codes}
     return KernelCase(
         name, run, operands, shapes, _SMALL, partial(_floor, operands), gemms,
         separate=partial(apart, _torch), twin=partial(apart, _looped), draw=_draw, dtypes=_DTYPES,
         flops=_flops if gemms else None, peers={"liger_kernel": liger} if liger else {}, turn=30,
-        unaligned=unaligned, **coded,
+        unaligned=unaligned,
     )  # fmt: skip
 
 
@@ -578,10 +497,7 @@ CASES = [
         "grouped product of a list, with biases", _listed, _listed_apart,
         ("x w bias scales ends", "y"), _DOWN, library.PRODUCT,
     ),
-    _case(
-        "grouped product of codes", _coded, _coded_apart,
-        ("x w x_inverse w_inverse bias ends", "y"), _UP, library.PRODUCT,
-    ),
+    _codes("grouped product of codes", "y", library.PRODUCT),
     _case(
         "its gradient", _dgrad, _dgrad_apart,
         ("dy w ends", "dx"), _UP, library.PRODUCT, _dgrad_by_liger,
@@ -594,26 +510,14 @@ CASES = [
         "gradient of the matrices, added", _wgrad_added, _wgrad_apart,
         ("dy x ends", "dw"), _UP, library.WGRAD, added=True, unaligned=_UNALIGNED,
     ),
-    _coded_gradient(
-        "its gradient of codes", "dx", _coded_dgrad, _coded_dgrad_apart, library.PRODUCT
-    ),
-    _coded_gradient(
-        "gradient of the matrices, of codes", "dw",
-        _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD,
-    ),
-    _coded_gradient(
-        "gradient of the matrices, of codes, added", "dw",
-        _coded_wgrad, _coded_wgrad_apart, library.CODED_WGRAD, added=True,
-    ),
-    _of_mx("grouped product of MX codes", "y", _mx, _mx_apart, library.SCALED),
-    _of_mx("its gradient of MX codes", "dx", _mx_dgrad, _mx_dgrad_apart, library.SCALED),
-    _of_mx(
-        "gradient of the matrices, of MX codes", "dw",
-        _mx_wgrad, _mx_wgrad_apart, library.SCALED_WGRAD,
-    ),
-    _of_mx(
-        "gradient of the matrices, of MX codes, added", "dw",
-        _mx_wgrad, _mx_wgrad_apart, library.SCALED_WGRAD, added=True,
+    _codes("its gradient of codes", "dx", library.PRODUCT),
+    _codes("gradient of the matrices, of codes", "dw", library.CODED_WGRAD),
+    _codes("gradient of the matrices, of codes, added", "dw", library.CODED_WGRAD, added=True),
+    _codes("grouped product of MX codes", "y", library.SCALED, True),
+    _codes("its gradient of MX codes", "dx", library.SCALED, True),
+    _codes("gradient of the matrices, of MX codes", "dw", library.SCALED_WGRAD, True),
+    _codes(
+        "gradient of the matrices, of MX codes, added", "dw", library.SCALED_WGRAD, True, True
     ),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),

@@ -226,6 +226,7 @@ def _case(
     return KernelCase(
         name, run, tensors, shapes, small, separate=separate, twin=twin, peers=peers, dtypes=both,
         unaligned=shapes if shapes in (_HEADS, _WIDE) else _UNALIGNED, turn=10,
+        overwrites={"dx_ptr": "dy_ptr", "sum_ptr": "extra_ptr"},
     )  # fmt: skip
 
 
@@ -259,6 +260,7 @@ def _dropout_case(name: str, kind: str = "") -> KernelCase:
         name, by(dropout_kernels.dropout, forward_kernels.forward), tensors, _WIDTHS, _SMALL,
         separate=separate, twin=by(drop.dropout, twins.forward), unaligned=_UNALIGNED[1:],
         draw=lambda **shape: {"seed": torch.tensor([2**40 + 7])}, turn=15,
+        overwrites={"sum_ptr": "extra_ptr"},
         dtypes=(torch.bfloat16, torch.float32),
     )  # fmt: skip
 

@@ -23,6 +23,15 @@ _PHI = {"tokens": 8192, "heads": 32, "keys": 32, "dim": 80}
 _SMALL = [{"tokens": 37, "heads": 3, "keys": 2, "dim": 64}]
 
 
+_IN_PLACE = {
+    "q_out_ptr": "q_ptr",
+    "k_out_ptr": "k_ptr",
+    "q_dx_ptr": "q_dy_ptr",
+    "k_dx_ptr": "k_dy_ptr",
+}
+"""What the kernels may write over what they read; the features that stay as they are stay there."""
+
+
 class _What(NamedTuple):
     """What a case computes.
 
@@ -149,6 +158,7 @@ def _case(name: str, what: _What, *shapes: Mapping[str, int]) -> KernelCase:
         peers=peers,
         dtypes=(_BF16, _FP32),
         turn=40,
+        overwrites={} if what.part < 1 else _IN_PLACE,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
-from opfuse_triton.elementwise.kernels import sum_strips
+from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
 from .layouts import Angles, Heads

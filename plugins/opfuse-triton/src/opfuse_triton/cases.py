@@ -77,6 +77,9 @@ class KernelCase:
         flops: Called as ``flops(**shape)``: floating-point operations of its matrix products.
         runs_on: Whether a target has what the kernels need, such as products of FP8 codes. None:
             all have.
+        overwrites: Parameters of its kernels whose tensor may be that of another one: what is
+            written, with what is read in its place, such as ``{"dx_ptr": "dy_ptr"}``. ``check``
+            looks whether each thread overwrites what it has read itself.
         turn: Its place in the order of ``python -m opfuse_triton gpu``; the smallest come first.
     """
 
@@ -97,6 +100,7 @@ class KernelCase:
     flops: Callable[..., int] | None = None
     runs_on: Callable[[Target], bool] | None = None
     turn: int = 50
+    overwrites: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, target: Target) -> bool:
         """Whether it runs on a target."""

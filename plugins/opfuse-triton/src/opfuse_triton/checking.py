@@ -16,8 +16,8 @@ import triton
 
 from .accesses import THREAD, Access, find_accesses
 from .cases import KernelCase
-from .configs import Config
-from .launches import Launch
+from .launches import Launch, kind_of
+from .overwriting import refuse_races
 from .recorded import CaseRun, case_lists, load_cases, record, storage_of, tensors_of
 from .resources import Resources, occupancy, read_resources
 from .targets import TARGETS, Target
@@ -110,8 +110,7 @@ def _to_compile(
         for launch in run.launches:
             configs = [launch.config]
             if candidates and dtype is torch.bfloat16 and not offset:
-                possible = launch.kernel.candidates(launch.target, launch.facts)
-                configs = [Config(**candidate) for candidate in possible]
+                configs = launch.kernel.possible(launch.target, launch.facts)
             yield from ((run, replace(launch, config=config)) for config in configs)
 
 
@@ -146,12 +145,14 @@ def check_launch(plugin: str, run: CaseRun, launch: Launch) -> CheckedLaunch:
         return replace(row, refusals=(f"does not compile: {where}{said[-1]}",))
     resources = read_resources(compiled)
     full = _full_parameters(run, launch)
-    narrowest = _narrowest(find_accesses(compiled.asm["llir"], _pointers(launch)), full)
+    pointers = _pointers(launch)
+    narrowest = _narrowest(find_accesses(compiled.asm["llir"], pointers), full)
     product = run.dtype if launch.kernel.name in run.case.gemms else None
     refusals = [
         *_refuse_resources(launch.target, resources),
         *_refuse_product(launch, resources, product),
         *_refuse_narrow(launch, narrowest, full, product),
+        *refuse_races(compiled.asm["ttgir"], pointers, _overwrites(run.case, launch)),
     ]
     return replace(
         row,
@@ -225,6 +226,13 @@ def _full_parameters(run: CaseRun, launch: Launch) -> dict[str, torch.Tensor]:
             if known is not None and known[1].role == "full":
                 found[name] = tensor
     return found
+
+
+def _overwrites(case: KernelCase, launch: Launch) -> dict[str, str]:
+    """The pairs of a case that may be one tensor in this launch: of one dtype, and as aligned."""
+    of = launch.arguments
+    pairs = case.overwrites.items()
+    return {to: read for to, read in pairs if kind_of(of.get(to)) == kind_of(of.get(read))}
 
 
 def _pointers(launch: Launch) -> list[str]:

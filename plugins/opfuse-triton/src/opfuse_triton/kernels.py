@@ -71,7 +71,7 @@ class Kernel:
         """
         if (questions := asked.get()) is not None:
             questions.append((self, facts))
-        possible = self._all(target, facts)
+        possible = self.possible(target, facts)
         return config_tables.chosen(target.name, self.full_name, facts, possible)
 
     def candidates(self, target: Target, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -84,9 +84,10 @@ class Kernel:
         Raises:
             ValueError: There is none, or there are more than 8.
         """
-        return [config.to_dict() for config in self._all(target, facts)]
+        return [config.to_dict() for config in self.possible(target, facts)]
 
-    def _all(self, target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
+    def possible(self, target: Target, facts: Mapping[str, Any]) -> Sequence[Config]:
+        """The same as they are, see :meth:`candidates`."""
         given = self._configs
         found = given(target, facts) if callable(given) else given
         if not 0 < len(found) <= MOST_CANDIDATES:

@@ -83,7 +83,7 @@ class Launch:
     @property
     def key(self) -> str:
         """What the compiled code follows from, but for Triton and the target."""
-        given = [_kind(value) for value in self.args]
+        given = [kind_of(value) for value in self.args]
         constants = {name: _constant(value) for name, value in self.constants.items()}
         return f"{code_of(self.kernel.fn)} {given} {constants} {self.config.to_dict()}"
 
@@ -118,14 +118,18 @@ class Launch:
         return triton.compile(source, target=gpu, options=options.__dict__)
 
 
-def _kind(value: Any) -> Any:
-    """What Triton knows of an argument while it compiles."""
+def kind_of(value: Any) -> Any:
+    """What Triton knows of an argument while it compiles.
+
+    Args:
+        value: The argument.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.storage_offset() * value.dtype.itemsize % 16
     if isinstance(value, int) and not isinstance(value, bool):
         return "int", value if value < 2 else value % 16, value.bit_length() > 31
     base = getattr(value, "base", None)
-    return type(value).__name__ if base is None else (_kind(base), value.block_shape)
+    return type(value).__name__ if base is None else (kind_of(base), value.block_shape)
 
 
 def _constant(value: Any) -> Any:

@@ -216,18 +216,3 @@ def cast_backward(
                 wide_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
                 FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
             )  # fmt: skip
-
-
-@triton.jit
-def column_sums(
-    sums_ptr, out_ptr, tiles, width,
-    STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The sum of all tiles, in their order."""
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    for step in range(STEPS):
-        tile = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        inside = (tile < tiles) & (column[None, :] < width)
-        total += tl.load(sums_ptr + tile.to(tl.int64) * width + column[None, :], inside, 0)
-    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), column < width)

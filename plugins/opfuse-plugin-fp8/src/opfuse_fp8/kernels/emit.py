@@ -22,7 +22,7 @@ from .device import (
 
 
 @triton.jit
-def _record(v, amax_ptr):
+def record(v, amax_ptr):
     """Raise the largest magnitude so far to that of a tile.
 
     As integers the bits of numbers that are not negative are in the same order, and -1 is below all
@@ -37,12 +37,14 @@ def _record(v, amax_ptr):
 @triton.jit
 def _emit_with_scale(
     v, row, column, inside, rows, columns,
-    row_ptr, inverse_ptr, column_ptr, kept_ptr, scale_ptr,
+    row_ptr, inverse_ptr, column_ptr, kept_ptr, scale_ptr, count_ptr,
     IS_AMAX: tl.constexpr, MANTISSA: tl.constexpr, POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
     """One scale, which is known or follows from an amax: both copies have the same codes."""
     scale = tl.load(scale_ptr)
     if IS_AMAX:
+        if count_ptr is not None:
+            tl.atomic_add(count_ptr, 1, (scale == float("inf")) & (tl.program_id(0) == 0))
         scale = scale_of(scale, MANTISSA, POWER_OF_2, 3.4028234663852886e38)
     codes = codes_of(v, scale, MANTISSA)
     if row_ptr is not None:
@@ -157,7 +159,8 @@ def emit(
         column_ptr: Where the columnwise codes go, or None.
         column_scale_ptr: Where their scales go; of one scale, where that goes itself, or None.
         scale_ptr: The one scale for ``"tensor"``, the largest magnitude of all for ``"amax"``.
-        amax_ptr: The largest magnitude so far, raised to that of the tile; or None.
+        amax_ptr: The largest magnitude so far, raised to that of the tile; for ``"amax"`` how often
+            it was infinite, int32; or None.
         FORMAT: ``"none"``, ``"tensor"``, ``"amax"``, ``"block"``, ``"square"``, ``"mx"`` or
             ``"swizzled mx"``.
         MANTISSA: 3 or 2 bits.
@@ -169,12 +172,12 @@ def emit(
     inside = (row < rows) & (column < stop)
     if wide_ptr is not None:
         tl.store(wide_ptr + row * columns + column, v.to(wide_ptr.dtype.element_ty), inside)
-    if amax_ptr is not None:
-        _record(v, amax_ptr)
+    if amax_ptr is not None and FORMAT != "amax":
+        record(v, amax_ptr)
     if FORMAT == "tensor" or FORMAT == "amax":
         _emit_with_scale(
             v, row, column, inside, rows, columns,
-            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr,
+            row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, scale_ptr, amax_ptr,
             FORMAT == "amax", MANTISSA, POWER_OF_2,
         )  # fmt: skip
     elif FORMAT == "block":

@@ -7,7 +7,7 @@ import triton.language as tl
 from opfuse_triton.grouped import filled_of, place_of, tiles_of
 
 from .device import codes_of, exponent_of, inverse_of, largest, scale_of, scale_of_exponent
-from .emit import _record
+from .emit import record
 
 
 @triton.jit
@@ -19,8 +19,9 @@ def cast_groups(
 ):  # fmt: skip
     """Codes of all groups, as :class:`opfuse.ops.row_groups.GroupedTensor` has them.
 
-    ``scale_ptr`` has a scale for each group, or its largest magnitude. ``amax_ptr`` are the largest
-    magnitudes so far, or None. Without ``scale_ptr`` there are no codes.
+    ``scale_ptr`` has a scale for each group, or its largest magnitude: then ``amax_ptr`` counts
+    those that are infinite. Else it has the largest magnitudes so far, or is None. Without
+    ``scale_ptr`` there are no codes.
     """
     most: tl.constexpr = 3.4028234663852886e38
     tile = tl.program_id(0)
@@ -31,6 +32,9 @@ def cast_groups(
             each = tl.arange(0, GROUPS)
             scales = tl.load(scale_ptr + each, each < groups, other=1.0)
             if IS_AMAX:
+                if amax_ptr is not None:
+                    infinite = (each < groups) & (scales == float("inf"))
+                    tl.atomic_add(amax_ptr, tl.sum(infinite.to(tl.int32), 0))
                 scales = scale_of(scales, MANTISSA, POWER_OF_2, most)
             tl.store(inverse_ptr + each, inverse_of(scales, POWER_OF_2), each < groups)
     if tile < tl.sum(tiles):
@@ -41,8 +45,8 @@ def cast_groups(
         inside = (row < end) & in_columns
         at = row.to(tl.int64) * features + column
         v = tl.load(x_ptr + at, inside, 0).to(tl.float32)
-        if amax_ptr is not None:
-            _record(v, amax_ptr + group)
+        if amax_ptr is not None and not IS_AMAX:
+            record(v, amax_ptr + group)
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + group)
             if IS_AMAX:

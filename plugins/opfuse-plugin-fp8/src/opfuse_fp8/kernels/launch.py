@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from opfuse_quantized.swizzle import ROWS, SCALES, swizzled_size
-from opfuse_triton import Config, Kernel, cdiv, current_target, next_power_of_2
+from opfuse_triton import Kernel, cdiv, current_target
+from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
@@ -26,7 +27,6 @@ IDENTITY: Any = formula_of(None)
 
 FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
 BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
-SUMS = Kernel(elementwise.column_sums, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
 
 
 def format_of(quantizer: Any) -> str:
@@ -158,7 +158,8 @@ class Casting:
         (row, column), (inverse, _) = self._allocate()
         FORWARD.launch(
             functools.partial(tiles.grid, self.rows, self.columns),
-            *(self.values, None, None, None, row, inverse, column, None, self._amax, None),
+            *(self.values, None, None, None, row, inverse, column, None),
+            *(self._amax, self._quantizer.counter(self._device)),
             *(self.rows, self.columns, ()),
             **self.constants,
             **IDENTITY.forward,
@@ -215,7 +216,8 @@ class PartsCasting(Casting):
     def _cast_values(self) -> None:
         self.constants = {**self.constants, "FORMAT": "amax"}
         (row, column), (inverse, _) = self._allocate()
-        self._launch((None, row, inverse, column, None, self._amax, None))
+        count = self._quantizer.counter(self._device)
+        self._launch((None, row, inverse, column, None, self._amax, count))
 
     def _launch(self, pointers: tuple[Tensor | None, ...]) -> None:
         wide, row, row_scale, column, *others = pointers
@@ -231,6 +233,8 @@ class PartsCasting(Casting):
                 **IDENTITY.forward,
             )
             start += len(part)
+            if self.constants["FORMAT"] == "amax":  # it is counted once
+                others[-1] = None
 
 
 def room_for_scales(outer: int, blocks: int, swizzles: bool, device: torch.device) -> Tensor:
@@ -311,9 +315,5 @@ def backward(
             **formula.backward,
         )
     if strips > 1:
-        SUMS.launch(
-            lambda config: (cdiv(width, config["BLOCK_COLUMNS"]),),
-            *(sums, out, strips, width),
-            STEPS=next_power_of_2(cdiv(strips, 64)),
-        )
+        sum_strips(sums, out)
     return out

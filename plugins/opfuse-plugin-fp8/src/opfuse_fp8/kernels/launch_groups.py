@@ -77,7 +77,8 @@ def cast(
     codes, power_of_2 = (row, column, inverse), bool(getattr(quantizer, "power_of_2", False))
     if scales is None:
         amax = largest(rows, ends)
-        _launch(rows, ends, codes, amax, None, quantizer.dtype, True, power_of_2)
+        count = quantizer.counter(x.device)
+        _launch(rows, ends, codes, amax, count, quantizer.dtype, True, power_of_2)
     else:
         amax = torch.zeros_like(inverse)
         _launch(rows, ends, codes, scales, amax, quantizer.dtype)

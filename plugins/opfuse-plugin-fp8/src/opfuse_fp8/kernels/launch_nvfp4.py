@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton.language as tl
-from opfuse_triton import Config, Kernel, Target, current_target
+from opfuse_triton import Config, Kernel, Target
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor
@@ -24,14 +25,13 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     tall = facts.get("column_ptr", facts["SIGNS"]) is not None
     rows, columns = (32, 128) if tall else (16, 256)
     many = facts.get("FOUR") is not None or facts.get("DTYPE") == tl.float32
-    if tall and many and not facts["SQUARE"]:
+    if tall and many and not facts.get("SQUARE", True):
         rows, columns = 64, 64  # the wide one spills registers
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}
     return [Config(tile, 2 if target.backend == "hip" else 4)]
 
 
 AMAX = Kernel(nvfp4.nvfp4_amax, _configs)
-SCALES = Kernel(nvfp4.nvfp4_scales, [Config({"BLOCK": 2048}, 8)])
 CAST = Kernel(nvfp4.nvfp4_cast, _configs)
 
 
@@ -48,40 +48,26 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
     refuse_other_device(into, x.device)
     quantizer, usage, _ = into
     x = x.clone() if is_unaligned(x) else x
-    columns, target = x.shape[-1], current_target(x.device)
+    columns = x.shape[-1]
     rows = x.numel() // columns
     signs = quantizer.signs if usage.columnwise else None
     swizzles = quantizer.swizzles
     row = _room(x, rows, columns, swizzles) if usage.rowwise else (None,) * 3
     column = _room(x, columns, rows, swizzles) if usage.columnwise else (None,) * 3
-    most: Any = {"MOST_OF_SCALES": quantizer.most_of_scales}
     how: Any = {"SIGNS": signs, "MOST": torch.finfo(x.dtype).max, "DTYPE": TL[x.dtype]}
-    config = AMAX.pick(target, {"SIGNS": signs})
-    (count,) = grid(rows, columns, config)
     plain = usage.rowwise or signs is None
-    maxima = plain + (signs is not None)  # of the values, and of those that are mixed
-    amax = torch.empty((maxima, count), dtype=torch.float32, device=x.device)
-    AMAX.launch((count,), x, amax, rows, columns, count, config=config, ROW=plain, **how)
+    # of the values, and of those that are mixed
+    amax = torch.zeros(plain + (signs is not None), dtype=torch.float32, device=x.device)
+    tiles = functools.partial(grid, rows, columns)
+    AMAX.launch(tiles, x, amax, rows, columns, ROW=plain, **how)
     state: Any = [getattr(quantizer, name, None) for name in ("seed", "step", "arrived")]
-    SCALES.launch((maxima,), *(amax, row[2], column[2], state[2], count), **most)
     CAST.launch(
-        lambda config: grid(rows, columns, config),
-        *(
-            x,
-            *row[:2],
-            *column[:2],
-            amax,
-            *state[:2],
-            rows,
-            columns,
-            columns // 2,
-            rows // 2,
-            count,
-        ),
+        tiles,
+        *(x, *row, *column, amax, *state, rows, columns, columns // 2, rows // 2),
         SQUARE=quantizer.square,
         FOUR=quantizer.four_over_six,
+        MOST_OF_SCALES=quantizer.most_of_scales,
         SWIZZLED=swizzles,
-        **most,
         **how,
     )
     return _made(quantizer, x, row, column)

@@ -11,24 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from opfuse_triton.norms.forward import normalized, statistics
 
 from .emit import emit
-
-
-@triton.jit
-def _normalized(
-    x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED: tl.constexpr
-):  # fmt: skip
-    """The output of a norm in fp32. ``mean`` is None where ``x`` is centered, or is not to be."""
-    if mean is not None:
-        x -= mean
-    y = x * rstd
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, in_columns, other=0.0).to(tl.float32)
-        y *= weight + 1.0 if ZERO_CENTERED else weight
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, in_columns, other=0.0).to(tl.float32)
-    return y
 
 
 @triton.jit
@@ -51,25 +36,12 @@ def norm_rows(
     in_columns = column < features
     inside = (row < rows) & in_columns
     at = row * features + column
-    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-    if extra_ptr is not None:
-        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
-        if sum_ptr is not None:  # rounded, as between the separate ops
-            total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + at, total, inside)
-            x = total.to(tl.float32)
-        elif x_ptr.dtype == extra_ptr.dtype:  # a sum of two dtypes is in fp32
-            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    if KIND == "layer":
-        mean = tl.sum(x, 1, keep_dims=True) / features
-        x = tl.where(inside, x - mean, 0.0)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean, row < rows)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / features + eps)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, row < rows)
+    x, rstd = statistics(
+        x_ptr, extra_ptr, sum_ptr, mean_ptr, rstd_ptr, None, row, at, inside, row < rows,
+        features, eps, 0.0, 1.0, KIND, BLOCK_COLUMNS,
+    )  # fmt: skip
     if FORMAT != "statistics":
-        y = _normalized(x, None, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
+        y = normalized(x, None, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
         y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
         emit(
             y, first_row, 0, rows, features, features,
@@ -101,7 +73,7 @@ def norm_tiles(
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + row, in_rows, other=0.0)
     rstd = tl.load(rstd_ptr + row, in_rows, other=0.0)
-    y = _normalized(x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
+    y = normalized(x, mean, rstd, weight_ptr, bias_ptr, column, in_columns, ZERO_CENTERED)
     y = tl.where(inside, y.to(DTYPE).to(tl.float32), 0.0)
     emit(
         y, first_row, first, rows, features, features,

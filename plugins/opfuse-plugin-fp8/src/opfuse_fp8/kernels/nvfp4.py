@@ -1,4 +1,4 @@
-"""The kernels of NVFP4: the largest magnitudes, the scales of the tensor, and the casts.
+"""The kernels of NVFP4: the largest magnitudes, and the casts.
 
 Bit for bit those of :mod:`opfuse_fp8.nvfp4`. A copy of a tile has its blocks along the last
 dimension: of the columnwise copy the tile is transposed.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device import codes_of, largest, place_of
+from .device import codes_of, place_of
+from .emit import record
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -66,17 +67,16 @@ def _tile(x_ptr, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.cons
 
 @triton.jit
 def nvfp4_amax(
-    x_ptr, amax_ptr, rows, columns, programs,
+    x_ptr, amax_ptr, rows, columns,
     ROW: tl.constexpr, SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of a tile: of its values, and of those that are mixed."""
+    """Raise the largest magnitudes to those of a tile: of its values, and of those mixed."""
     v, _, _ = _tile(x_ptr, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     if ROW:
-        tl.store(amax_ptr + tl.program_id(0), largest(v.to(tl.float32)))
+        record(v.to(tl.float32), amax_ptr)
     if SIGNS is not None:
-        place = programs + tl.program_id(0) if ROW else tl.program_id(0)
-        tl.store(amax_ptr + place, largest(_turned(v, SIGNS, MOST, DTYPE)))
+        record(_turned(v, SIGNS, MOST, DTYPE), amax_ptr + 1 if ROW else amax_ptr)
 
 
 @triton.jit
@@ -85,33 +85,6 @@ def _encode(amax, MOST_OF_SCALES: tl.constexpr):
     scale = tl.div_rn(tl.zeros_like(amax) + 6.0 * MOST_OF_SCALES, amax)
     scale = tl.where(scale == float("inf"), FP32_MAX, scale)
     return tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
-
-
-@triton.jit
-def nvfp4_scales(
-    amax_ptr, row_ptr, column_ptr, arrived_ptr, programs,
-    MOST_OF_SCALES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The largest magnitude of the tensor goes to its first place, and its inverse scale out.
-
-    The first program does it for the rowwise copy, and the last one for the columnwise copy.
-    ``arrived_ptr`` is None, or of what says that there was a cast.
-    """
-    first = amax_ptr + tl.program_id(0) * programs
-    largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, programs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.load(first + at, at < programs, 0.0))
-    amax = tl.max(largest, 0)
-    inverse = tl.div_rn(1.0, _encode(amax, MOST_OF_SCALES))
-    tl.store(first, amax)
-    if tl.program_id(0) == 0:
-        if row_ptr is not None:
-            tl.store(row_ptr, inverse)
-        if arrived_ptr is not None:
-            tl.store(arrived_ptr, 0.0)
-    if column_ptr is not None:
-        tl.store(column_ptr, inverse, tl.program_id(0) == tl.num_programs(0) - 1)
 
 
 @triton.jit
@@ -232,11 +205,12 @@ def _candidate(
 
 @triton.jit
 def _copy(
-    v, first_row, first, rows, columns, pitch, data_ptr, scale_ptr, amax, seed_ptr, step_ptr,
+    v, first_row, first, rows, columns, pitch, data_ptr, scale_ptr, inverse_ptr, amax,
+    seed_ptr, step_ptr,
     WHICH: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr,
     MOST_OF_SCALES: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a tile, two in a byte, and the scales of its blocks.
+    """Write the codes of a tile, two in a byte, the scales of its blocks, and that of the tensor.
 
     ``pitch``, half of the columns, is an argument, so that Triton sees by what it can be divided.
     """
@@ -254,6 +228,7 @@ def _copy(
         endless = tl.reshape(tl.broadcast_to(squares, (down, 16, across)), (tall, across, 1))
     encode = _encode(amax, MOST_OF_SCALES)
     decode = tl.div_rn(1.0, encode)
+    tl.store(inverse_ptr, decode, tl.program_id(0) == 0)
     row = first_row + tl.arange(0, tall)[:, None]
     if FOUR is not None:
         six = tl.div_rn(most, tl.zeros_like(most) + 6.0) * encode
@@ -286,25 +261,31 @@ def _copy(
 
 @triton.jit
 def nvfp4_cast(
-    x_ptr, row_ptr, row_scale_ptr, column_ptr, column_scale_ptr, amax_ptr, seed_ptr, step_ptr,
-    rows, columns, row_pitch, column_pitch, programs,
+    x_ptr, row_ptr, row_scale_ptr, row_inverse_ptr,
+    column_ptr, column_scale_ptr, column_inverse_ptr, amax_ptr, seed_ptr, step_ptr, arrived_ptr,
+    rows, columns, row_pitch, column_pitch,
     SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
     SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr,
     SWIZZLED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both copies of a tile, with the largest magnitude that :func:`nvfp4_scales` has left."""
+    """Both copies of a tile, with the largest magnitudes that :func:`nvfp4_amax` has left.
+
+    ``arrived_ptr`` is None, or of what says that there was a cast.
+    """
+    if arrived_ptr is not None:
+        tl.store(arrived_ptr, 0.0, tl.program_id(0) == 0)
     v, first_row, first = _tile(x_ptr, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
     if row_ptr is not None:
         _copy(
             v.to(tl.float32), first_row, first, rows, columns, row_pitch, row_ptr, row_scale_ptr,
-            tl.load(amax_ptr), seed_ptr, step_ptr, 0, SQUARE, FOUR, MOST_OF_SCALES,
-            SWIZZLED,
+            row_inverse_ptr, tl.load(amax_ptr), seed_ptr, step_ptr,
+            0, SQUARE, FOUR, MOST_OF_SCALES, SWIZZLED,
         )  # fmt: skip
     if column_ptr is not None:
-        largest = amax_ptr if SIGNS is None or row_ptr is None else amax_ptr + programs
+        largest = amax_ptr if SIGNS is None or row_ptr is None else amax_ptr + 1
         turned = _turned(v, SIGNS, MOST, DTYPE)
         _copy(
             turned, first.to(tl.int64), first_row, columns, rows, column_pitch, column_ptr,
-            column_scale_ptr, tl.load(largest), seed_ptr, step_ptr, 1, SQUARE, FOUR, MOST_OF_SCALES,
-            SWIZZLED,
+            column_scale_ptr, column_inverse_ptr, tl.load(largest), seed_ptr, step_ptr,
+            1, SQUARE, FOUR, MOST_OF_SCALES, SWIZZLED,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @triton.jit
 def advance_scales(
-    scale_ptr, amax_ptr, history_ptr, fact_ptr, rows_ptr, length,
+    scale_ptr, amax_ptr, history_ptr, count_ptr, fact_ptr, rows_ptr, length,
     APART: tl.constexpr, MOST_RECENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for each row, see :func:`opfuse_fp8.delayed.advance`."""
@@ -28,6 +28,8 @@ def advance_scales(
         amax = tl.where(amax < 0.0, 0.0, amax)
     tl.debug_barrier()  # all threads have read it
     tl.store(amax_ptr + APART * row, -1.0)
+    if amax == float("inf"):
+        tl.atomic_add(count_ptr + row, 1)
     if amax >= 0.0:
         start = history_ptr + row * length
         past = tl.zeros((BLOCK,), tl.float32)
@@ -63,6 +65,7 @@ def advance(
     scales: Tensor,
     amaxes: Tensor,
     histories: Tensor,
+    counts: Tensor,
     facts: Tensor,
     rows: Tensor | None,
     *,
@@ -71,7 +74,7 @@ def advance(
     """See :func:`opfuse_fp8.delayed.advance`."""
     ADVANCE.launch(
         (len(scales if rows is None else rows),),
-        *(scales, amaxes, histories, facts, rows, histories.shape[1]),
+        *(scales, amaxes, histories, counts, facts, rows, histories.shape[1]),
         APART=scales.stride(0),
         MOST_RECENT=most_recent,
     )

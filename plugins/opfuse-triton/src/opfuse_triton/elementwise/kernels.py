@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..configs import Config, cdiv, next_power_of_2
 from ..kernels import Kernel
+from ..sums import sum_strips
 from ..targets import Target, current_target
 from .formulas import Formula
 
@@ -209,21 +210,6 @@ def activation_backward_kernel(
 
 
 @triton.jit
-def column_sums_kernel(
-    sums_ptr, out_ptr, strips, width,
-    STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The sum of all strips, in their order."""
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    for step in range(STEPS):
-        strip = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-        inside = (strip < strips) & (column[None, :] < width)
-        total += tl.load(sums_ptr + strip.to(tl.int64) * width + column[None, :], inside, 0)
-    tl.store(out_ptr + column, tl.sum(total, 0).to(out_ptr.dtype.element_ty), column < width)
-
-
-@triton.jit
 def scaled_backward_kernel(
     dy_ptr, x_ptr, scales_ptr, dx_ptr, dscales_ptr, rows, numbers,
     VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
@@ -334,7 +320,6 @@ FORWARD, BACKWARD = (
     for fn in (activation_forward_kernel, activation_backward_kernel)
 )
 SCALED_BACKWARD = Kernel(scaled_backward_kernel, _scaled_configs)
-COLUMN_SUMS = Kernel(column_sums_kernel, [Config({"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 32})])
 
 LONGEST_STRIP = 1024
 PROGRAMS = 8
@@ -430,22 +415,6 @@ def backward(
     if sums is not None and out is not None and strips > 1:
         sum_strips(sums, out)
     return dx, out, y
-
-
-def sum_strips(sums: Tensor, out: Tensor) -> Tensor:
-    """Write the sum over the rows of ``sums``, ``(strips, width)`` in fp32, into ``out``.
-
-    Args:
-        sums: Partial sums, contiguous.
-        out: ``(width,)``, in any dtype.
-    """
-    strips, width = sums.shape
-    COLUMN_SUMS.launch(
-        lambda config: (cdiv(width, config["BLOCK_COLUMNS"]),),
-        *(sums, out, strips, width),
-        STEPS=next_power_of_2(cdiv(strips, 64)),
-    )
-    return out
 
 
 def scaled_backward(

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..calls import are_plain, define, placed, there
 from ..configs import Config
 from . import DTYPES, formulas, kernels, twins
 from .formulas import Formula
 from .twins import Three, Two
-
-_PLAIN = Tensor, torch.nn.Parameter  # a subclass may do something else
 
 
 class LibraryActivation:
@@ -68,7 +67,7 @@ class LibraryActivation:
         if is_compiling():
             what = self._in_graph(values)
             made = torch.ops.opfuse_triton.activation_backward(dy, x, *needs, *what)
-            return _placed(made, *needs)  # type: ignore[return-value]
+            return placed(made, *needs)  # type: ignore[no-any-return]
         return kernels.backward(self._formula, values, dy, x, *needs, owns, self._config)
 
     def scaled_backward(
@@ -84,7 +83,7 @@ class LibraryActivation:
             made = torch.ops.opfuse_triton.activation_scaled_backward(
                 *given, *self._in_graph(values)
             )
-            return _placed(made, scales is not None, needs_scales)  # type: ignore[return-value]
+            return placed(made, scales is not None, needs_scales)  # type: ignore[no-any-return]
         return kernels.scaled_backward(self._formula, values, *given, self._config)
 
     def _in_graph(self, numbers: tuple[float, ...]) -> tuple[Any, ...]:
@@ -93,29 +92,9 @@ class LibraryActivation:
 
     def _takes(self, x: Tensor, *others: Tensor | None) -> bool:
         """Return whether the kernels take these tensors."""
-        if not x.ndim or not x.numel():
+        if self._formula.gated and x.ndim and x.shape[-1] % (2 * (self._formula.size or 1)):
             return False
-        if self._formula.gated and x.shape[-1] % (2 * (self._formula.size or 1)):
-            return False
-        for tensor in (x, *others):
-            if tensor is not None and not (
-                type(tensor) in _PLAIN
-                and tensor.dtype in DTYPES
-                and tensor.is_contiguous()
-                and tensor.device == x.device
-            ):
-                return False
-        return True
-
-
-def _placed(made: list[Tensor], *there: bool) -> tuple[Tensor | None, ...]:
-    """The tensors of a list in their places, None where there is none."""
-    left = iter(made)
-    return tuple([next(left) if is_there else None for is_there in there])
-
-
-def _there(made: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [tensor for tensor in made if tensor is not None]
+        return x.ndim > 0 and are_plain(x, *others)
 
 
 def _launching(launch: Callable[..., Any]) -> Callable[..., list[Tensor]]:
@@ -124,7 +103,7 @@ def _launching(launch: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     def run(*given: Any) -> list[Tensor]:
         *tensors, functions, numbers, size, rounds = given
         formula = formulas.named_formula(tuple(functions), size, rounds)
-        return _there(launch(formula, tuple(numbers), *tensors))
+        return there(launch(formula, tuple(numbers), *tensors))
 
     return run
 
@@ -141,7 +120,7 @@ def _fake_backward(
 ) -> list[Tensor]:
     dx = torch.empty_like(x) if needs_x else None
     sums = x.new_empty(x.shape[-1:]) if needs_sums else None
-    return _there((dx, sums, torch.empty_like(dy) if needs_y else None))
+    return there((dx, sums, torch.empty_like(dy) if needs_y else None))
 
 
 def _fake_scaled_backward(
@@ -149,7 +128,7 @@ def _fake_scaled_backward(
 ) -> list[Tensor]:
     dtype = torch.float32 if scales is None else scales.dtype
     dscales = x.new_empty(x.shape[:-1], dtype=dtype) if needs_scales else None
-    return _there((None if scales is None else torch.empty_like(x), dscales))
+    return there((None if scales is None else torch.empty_like(x), dscales))
 
 
 _FORWARD = "Tensor x, Tensor? bias, Tensor? scales, ScalarType dtype, bool keep"
@@ -167,7 +146,4 @@ for _kernel, _takes, _fake in (
         _fake_scaled_backward,
     ),
 ):
-    _name = f"opfuse_triton::activation_{_kernel.__name__}"
-    torch.library.define(_name, f"({_takes}, {_WHAT}) -> Tensor[]")
-    torch.library.impl(_name, ("cpu", "cuda"), _launching(_kernel))
-    torch.library.register_fake(_name, _fake)
+    define(f"activation_{_kernel.__name__}", f"{_takes}, {_WHAT}", _launching(_kernel), _fake)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..cases import KernelCase
-from ..configs import Config
 from ..recorded import load_cases, record
 from ..targets import Target
 from .measuring import EVERYTHING, Wanted, variants
@@ -74,7 +73,7 @@ def compile_launches(target: Target, one: Work) -> None:
     for launch in record(case, shape, target, None, dtype, offset).launches:
         configs = [launch.config]
         if shape in case.shapes:
-            configs = [Config(**each) for each in launch.kernel.candidates(target, launch.facts)]
+            configs = launch.kernel.possible(target, launch.facts)
         for config in configs:
             with contextlib.suppress(Exception):
                 replace(launch, config=config).compile()

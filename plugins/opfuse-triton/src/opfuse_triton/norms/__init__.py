@@ -25,9 +25,6 @@ class Norm(NamedTuple):
     zero_centered: bool
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernels read and write. They compute in fp32."""
-
 MOST_FEATURES = 65536
 """The widest row that the kernels take."""
 

@@ -18,13 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
+from opfuse_triton.sums import sum_strips
 from opfuse_triton.targets import LATENCY
 
 from . import L2, LAYER, Norm, normalized_dtype
+from .forward import factors
 from .twins import Backward
 
 WHOLE = 8192
-"""The widest row that one program keeps in registers; see :func:`_reads_twice`."""
+"""The widest row that one program keeps in registers; see :func:`kernel_of`."""
 
 PROGRAMS = 4
 """Programs per multiprocessor that add up partial sums, at most."""
@@ -65,7 +67,7 @@ def norm_backward(
     columns = tl.arange(0, BLOCK)[None, :]
     valid = columns < features
     if PREFETCH and weight_ptr is not None:
-        weight = _weight(weight_ptr, columns, valid, ZERO_CENTERED)
+        weight = factors(weight_ptr, columns, valid, ZERO_CENTERED)
     if dw_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
     if db_ptr is not None:
@@ -103,7 +105,7 @@ def norm_backward(
             g = dy
             if weight_ptr is not None:
                 if not PREFETCH:
-                    weight = _weight(weight_ptr, columns, valid, ZERO_CENTERED)
+                    weight = factors(weight_ptr, columns, valid, ZERO_CENTERED)
                 g *= weight
             product = tl.sum(g * n, 1, keep_dims=True)
             if KIND != "l2":
@@ -123,15 +125,6 @@ def norm_backward(
         tl.store(dw_ptr + partial, tl.sum(dw, 0), tl.arange(0, BLOCK) < features)
     if db_ptr is not None:
         tl.store(db_ptr + partial, tl.sum(db, 0), tl.arange(0, BLOCK) < features)
-
-
-@triton.jit
-def _weight(weight_ptr, columns, valid, ZERO_CENTERED: tl.constexpr):  # noqa: ANN202
-    """The factors of some columns."""
-    weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
-    return weight
 
 
 @triton.jit
@@ -162,8 +155,7 @@ def norm_backward_rows(
         x = tl.load(x_ptr + start + column, inside, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + start + column, inside, other=0.0).to(tl.float32)
         if weight_ptr is not None:
-            weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
-            g *= weight + 1.0 if ZERO_CENTERED else weight
+            g *= factors(weight_ptr, column, inside, ZERO_CENTERED)
         if mean_ptr is not None:
             x -= mean
         products += g * x
@@ -201,9 +193,7 @@ def norm_backward_tiles(
     columns = column[None, :]
     valid = columns < features
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, valid, other=0.0).to(tl.float32)
-        if ZERO_CENTERED:
-            weight += 1.0
+        weight = factors(weight_ptr, columns, valid, ZERO_CENTERED)
     if dw_ptr is not None:
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
     if db_ptr is not None:
@@ -237,27 +227,6 @@ def norm_backward_tiles(
         tl.store(dw_ptr + partial, tl.sum(dw, 0), column < features)
     if db_ptr is not None:
         tl.store(db_ptr + partial, tl.sum(db, 0), column < features)
-
-
-@triton.jit
-def column_sums(
-    partial_ptr, first_ptr, second_ptr, programs, features, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The sums of one or two sets of partial sums, over the programs that wrote them."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = column < features
-    row = tl.program_id(1) * programs + tl.arange(0, ROWS)[:, None]
-    end = (tl.program_id(1) + 1) * programs
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for _ in range(0, programs, ROWS):
-        at = row.to(tl.int64) * features + column[None, :]
-        total += tl.load(partial_ptr + at, (row < end) & valid[None, :], other=0.0)
-        row += ROWS
-    result = tl.sum(total, 0)
-    if tl.program_id(1) == 0:
-        tl.store(first_ptr + column, result.to(first_ptr.dtype.element_ty), valid)
-    elif second_ptr is not None:
-        tl.store(second_ptr + column, result.to(second_ptr.dtype.element_ty), valid)
 
 
 @functools.lru_cache(maxsize=256)
@@ -319,19 +288,12 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     return _whole_configs(target, facts["features"], size, facts["KIND"])
 
 
-def _sum_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
-    """Up to 256 partial sums at a time, and as many columns as make 4096 numbers of that."""
-    rows = min(256, next_power_of_2(facts["programs"]))
-    return [Config({"ROWS": rows, "BLOCK": 4096 // rows}, 8)]
-
-
 WHOLE_KERNEL = Kernel(norm_backward, _configs)
 ROWS_KERNEL = Kernel(norm_backward_rows, [Config({"BLOCK": 4096}, 8)])
 TILES_KERNEL = Kernel(
     norm_backward_tiles,
     [Config({"ROWS": 4, "BLOCK": 1024, "PROGRAMS": count}, 8) for count in (PROGRAMS, 2, 1)],
 )
-COLUMN_SUMS = Kernel(column_sums, _sum_configs)
 
 
 def backward(
@@ -358,7 +320,7 @@ def backward(
         norm: See ``dy``.
         needs: See ``dy``.
         owns: See ``dy``.
-        config: One of :func:`candidates`; None: the first.
+        config: One of the candidates; None: the first.
     """
     features = math.prod(x.shape[-norm.dims :])
     rows, sums = x.numel() // features, sum(needs[1:])
@@ -395,8 +357,7 @@ def _config(given: Any, target: Target, dy: Tensor, x: Tensor, features: int, no
     if given is not None:
         return given if isinstance(given, Config) else Config(**given)
     facts = {"dy_ptr": dy.dtype, "x_ptr": x.dtype, "features": features, "KIND": norm.kind}
-    kernel = TILES_KERNEL if _reads_twice(features, norm.kind) else WHOLE_KERNEL
-    return kernel.pick(target, facts)
+    return kernel_of(features, norm.kind).pick(target, facts)
 
 
 def _most_tiles(rows: int, sums: int, tensors: Sequence[Tensor | None]) -> int:
@@ -405,13 +366,15 @@ def _most_tiles(rows: int, sums: int, tensors: Sequence[Tensor | None]) -> int:
     return int(PARTIAL * moved / (2 * 4 * sums))
 
 
-def _reads_twice(features: int, kind: str) -> bool:
-    """Return whether rows are too wide for the registers of one program.
+def kernel_of(features: int, kind: str) -> Kernel:
+    """The kernel for rows of so many features.
 
-    If not every row begins at a multiple of 16 bytes, each number has its own address. A backward
-    without sums has registers for that.
+    Wider ones than the registers of one program hold are read twice. If not every row begins at a
+    multiple of 16 bytes, each number has its own address. A backward without sums has registers for
+    that.
     """
-    return features > (WHOLE if features % 16 == 0 or kind == L2 else WHOLE // 2)
+    most = WHOLE if features % 16 == 0 or kind == L2 else WHOLE // 2
+    return TILES_KERNEL if features > most else WHOLE_KERNEL
 
 
 def _launch_wide(
@@ -438,25 +401,12 @@ def _sum_partial(
     partial: Tensor, shape: tuple[int, ...], weight: Tensor | None, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of weight and bias; autograd casts them to the parameter's dtype."""
-    sums, programs, features = partial.shape
     dw = db = None
     if needs[1]:
         dtype = torch.float32 if weight is None else weight.dtype
         dw = partial.new_empty(shape, dtype=dtype)
     if needs[2]:
         db = partial.new_empty(shape)
-    results = (db, None) if dw is None else (dw, db)
-    COLUMN_SUMS.launch(
-        lambda config: (cdiv(features, config["BLOCK"]), sums),
-        *(partial, *results, programs, features),
-    )
+    results = [sums for sums in (dw, db) if sums is not None]
+    sum_strips(partial, *results)
     return dw, db
-
-
-def candidates(
-    target: Target, features: int, kind: str, dtype: torch.dtype
-) -> list[dict[str, Any]]:
-    """The possible ``config`` of :func:`backward` for rows of so many features."""
-    facts = {"features": features, "KIND": kind, "x_ptr": dtype, "dy_ptr": dtype}
-    kernel = TILES_KERNEL if _reads_twice(features, kind) else WHOLE_KERNEL
-    return kernel.candidates(target, facts)

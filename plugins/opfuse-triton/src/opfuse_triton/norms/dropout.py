@@ -80,27 +80,18 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 KERNEL = Kernel(dropout_kernel, _configs)
 
 
-def dropout(
-    x: Tensor, extra: Tensor | None, drop: Drop, config: Config | Mapping[str, Any] | None = None
-) -> Tensor:
+def dropout(x: Tensor, extra: Tensor | None, drop: Drop) -> Tensor:
     """Launch :func:`opfuse_triton.norms.drop.dropout` for contiguous tensors with elements.
 
     Args:
         x: As there.
         extra: See ``x``.
         drop: See ``x``.
-        config: One of :func:`candidates`; None: the first.
     """
     features = x.shape[-1] if x.ndim else 1
     rows, y = x.numel() // features, torch.empty_like(x, dtype=normalized_dtype(x, extra))
     KERNEL.launch(
         lambda chosen: (cdiv(rows, chosen["ROWS"]) * cdiv(features, chosen["BLOCK"]),),
         *(x, extra, y, drop.seed, rows, features, drop.threshold, drop.scale),
-        config=config,
     )
     return y
-
-
-def candidates(target: Target, features: int) -> list[dict[str, Any]]:
-    """The possible ``config`` of :func:`dropout` for rows of so many features."""
-    return KERNEL.candidates(target, {"features": features})

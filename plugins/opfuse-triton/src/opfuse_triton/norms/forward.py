@@ -26,6 +26,63 @@ BLOCK = 8192
 
 
 @triton.jit
+def normalized(x, mean, rstd, weight_ptr, bias_ptr, column, valid, ZERO_CENTERED: tl.constexpr):
+    """The output of a norm in fp32. ``mean`` is None where ``x`` is centered, or is not to be."""
+    if mean is not None:
+        x -= mean
+    y = x * rstd
+    if weight_ptr is not None:
+        y *= factors(weight_ptr, column, valid, ZERO_CENTERED)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, valid, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def factors(weight_ptr, column, valid, ZERO_CENTERED: tl.constexpr):
+    """What some columns are multiplied by."""
+    weight = tl.load(weight_ptr + column, valid, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    return weight
+
+
+@triton.jit
+def statistics(
+    x_ptr, extra_ptr, sum_ptr, mean_ptr, rstd_ptr, seed_ptr, row, at, inside, some,
+    features, eps, threshold, scale, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whole rows of ``x + extra``, centered for ``"layer"``, and what each is multiplied by.
+
+    ``at`` and ``inside`` are the places of their numbers, and ``some`` says which rows there are.
+    """
+    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+    if seed_ptr is not None:
+        x *= keep_factors(seed_ptr, row, 0, threshold, scale, BLOCK)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if extra_ptr is not None:
+        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+        if sum_ptr is not None:  # rounded, as between the separate ops
+            total = x.to(sum_ptr.dtype.element_ty)
+            tl.store(sum_ptr + at, total, inside)
+            x = total.to(tl.float32)
+        elif x_ptr.dtype == extra_ptr.dtype:  # a sum of two dtypes is in fp32
+            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if KIND == "layer":
+        mean = tl.sum(x, 1, keep_dims=True) / features
+        x = tl.where(inside, x - mean, 0.0)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean, some)
+    square = tl.sum(x * x, 1, keep_dims=True)
+    if KIND != "l2":
+        square = square / features
+    rstd = tl.rsqrt(square + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, some)
+    return x, rstd
+
+
+@triton.jit
 def norm_forward(
     x_ptr,
     extra_ptr,
@@ -43,44 +100,30 @@ def norm_forward(
     scale,
     KIND: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    GIVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``ROWS`` whole rows, which stay in registers."""
+    """``ROWS`` whole rows, which stay in registers.
+
+    With ``GIVEN`` the statistics are there, and the output is computed from them once more.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     valid = column < features
     inside = (row < rows) & valid
     at = row.to(tl.int64) * features + column
-    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-    if seed_ptr is not None:
-        x *= keep_factors(seed_ptr, row, 0, threshold, scale, BLOCK)
-        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    if extra_ptr is not None:
-        x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
-        if sum_ptr is not None:  # rounded, as between the separate ops
-            total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + at, total, inside)
-            x = total.to(tl.float32)
-        elif x_ptr.dtype == extra_ptr.dtype:  # a sum of two dtypes is in fp32
-            x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    if KIND == "layer":
-        mean = tl.sum(x, 1, keep_dims=True) / features
-        x = tl.where(inside, x - mean, 0.0)
+    if GIVEN:
+        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
         if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean, row < rows)
-    square = tl.sum(x * x, 1, keep_dims=True)
-    if KIND != "l2":
-        square = square / features
-    rstd = tl.rsqrt(square + eps)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, row < rows)
-    y = x * rstd
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, valid, other=0.0).to(tl.float32)
-        y *= weight + 1.0 if ZERO_CENTERED else weight
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + column, valid, other=0.0).to(tl.float32)
+            x -= tl.load(mean_ptr + row, row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, row < rows, other=0.0)
+    else:
+        x, rstd = statistics(
+            x_ptr, extra_ptr, sum_ptr, mean_ptr, rstd_ptr, seed_ptr, row, at, inside, row < rows,
+            features, eps, threshold, scale, KIND, BLOCK,
+        )  # fmt: skip
+    y = normalized(x, None, rstd, weight_ptr, bias_ptr, column, valid, ZERO_CENTERED)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -101,44 +144,53 @@ def norm_forward_wide(
     scale,
     KIND: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    GIVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, read by blocks of columns: once for the statistics, once for the output."""
+    """One row, read by blocks of columns: once for the statistics, once for the output.
+
+    The only kernel for rows that are too wide for registers. ``GIVEN`` as for :func:`norm_forward`.
+    """
     row = tl.program_id(0)
     start = row.to(tl.int64) * features
     columns = tl.arange(0, BLOCK)
     mean = 0.0
-    square = 0.0
-    for first in range(0, features, BLOCK):
-        inside = first + columns < features
-        at = start + first + columns
-        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-        if seed_ptr is not None:
-            row_of = tl.full([1, 1], 0, tl.int32) + row
-            kept = keep_factors(seed_ptr, row_of, first, threshold, scale, BLOCK)
-            x = (x * tl.reshape(kept, (BLOCK,))).to(x_ptr.dtype.element_ty).to(tl.float32)
-        if extra_ptr is not None:
-            x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
-            total = x.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + at, total, inside)
-            x = total.to(tl.float32)
-        if KIND == "layer":
-            # mean and squares of two parts, combined as by Chan, Golub and LeVeque (1979)
-            count = tl.minimum(features - first, BLOCK).to(tl.float32)
-            of_block = tl.sum(x, 0) / count
-            x = tl.where(inside, x - of_block, 0.0)
-            share = count / (first + count)
-            apart = of_block - mean
-            square += apart * apart * first * share
-            mean += apart * share
-        square += tl.sum(x * x, 0)
-    if KIND != "l2":
-        square = square / features
-    rstd = tl.rsqrt(square + eps)
-    if mean_ptr is not None:
-        tl.store(mean_ptr + row, mean)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd)
+    if GIVEN:
+        rstd = tl.load(rstd_ptr + row)
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row)
+    else:
+        square = 0.0
+        for first in range(0, features, BLOCK):
+            inside = first + columns < features
+            at = start + first + columns
+            x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
+            if seed_ptr is not None:
+                row_of = tl.full([1, 1], 0, tl.int32) + row
+                kept = keep_factors(seed_ptr, row_of, first, threshold, scale, BLOCK)
+                x = (x * tl.reshape(kept, (BLOCK,))).to(x_ptr.dtype.element_ty).to(tl.float32)
+            if extra_ptr is not None:
+                x += tl.load(extra_ptr + at, inside, other=0.0).to(tl.float32)
+                total = x.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + at, total, inside)
+                x = total.to(tl.float32)
+            if KIND == "layer":
+                # mean and squares of two parts, combined as by Chan, Golub and LeVeque (1979)
+                count = tl.minimum(features - first, BLOCK).to(tl.float32)
+                of_block = tl.sum(x, 0) / count
+                x = tl.where(inside, x - of_block, 0.0)
+                share = count / (first + count)
+                apart = of_block - mean
+                square += apart * apart * first * share
+                mean += apart * share
+            square += tl.sum(x * x, 0)
+        if KIND != "l2":
+            square = square / features
+        rstd = tl.rsqrt(square + eps)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean)
+        if rstd_ptr is not None:
+            tl.store(rstd_ptr + row, rstd)
     source_ptr = x_ptr
     if extra_ptr is not None:
         source_ptr = sum_ptr
@@ -146,15 +198,9 @@ def norm_forward_wide(
     for first in range(0, features, BLOCK):
         column = first + columns
         inside = column < features
-        y = tl.load(source_ptr + start + column, inside, other=0.0).to(tl.float32)
-        if KIND == "layer":
-            y -= mean
-        y *= rstd
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + column, inside, other=0.0).to(tl.float32)
-            y *= weight + 1.0 if ZERO_CENTERED else weight
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + column, inside, other=0.0).to(tl.float32)
+        x = tl.load(source_ptr + start + column, inside, other=0.0).to(tl.float32)
+        center = mean if KIND == "layer" else None
+        y = normalized(x, center, rstd, weight_ptr, bias_ptr, column, inside, ZERO_CENTERED)
         tl.store(y_ptr + start + column, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -178,6 +224,11 @@ def _warps(size: int, share: int) -> int:
 
 WHOLE_KERNEL = Kernel(norm_forward, _configs)
 WIDE_KERNEL = Kernel(norm_forward_wide, [Config({"BLOCK": BLOCK}, warps) for warps in (16, 8)])
+
+
+def kernel_of(features: int) -> Kernel:
+    """The kernel for rows of so many features."""
+    return WIDE_KERNEL if features > WHOLE else WHOLE_KERNEL
 
 
 def forward(
@@ -208,7 +259,7 @@ def forward(
         save: See ``x``.
         into: See ``x``.
         drop: See ``x``; with it, there is ``extra``.
-        config: One of :func:`candidates`; None: the first.
+        config: One of the candidates; None: the first.
     """
     features = math.prod(x.shape[-norm.dims :])
     rows = x.numel() // features
@@ -226,8 +277,47 @@ def forward(
     if drop is not None:
         seed, numbers = drop.seed, (eps, drop.threshold, drop.scale)
     tensors = x, extra, weight, bias, y, total, mean, rstd, seed
-    constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
-    if features > WHOLE:
+    _launch(tensors, rows, features, numbers, norm, config=config)
+    return y, total if keep else None, mean, rstd
+
+
+def again(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    norm: Norm,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Launch :func:`opfuse_triton.norms.twins.again` for contiguous tensors with elements.
+
+    Args:
+        x: As there, and all others.
+        weight: See ``x``.
+        bias: See ``x``.
+        mean: See ``x``.
+        rstd: See ``x``.
+        norm: See ``x``.
+        dtype: See ``x``.
+    """
+    features, y = math.prod(x.shape[-norm.dims :]), torch.empty_like(x, dtype=dtype or x.dtype)
+    tensors = x, None, weight, bias, y, None, mean, rstd, None
+    _launch(tensors, x.numel() // features, features, (0.0, 0.0, 1.0), norm, given=True)
+    return y
+
+
+def _launch(
+    tensors: tuple[Tensor | None, ...],
+    rows: int,
+    features: int,
+    numbers: tuple[float, ...],
+    norm: Norm,
+    given: bool = False,
+    config: Config | Mapping[str, Any] | None = None,
+) -> None:
+    constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered, "GIVEN": given}
+    if kernel_of(features) is WIDE_KERNEL:
         WIDE_KERNEL.launch((rows,), *tensors, features, *numbers, config=config, **constants)
     else:
         WHOLE_KERNEL.launch(
@@ -236,12 +326,3 @@ def forward(
             config=config,
             **constants,
         )
-    return y, total if keep else None, mean, rstd
-
-
-def candidates(
-    target: Target, features: int, kind: str, dtype: torch.dtype
-) -> list[dict[str, Any]]:
-    """The possible ``config`` of :func:`forward` for rows of so many features."""
-    kernel = WIDE_KERNEL if features > WHOLE else WHOLE_KERNEL
-    return kernel.candidates(target, {"features": features})

@@ -6,7 +6,8 @@ and ``::norm_again``. Eager calls launch the kernels themselves, which takes les
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +16,14 @@ from torch.compiler import is_compiling
 
 from opfuse_triton import Config, current_target
 
-from . import DTYPES, LAYER, MOST_FEATURES, MOST_ROWS, Norm, normalized_dtype, twins
-from . import again as again_kernels
+from ..calls import are_plain, define, placed, there
+from . import LAYER, MOST_FEATURES, MOST_ROWS, Norm, twins
 from . import backward as backward_kernels
 from . import drop as drop_twin
 from . import dropout as dropout_kernels
 from . import forward as forward_kernels
 from .drop import Drop
 from .twins import Backward, Forward
-
-_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may do something else
 
 
 def forward(
@@ -44,7 +43,7 @@ def forward(
     if is_compiling():
         made = torch.ops.opfuse_triton.norm_forward(*tensors, eps, *norm, dtype, keep, save)
         sums = tensors[1] is not None and keep
-        return _named(made, True, sums, save and norm.kind == LAYER, save)
+        return placed(made, True, sums, save and norm.kind == LAYER, save)
     made = forward_kernels.forward(*given, into=into, drop=drop, config=config)
     if into is not None and not into.is_inference():
         torch.autograd.graph.increment_version(into)
@@ -65,7 +64,7 @@ def backward(*given: Any, owns: bool = False, config: Config | None = None) -> B
     if not takes(norm, *tensors):
         return twins.backward(*tensors, norm, needs)
     if is_compiling():
-        return _named(torch.ops.opfuse_triton.norm_backward(*tensors, *norm, *needs), *needs)
+        return placed(torch.ops.opfuse_triton.norm_backward(*tensors, *norm, *needs), *needs)
     return backward_kernels.backward(*tensors, norm, needs, owns, config)
 
 
@@ -80,21 +79,20 @@ def again(*given: Any) -> Tensor:
         return twins.again(*given)
     if is_compiling():
         return torch.ops.opfuse_triton.norm_again(*tensors, *norm, dtype)[0]
-    return again_kernels.again(*given)
+    return forward_kernels.again(*given)
 
 
-def dropout(x: Tensor, extra: Tensor | None, drop: Drop, config: Config | None = None) -> Tensor:
+def dropout(x: Tensor, extra: Tensor | None, drop: Drop) -> Tensor:
     """:func:`opfuse_triton.norms.drop.dropout`, by a kernel if it takes the call.
 
     Args:
         x: As there.
         extra: As there.
         drop: As there.
-        config: The configuration of the kernel, or None.
     """
-    if not _are_plain(x, extra):
+    if not are_plain(x, extra):
         return drop_twin.dropout(x, extra, drop)
-    return dropout_kernels.dropout(x, extra, drop, config)
+    return dropout_kernels.dropout(x, extra, drop)
 
 
 def candidates(
@@ -109,8 +107,12 @@ def candidates(
         kind: The norm.
         dtype: The dtype of the rows.
     """
-    module = forward_kernels if which == "forward" else backward_kernels
-    return module.candidates(current_target(device), features, kind, dtype)
+    if which == "forward":
+        kernel = forward_kernels.kernel_of(features)
+    else:
+        kernel = backward_kernels.kernel_of(features, kind)
+    facts = {"features": features, "KIND": kind, "x_ptr": dtype, "dy_ptr": dtype}
+    return kernel.candidates(current_target(device), facts)
 
 
 def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
@@ -118,104 +120,53 @@ def takes(norm: Norm, first: Tensor, *others: Tensor | None) -> bool:
     features = first.shape[-norm.dims :].numel()
     if features > MOST_FEATURES or first.numel() > features * MOST_ROWS:
         return False
-    return _are_plain(first, *others)
+    return are_plain(first, *others)
 
 
-def _are_plain(first: Tensor, *others: Tensor | None) -> bool:
-    """Return whether tensors are contiguous, of the dtypes of the kernels, and not empty."""
-    if not first.numel():
-        return False
-    for tensor in (first, *others):
-        if tensor is not None and not (
-            type(tensor) in _PLAIN
-            and tensor.dtype in DTYPES
-            and tensor.is_contiguous()
-            and tensor.device == first.device
-        ):
-            return False
-    return True
-
-
-def _named(made: list[Tensor], *there: bool) -> Any:
-    """The tensors of a list in their places, None in the others."""
-    left = iter(made)
-    return tuple([next(left) if is_there else None for is_there in there])
-
-
-def _there(made: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in made if tensor is not None]
-
-
-def _forward(*given: Any) -> list[Tensor]:
+def _forward(run: Callable[..., Forward], *given: Any) -> list[Tensor]:
+    """By the kernel; or by the twin, for the shapes and dtypes of its results."""
     *tensors, eps, kind, dims, zero_centered, dtype, keep, save = given
-    norm = Norm(kind, dims, zero_centered)
-    return _there(forward_kernels.forward(*tensors, eps, norm, dtype, keep, save))
+    return there(run(*tensors, eps, Norm(kind, dims, zero_centered), dtype, keep, save))
 
 
-def _backward(*given: Any) -> list[Tensor]:
+def _backward(run: Callable[..., Backward], *given: Any) -> list[Tensor]:
+    """The same; the twin has the gradient of a weight in fp32."""
     *tensors, kind, dims, zero_centered, needs_x, needs_weight, needs_bias = given
     norm, needs = Norm(kind, dims, zero_centered), (needs_x, needs_weight, needs_bias)
-    return _there(backward_kernels.backward(*tensors, norm, needs))
+    dx, dw, db = run(*tensors, norm, needs)
+    if dw is not None and tensors[2] is not None:
+        dw = dw.to(tensors[2].dtype)
+    return there((dx, dw, db))
 
 
-def _again(*given: Any) -> list[Tensor]:
+def _again(run: Callable[..., Tensor], *given: Any) -> list[Tensor]:
     *tensors, kind, dims, zero_centered, dtype = given
-    return [again_kernels.again(*tensors, Norm(kind, dims, zero_centered), dtype)]
-
-
-def _fake_again(x: Tensor, *given: Any) -> list[Tensor]:
-    return [torch.empty_like(x, dtype=given[-1])]
-
-
-def _fake_forward(*given: Any) -> list[Tensor]:
-    x, extra, _, _, _, kind, dims, _, dtype, keep, save = given
-    made = [torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra))]
-    if extra is not None and keep:
-        made.append(torch.empty_like(x, dtype=normalized_dtype(x, extra)))
-    if save:
-        shape = (*x.shape[:-dims], *(1,) * dims)
-        made += [x.new_empty(shape, dtype=torch.float32) for _ in range(1 + (kind == LAYER))]
-    return made
-
-
-def _fake_backward(*given: Any) -> list[Tensor]:
-    _, x, weight, _, _, extra, _, dims, _, needs_x, needs_weight, needs_bias = given
-    made = []
-    if needs_x:
-        made.append(torch.empty_like(x, dtype=normalized_dtype(x, extra)))
-    shape = x.shape[-dims:]
-    if needs_weight:
-        dtype = torch.float32 if weight is None else weight.dtype
-        made.append(x.new_empty(shape, dtype=dtype))
-    if needs_bias:
-        made.append(x.new_empty(shape, dtype=torch.float32))
-    return made
+    return [run(*tensors, Norm(kind, dims, zero_centered), dtype)]
 
 
 _NORM = "str kind, int dims, bool zero_centered"
-for _name, _kernel, _fake, _takes in (
+for _name, _call, _kernels, _takes in (
     (
-        "opfuse_triton::norm_forward",
+        "forward",
         _forward,
-        _fake_forward,
+        forward_kernels,
         f"Tensor x, Tensor? extra, Tensor? weight, Tensor? bias, float eps, {_NORM}, "
         "ScalarType? dtype, bool keep, bool save",
     ),
     (
-        "opfuse_triton::norm_backward",
+        "backward",
         _backward,
-        _fake_backward,
+        backward_kernels,
         "Tensor dy, Tensor x, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? extra, "
         f"{_NORM}, bool needs_x, bool needs_weight, bool needs_bias",
     ),
     (
-        "opfuse_triton::norm_again",
+        "again",
         _again,
-        _fake_again,
+        forward_kernels,
         "Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd, "
         f"{_NORM}, ScalarType? dtype",
     ),
 ):
-    torch.library.define(_name, f"({_takes}) -> Tensor[]")
-    torch.library.impl(_name, ("cpu", "cuda"), _kernel)
-    torch.library.register_fake(_name, _fake)
+    _by_kernel, _fake = (functools.partial(_call, getattr(of, _name)) for of in (_kernels, twins))
+    define(f"norm_{_name}", _takes, _by_kernel, _fake)
