@@ -311,3 +311,18 @@ def test_a_forward_without_its_source():
     names = {}
     exec("def forward(self):\n    pass\n", names)
     assert forwards.read(names["forward"]) == "the source of its forward is not there"
+
+
+@pytest.mark.parametrize("plugins", [None, ""])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("family", ["Gemma2", "Granite"])
+def test_in_every_mode_loss_and_logits_are_those_of_the_model(family, train, grad, plugins):
+    model, twin, _ = made(family)
+    found = []
+    for each in (model, twin):
+        each.train(train)
+        with torch.set_grad_enabled(grad), opfuse.plugins.using(plugins):
+            out = each(input_ids=IDS, labels=IDS)
+            found.append((out.loss, out.logits.as_subclass(torch.Tensor)))
+    torch.testing.assert_close(*found)

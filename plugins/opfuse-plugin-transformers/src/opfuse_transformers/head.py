@@ -199,10 +199,10 @@ class _Loss:
                 return op_class(logits.linear).forward(logits.linear, x)
             return self._chain(x, targets)
 
-        total, as_logits = sharded.within(logits.linear, logits.hidden, computed)
+        total, result = sharded.within(logits.linear, logits.hidden, computed)
         if self.why:  # whoever evaluates may read the logits too, and they are there
-            vars(logits)["value"] = as_logits
-            return self._original(as_logits, labels, vocab_size, **kwargs)
+            vars(logits)["value"] = value = logits.stepped(result)
+            return self._original(value, labels, vocab_size, **kwargs)
         count = kwargs.get("num_items_in_batch")
         if count is not None:
             return total / (count.to(total.device) if isinstance(count, Tensor) else count)

@@ -187,10 +187,13 @@ class Logits:
         run = functools.partial(op_class(self.linear).forward, self.linear)
         grads = functools.partial(torch.set_grad_enabled, self.differentiable)
         with torch.inference_mode(False), grads(), self._autocast():
-            logits: Tensor = (run if self._late else self.linear)(self.hidden)
-            for name, of in self.steps:
-                logits = _STEPS[name](logits, of)
-        return logits
+            return self.stepped((run if self._late else self.linear)(self.hidden))
+
+    def stepped(self, result: Tensor) -> Tensor:
+        """What the forward makes of the result of the head."""
+        for name, of in self.steps:
+            result = _STEPS[name](result, of)
+        return result
 
     def float(self) -> Logits:
         """The same in fp32, as accelerate asks of every output; computes nothing."""
