@@ -2,7 +2,3 @@
 
 Importing this imports no Triton.
 """
-
-from __future__ import annotations
-
-from ..calls import DTYPES as DTYPES

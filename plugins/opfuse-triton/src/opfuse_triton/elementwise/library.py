@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..calls import are_plain, define, placed, there
+from ..calls import DTYPES, are_plain, define, placed, there
 from ..configs import Config
-from . import DTYPES, formulas, kernels, twins
+from . import formulas, kernels, twins
 from .formulas import Formula
 from .twins import Three, Two
 

@@ -10,8 +10,8 @@ from typing import Any
 from opfuse import Environment
 from opfuse.ops import ScaledActivation
 
+from ..calls import DTYPES
 from ..machine import why_no_kernel
-from . import DTYPES
 
 _PASSES = "forward", "backward", "scaled_backward"
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..calls import DTYPES as DTYPES
+
 RMS, LAYER, L2 = "rms", "layer", "l2"
 """The three norms, as the kernels call them."""
 
