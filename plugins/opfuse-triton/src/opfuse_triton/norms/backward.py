@@ -3,6 +3,11 @@
 The gradients of weight and bias are sums over all rows. Each program adds up those of its rows in
 registers and writes one partial sum per feature; a second kernel adds up the partial sums, always
 in the same order.
+
+Rows that are too wide for the registers of one program have one way, which takes two kernels:
+``norm_backward_rows`` reads each row for its means, and ``norm_backward_tiles`` has some columns of
+many rows, so that the sums of these columns stay in registers. One kernel with whole rows would
+write and read a partial sum of each feature for each few rows.
 """
 
 from __future__ import annotations
