@@ -17,7 +17,9 @@ the linear needs no gradient. ``--beside`` adds sides: the eager function under 
 the function of Liger Kernel's losses that gives log-probabilities by chunks, in PyTorch's
 operations, that of trl, opfuse with the entropy too, and whole losses of responses of 64 tokens:
 GRPO and DPO in the chain of opfuse, and those of Liger Kernel in PyTorch's operations. What is
-compiled runs once before its memory is measured.
+compiled runs once before its memory is measured. Beside the loss there is ``torch``, the chunked
+``F.linear_cross_entropy`` of PyTorch 2.13 with its default chunks; ``weighted`` and
+``torch-weighted`` are opfuse and that with class weights.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESPONSE = 64
 BESIDE = "compiled", "liger", "trl", "entropy", "grpo", "liger-grpo", "dpo", "liger-dpo"
+BESIDE_LOSS = "torch", "weighted", "torch-weighted"
 MOST_MEMORY, LEAST_SPEED = 0.30, 1.0
 """Goals: memory at most this part of eager's, speed at least this."""
 
@@ -53,7 +56,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--of", choices=("loss", "log-probs", "frozen-log-probs"), default="loss")
-    parser.add_argument("--beside", default="", help="some of: " + ",".join(BESIDE))
+    parser.add_argument("--beside", default="", help="some of: " + ",".join(BESIDE + BESIDE_LOSS))
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the result")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -141,9 +144,22 @@ def steps(options: argparse.Namespace, classes: int, dtype: str) -> dict[str, Ca
         }
         chosen = {name: beside[name] for name in options.beside.split(",") if name}
         return {"eager": lambda: plain(x, head.weight).backward(), "opfuse": fused, **chosen}
+    of_classes = torch.rand(classes)
+    weighted = opfuse.Sequential(head, ops.CrossEntropy(weight=of_classes))
+
+    def by_torch(**more: Any) -> None:
+        more["options"] = torch.nn.LinearCrossEntropyOptions()
+        F.linear_cross_entropy(x, head.weight, targets, **more).backward()
+
+    beside = {
+        "torch": by_torch,
+        "weighted": lambda: weighted(x, targets).backward(),
+        "torch-weighted": lambda: by_torch(weight=of_classes.to(kind)),
+    }
     return {
         "eager": lambda: F.cross_entropy(F.linear(x, head.weight), targets).backward(),
         "opfuse": lambda: chain(x, targets).backward(),
+        **{name: beside[name] for name in options.beside.split(",") if name},
     }
 
 

@@ -12,14 +12,16 @@ CLAMPED = {"limit": 0.5, "alpha": 1.1, "glu_linear_offset": 0.5}
 """Numbers that matter for inputs around 1."""
 
 
-def samples(*given: Any) -> Any:
-    """Make a ``sample_inputs`` that is the same for any number of features.
+def samples(*every: Any) -> Any:
+    """Make a ``sample_inputs``.
 
     Args:
-        given: The argument of each sample, or its keyword arguments; the plainest first.
+        every: The argument of each sample, or its keyword arguments, or a function of the number of
+            features that gives these; the plainest first.
     """
 
     def sample_inputs(cls: type, op: Any, features: int, out_features: int | None) -> list[Any]:
+        given = [some(features) if callable(some) else some for some in every]
         return [op(cls, **some) if isinstance(some, dict) else op(cls, some) for some in given]
 
     return classmethod(sample_inputs)

@@ -22,7 +22,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossNumbers(NamedTuple):
-    """The numbers of a :class:`CrossEntropy`, named like its arguments.
+    """The numbers of a :class:`CrossEntropy`, named like its arguments, and its class weights.
 
     The backward uses those of its forward.
     """
@@ -32,6 +32,7 @@ class LossNumbers(NamedTuple):
     z_loss: float = 0.0
     softcap: float | None = None
     reduction: str = "mean"
+    weight: Tensor | None = None
 
 
 class RowLoss(ExtraTensorOperation):
@@ -68,6 +69,8 @@ class RowLoss(ExtraTensorOperation):
             what, fits, *error = self._ranges[name]
             require(self, fits(value), what, value, *error)
         super().__setattr__(name, value)
+        if name == "weight" or (name == "label_smoothing" and self.weight is not None):
+            self._count_change()  # fusions may take one and not both
 
     def numbers_of(self) -> Any:
         """The current numbers."""
@@ -124,12 +127,16 @@ class CrossEntropy(RowLoss):
         z_loss: Adds ``z_loss * logsumexp(z)^2`` to the loss of a row, which keeps logits small
             (PaLM, Chowdhery et al. 2022).
         softcap: ``z`` is ``softcap * tanh(logits / softcap)`` (Gemma 2); None: ``z`` is the logits.
+        weight: The weight of each class, ``(classes,)``, which becomes a buffer, as in
+            ``torch.nn.CrossEntropyLoss``. The loss of a row, with its z-loss, is multiplied by that
+            of its target, and the mean divides by their sum. What ``label_smoothing`` spreads has
+            the weight of its own class. The backward reads it again.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         output_dtype: The dtype of the loss; None: as above.
 
     Raises:
         TypeError: An argument of the wrong type; in a call, targets that are not integers.
-        ValueError: An argument out of range; in a call, targets of another shape.
+        ValueError: An argument out of range; in a call, targets or class weights of another shape.
         IndexError: In a call, a target that is not a class; on a GPU the device reports it later.
     """
 
@@ -139,8 +146,11 @@ class CrossEntropy(RowLoss):
         {"ignore_index": 1, "label_smoothing": 0.2, "z_loss": 0.01, "softcap": 3.0},
         {"reduction": "sum", "ignore_index": 0},
         {"reduction": "none"},
+        lambda classes: {"weight": (0.5, *[2.0] * (classes - 1)), "z_loss": 0.01},
+        lambda classes: {"weight": (0.5, *[2.0] * (classes - 1)), "label_smoothing": 0.2},
     )
     _numbers = LossNumbers
+    weight: Tensor | None
     _ranges = RowLoss._ranges | {
         "output_dtype": (
             "a floating-point torch.dtype as output_dtype",
@@ -160,20 +170,29 @@ class CrossEntropy(RowLoss):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         softcap: float | None = None,
+        weight: Tensor | Sequence[float] | None = None,
         reduction: str = "mean",
         output_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.register_buffer("weight", None if weight is None else torch.as_tensor(weight))
         self.ignore_index, self.reduction = ignore_index, reduction
         self.output_dtype = output_dtype
         self.label_smoothing, self.z_loss, self.softcap = label_smoothing, z_loss, softcap
 
-    extra_repr = shows(*LossNumbers._fields, "output_dtype")
+    extra_repr = shows(*LossNumbers._fields[:-1], "output_dtype")
 
     @property
     def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
         """``"rows"``, if it gives the loss of each row."""
         return ("rows",) if self.reduction == "none" else ()
+
+    def check_targets(self, targets: Tensor, shape: torch.Size) -> None:
+        """See :class:`RowLoss`; refuses class weights of another shape, too."""
+        super().check_targets(targets, shape)
+        classes = (shape[-1] * getattr(self, "process_group_size", 1),)
+        if self.weight is not None and self.weight.shape != classes:
+            raise ValueError(expected(self, f"weight of shape {classes}", tuple(self.weight.shape)))
 
     def in_dtype(self, loss: Tensor, ctx: Any, input_: Tensor) -> Tensor:
         """The loss in the dtype that the op gives; for fusions too."""
@@ -188,7 +207,9 @@ class CrossEntropy(RowLoss):
     ) -> Tensor:
         """``dx = w ((1 + 2 z_loss lse) softmax(z) - q)``, where ``q`` is the smoothed target.
 
-        ``w`` is the gradient of the row's loss; a ``softcap`` multiplies by ``1 - (z/softcap)^2``.
+        ``w`` is the gradient of the row's loss, times the weight of its class; a ``softcap``
+        multiplies by ``1 - (z/softcap)^2``. With class weights and smoothing, see
+        :func:`smoothed_weights`.
         """
         (grad,), targets = grads, targets.flatten()
         assert grad is not None
@@ -263,6 +284,26 @@ def widened(x: Tensor, out: Tensor | None) -> Tensor:
 # The arithmetic, row by row; for fusions too
 
 
+def smoothed_weights(numbers: LossNumbers, dtype: torch.dtype) -> Tensor | None:
+    """The class weights in a dtype, if they are more than a factor of each row; else None.
+
+    The functions of rows that know no class weights give what :func:`reduced` and
+    :func:`row_weights` multiply. But what smoothing spreads has weights of its own:
+    :func:`row_losses` and :func:`row_gradients` know these.
+    """
+    weight = numbers.weight if numbers.label_smoothing else None
+    return None if weight is None else weight.to(dtype)
+
+
+def _of_targets(targets: Tensor, numbers: LossNumbers, dtype: torch.dtype) -> Tensor:
+    """The class weight of each row, 0 where it is ignored; without class weights 1."""
+    counted = counts(targets, numbers)
+    if numbers.weight is None:
+        return counted
+    places = targets.long().clamp(0, len(numbers.weight) - 1)  # who computes losses refuses others
+    return torch.where(counted, numbers.weight.to(dtype)[places], 0.0)
+
+
 def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
     """The loss of each row, 0 where it is ignored; in fp32 for half precision.
 
@@ -282,13 +323,15 @@ def row_losses(logits: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
 def _losses(numbers: LossNumbers, spare: Spare, logits: Tensor, targets: Tensor) -> Tensor:
     ignored, smoothing, z_loss, *_ = numbers
     z = capped(widened(logits, spare[0]), numbers.softcap, spare[0])
-    log_p = torch.log_softmax(z, -1, out=spare[1])
+    log_p, weight = torch.log_softmax(z, -1, out=spare[1]), smoothed_weights(numbers, z.dtype)
     # it refuses targets that are not classes, without a sync with the host
-    losses = F.nll_loss(log_p, targets, ignore_index=ignored, reduction="none")
+    losses = F.nll_loss(log_p, targets, weight, ignore_index=ignored, reduction="none")
     if smoothing:
-        losses = losses * (1 - smoothing) - log_p.mean(-1) * smoothing
+        of_all = log_p.mean(-1) if weight is None else log_p.mv(weight) / log_p.shape[-1]
+        losses = losses * (1 - smoothing) - of_all * smoothing
     if z_loss:
-        losses = losses + z.logsumexp(-1).square() * z_loss
+        of_row = 1.0 if weight is None else _of_targets(targets, numbers, z.dtype)
+        losses = losses + z.logsumexp(-1).square() * z_loss * of_row
     return losses
 
 
@@ -300,10 +343,15 @@ def reduced(losses: Tensor, targets: Tensor, numbers: LossNumbers) -> Tensor:
         targets: The targets.
         numbers: Of the op.
     """
+    flat = targets.flatten()
+    if numbers.weight is not None and not numbers.label_smoothing:
+        losses = losses * _of_targets(flat, numbers, losses.dtype)
     if numbers.reduction == "none":
         return losses.view(targets.shape)
     total = losses.sum()
-    return total / counts(targets, numbers).sum() if numbers.reduction == "mean" else total
+    if numbers.reduction == "sum":
+        return total
+    return total / _of_targets(flat, numbers, losses.dtype).sum()
 
 
 def counts(targets: Tensor, numbers: LossNumbers) -> Tensor:
@@ -319,10 +367,20 @@ def row_weights(grad_output: Tensor, targets: Tensor, numbers: LossNumbers) -> T
         targets: ``(rows,)``.
         numbers: Of the forward.
     """
-    counted = counts(targets, numbers)
-    if numbers.reduction == "mean":  # no rows: torch gives zeros too
-        grad_output = grad_output / counted.sum().clamp(min=1)
-    return torch.where(counted, grad_output.flatten(), 0.0)
+    if numbers.reduction == "mean":
+        grad_output = grad_output / mean_divisor(targets, numbers, grad_output.dtype)
+    grad = grad_output.flatten()
+    if numbers.weight is not None and not numbers.label_smoothing:
+        grad = grad * _of_targets(targets, numbers, grad.dtype)
+    return torch.where(counts(targets, numbers), grad, 0.0)
+
+
+def mean_divisor(targets: Tensor, numbers: LossNumbers, dtype: torch.dtype) -> Tensor:
+    """What a mean divides gradients by; 1 for no rows, where torch gives zeros too."""
+    total = _of_targets(targets, numbers, dtype).sum()
+    if numbers.weight is None:
+        return total.clamp(min=1)
+    return total.where(counts(targets, numbers).any(), 1)
 
 
 def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: LossNumbers) -> Tensor:
@@ -342,13 +400,19 @@ def row_gradients(logits: Tensor, targets: Tensor, weights: Tensor, numbers: Los
 def _gradients(
     numbers: LossNumbers, spare: Spare, logits: Tensor, places: Tensor, weights: Tensor
 ) -> Tensor:
-    _, smoothing, z_loss, softcap, _ = numbers
+    smoothing, z_loss, softcap = numbers.label_smoothing, numbers.z_loss, numbers.softcap
     z = capped(widened(logits, spare[0]), softcap, spare[0])
-    factor = weights * (1 + 2 * z_loss * z.logsumexp(-1, keepdim=True)) if z_loss else weights
+    weight, share = smoothed_weights(numbers, z.dtype), smoothing / logits.shape[-1]
+    of_target, shares, factor = weights, share * weights if smoothing else None, weights
+    if weight is not None and shares is not None:
+        of_target, shares = weights * weight[places], shares * weight
+        factor = of_target * (1 - smoothing) + shares.sum(-1, keepdim=True)
+    if z_loss:
+        factor = factor + 2 * z_loss * of_target * z.logsumexp(-1, keepdim=True)
     dz = multiplied(torch.softmax(z, -1, out=spare[1]), factor)
-    if smoothing:
-        dz = added(dz, weights * (smoothing / logits.shape[-1]), -1)
-    dz = with_shares(dz, places, weights * (smoothing - 1))
+    if shares is not None:
+        dz = added(dz, shares, -1)
+    dz = with_shares(dz, places, of_target * (smoothing - 1))
     return uncapped(dz, z, softcap, spare[0])
 
 

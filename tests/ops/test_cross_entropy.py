@@ -14,6 +14,7 @@ from opfuse.ops import _blocks
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROWS = [(), (1,), (3,), (127,), (2, 3), (2, 3, 2), (0,), (0, 3)]
 CLASSES = 7
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0, 0.25, 1.5], dtype=torch.float64)
 OPTIONS = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -27,19 +28,31 @@ OPTIONS = {
     "all": {
         "ignore_index": 2, "label_smoothing": 0.3, "z_loss": 0.05, "softcap": 2.0, "reduction": "none",
     },
+    "weighted": {"weight": WEIGHT},
+    "weighted, sum": {"weight": WEIGHT, "reduction": "sum", "ignore_index": 2},
+    "weighted, none": {"weight": WEIGHT, "reduction": "none"},
+    "weighted and smoothed": {"weight": WEIGHT, "label_smoothing": 0.2},
+    "weighted and smoothed, none": {"weight": WEIGHT, "label_smoothing": 0.2, "reduction": "none"},
+    "weighted z-loss, capped": {"weight": WEIGHT, "z_loss": 0.1, "softcap": 1.5},
+    "weighted, all": {
+        "weight": WEIGHT, "ignore_index": 2, "label_smoothing": 0.3, "z_loss": 0.05, "softcap": 2.0,
+        "reduction": "sum",
+    },
 }  # fmt: skip
 
 
-def formula(logits, targets, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"):  # fmt: skip
+def formula(logits, targets, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean", weight=None):  # fmt: skip
     """Written out, differentiated by autograd."""
     z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     lse = torch.log(torch.exp(z).sum(-1))
     counted = targets != ignore_index
     wanted = F.one_hot(torch.where(counted, targets, 0), z.shape[-1]).to(z.dtype)
+    of_row = (wanted * (1 if weight is None else weight)).sum(-1) * counted
     wanted = wanted * (1 - label_smoothing) + label_smoothing / z.shape[-1]
-    losses = (lse - (z * wanted).sum(-1) + z_loss * lse**2) * counted
+    wanted = wanted if weight is None else wanted * weight
+    losses = (wanted * (lse.unsqueeze(-1) - z)).sum(-1) * counted + z_loss * lse**2 * of_row
     total = losses.sum()
-    return {"none": losses, "sum": total, "mean": total / counted.sum()}[reduction]
+    return {"none": losses, "sum": total, "mean": total / of_row.sum()}[reduction]
 
 
 def draw(rows, classes=CLASSES, dtype=torch.float64, ignored=-100):
@@ -79,7 +92,7 @@ def test_values_and_gradients(compare, name, dtype, rows):
         )
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("z-loss", "capped", "all")])  # fmt: skip
+@pytest.mark.parametrize("name", [name for name, of in OPTIONS.items() if not {"z_loss", "softcap"} & {*of}])  # fmt: skip
 def test_options_mean_what_they_mean_in_torch(name):
     options = OPTIONS[name]
     x, targets = draw((5,), ignored=options.get("ignore_index", -100))
@@ -91,11 +104,13 @@ def test_options_mean_what_they_mean_in_torch(name):
     )
 
 
+@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["plain", "weighted"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_mean_of_no_rows_is_nan_and_its_gradient_zero_as_in_torch(smoothing):
+def test_the_mean_of_no_rows_is_nan_and_its_gradient_zero_as_in_torch(smoothing, weight):
     x, targets = draw((4,))
     targets[:] = -100
-    for loss in (ops.CrossEntropy(label_smoothing=smoothing), nn.CrossEntropyLoss(label_smoothing=smoothing)):  # fmt: skip
+    for made in (ops.CrossEntropy, nn.CrossEntropyLoss):
+        loss = made(label_smoothing=smoothing, weight=weight)
         y = loss(x, targets)
         assert y.isnan()
         assert torch.autograd.grad(y, x)[0].eq(0).all()
@@ -168,7 +183,9 @@ def test_autocast_gives_fp32_from_the_logits_as_they_come(dtype):
     [*((name, number % 2 == 0) for number, name in enumerate(OPTIONS)), ("all", True)],
 )
 def test_a_compiled_loss_matches_eager(name, autocast):
-    options = OPTIONS[name]
+    options = dict(OPTIONS[name])
+    if "weight" in options:
+        options["weight"] = torch.linspace(0, 2, 11)
     x, targets = draw((2, 3), 8, torch.float32, options.get("ignore_index", -100))
     chain = opfuse.Sequential(ops.Linear(8, 11), ops.CrossEntropy(**options))
     results = []
@@ -230,6 +247,37 @@ def test_the_backward_uses_the_numbers_of_its_forward():
     op.z_loss, op.softcap, op.reduction = 0.0, None, "sum"
     torch.testing.assert_close(torch.autograd.grad(y, x), expected)
     torch.testing.assert_close(op(x, targets), F.cross_entropy(x, targets, reduction="sum"))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_class_weights_are_a_buffer(smoothing):
+    """As in torch: it is saved, moved and set, and one that is set is used at once."""
+    x, targets = draw((5,))
+    loss, theirs = ops.CrossEntropy(label_smoothing=smoothing), nn.CrossEntropyLoss(label_smoothing=smoothing)  # fmt: skip
+    chain = opfuse.Sequential(ops.ConstantScale(1.0), loss)
+    torch.testing.assert_close(chain(x, targets), theirs(x, targets))
+    assert not chain.state_dict()
+    for weight in (WEIGHT, WEIGHT * 2 + 1, None, WEIGHT):
+        loss.weight = theirs.weight = weight
+        y, expected = chain(x, targets), theirs(x, targets)
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(torch.autograd.grad(y, x), torch.autograd.grad(expected, x))
+    assert chain.state_dict().keys() == {"1.weight"}
+    fresh = ops.CrossEntropy(weight=torch.ones(CLASSES))
+    fresh.load_state_dict(loss.state_dict())
+    assert torch.equal(fresh.weight, WEIGHT.float())
+    listed = ops.CrossEntropy(weight=WEIGHT.tolist(), label_smoothing=smoothing).double()
+    torch.testing.assert_close(listed(x, targets), loss(x, targets))
+    y, expected = loss(x, targets), torch.autograd.grad(loss(x, targets), x)
+    loss.weight = None
+    torch.testing.assert_close(torch.autograd.grad(y, x), expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(CLASSES - 1), torch.ones(CLASSES + 1), torch.ones(1, CLASSES)])  # fmt: skip
+def test_class_weights_of_another_shape(wrong):
+    x, targets = draw((3,))
+    with pytest.raises(ValueError, match=re.escape(f"expected weight of shape (7,), got {tuple(wrong.shape)}")):  # fmt: skip
+        ops.CrossEntropy(weight=wrong)(x, targets)
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,12 @@ def experts(rank, sizes, name):
         torch.testing.assert_close(chain(leaf, here), y)
 
 
+def refused_loss(rank, numbers):
+    """What is raised for a loss that is not computed."""
+    op = ops.VocabParallelCrossEntropy(**numbers)
+    return raised(lambda: op(torch.randn(3, 5), torch.tensor([1, 7, 2])))
+
+
 def loss(rank, numbers, dtype, sequence, bias, fused):
     """A head that is split by classes, and the loss, beside the whole one in fp64."""
     torch.manual_seed(2)

@@ -63,6 +63,7 @@ def test_experts_of_other_processes(sizes, name):
         {"label_smoothing": 0.1, "reduction": "none"},
         {"z_loss": 0.01, "softcap": 5.0},
         {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 3.0, "ignore_index": 3},
+        {"weight": [0.5, 2.0] * 5, "ignore_index": 3},
     ],
     ids=str,
 )
@@ -70,6 +71,13 @@ def test_experts_of_other_processes(sizes, name):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_loss_over_classes_of_several_processes(numbers, dtype, sequence):
     gloo.together(ranks.loss, numbers, dtype, sequence, sequence, False)
+
+
+def test_smoothed_class_weights_over_classes_of_several_processes():
+    numbers = {"weight": [0.5, 2.0] * 5, "label_smoothing": 0.1}
+    for said in gloo.together(ranks.refused_loss, numbers):
+        assert said[0] == "NotImplementedError"
+        assert "class weights and label smoothing together are for CrossEntropy" in said[1]
 
 
 LOG_PROBS = {

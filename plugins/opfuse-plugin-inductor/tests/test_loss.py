@@ -13,6 +13,7 @@ from opfuse.core.plugins import using
 
 SMALL = {"inductor.min_elements": 0}
 TRACED = {**SMALL, "inductor.backend": "eager"}
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0, 0.25, 1.5], dtype=torch.float64)
 OPTIONS = {
     "plain": {},
     "ignored": {"ignore_index": 2},
@@ -20,6 +21,8 @@ OPTIONS = {
     "z": {"z_loss": 0.01},
     "capped": {"softcap": 3.0, "label_smoothing": 0.2},
     "none": {"reduction": "none", "z_loss": 0.1, "softcap": 5.0},
+    "weighted": {"weight": WEIGHT, "ignore_index": 2},
+    "weighted and smooth": {"weight": WEIGHT, "label_smoothing": 0.1, "reduction": "none"},
 }
 
 
@@ -38,7 +41,9 @@ def exact(x, targets, z_loss=0.0, softcap=None, reduction="mean", **given):
     loss = F.cross_entropy(rows, flat, reduction="none", **given)
     counted = flat != given.get("ignore_index", -100)
     loss = loss + torch.where(counted, z_loss * rows.logsumexp(-1).square(), 0.0)
-    loss = {"mean": loss.sum() / counted.sum(), "sum": loss.sum(), "none": loss.view(targets.shape)}
+    weight = given.get("weight")
+    of_row = counted if weight is None else weight[flat.where(counted, 0)] * counted
+    loss = {"mean": loss.sum() / of_row.sum(), "sum": loss.sum(), "none": loss.view(targets.shape)}
     (grad,) = torch.autograd.grad(loss[reduction].sum() * 2, x)
     return loss[reduction].detach(), grad
 

@@ -57,9 +57,12 @@ def both(chain, logits, targets):
 @runs
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_output_and_gradient_match_fp64(dtype, options):
-    chain = opfuse.Sequential(ops.CrossEntropy(**options))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_output_and_gradient_match_fp64(dtype, options, weighted):
     for shape in ((3,), (1, 1), (3, 129), (2, 2, 5000)):
+        chain = opfuse.Sequential(ops.CrossEntropy(**options)).to(DEVICE)
+        if weighted:
+            chain[0].weight = torch.linspace(0.5, 2, shape[-1], device=DEVICE)
         logits, targets = batch(dtype, shape, options.get("ignore_index", -100))
         (y, grad), (exact, wanted) = both(chain, logits, targets)
         assert y.dtype is grad.dtype is dtype and grad.shape == shape

@@ -20,6 +20,7 @@ from opfuse.testing.machine import is_interpreting
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="PyTorch's operations are tested here")
 ROWS, WIDTH, CLASSES = 32, 6, 40
+WEIGHT = torch.linspace(0, 2, CLASSES)
 CHUNK = 5
 PRODUCTS = {"aten.mm.default", "aten.addmm_.default", "aten.addmm.default", "aten.linear.default"}
 
@@ -156,6 +157,29 @@ def test_where_it_is_not_used_and_why():
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_weights_are_factors_of_rows_but_for_what_smoothing_spreads(reduction, prefer):
+    """Whatever is set after the plan was made, the numbers are those of torch."""
+    chain, (x, targets) = head(weight=WEIGHT, reduction=reduction), batch()
+    fused = reduction == "mean" or prefer == "memory"
+    changes = ((0.0, WEIGHT), (0.2, WEIGHT), (0.2, None), (0.2, WEIGHT), (0.0, WEIGHT))
+    for smoothing, weight in changes:
+        chain[1].label_smoothing, chain[1].weight = smoothing, weight
+        both = smoothing and weight is not None
+        with opfuse.options(prefer=prefer):
+            assert bool(fusions(chain, x, targets)) is bool(fused and not both)
+            if both:
+                assert "what label smoothing spreads has class weights" in why(chain, x, targets)
+            y = chain(x, targets)
+        logits = torch.nn.functional.linear(x, chain[0].weight)
+        expected = torch.nn.functional.cross_entropy(logits, targets, weight, label_smoothing=smoothing, reduction=reduction)  # fmt: skip
+        torch.testing.assert_close(y, expected)
+        leaves, dy = (x, *chain.parameters()), torch.linspace(0.5, 1.5, y.numel()).view(y.shape)
+        for got, want in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):  # fmt: skip
+            torch.testing.assert_close(got, want)
+
+
 # When gradients are computed
 
 
@@ -243,8 +267,11 @@ def test_the_fused_loss_keeps_no_logits():
         {"reduction": "none"},
         {"ignore_index": 3, "label_smoothing": 0.2, "z_loss": 0.05, "softcap": 2.0},
         {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "reduction": "none"},
+        {"weight": WEIGHT},
+        {"weight": WEIGHT, "reduction": "sum", "z_loss": 0.05, "softcap": 5.0, "ignore_index": 3},
+        {"weight": WEIGHT, "reduction": "none"},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options) or "plain",
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)  # fmt: skip
 def test_gradients_match_fp64(dtype, options, prefer):

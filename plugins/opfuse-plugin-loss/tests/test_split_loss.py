@@ -27,6 +27,7 @@ pytestmark = [
     [
         {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 3.0, "ignore_index": 3},
         {"reduction": "sum"},
+        {"weight": [0.5, 2.0] * 5, "z_loss": 0.1},
     ],
     ids=str,
 )

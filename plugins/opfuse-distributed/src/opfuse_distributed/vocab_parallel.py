@@ -28,15 +28,24 @@ class VocabParallelCrossEntropy(WithProcessGroup, cross_entropy.CrossEntropy):
 
     Args:
         process_group: The processes; default: all.
-        **numbers: As for :class:`CrossEntropy`.
+        **numbers: As for :class:`CrossEntropy`; ``weight`` has all classes, and not together with
+            ``label_smoothing``.
 
     Raises:
+        NotImplementedError: In a call, class weights and label smoothing.
         RuntimeError: ``torch.distributed`` is not initialised.
         TypeError, ValueError: As for :class:`CrossEntropy`.
         IndexError: In a call, a target that is not a class; on a GPU the device reports it later.
     """
 
     saved_names = ("input", "targets", "lse")  # type: ignore[assignment]
+
+    @classmethod
+    def sample_inputs(cls, op: Any, features: int, out_features: int | None) -> list[Any]:
+        """Those without class weights, which have the classes of all processes."""
+        every = super().sample_inputs(op, features, out_features)
+        return [sample for sample in every if "weight" not in dict(sample.kwargs)]
+
     context_names = ("numbers",)
     grad_input = "fresh"
 
@@ -109,6 +118,9 @@ class VocabPart(NamedTuple):
         Returns:
             Both of shape ``(rows,)``, in fp32 for half precision.
         """
+        if cross_entropy.smoothed_weights(numbers, logits.dtype) is not None:
+            who = "VocabParallelCrossEntropy: class weights and label smoothing together"
+            raise NotImplementedError(f"{who} are for CrossEntropy, which has all logits")
         z, classes = (
             cross_entropy.capped(widen(logits), numbers.softcap),
             logits.shape[1] * self.group.size,
@@ -149,7 +161,7 @@ class VocabPart(NamedTuple):
             numbers: Of the forward.
             spare: See :func:`opfuse.ops.cross_entropy.parts`.
         """
-        _, smoothing, z_loss, softcap, _ = numbers
+        _, smoothing, z_loss, softcap, *_ = numbers
         z = cross_entropy.capped(cross_entropy.widened(logits, spare[0]), softcap, spare[0])
         below = torch.sub(z, lse.unsqueeze(-1), out=spare[1])
         factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights

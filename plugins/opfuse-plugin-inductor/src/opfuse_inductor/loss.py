@@ -198,7 +198,12 @@ class CompiledLoss(CompiledRows):
     _check = "check_targets"
 
     def _of_rows(self, numbers: LossNumbers) -> LossNumbers:
-        return numbers._replace(reduction="none")
+        # class weights are factors of rows, but for those of what smoothing spreads
+        weight = numbers.weight if numbers.label_smoothing else None
+        return numbers._replace(reduction="none", weight=weight)
+
+    def _compiles_for(self, numbers: LossNumbers) -> bool:
+        return numbers.weight is None and super()._compiles_for(numbers)
 
     def values(self, x: Tensor, targets: Tensor, numbers: LossNumbers) -> list[Tensor]:
         """See the base."""

@@ -82,7 +82,7 @@ def softmax_gradient(
 def _of_part(
     numbers: LossNumbers, spare: Spare, logits: Tensor, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    ignored, smoothing, z_loss, softcap, _ = numbers
+    ignored, smoothing, z_loss, softcap, *_ = numbers
     z = capped(widened(logits, spare[0]), softcap, spare[0])
     picked = F.nll_loss(z, targets, ignore_index=ignored, reduction="none")
     mean = z.mean(-1) if smoothing else None

@@ -59,10 +59,16 @@ def chunks_pay(ops: Any, env: Environment) -> bool | str:
         return "under torch.compile the chunks would be one after the other in the graph"
     if env.device.type != "cpu" and (reason := cannot_run(env)):
         return f"{reason}, and PyTorch's operations by chunks are many small ones"
-    if env.recipe is None:
-        return True
-    name = type(env.recipe).__name__
-    return f"{name} quantizes the linear, and this fusion multiplies plain tensors"
+    if env.recipe is not None:
+        name = type(env.recipe).__name__
+        return f"{name} quantizes the linear, and this fusion multiplies plain tensors"
+    return smoothed(ops[-1]) or True
+
+
+def smoothed(op: Any) -> str:
+    """Why nothing here computes a loss, as a sentence; empty: its class weights factor rows."""
+    both = getattr(op, "label_smoothing", 0) and op.weight is not None
+    return "what label smoothing spreads has class weights of its own" if both else ""
 
 
 def gradients_in_forward(ops: Any, env: Environment) -> bool | str:

@@ -14,7 +14,7 @@ from opfuse.ops.authoring import rows_of
 from opfuse.ops.cross_entropy import reduced, row_gradients, row_losses, row_weights
 from opfuse.ops.libraries import PLAIN
 
-from .conditions import DTYPES, HALF, PREDICTED, cannot_run
+from .conditions import DTYPES, HALF, PREDICTED, cannot_run, smoothed
 
 Ctxs = list[OperationContext]
 
@@ -85,7 +85,7 @@ def _pays(ops: Sequence[Any], env: Environment) -> bool | str:
     """Asked while planning."""
     if env.compiling:
         return "under torch.compile the compiler fuses the loss"
-    return cannot_run(env) or PREDICTED.why_not("cross entropy", env) or True
+    return cannot_run(env) or smoothed(ops[0]) or PREDICTED.why_not("cross entropy", env) or True
 
 
 # a fusion that takes the linear too goes first

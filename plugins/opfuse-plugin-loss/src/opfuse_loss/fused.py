@@ -11,7 +11,7 @@ from torch import Tensor
 from opfuse import Environment, OperationContext, Optional
 from opfuse.ops import BasicLinear, Bias, CrossEntropy, libraries
 from opfuse.ops.authoring import rows_of, wide
-from opfuse.ops.cross_entropy import reduced, row_losses, row_weights
+from opfuse.ops.cross_entropy import mean_divisor, reduced, row_losses, row_weights
 
 from . import chunks
 from .conditions import by_chunks, cannot_run, chunks_pay, computed_again, gradients_in_forward
@@ -86,10 +86,10 @@ class LinearLoss(libraries.Products):
         """The loss of each row; leaves the gradients, and the scale that they still need."""
         linear, *middle, last = ctxs
         lift = chunks.LIFT if x.dtype is torch.float16 else 1.0
-        counted = targets != numbers.ignore_index
-        weights = torch.where(counted, lift, 0.0).to(wide(x.dtype))
+        dtype, as_sum = wide(x.dtype), numbers._replace(reduction="sum")
+        weights = row_weights(x.new_full((), lift, dtype=dtype), targets, as_sum)
         losses, sums = self._gradients(ctxs, x, weight, bias, targets, weights, numbers)
-        scale = counted.sum().clamp(min=1) if numbers.reduction == "mean" else 1.0
+        scale = mean_divisor(targets, numbers, dtype) if numbers.reduction == "mean" else 1.0
         linear.to_save = sums.dx, sums.dw
         for ctx in middle:
             ctx.to_save = (sums.db,)
