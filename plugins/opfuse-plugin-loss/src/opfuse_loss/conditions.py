@@ -67,7 +67,7 @@ def chunks_pay(ops: Any, env: Environment) -> bool | str:
 
 def smoothed(op: Any) -> str:
     """Why nothing here computes a loss, as a sentence; empty: its class weights factor rows."""
-    both = getattr(op, "label_smoothing", 0) and op.weight is not None
+    both = getattr(op, "label_smoothing", 0) and op.weight is not None  # others have neither
     return "what label smoothing spreads has class weights of its own" if both else ""
 
 

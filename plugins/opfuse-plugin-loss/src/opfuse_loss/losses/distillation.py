@@ -20,17 +20,20 @@ class Teacher(NamedTuple):
 
     Attributes:
         hidden: The input of the teacher's head, ``(rows, features)``.
-        weight: The weight of its head, ``(classes, features)``.
+        head: The weight of its head, ``(classes, features)``.
         beta, temperature, reduction: See the op.
         ignore_index: What is no row's number.
+        label_smoothing, weight: None, as :class:`~opfuse.ops.cross_entropy.LossNumbers` has them.
     """
 
     hidden: Tensor
-    weight: Tensor
+    head: Tensor
     beta: float
     temperature: float
     reduction: str
     ignore_index: int = -1
+    label_smoothing: float = 0.0
+    weight: None = None
 
     def compare(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of some rows, and its gradient by the student's logits, in fp32.
@@ -44,7 +47,7 @@ class Teacher(NamedTuple):
             rows: The numbers of these rows among those of ``hidden``.
         """
         beta, hidden = self.beta, self.hidden.index_select(0, rows)
-        theirs = F.linear(hidden, self.weight.to(hidden.dtype))
+        theirs = F.linear(hidden, self.head.to(hidden.dtype))
         log_p, log_q = (
             torch.log_softmax(widen(each) / self.temperature, -1) for each in (logits, theirs)
         )
