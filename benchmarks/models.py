@@ -4,6 +4,7 @@ python -m benchmarks --suite models --out models.json
 python -m benchmarks --suite models --models llama,gpt2 --dtypes bf16 --ways converted,memory
 python -m benchmarks --suite models --ways compile,converted-compile --cold --out cold.json
 python -m benchmarks --suite models --ways budget-0.5,compile-0.5
+python -m benchmarks --suite models --models llama,qwen3 --ways converted,memory --adapters fp32
 python -m benchmarks --suite models --together --ways budget-0.5-compiled,budget-least-compiled
 
 The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
@@ -18,7 +19,9 @@ does not matter where these lie in memory. ``first_s`` is the first call with it
 clock; it is of interest with ``--cold``, where no process finds anything compiled. ``budget-0.5``
 is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it models with a
 cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile layers or the
-model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible.
+model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible. With
+``--adapters fp32`` PEFT puts adapters of rank 16 on all linear layers but the head, and they alone
+train; eager is then eager PEFT.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
 MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
+MORE = ("qwen3", "mistral")
+"""Models that run if they are named."""
 DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
 OTHERS = "compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
@@ -59,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cold", action="store_true", help="empty caches for every process")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--together", action="store_true", help="all ways in the same rounds")
+    parser.add_argument(
+        "--adapters",
+        choices=["", "fp32", "bf16"],
+        default="",
+        help="PEFT's LoRA, rank 16, on all linear layers but the head, in this dtype",
+    )
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     for way in options.ways.split(","):
@@ -72,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.record import about  # imports torch
 
     result = about("models", torch.device("cpu")) | {"threads": options.threads, "rows": []}
+    result |= {"adapters": options.adapters, "dropout": options.dropout}
     for model in options.models.split(","):
         for dtype in options.dtypes.split(","):
             result["rows"] += measured(model, dtype, options)
@@ -88,6 +101,7 @@ def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[s
         for part in ("tune", *ways):
             command = [sys.executable, __file__, "--part", part, "--threads", str(options.threads)]
             command += ["--models", model, "--dtypes", dtype]
+            command += ["--adapters", options.adapters, "--dropout", str(options.dropout)]
             if options.cold:
                 environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, part)
             done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
@@ -216,9 +230,26 @@ def prepared(options: argparse.Namespace) -> tuple[Any, dict[str, Any], Any]:
     model, inputs = built(options.models)
     if options.dtypes == "bf16":
         model = model.to(torch.bfloat16)
+    if getattr(options, "adapters", ""):  # other scripts have no such option
+        model = adapted(model, options.adapters, options.dropout)
+    if options.dtypes == "bf16":
         inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
     cast = torch.autocast("cpu", torch.bfloat16, enabled=options.dtypes == "autocast")
     return model, inputs, cast
+
+
+def adapted(model: Any, dtype: str, dropout: float) -> Any:
+    """The model with adapters of rank 16 on all linear layers but the head; they alone train."""
+    import peft
+    import torch
+
+    how: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    config = peft.LoraConfig(**how, lora_dropout=dropout, init_lora_weights=False)
+    made = peft.get_peft_model(model, config, autocast_adapter_dtype=dtype == "fp32")
+    if dtype == "bf16":
+        for name, param in made.named_parameters():
+            param.data = param.data.to(torch.bfloat16) if "lora_" in name else param.data
+    return made
 
 
 def built(name: str) -> tuple[Any, dict[str, Any]]:
@@ -235,6 +266,11 @@ def built(name: str) -> tuple[Any, dict[str, Any]]:
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "llama":
         return t.LlamaForCausalLM(t.LlamaConfig(**common, **few, intermediate_size=1376)), text
+    if name == "qwen3":
+        config = t.Qwen3Config(**common, **few, head_dim=64, intermediate_size=1376)
+        return t.Qwen3ForCausalLM(config), text
+    if name == "mistral":
+        return t.MistralForCausalLM(t.MistralConfig(**common, **few, intermediate_size=1376)), text
     if name == "mixtral":
         config = t.MixtralConfig(**common, **few, intermediate_size=688, num_local_experts=4)
         return t.MixtralForCausalLM(config), text
@@ -250,7 +286,7 @@ def built(name: str) -> tuple[Any, dict[str, Any]]:
         config = t.ViTConfig(**common, **still, intermediate_size=1536)
         images = {"pixel_values": torch.randn(4, 3, 224, 224), "labels": torch.tensor([0, 1, 0, 1])}
         return t.ViTForImageClassification(config), images
-    raise SystemExit(f"no model {name!r}: there are {', '.join(MODELS)}")
+    raise SystemExit(f"no model {name!r}: there are {', '.join((*MODELS, *MORE))}")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ Attributes:
     reusable: The ``out`` of an operation that may overwrite a result, or None.
     rows_of: A tensor with one row dimension.
     shows: Makes an ``extra_repr`` of the attributes that are not None.
+    tiled: Operands of a product whose features fill the tiles of a CPU's library, where a row must
+        not depend on the others.
     wide: The dtype that the built-in ops compute in, for an input's dtype.
     widen: A tensor in that dtype.
 """
@@ -34,6 +36,7 @@ from ..core.op_context import ModuleCache
 from ..core.overwriting import may_write
 from ..core.settings import is_captured
 from ._common import ExtraTensorOperation, OpGrads, check_bool, check_size, expected, rows_of, shows
+from ._products import tiled
 from ._split import NotSplit
 from .arithmetic import (
     add_product,
@@ -50,6 +53,7 @@ from .arithmetic import (
 __all__ = [
     "ExtraTensorOperation", "ModuleCache", "NotSplit", "OpGrads", "ParamSource", "add_product",
     "added", "adds_itself", "cast", "check_bool", "check_size", "expected", "is_captured",
-    "matmul_precision", "may_write", "op_class", "reusable", "rows_of", "shows", "wide", "widen",
+    "matmul_precision", "may_write", "op_class", "reusable", "rows_of", "shows", "tiled", "wide",
+    "widen",
 ]
 # fmt: on

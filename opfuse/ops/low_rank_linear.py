@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -163,47 +164,59 @@ class LowRankLinear(RowwiseOperation):
             ctx.save_for_backward(x, mask, low, *kept)
         return x, weight, low, b
 
-    @staticmethod
-    def adapter_grads(
-        ctx: Any, dlow: Tensor, x: Tensor, mask: Tensor | None, a: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The adapter's part of the gradient of the input, and the gradient of ``lora_a``.
-
-        Args:
-            ctx: The context of the backward.
-            dlow: The gradient of ``scaling * dropout(x) A^T``, ``(rows, rank)``.
-            x: The input, ``(rows, in_features)``.
-            mask: What the dropout kept, or None.
-            a: ``lora_a``.
-        """
-        dlow, keep = dlow * ctx.scaling, 1 / (1 - ctx.dropout) if ctx.dropout < 1 else 0.0
-        dx = da = None
-        if ctx.input_requires_grad:
-            dx = dlow @ a
-            if mask is not None:
-                dx = torch.ops.aten.native_dropout_backward.default(dx, mask, keep)
-        if ctx.param_requires_grad[1]:
-            da = dlow.t() @ (x if mask is None else x * mask * keep)
-        return dx, da
-
     def op_forward(self, ctx: OperationContext, input_: Tensor,
                    prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """The sum of both products."""
+        return self.value(ctx, input_)
+
+    def value(self, ctx: OperationContext, input_: Tensor) -> Tensor:
+        """The output; leaves on ``ctx`` what the backward needs."""
         x, weight, low, b = self.operands(ctx, input_, keep=ctx.requires_grad)
         return F.linear(x, weight) + F.linear(*tiled(low, b))
 
+    def again(self, ctx: Any, x: Tensor) -> Tensor:
+        """The output once more, from the input as a matrix and what the forward left."""
+        _, _, low, weight, _, b = ctx.saved_tensors
+        return F.linear(x, weight.to(x.dtype)) + F.linear(rows_of(low), b.to(x.dtype))
+
     def op_backward(self, ctx: Any, grad_output: Tensor) -> OpGrads:
         """``dx = dy W + dlow A``, ``dA = dlow^T x``, ``dB = dy^T low``; ``dlow = scaling dy B``."""
-        x, mask, low, *params = ctx.saved_tensors
-        weight, a, b = [param.to(x.dtype) for param in params]
-        dy = rows_of(grad_output.to(x.dtype))
-        rows, mask = rows_of(x), None if mask is None else rows_of(mask)
-        of_weight, of_a, of_b = ctx.param_requires_grad
-        dx = da = None
-        if ctx.input_requires_grad or of_a:
-            dx, da = self.adapter_grads(ctx, dy @ b, rows, mask, a)
-        if dx is not None:
-            dx = torch.addmm(dx, dy, weight).view(x.shape)
-        dw = dy.t() @ rows if of_weight else None
-        return dx, (dw, da, dy.t() @ rows_of(low) if of_b else None)
+        x, dtype = ctx.saved_tensors[0], ctx.dtype or grad_output.dtype
+        dx, left = self.input_grad(ctx, rows_of(grad_output.to(dtype)))
+        grads = self.param_grads(ctx, left, None if x is None else rows_of(x))
+        return None if dx is None else dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
+
+    def input_grad(self, ctx: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
+        """The gradient of the input, if it is needed, and what :meth:`param_grads` takes.
+
+        Args:
+            ctx: The context of the backward.
+            dy: The gradient of the output, a matrix in the compute dtype.
+        """
+        _, mask, low, *params = ctx.saved_tensors
+        weight, a, b = [param.to(dy.dtype) for param in params]
+        dlow, dx = dy @ b * ctx.scaling, None
+        if ctx.input_requires_grad:
+            dx = torch.addmm(self.dropped(dlow @ a, mask, ctx.dropout), dy, weight)
+        return dx, (dy, dlow, mask, low)
+
+    def param_grads(self, ctx: Any, left: Any, x: Any) -> Sequence[Tensor | None]:
+        """The gradients of the parameters that need one.
+
+        Args:
+            ctx: The context of the backward.
+            left: What :meth:`input_grad` left.
+            x: The input, a matrix; None: no gradient takes it.
+        """
+        (dy, dlow, mask, low), (of_weight, of_a, of_b) = left, ctx.param_requires_grad
+        da = dlow.t() @ self.dropped(x, mask, ctx.dropout) if of_a else None
+        return dy.t() @ x if of_weight else None, da, dy.t() @ rows_of(low) if of_b else None
+
+    @staticmethod
+    def dropped(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
+        """A matrix after a dropout of a known mask, or a gradient before it; None: all stays."""
+        if mask is None:
+            return x
+        keep = 1 / (1 - p) if p < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward.default(x, rows_of(mask), keep)  # type: ignore[no-any-return]

@@ -10,12 +10,19 @@ from torch import Tensor
 
 from ..core.engine.fuser import key_of
 from ..core.engine.plan import FusionPlan
+from ..core.engine.program import Program
 from ..core.introspection import hook_dicts, standing_for
 from ..core.settings import current
 
 
 def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | None:
-    """Return the plan of a call of a chain, under the present settings, and do not run it.
+    """Return the plan of :func:`program_of`, or None."""
+    program = program_of(chain, input, *extra_inputs)
+    return None if program is None else program.plan
+
+
+def program_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> Program | None:
+    """Return the program of a call of a chain, under the present settings, and do not run it.
 
     Args:
         chain: An :class:`opfuse.Sequential` of fusible ops.
@@ -23,7 +30,7 @@ def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | No
         *extra_inputs: Its extra inputs.
 
     Returns:
-        The plan; None: the call would run in parts, because of hooks or of what is not fusible.
+        The program; None: the call would run in parts, because of hooks or of what is not fusible.
     """
     fuser, *others = chain._module_groups
     units = getattr(fuser, "_units", ())
@@ -40,7 +47,7 @@ def plan_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> FusionPlan | No
     with current.temporarily(given=params):
         tensors = fuser._tensors(input, extra_inputs)
     key = key_of(input, tensors, extra_inputs, None, training)
-    return fuser.program_for(key, input, tensors).plan  # type: ignore[no-any-return]
+    return fuser.program_for(key, input, tensors)  # type: ignore[no-any-return]
 
 
 def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -> int:

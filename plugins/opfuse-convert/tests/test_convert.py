@@ -1050,6 +1050,58 @@ def test_the_chain_is_for_the_way_in_which_the_module_is_called():
     assert opfuse.converted(model)[""] == "encoded is None, and the chain is for another value"
 
 
+def test_a_plugin_says_which_ops_a_module_is_within_a_longer_chain():
+    from opfuse_convert import by_reading, leaf_of
+    from opfuse_convert.grammar import Place
+    from opfuse_convert.probing import Leaf
+
+    class Twice(nn.Module):  # no reader knows what it does
+        def __init__(self):
+            super().__init__()
+            self.inner, self.state = nn.Linear(6, 6, bias=False), {"factor": 2.0}
+
+        def forward(self, x):
+            return torch.ops.aten.mul(self.inner(x), self.state["factor"])
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.twice = nn.LayerNorm(6), Twice()
+
+        def forward(self, x):
+            return x + self.twice(self.norm(x))
+
+    def leaves(module):
+        if not isinstance(module, Twice):
+            return leaf_of(module)
+        made = [ops.BasicLinear.reading(module.inner), ops.ConstantScale(2.0)]
+        return Leaf(
+            made, places=[Place(module.state, "factor", 2.0, "its factor")], reads=["inner"]
+        )
+
+    model = Outer()
+    assert isinstance(by_reading(model), str)  # a norm and a sum alone
+    build = lambda module, env: by_reading(module, leaf_of=leaves)  # noqa: E731
+    plugin = type("Mine", (), {})()
+    plugin.opfuse_converters = opfuse.hookimpl(lambda: [opfuse_convert.Converter(Outer, build)])
+    with opfuse.plugins.isolated():
+        opfuse.plugins.register(plugin, name="mine")
+        report = opfuse.convert(model)
+    assert report.converted[0].ops[1:4] == ("LayerNorm", "BasicLinear", "ConstantScale")
+    x = torch.randn(3, 6)
+    twin = opfuse.revert(copy.deepcopy(model))
+    torch.testing.assert_close(model(x), twin(x))
+    assert opfuse.converted(model)[""] == ""
+    for each in (model, twin):
+        each.twice.state["factor"] = 3.0
+    torch.testing.assert_close(model(x), twin(x))
+    assert opfuse.converted(model)[""] == "its factor was 2.0 and is 3.0"
+    hook = model.twice.inner.register_forward_hook(lambda module, args, y: y)
+    model(x)
+    assert "twice.inner has forward hooks" in opfuse.converted(model)[""]
+    hook.remove()
+
+
 def test_sample_inputs_may_be_given_by_name():
     class Scaled(nn.Module):
         def __init__(self):

@@ -105,6 +105,88 @@ def test_the_numbers_kept_per_row(chain, numbers):
     check(chain, x)
 
 
+# With adapters
+
+RANK = 2
+
+
+def adapter(inputs=WIDTH, outputs=2 * INNER, dropout=0.0, trained=("lora_a", "lora_b")):
+    op = ops.LowRankLinear(inputs, outputs, RANK, scaling=0.5, dropout=dropout)
+    torch.nn.init.normal_(op.lora_b)
+    for name, param in op.named_parameters():
+        param.requires_grad_(name in trained)
+    return op
+
+
+def with_adapters(*before, first=None, second=None, act=ops.SwiGLU):
+    torch.manual_seed(0)
+    first = (first or adapter)()
+    second = (second or (lambda: adapter(INNER, WIDTH)))()
+    return opfuse.Sequential(*before, first, act(), second)
+
+
+def frozen(op):
+    return op.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("chain", "numbers"),
+    [
+        (with_adapters(), WIDTH + 2 * RANK),
+        (with_adapters(ops.RMSNorm(WIDTH)), WIDTH + 1 + 2 * RANK),
+        (with_adapters(ops.LayerNorm(WIDTH)), WIDTH + 2 + 2 * RANK),
+        (with_adapters(second=lambda: frozen(linear(INNER, WIDTH))), WIDTH + RANK),
+        (with_adapters(first=lambda: frozen(linear())), 2 * INNER + RANK),
+        (with_adapters(first=lambda: frozen(side_by_side())), 2 * INNER + RANK),
+        (with_adapters(ops.RMSNorm(WIDTH), first=side_by_side), WIDTH + 1 + 2 * INNER + RANK),
+        (with_adapters(first=lambda: adapter(trained=["lora_b"])), WIDTH + 2 * RANK),
+        (with_adapters(first=lambda: adapter(trained=["weight"])), WIDTH + 2 * RANK),
+    ],
+)
+def test_what_is_kept_with_adapters(chain, numbers):
+    x = batch()
+    assert next(filter(None, fusions(chain, x))).endswith(("low rank", "low rank at its end"))
+    assert kept(chain, x) == numbers
+    assert kept(chain, x, prefer="speed") > numbers
+    check(chain, x)
+
+
+def test_a_bias_before_the_activation_is_no_product_to_compute_again():
+    torch.manual_seed(0)
+    chain = opfuse.Sequential(
+        *(ops.RMSNorm(WIDTH), adapter(outputs=INNER), ops.Bias(INNER), ops.GELU()),
+        *(adapter(INNER, WIDTH), ops.Bias(WIDTH)),
+    )
+    x = batch()
+    assert kept(chain, x) == WIDTH + 1 + INNER + 2 * RANK
+    check(chain, x)
+
+
+@pytest.mark.parametrize("frozen_input", [False, True])
+def test_adapters_with_dropout_give_the_gradients_of_the_separate_ops(frozen_input):
+    torch.manual_seed(0)
+    first, second = adapter(dropout=0.3), adapter(INNER, WIDTH, dropout=0.5)
+    chain = opfuse.Sequential(ops.RMSNorm(WIDTH), first, ops.SwiGLU(), second).double()
+    x = batch(torch.float64, not frozen_input)
+    results = []
+    for prefer, plugins in (("memory", "mlp"), ("speed", "")):
+        torch.manual_seed(3)
+        with opfuse.options(prefer=prefer), opfuse.plugins.using(plugins):
+            results.append(grads(chain, x))
+    torch.testing.assert_close(*results)
+
+
+def test_adapters_under_autocast():
+    chain, x = with_adapters(ops.RMSNorm(WIDTH)), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        with opfuse.options(prefer="memory"):
+            got = grads(chain, x)
+        with opfuse.plugins.using(""):
+            expected = grads(chain, x)
+    for mine, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0.05, atol=0.05 * float(other.abs().max()))
+
+
 def test_the_output_of_the_norm_is_kept_where_that_is_wanted():
     chain, x = swiglu(ops.RMSNorm(WIDTH)), batch()
     assert kept(chain, x, **{"mlp.keep_norm": True}) == 2 * WIDTH + 1 + 2 * INNER

@@ -19,9 +19,8 @@ from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
 from .layers import original_class, written_forward
 from .leaves import leaf_of
-from .parallel import Splits, split_by_torch
 from .probing import Leaf
-from .regions import Found, Region, StretchReader, dropout_arguments, largest
+from .regions import Found, Parser, Region, StretchReader, dropout_arguments, largest
 from .site import Site
 
 NOTHING = "there is nothing to fuse in it"
@@ -36,7 +35,7 @@ def by_reading(
     *,
     known: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
     facts: Mapping[str, Any] = types.MappingProxyType({}),
-    splits: Splits = split_by_torch,
+    leaf_of: Callable[[nn.Module], Leaf | str] = leaf_of,
 ) -> Conversion | str:
     """Convert the largest part of a module's forward that ops can compute.
 
@@ -47,7 +46,7 @@ def by_reading(
         module: The module.
         known: Functions with readers of their own, see :class:`opfuse_convert.grammar.Reader`.
         facts: Known arguments by name; default: the plain default values.
-        splits: Says how a linear layer is split among processes.
+        leaf_of: The ops of a module; see :func:`~opfuse_convert.leaves.leaf_of`.
     """
     if "forward" in vars(module):
         return "its forward was replaced"
@@ -57,12 +56,12 @@ def by_reading(
     try:
         tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
-        leaf, reasons = functools.cache(lambda each: leaf_of(each, splits)), dict[str, str]()
+        leaf, reasons = functools.cache(leaf_of), dict[str, str]()
         reader = functools.partial(StretchReader, leaf, reasons, known)
         survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
         return f"its forward cannot be read: {error}"
-    found = largest(module, survey.stretches, leaf)
+    found = largest([Parser(module, stretch, leaf).best() for stretch in survey.stretches])
     if found is None:
         return next((f"{name}: {why}" for name, why in reasons.items()), NOTHING)
     drops = [each for step in found.region.steps for each in step.dropouts]
@@ -75,7 +74,7 @@ def by_reading(
         1 + len(found.region.extras),
         dropouts,
         (cls, cls.forward, places),
-        lambda facts: by_reading(module, known=known, facts=facts, splits=splits),
+        lambda facts: by_reading(module, known=known, facts=facts, leaf_of=leaf_of),
         defaults,
     )
     site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)

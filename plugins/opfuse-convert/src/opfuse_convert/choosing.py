@@ -34,12 +34,13 @@ def fits(params: Sequence[Any], chain: Any, x: Any, *extras: Any) -> str:
     the dtype as it is, and the ops compute in autocast's.
 
     Args:
-        params: For each parameter a tuple that begins with its dtype; True for a missing one.
+        params: For each parameter its dtype, whether it needs a gradient, and whether its dtype may
+            be another than that of the rest; True for a missing one.
         chain: The chain.
         x: Its input.
         *extras: Its extra inputs.
     """
-    dtypes = [param[0] for param in params if param is not True]
+    dtypes = [param[0] for param in params if param is not True and not param[2]]
     if any([each is not dtypes[0] for each in dtypes]):
         return f"its parameters are of {' and of '.join(map(str, dict.fromkeys(dtypes)))}"
     dtype = dtypes[0] if dtypes else None
@@ -81,10 +82,12 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
         elif isinstance(op, ops.MakeExtraOutput):
             known[op.extra_output_channels[0]] = flowing, width
         elif autocast:
-            own = _own_dtype(op, lower)
+            # the dtype in which the op computes as PyTorch does; None: any
+            own = lower if isinstance(op, ops.Activation) else None
+            own = torch.float32 if isinstance(op, (ops.LayerNorm, ops.RMSNorm)) else own
             if own is not None and flowing is not own:
                 return f"under autocast {type(op).__name__} gets {flowing}"
-            flowing = lower if isinstance(op, (ops.BasicLinear, ops.ParallelLinear)) else flowing
+            flowing = lower if op.casts_input else flowing
         if op.out_features is not None:
             width = op.out_features
         elif op.feature_ratio is not None and op.feature_ratio != 1:
@@ -92,13 +95,6 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
                 return f"{width} features cannot be halved"
             width //= op.feature_ratio
     return ""
-
-
-def _own_dtype(op: Any, lower: torch.dtype) -> torch.dtype | None:
-    """The dtype in which an op computes under autocast as PyTorch does; None: any."""
-    if isinstance(op, ops.Activation):
-        return lower
-    return torch.float32 if isinstance(op, (ops.LayerNorm, ops.RMSNorm)) else None
 
 
 class Kind(NamedTuple):

@@ -51,6 +51,9 @@ class Guard:
         own = [*_of_children(module, reads), *_of_constants(module, made.constants)]
         self._once = {place.key: place for place in (*own, *made.places)}
         self._places = [(p.where.get, p.name, p.value, p) for p in self._once.values()]
+        every: Any = made.chain.modules()
+        pairs = [(op, name) for op in every for name in getattr(op, "params_apart", ())]
+        self._apart = {op.param_source(name)[0] for op, name in pairs}
         self._params: list[tuple[str, Any, dict[str, Any], str, Any]] = []
         for name, of in everyone if "" in reads else children:
             shapes = {key: getattr(param, "shape", None) for key, param in of._parameters.items()}
@@ -58,9 +61,12 @@ class Guard:
             self._params += [(name, of, vars(of), key, shapes[key]) for key in of._parameters]
 
     def parameters(self) -> tuple[Any, ...]:
-        """For each parameter its dtype and whether it needs a gradient; True for a missing one."""
-        params = [of._parameters.get(key) for _, of, _, key, _ in self._params]
-        return tuple([param is None or (param.dtype, param.requires_grad) for param in params])
+        """For each parameter its dtype and whether it needs a gradient; True for a missing one.
+
+        The third says whether the dtype may be another than that of the rest.
+        """
+        found = [(of in self._apart, of._parameters.get(key)) for _, of, _, key, _ in self._params]
+        return tuple([p is None or (p.dtype, p.requires_grad, apart) for apart, p in found])
 
     def placements(self) -> tuple[Any, ...]:
         """Where the parameters are split among processes, to be compared."""

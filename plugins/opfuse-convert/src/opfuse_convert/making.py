@@ -147,10 +147,10 @@ def _difference(module: nn.Module, made: Conversion) -> str:
             chain.eval()
             given = _random_inputs(made, features, params[0])
             wanted = [t for t in (*given, *params) if t.requires_grad]
-            if made.separate is not None:
-                return differ(functools.partial(made.separate, module), chain, given, wanted)
-            own = functools.partial(original_class(type(module)).forward, module)
-            return differ(own, functools.partial(made.call, module, chain), given, wanted)
+            own = functools.partial(made.separate or original_class(type(module)).forward, module)
+            mine = chain if made.separate else functools.partial(made.call, module, chain)
+            # gradients of parameters in a wider dtype come out of products in this one
+            return differ(own, mine, given, wanted, dtype=params[0].dtype)
     finally:
         for child, training in modes.items():
             child.training = training

@@ -51,6 +51,10 @@ class Leaf(NamedTuple):
         probed: Whether it was recognised by its values.
         places: The places that its forward looks up.
         split: How it is split among processes; None: it is not.
+        reads: Dotted names, below the module, of the modules whose parameters the ops read.
+        dropouts: Ops that drop, each with the name, below it, of the module that sets its mode.
+        join: ``join(modules, leaves)`` puts linears of one input, by name, side by side in one op;
+            the leaves of all have this function. None: there is none, but for ``torch.nn.Linear``.
     """
 
     ops: Sequence[BasicOperation]
@@ -58,6 +62,9 @@ class Leaf(NamedTuple):
     probed: bool = False
     places: Sequence[Place] = ()
     split: Any = None
+    reads: Sequence[str] = ()
+    dropouts: Sequence[tuple[Any, str]] = ()
+    join: Callable[[Mapping[str, Any], Sequence[Leaf]], BasicOperation] | None = None
 
 
 def recognised(module: nn.Module) -> Leaf | str:

@@ -53,6 +53,13 @@ class RegionPart:
     weight: int = 1
     probed: bool = False
 
+    def plus(self, other: RegionPart, **changes: Any) -> RegionPart:
+        """This part and another one together, apart from what is given."""
+        names = "reads", "constants", "dropouts"
+        sums: Any = {name: [*getattr(self, name), *getattr(other, name)] for name in names}
+        probed = self.probed or other.probed
+        return dataclasses.replace(self, **sums, probed=probed, **changes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -130,7 +137,7 @@ class Parser:
 
     def best(self) -> Found | None:
         """The region that replaces most, or None."""
-        return _largest([self._kept(self.line(node)) for node in self._stretch.graph.nodes])
+        return largest([self._kept(self.line(node)) for node in self._stretch.graph.nodes])
 
     def line(self, node: fx.Node) -> Region:
         """The steps that lead to a node's value, from the first one that they can begin with."""
@@ -199,10 +206,7 @@ class Parser:
         values = [*node.args, *node.kwargs.values()]
         if isinstance(leaf, str) or len(values) != 1 or not isinstance(values[0], fx.Node):
             return None
-        constants = [(name, attribute) for attribute in leaf.constants if attribute != "p"]
-        dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
-        made = RegionPart(leaf.ops, [node], None, [name], constants, dropouts, 1, leaf.probed)
-        return values[0], made
+        return values[0], _part_of(name, leaf, node)
 
     def _of_sum(self, node: fx.Node) -> _Step | None:
         """A residual: the chain continues the operand with the longer line, and adds the other."""
@@ -230,14 +234,8 @@ class Parser:
             linears = self._two_linears(inner, other) or self._halves(inner, other)
             if linears is not None:
                 x, step = linears
-                return x, dataclasses.replace(
-                    step,
-                    ops=[*step.ops, gate],
-                    covers=[*step.covers, inner, one, other, node],
-                    reads=[*step.reads, *act.reads],
-                    constants=[*step.constants, *act.constants],
-                    probed=act.probed or step.probed,
-                )
+                covers = [*step.covers, inner, one, other, node]
+                return x, step.plus(act, ops=[*step.ops, gate], covers=covers)
         return None
 
     def _two_linears(self, a: fx.Node, b: fx.Node) -> _Step | None:
@@ -247,20 +245,24 @@ class Parser:
             return None
         names = [str(a.target), str(b.target)]
         modules: list[Any] = [self._module.get_submodule(name) for name in names]
-        splits = [leaf.split for leaf in map(self._leaf_of, modules) if isinstance(leaf, Leaf)]
-        if len(splits) != 2 or not all(op_class(each) is nn.Linear for each in modules):
+        leaves = [leaf for leaf in map(self._leaf_of, modules) if isinstance(leaf, Leaf)]
+        joins = {leaf.join or op_class(m) for leaf, m in zip(leaves, modules, strict=False)}
+        if len(leaves) != 2 or joins not in ({nn.Linear}, {leaves[0].join}):
             return None
-        if splits[0] != splits[1] or modules[0].out_features != modules[1].out_features:
+        how = leaves[0].split
+        if how != leaves[1].split or modules[0].out_features != modules[1].out_features:
             return None
-        if splits[0] is not None and splits[0].mode != "column":
+        if how is not None and how.mode != "column":
             return None
         named = {name.replace(".", "_"): m for name, m in zip(names, modules, strict=True)}
-        both, x = ops.ParallelLinear.reading(named), a.args[0]
-        if splits[0] is not None:
+        join = leaves[0].join or (lambda linears, _: ops.ParallelLinear.reading(linears))
+        both = join(named, leaves)
+        if how is not None:
             from opfuse_distributed.parallel import split
 
-            split(both, splits[0])
-        return x, RegionPart([both], reads=names, weight=4)  # type: ignore[return-value]
+            split(both, how)
+        first, second = map(_part_of, names, leaves, (a, b))
+        return a.args[0], first.plus(second, ops=[both], covers=(), weight=4)  # type: ignore[return-value]
 
     def _halves(self, a: fx.Node, b: fx.Node) -> _Step | None:
         """``a`` and ``b`` as the halves of one linear layer's output."""
@@ -279,6 +281,15 @@ class Parser:
             return None
         x, step = found
         return x, dataclasses.replace(step, covers=[whole, split], weight=4)
+
+
+def _part_of(name: str, leaf: Leaf, node: fx.Node) -> RegionPart:
+    """The part of a chain for a module of some name, and its node."""
+    constants = [(name, attribute) for attribute in leaf.constants if attribute != "p"]
+    dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
+    dropouts += [(op, f"{name}.{below}", False) for op, below in leaf.dropouts]
+    reads = [name, *[f"{name}.{below}" for below in leaf.reads]]
+    return RegionPart(leaf.ops, [node], None, reads, constants, dropouts, 1, leaf.probed)
 
 
 class Found(NamedTuple):
@@ -323,12 +334,8 @@ class StretchReader(Reader):
         return super()._call_module(held, args, kwargs)
 
 
-def largest(module: nn.Module, stretches: Sequence[Stretch], leaf_of: _LeafOf) -> Found | None:
-    """The region of a module's forward that replaces most, or None."""
-    return _largest([Parser(module, stretch, leaf_of).best() for stretch in stretches])
-
-
-def _largest(found: Iterable[Found | None]) -> Found | None:
+def largest(found: Iterable[Found | None]) -> Found | None:
+    """The region that replaces most, or None."""
     return max(filter(None, found), key=lambda each: each.region.weight, default=None)
 
 

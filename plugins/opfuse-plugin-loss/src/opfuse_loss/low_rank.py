@@ -41,10 +41,11 @@ class LowRankLogProb(LinearLogProb):
         dx, da = of_x.dx, None
         if of_low.dx is not None:
             x, mask, _, _, a, _ = saved
-            wide = of_low.dx.dtype
-            more, da = LowRankLinear.adapter_grads(ctx, of_low.dx, x.to(wide), mask, a.to(wide))
+            dlow, op = of_low.dx * ctx.scaling, LowRankLinear
             if dx is not None:
-                dx = added(dx, more)
+                dx = added(dx, op.dropped(dlow @ a.to(dlow.dtype), mask, ctx.dropout))
+            if ctx.param_requires_grad[1]:
+                da = dlow.t() @ op.dropped(x.to(dlow.dtype), mask, ctx.dropout)
         return dx, of_x.dw, da, of_low.dw
 
 

@@ -9,7 +9,7 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """[Norm +] linear [+ bias] + activation + linear [+ bias], and a norm alone."""
+    """[Norm +] linear [+ bias] + activation + linear [+ bias], with adapters too; a norm alone."""
     from . import fused
 
     return fused.JOINT

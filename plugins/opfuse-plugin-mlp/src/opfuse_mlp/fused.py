@@ -22,7 +22,15 @@ from opfuse import (
 )
 from opfuse.core.overwriting import may_write
 from opfuse.core.quantization import dequantize
-from opfuse.ops import Activation, BasicLinear, Bias, LayerNorm, ParallelLinear, RMSNorm
+from opfuse.ops import (
+    Activation,
+    BasicLinear,
+    Bias,
+    LayerNorm,
+    LowRankLinear,
+    ParallelLinear,
+    RMSNorm,
+)
 from opfuse.ops.arithmetic import plus_product
 
 Ctxs = list[OperationContext]
@@ -77,11 +85,9 @@ class MLP(FusedOperation):
         x = input_
         if self._has_norm:
             x = _normalized(ops[0], self._norm, ctxs[0], x)
-        activation, second, *bias = ctxs[place:]
-        z = ops[place].operand(activation, self._first(ctxs, x))
+        z = ops[place].operand(ctxs[place], self._first(ctxs, x))
         y, _ = self._activate(z, None, None, z.dtype, False)
-        y, weight = BasicLinear.operands(second, y)
-        output = _product(y, weight, bias[0].params[0] if bias else None)
+        output = self._second(ctxs, y)
         self._keep_less(ctxs)
         return output, ((),) * len(ops)
 
@@ -90,6 +96,12 @@ class MLP(FusedOperation):
         linear, *bias = ctxs[self._has_norm : self._act]
         x, weight = BasicLinear.operands(linear, x)
         return _product(x, weight, bias[0].params[0] if bias else None)
+
+    def _second(self, ctxs: Ctxs, y: Tensor) -> Tensor:
+        """The second linear and its bias."""
+        linear, *bias = ctxs[self._act + 1 :]
+        y, weight = BasicLinear.operands(linear, y)
+        return _product(y, weight, bias[0].params[0] if bias else None)
 
     def _keep_less(self, ctxs: Sequence[Any]) -> None:
         """Drop from the contexts of the ops what can be computed again.
@@ -116,22 +128,16 @@ class MLP(FusedOperation):
         ops, ctxs, place = self._ops, basic_op_ctxs, self._act
         grads: list[Any] = [None] * len(ops)
         no_extras = ((),) * len(ops)
-        activation, second, *bias = ctxs[place:]
+        second, *bias = ctxs[place + 1 :]
         dy, dz, sums = _rows_of(grad_output), None, None
         dy = dy if second.dtype is None else dy.to(second.dtype)
         if bias and bias[0].param_requires_grad[0]:
             grads[-1] = (dy.sum(0),)
         if second.requires_grad:
-            y, weight = BasicLinear.saved_operands(second)
-            (wanted,) = second.param_requires_grad
-            if weight is not None:
-                needs = True, self._needs_sums(ctxs), wanted
-                dz, sums, y = self._of_activation(activation, dy.mm(weight), needs)
-            if y is not None:
-                grads[place + 1] = (_grad_of_weight(dy, _rows_of(y)),)
+            dz, sums = self._second_gradients(ctxs, dy, grads)
         if dz is None:
             return None, grads, no_extras
-        del dy, y  # before more is computed
+        del dy  # before more is computed
         dx = self._first_gradients(ctxs, dz, sums, grads)
         if dx is not None:
             dx = dx.view(*grad_output.shape[:-1], dx.shape[1])
@@ -139,10 +145,27 @@ class MLP(FusedOperation):
             dx, grads[0] = _norm_backward(ops[0], self._norm, ctxs[0], dx, may_write(dx))
         return dx, grads, no_extras
 
-    def _of_activation(self, ctx: Any, dy: Tensor, needs: tuple[bool, bool, bool]) -> Any:
+    def _second_gradients(
+        self, ctxs: Ctxs, dy: Tensor, grads: list[Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient of the second weight; returns that of the activation's input, and its sums.
+
+        They are None where all before is frozen.
+        """
+        linear, dz, sums = ctxs[self._act + 1], None, None
+        y, weight = BasicLinear.saved_operands(linear)
+        (wanted,) = linear.param_requires_grad
+        if weight is not None:
+            dz, sums, y = self._of_activation(ctxs, dy.mm(weight), wanted)
+        if y is not None:
+            grads[self._act + 1] = (_grad_of_weight(dy, _rows_of(y)),)
+        return dz, sums
+
+    def _of_activation(self, ctxs: Ctxs, dy: Tensor, again: bool) -> Any:
         """The gradient of the activation's input, its sums, and the output again, as matrices."""
-        op = self._ops[self._act]
-        saved, *_ = ctx.saved_tensors  # the norm's tensors come after it
+        op, ctx = self._ops[self._act], ctxs[self._act]
+        needs = True, self._needs_sums(ctxs), again
+        saved, *_ = ctx.saved_tensors  # type: ignore[misc]  # the norm's tensors come after it
         z = _rows_of(dequantize(saved))
         numbers = ctx.numbers if "numbers" in op.context_names else ()
         return self._gradients(numbers, dy, z, *needs, owns=may_write(dy))
@@ -202,6 +225,97 @@ class ParallelMLP(MLP):
         dx = None
         for dy, weight in zip(parts, weights, strict=True) if weights[0] is not None else ():
             dx = plus_product(dx, dy, weight)
+        return dx
+
+
+class AdaptedMLP(ParallelMLP):
+    """The same where one of the linears, or both, have adapters, or those side by side have.
+
+    What the gradients of the adapters take, the outputs of the norm and of the activation, is
+    computed again. The small product of each adapter and the mask of its dropout are kept. Under
+    ``prefer="memory"`` the first product is computed again, too, if it is one with adapters.
+    """
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        first, self._adapted = basic_ops[self._has_norm], basic_ops[self._act + 1]
+        plain = ParallelMLP if isinstance(first, ParallelLinear) else MLP
+        self._plain: Any = None if isinstance(first, LowRankLinear) else plain
+        self._again = False
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        super().planned(env)
+        has_no_bias = self._has_norm + 1 == self._act
+        prefers_memory = env.options.get("prefer") == "memory"
+        self._again = self._plain is None and has_no_bias and prefers_memory
+
+    def _keep_less(self, ctxs: Sequence[Any]) -> None:
+        linear, activation = ctxs[self._act - 1 : self._act + 1]
+        # where no gradient takes the input of the first product, nothing is kept to compute it from
+        again = self._again and linear.requires_grad and linear.to_save[0] is not None
+        super()._keep_less(ctxs)
+        if again and activation.input_requires_grad:
+            activation.to_save = (None, *activation.to_save[1:])
+
+    def _of_activation(self, ctxs: Ctxs, dy: Tensor, again: bool) -> Any:
+        activation, place = ctxs[self._act], self._act - 1
+        z, *others = activation.saved_tensors  # type: ignore[misc]
+        if z is None:
+            op, linear = self._ops[place], ctxs[place]
+            x, *saved = linear.saved_tensors  # type: ignore[misc]
+            x = self._input(ctxs, x)
+            activation.saved_tensors = op.again(linear, x), *others
+            linear.saved_tensors = x, *saved
+        return super()._of_activation(ctxs, dy, again)
+
+    def _first(self, ctxs: Ctxs, x: Tensor) -> Tensor:
+        if self._plain is not None:
+            return self._plain._first(self, ctxs, x)  # type: ignore[no-any-return]
+        place = int(self._has_norm)
+        for op, ctx in zip(self._ops[place : self._act], ctxs[place:], strict=False):
+            x = op.op_forward(ctx, x)
+        return x
+
+    def _second(self, ctxs: Ctxs, y: Tensor) -> Tensor:
+        if not isinstance(self._adapted, LowRankLinear):
+            return super()._second(ctxs, y)
+        place = self._act + 1
+        for op, ctx in zip(self._ops[place:], ctxs[place:], strict=True):
+            y = op.op_forward(ctx, y)
+        return y
+
+    def _needs_sums(self, ctxs: Ctxs) -> bool:
+        return (self._plain or MLP)._needs_sums(self, ctxs)  # type: ignore[no-any-return]
+
+    def _second_gradients(
+        self, ctxs: Ctxs, dy: Tensor, grads: list[Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        op, ctx = self._adapted, ctxs[self._act + 1]
+        if not isinstance(op, LowRankLinear):
+            return super()._second_gradients(ctxs, dy, grads)
+        dx, left = op.input_grad(ctx, dy)
+        (y, *_), dz, sums = ctx.saved_tensors, None, None  # type: ignore[misc]
+        if dx is not None:
+            dz, sums, y = self._of_activation(ctxs, dx, any(ctx.param_requires_grad[:2]))
+        grads[self._act + 1] = op.param_grads(ctx, left, None if y is None else _rows_of(y))
+        return dz, sums
+
+    def _first_gradients(
+        self, ctxs: Ctxs, dz: Tensor, sums: Tensor | None, grads: list[Any]
+    ) -> Tensor | None:
+        if self._plain is not None:
+            return self._plain._first_gradients(self, ctxs, dz, sums, grads)  # type: ignore[no-any-return]
+        place = int(self._has_norm)
+        op, ctx = self._ops[place], ctxs[place]
+        if sums is not None:
+            grads[place + 1] = (sums,)
+        if not ctx.requires_grad:
+            return None
+        dx, left = op.input_grad(ctx, dz)
+        (x, *_), wants = ctx.saved_tensors, ctx.param_requires_grad  # type: ignore[misc]
+        x = self._input(ctxs, x) if any((*wants[::3], *wants[1::3])) else None
+        grads[place] = op.param_grads(ctx, left, x)
         return dx
 
 
@@ -299,10 +413,28 @@ _REST = Subclasses(Activation), BasicLinear, Optional(Bias)
 
 _ONE = (_NORM, BasicLinear, Optional(Bias), *_REST)
 _SEVERAL = (_NORM, ParallelLinear, *_REST)
+_ADAPTED = Subclasses(LowRankLinear)
+_OUTPUT = _ADAPTED, Optional(Bias)
+_LOW_RANK = {
+    "mlp, low rank": (
+        *(_NORM, _ADAPTED, Optional(Bias), Subclasses(Activation)),
+        *(OneOf(_ADAPTED, BasicLinear), Optional(Bias)),
+    ),
+    "mlp, low rank at its end": (
+        *(_NORM, BasicLinear, Optional(Bias), Subclasses(Activation), *_OUTPUT),
+    ),
+    "parallel mlp, low rank at its end": (
+        *(_NORM, ParallelLinear, Subclasses(Activation), *_OUTPUT),
+    ),
+}
 
 JOINT = [
     Fusion(_ONE, MLP, _keeps_less, name="mlp", declares=("trades_time",)),
     Fusion(_SEVERAL, ParallelMLP, _keeps_less, name="parallel mlp", declares=("trades_time",)),
+    *[
+        Fusion(pattern, AdaptedMLP, _keeps_less, name=name, declares=("trades_time",))
+        for name, pattern in _LOW_RANK.items()
+    ],
     Fusion(
         (OneOf(RMSNorm, LayerNorm),),
         RecomputedNorm,

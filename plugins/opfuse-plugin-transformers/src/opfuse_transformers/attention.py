@@ -15,20 +15,24 @@ chain of its own under a recipe, which quantizes it like the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from opfuse_convert import Conversion, Converter, leaf_of
+from opfuse_convert.building import follow
+from opfuse_convert.probing import Leaf
 from torch import Tensor, nn
 
 from opfuse import Environment, Sequential
+from opfuse.core.introspection import hook_dicts
 from opfuse.core.settings import current
 from opfuse.ops import BasicLinear, Bias, MakeExtraOutput, ParallelLinear, SwapExtraInput
 from opfuse.ops.authoring import op_class
-from opfuse.report.calls import plan_of
+from opfuse.report.calls import plan_of, program_of
 
-from . import standin
+from . import lora, norms, standin
+from .adapted import ParallelLoRALinear
 from .parallel import splits
 from .remembered import Remembered
 from .rotations import Rotations
@@ -57,6 +61,8 @@ def build(module: Any, env: Environment) -> Conversion | str:
     if "forward" in vars(module):
         return "its forward was replaced"
     projections = {name: module._modules[name] for name in names}
+    if any(map(lora.is_linear, projections.values())):
+        return _adapted(module, projections)
     leaves = {name: leaf_of(linear, splits) for name, linear in projections.items()}
     for name, leaf in leaves.items():
         if op_class(projections[name]) is not nn.Linear or isinstance(leaf, str):
@@ -85,6 +91,88 @@ def build(module: Any, env: Environment) -> Conversion | str:
     )
 
 
+def _adapted(module: Any, projections: Mapping[str, Any]) -> Conversion | str:
+    """The same for projections that all have adapters."""
+    leaves = [lora.leaf_of(linear) for linear in projections.values()]
+    for name, leaf in zip(projections, leaves, strict=True):
+        if isinstance(leaf, str):
+            return f"{name}: {leaf}"
+    known = [leaf for leaf in leaves if isinstance(leaf, Leaf)]
+    if any(leaf.join is not lora.joined for leaf in known):
+        return "not all of its projections have an adapter and no bias"
+    product = lora.joined(projections, known)
+    pairs = [*zip(projections, known, strict=True)]
+    dropouts = [
+        (op, module.get_submodule(f"{name}.{below}"), False)
+        for name, leaf in pairs
+        for op, below in leaf.dropouts
+    ]
+    rotations = Rotations(module)
+    names = tuple(projections)
+    after = _AfterNorm(product, dropouts)
+    call = _AttentionCall(names, product.sizes, False, rotations, after)
+    return Conversion(
+        Sequential(product),
+        [f"{name}.{below}".rstrip(".") for name, leaf in pairs for below in ("", *leaf.reads)],
+        call,
+        _AttentionSeparate(names),
+        places=[*rotations.places, *[place for leaf in known for place in leaf.places]],
+        also=rotations.chains(module.head_dim) if hasattr(module, "head_dim") else (),
+    )
+
+
+class _AfterNorm:
+    """The products of projections with adapters, in one chain with the norm before them; or none.
+
+    A norm that is computed again keeps its input, which the layer keeps anyway, and the projections
+    keep none. The norm has run already, as a chain of its own, and runs once more here: it is found
+    as what computed the projections' input.
+
+    Args:
+        product: The projections side by side.
+        dropouts: See :func:`opfuse_convert.building.follow`.
+    """
+
+    def __init__(self, product: ParallelLoRALinear, dropouts: Sequence[Any]) -> None:
+        self._product, self._dropouts = product, dropouts
+        self._chain: Any = None
+        self._pays = Remembered(self._computes_again)
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor] | None:
+        """The products of an input; None: nothing is gained by the chain, or it does not fit."""
+        found = norms.behind(x)
+        if found is None or current.recipe is not None:
+            return None
+        norm, given = found
+        if self._chain is None or self._chain[0] is not norm:
+            self._chain, self._pays = (
+                Sequential(norm, self._product),
+                Remembered(self._computes_again),
+            )
+        follow(self._dropouts)
+        dtypes = [param.dtype for param in self._params()]
+        modes = [linear.training for linear in self._product.linears]
+        if not self._pays((given,), {}, x.dtype, (*dtypes, *modes)):
+            return None
+        # copies, so that what keeps one of them does not keep all
+        parts = self._chain(given).split(self._product.sizes, -1)
+        return [part.contiguous() for part in parts]
+
+    def _params(self) -> list[Any]:
+        names = self._product.param_names or ()
+        return [self._product.read_parameter(name) for name in names]
+
+    def _computes_again(self, args: Sequence[Tensor], kwargs: Any, dtype: Any, facts: Any) -> bool:
+        (given,) = args
+        weights = {param.dtype for param in self._params()[::3]}
+        has_autocast = torch.is_autocast_enabled(given.device.type)
+        fits = torch.float64 not in {dtype, *weights} if has_autocast else weights == {dtype}
+        if not fits:
+            return False
+        program = program_of(self._chain, given)
+        return program is not None and (bool(program.recomputing) or current.recorder is not None)
+
+
 def _build_output(module: Any, env: Environment) -> Conversion | str:
     """The chain of a linear layer alone, for a recipe."""
     leaf = leaf_of(module, splits)
@@ -106,6 +194,7 @@ class _OutputCall:
         return chain(args[0]) if is_quantized and len(args) == 1 and not kwargs else NotImplemented
 
 
+NO_NORM = "its projections have adapters, and no norm before them is computed again"
 UNQUANTIZED = "it is a chain under a recipe alone"
 _OUTPUT = Converter(nn.Linear, _build_output, "output of attention, under a recipe")
 
@@ -180,7 +269,7 @@ class _AttentionCall:
         sizes: Sequence[int],
         always: bool,
         rotations: Rotations,
-        one_by_one: _OneByOne | None,
+        one_by_one: _OneByOne | _AfterNorm | None,
     ) -> None:
         self._names, self._sizes, self._always = names, sizes, always
         self._rotations, self._one_by_one = rotations, one_by_one
@@ -189,10 +278,12 @@ class _AttentionCall:
         """See :class:`opfuse_convert.Conversion`."""
         compiling = torch.compiler.is_compiling()
         self.why, products = self._apart, self._one_by_one
-        if self._always or current.recipe is not None:
+        adapted = isinstance(products, _AfterNorm)
+        if self._always or (current.recipe is not None and not adapted):
             products = functools.partial(self._joined, chain)
         elif not self.why:
-            self.why = "its projections are joined under a recipe alone"
+            products = None if adapted and any(hook_dicts(module)) else products
+            self.why = NO_NORM if adapted else "its projections are joined under a recipe alone"
             products = None if compiling or not torch.is_grad_enabled() else products
         rotates = bool(self._rotations.found) and not compiling
         run = self._rotations.run if rotates else standin.forward
@@ -226,13 +317,14 @@ class _Shared:
 
     def __init__(self, products: Callable[[Any], Any], linears: list[Any]) -> None:
         self._products, self.linears = products, linears
+        self._watched = [part for linear in linears for part in linear.modules()]
         self.parts: Sequence[Tensor] | None = None
         self._of: Any = None
         self.asked: set[int] = set()
 
     def part(self, number: int, x: Any) -> Any:
         """The result of a projection for ``x``."""
-        around = _circumstances(x, self.linears)
+        around = _circumstances(x, self._watched)
         if self._of is None:
             self._of = x, around
             self.parts = self._products(x)

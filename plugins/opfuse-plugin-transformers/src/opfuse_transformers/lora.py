@@ -1,42 +1,139 @@
 """PEFT's linear layer with a low-rank adapter: ``W x + s B A dropout(x)``.
 
-The base layer is called as it is, whatever its class; the chain adds the adapter to its result, so
-a fusion may write ``s B`` times the small product into that sum.
+If the base layer is a plain ``torch.nn.Linear``, both are one op, within longer chains too. Any
+other base layer is called as it is; the chain adds the adapter to its result.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from opfuse_convert import Conversion
-from opfuse_convert.grammar import function_places
+from opfuse_convert import leaf_of as of_library
+from opfuse_convert.grammar import Place, function_places
+from opfuse_convert.guard import unreadable
+from opfuse_convert.probing import Leaf
 from torch import Tensor, nn
 
 from opfuse import BasicOperation, Environment, Sequential
 from opfuse.ops import AddExtraInput, BasicLinear, Bias, ConstantScale, Dropout, LowRankLinear
 from opfuse.ops.authoring import op_class
 
+from .adapted import LoRALinear, ParallelLoRALinear
+from .parallel import splits
+
 LINEAR = "peft.tuners.lora.layer.Linear"
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's linear layer."""
+    cls = op_class(module)
+    return f"{cls.__module__}.{cls.__qualname__}" == LINEAR
+
+
+def leaf_of(module: Any) -> Leaf | str:
+    """The ops that compute a module within a longer chain, or why there are none."""
+    if not is_linear(module):
+        return of_library(module, splits)
+    leaf = _whole(module)
+    return leaf if isinstance(leaf, str) else leaf._replace(places=[*leaf.places, *_state(module)])
+
+
+def _whole(module: Any) -> Leaf | str:
+    """The ops of PEFT's linear layer with a plain base layer, apart from its state."""
+    found = _adapter(module)
+    if isinstance(found, str):
+        return found
+    (name, drop, a, b), base = found, module.base_layer
+    of_base = of_library(base, splits)
+    if isinstance(of_base, str):
+        return of_base
+    if op_class(base) is not nn.Linear or of_base.split is not None:
+        return "its base layer is not a plain torch.nn.Linear"
+    reads = ["base_layer", *_parts(name)]
+    if why := unreadable(module, reads):
+        return why
+    drops = op_class(drop) is nn.Dropout
+    how: Any = {"scaling": module.scaling[name], "dropout": drop.p if drops else 0.0}
+    low_rank = LoRALinear.reading(base, a, b, **how)
+    return Leaf(
+        [low_rank, *([] if base.bias is None else [Bias.reading(base)])],
+        places=[*of_base.places, *function_places(inspect.unwrap(op_class(module).forward))],
+        reads=reads,
+        dropouts=[(low_rank, f"lora_dropout.{name}")] if drops else (),
+        join=joined if base.bias is None else None,
+    )
+
+
+def _state(module: Any) -> list[Place]:
+    """The places of what an adapter adds now, and of the numbers that its op has copied."""
+    (name,) = module.active_adapters
+    drop, scaling = module.lora_dropout[name], module.scaling
+    places: list[Place] = [_InUse(_Use(module, name), name, "", op_class(module).__name__)]
+    places.append(Place(scaling, name, scaling[name], f"the scaling of {name!r}"))
+    if op_class(drop) is nn.Dropout:
+        places.append(Place(vars(drop), "p", drop.p, f"the dropout of {name!r}"))
+    return places
+
+
+def joined(modules: Mapping[str, Any], leaves: Sequence[Leaf]) -> ParallelLoRALinear:
+    """Linear layers of one input, none of which has a bias, in one op."""
+    pairs: Any = zip(modules, leaves, strict=True)
+    return ParallelLoRALinear({name: leaf.ops[0] for name, leaf in pairs})
+
+
 def build(module: Any, env: Environment) -> Conversion | str:
-    """The chain of the one adapter that is active."""
+    """The chain of the one adapter that is active, with the base layer if that is plain."""
     if isinstance(found := _adapter(module), str):
         return found
     name, drop, a, b = found
+    leaf = _whole(module)
+    if isinstance(leaf, Leaf):
+        return Conversion(
+            Sequential(*leaf.ops),
+            leaf.reads,
+            _WholeCall(name, leaf.ops[0], drop),
+            _LoRASeparate(name, True),
+            places=leaf.places,
+        )
     dropout = Dropout(drop.p) if op_class(drop) is nn.Dropout else None
     product, scale = BasicLinear.reading(b), ConstantScale(module.scaling[name])
     ops = [*([dropout] if dropout is not None else []), BasicLinear.reading(a), product]
     chain = Sequential(*ops, scale, AddExtraInput())
-    reads = [
-        f"{part}{of}" for part in ("lora_dropout", "lora_A", "lora_B") for of in ("", f".{name}")
-    ]
     places = function_places(inspect.unwrap(op_class(module).forward))
-    return Conversion(
-        chain, reads, _LoRACall(name, dropout, scale), _LoRASeparate(name), places=places
-    )
+    call = _LoRACall(name, dropout, scale)
+    return Conversion(chain, _parts(name), call, _LoRASeparate(name), places=places)
+
+
+_OWN = "lora_dropout", "lora_A", "lora_B"
+
+
+def _parts(name: str) -> list[str]:
+    """The names of the modules of an adapter."""
+    return [f"{part}{of}" for part in _OWN for of in ("", f".{name}")]
+
+
+class _Use:
+    """Whether a module adds one adapter, looked up like a value."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self._of = module, name
+
+    def get(self, name: str, default: Any) -> str:
+        """Why it computes something else now, or ``""``."""
+        return _refusal(*self._of)
+
+
+class _InUse(Place):
+    """The place of that, whose change is a sentence by itself."""
+
+    def change(self) -> str:
+        """Why the module computes something else now, or ``""``."""
+        why = self.where.get(self.name, "")
+        return why and f"{self.what}: {why}"
 
 
 def linear_ops(module: Any) -> list[BasicOperation]:
@@ -97,22 +194,52 @@ def _refusal(module: Any, name: str) -> str:
         return "its adapters are merged"
     if list(module.active_adapters) != [name]:
         return f"its active adapters are {module.active_adapters}, not {name!r} alone"
+    if not getattr(module, "cast_input_dtype_enabled", True):
+        return "it does not cast its input"
     if name in module.lora_variant:
         return f"adapter {name!r} is a {type(module.lora_variant[name]).__name__}"
     return ""
 
 
 class _LoRASeparate:
-    """The adapter by its own modules, added to what the base layer gave."""
+    """The adapter by its own modules, added to what the base layer gave, or gives."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, calls_base: bool = False) -> None:
+        self._name, self._calls_base = name, calls_base
 
-    def __call__(self, module: Any, x: Tensor, base: Tensor) -> Tensor:
+    def __call__(self, module: Any, x: Tensor, *given: Tensor) -> Tensor:
         name = self._name
+        base = module.base_layer(x) if self._calls_base else given[0]
+        x = module._cast_input_dtype(x, module.lora_A[name].weight.dtype)
         low = module.lora_A[name](module.lora_dropout[name](x))
         result: Tensor = base + module.lora_B[name](low) * module.scaling[name]
-        return result
+        return result.to(base.dtype) if self._calls_base else result
+
+
+class _WholeCall:
+    """The forward by way of a chain with the base layer."""
+
+    why = ""
+
+    def __init__(self, name: str, op: Any, dropout: Any) -> None:
+        self._name, self._op, self._dropout = name, op, dropout
+
+    def __call__(self, module: Any, chain: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`opfuse_convert.Conversion`."""
+        self.why = _refusal(module, self._name)
+        if args or kwargs:
+            self.why = "it was called with more than a tensor"
+        if self.why:
+            return NotImplemented
+        op, dropout, scaling = self._op, self._dropout, module.scaling[self._name]
+        if op.scaling != scaling:
+            op.scaling = scaling
+        if op_class(dropout) is nn.Dropout:
+            if op.training is not dropout.training:
+                op.train(dropout.training)
+            if op.dropout != dropout.p:
+                op.dropout = dropout.p
+        return chain(x)
 
 
 class _LoRACall:
