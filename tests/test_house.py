@@ -207,7 +207,7 @@ def test_the_engine_is_handed_down_once():
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
     "opfuse.core": 5700,  # 135 for programs: the seams take back 1,500
-    "opfuse.ops": 3580,  # 300 for log-probabilities, 160 for groups of rows, 80 for samples
+    "opfuse.ops": 3650,  # 300 for log-probabilities, 160 for groups of rows, 80 for samples, 70 for class weights, adapters and biases of experts
     "opfuse.report": 985,  # 270 for isolation and 117 for replaced forwards, which came out of the core
     "opfuse.tuning": 1515,  # 380 for tables, lookup and choice, and 40 for what plans depend on, which were in the core; 50 for processes that tune together
     "opfuse.testing": 3430,  # 160 to take back
@@ -220,7 +220,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse_reproducible": 345,
     "opfuse_quantized": 1100,  # 150 for tensors over codes, which the core had
     "opfuse_linear": 900,
-    "opfuse_loss": 1870,  # 600 for losses of preferences and rewards
+    "opfuse_loss": 2100,  # 600 for losses of preferences and rewards, and 230 for those of pairs alone and of teachers
 }
 A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1
 LONGER = {  # functions of more lines, and why
