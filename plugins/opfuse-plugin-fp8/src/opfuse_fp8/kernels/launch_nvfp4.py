@@ -25,7 +25,8 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     tall = facts.get("column_ptr", facts["SIGNS"]) is not None
     rows, columns = (32, 128) if tall else (16, 256)
     many = facts.get("FOUR") is not None or facts.get("DTYPE") == tl.float32
-    if tall and many and not facts.get("SQUARE", True):
+    four = facts.get("FOUR") is not None and target.arch == 100
+    if tall and many and (four or not facts.get("SQUARE", True)):
         rows, columns = 64, 64  # the wide one spills registers
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}
     return [Config(tile, 2 if target.backend == "hip" else 4)]
