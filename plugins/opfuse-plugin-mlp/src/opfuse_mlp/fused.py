@@ -232,8 +232,7 @@ class AdaptedMLP(ParallelMLP):
     """The same where one of the linears, or both, have adapters, or those side by side have.
 
     What the gradients of the adapters take, the outputs of the norm and of the activation, is
-    computed again. The small product of each adapter and the mask of its dropout are kept. Under
-    ``prefer="memory"`` the first product is computed again, too, if it is one with adapters.
+    computed again. The small product of each adapter and the mask of its dropout are kept.
     """
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
@@ -241,33 +240,6 @@ class AdaptedMLP(ParallelMLP):
         first, self._adapted = basic_ops[self._has_norm], basic_ops[self._act + 1]
         plain = ParallelMLP if isinstance(first, ParallelLinear) else MLP
         self._plain: Any = None if isinstance(first, LowRankLinear) else plain
-        self._again = False
-
-    def planned(self, env: Environment) -> None:
-        """See :meth:`opfuse.FusedOperation.planned`."""
-        super().planned(env)
-        has_no_bias = self._has_norm + 1 == self._act
-        prefers_memory = env.options.get("prefer") == "memory"
-        self._again = self._plain is None and has_no_bias and prefers_memory
-
-    def _keep_less(self, ctxs: Sequence[Any]) -> None:
-        linear, activation = ctxs[self._act - 1 : self._act + 1]
-        # where no gradient takes the input of the first product, nothing is kept to compute it from
-        again = self._again and linear.requires_grad and linear.to_save[0] is not None
-        super()._keep_less(ctxs)
-        if again and activation.input_requires_grad:
-            activation.to_save = (None, *activation.to_save[1:])
-
-    def _of_activation(self, ctxs: Ctxs, dy: Tensor, again: bool) -> Any:
-        activation, place = ctxs[self._act], self._act - 1
-        z, *others = activation.saved_tensors  # type: ignore[misc]
-        if z is None:
-            op, linear = self._ops[place], ctxs[place]
-            x, *saved = linear.saved_tensors  # type: ignore[misc]
-            x = self._input(ctxs, x)
-            activation.saved_tensors = op.again(linear, x), *others
-            linear.saved_tensors = x, *saved
-        return super()._of_activation(ctxs, dy, again)
 
     def _first(self, ctxs: Ctxs, x: Tensor) -> Tensor:
         if self._plain is not None:
@@ -317,6 +289,29 @@ class AdaptedMLP(ParallelMLP):
         x = self._input(ctxs, x) if any((*wants[::3], *wants[1::3])) else None
         grads[place] = op.param_grads(ctx, left, x)
         return dx
+
+
+class AgainMLP(AdaptedMLP):
+    """The same, where the product before the activation is computed again from its input."""
+
+    def _keep_less(self, ctxs: Sequence[Any]) -> None:
+        linear, activation = ctxs[self._act - 1 : self._act + 1]
+        # where no gradient takes the input of the first product, nothing is kept to compute it from
+        again = linear.requires_grad and linear.to_save[0] is not None
+        super()._keep_less(ctxs)
+        if again and activation.input_requires_grad:
+            activation.to_save = (None, *activation.to_save[1:])
+
+    def _of_activation(self, ctxs: Ctxs, dy: Tensor, again: bool) -> Any:
+        activation, place = ctxs[self._act], self._act - 1
+        z, *others = activation.saved_tensors  # type: ignore[misc]
+        if z is None:
+            op, linear = self._ops[place], ctxs[place]
+            x, *saved = linear.saved_tensors  # type: ignore[misc]
+            x = self._input(ctxs, x)
+            activation.saved_tensors = op.again(linear, x), *others
+            linear.saved_tensors = x, *saved
+        return super()._of_activation(ctxs, dy, again)
 
 
 class RecomputedNorm(FusedOperation):
@@ -388,9 +383,18 @@ def _keeps_less(ops: Any, env: Environment) -> bool | str:
     if not activation.deterministic:
         who = type(activation).__name__
         return f"{who} does not declare itself deterministic, and would be computed again"
+    if activation.cache_quantized_input:
+        return "its input is kept in FP8, from which its output would be computed again"
     if env.compiling and passes.why_not(activation, env):
         return "torch.compile merges what is computed twice, so that nothing less would be kept"
     return True
+
+
+def _multiplies_again(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning; infinity lists what could be measured."""
+    if env.options.get("prefer") != "memory" and env.measured != math.inf:
+        return 'a product twice trades time for memory, which prefer="memory" asks for'
+    return _keeps_less(ops, env)
 
 
 def _recomputes(ops: Any, env: Environment) -> bool | str:
@@ -435,6 +439,14 @@ JOINT = [
         Fusion(pattern, AdaptedMLP, _keeps_less, name=name, declares=("trades_time",))
         for name, pattern in _LOW_RANK.items()
     ],
+    Fusion(
+        (_NORM, _ADAPTED, Subclasses(Activation), OneOf(_ADAPTED, BasicLinear), Optional(Bias)),
+        AgainMLP,
+        _multiplies_again,
+        priority=1,  # it keeps less than the others
+        name="mlp, low rank, computed again",
+        declares=("trades_time",),
+    ),
     Fusion(
         (OneOf(RMSNorm, LayerNorm),),
         RecomputedNorm,
