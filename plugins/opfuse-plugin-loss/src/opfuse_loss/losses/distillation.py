@@ -136,8 +136,8 @@ class Distillation(ExtraTensorOperation):
         self, shape: tuple[int, ...], generator: torch.Generator
     ) -> list[Tensor]:
         """The extra inputs of tests: a teacher of 3 features, and a third of rows ignored."""
-        targets = torch.zeros(shape[:-1], dtype=torch.int64)
-        targets.view(-1)[: targets.numel() // 3] = self.ignore_index
+        places = torch.arange(torch.Size(shape[:-1]).numel()).view(shape[:-1])
+        targets = torch.where(places < places.numel() // 3, self.ignore_index, 0)
         hidden = torch.randn((*shape[:-1], 3), generator=generator)
         return [hidden, torch.randn((shape[-1], 3), generator=generator), targets]
 
