@@ -258,10 +258,10 @@ def plugin(session: nox.Session, name: str) -> None:
 def together(session: nox.Session) -> None:
     """The core's tests again, with every plugin installed, but those that hide the plugins.
 
-    Fusing never changes the answer. Of a test with many cases a quarter run: see conftest.py.
+    Fusing never changes the answer. Of a test with many cases a seventh run: see conftest.py.
     """
     everything(session)
-    session.env["OPFUSE_SHARE"] = "0.25"
+    session.env["OPFUSE_SHARE"] = "0.15"
     where = [ROOT / "tests", *(folder / "tests" for folder in TOOLKITS)]
     pytest(session, *where, options=["-m", "not alone"])
 
