@@ -266,6 +266,11 @@ def test_what_stands_for_them_is_used_as_they_are(pair):
     torch.testing.assert_close(got.argmax(-1), expected.argmax(-1))
     torch.testing.assert_close(torch.softmax(got, -1), torch.softmax(expected, -1))
     assert got.shape == expected.shape and computed
+    torch.testing.assert_close(got[:, -1] + 1, expected[:, -1] + 1)
+    torch.testing.assert_close(1 - got, 1 - expected)
+    assert torch.equal(got > 0, expected > 0) and len([*got]) == len(expected)
+    assert got.to("cpu").dtype is expected.dtype
+    assert got.to(torch.float64, copy=True).dtype is torch.float64
 
 
 @pytest.mark.parametrize("items", [False, True])

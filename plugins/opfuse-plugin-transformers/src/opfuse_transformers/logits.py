@@ -199,16 +199,18 @@ class Logits:
         """The same in fp32, as accelerate asks of every output; computes nothing."""
         return self.to(torch.float32)
 
-    def to(self, dtype: torch.dtype) -> Logits:
-        """The same in another dtype; computes nothing."""
+    def to(self, dtype: Any, *others: Any, **named: Any) -> Any:
+        """The same in another dtype, which computes nothing; anything else as of a tensor."""
+        if not _is_dtype(dtype, *others, **named):
+            return self.apart.to(dtype, *others, **named)
         # before what FSDP2 is yet to do
         running = [name == "fsdp" and sharded.is_running(of) for name, of in self.steps]
         return self._with([*running, True].index(True), "to", dtype)
 
     def _with(self, place: int, name: str, of: Any) -> Logits:
         """The same with one more step."""
-        other = copy.copy(self)
-        vars(other).pop("value", None), vars(other).pop("apart", None)
+        other = object.__new__(Logits)
+        vars(other).update({k: v for k, v in vars(self).items() if k not in ("value", "apart")})
         other.steps = *self.steps[:place], (name, of), *self.steps[place:]
         return other
 
@@ -228,6 +230,9 @@ class Logits:
         """As of a tensor."""
         return self._then("tanh")
 
+    def __reduce__(self) -> Any:
+        return self.apart.__reduce_ex__(2)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"logits have no {name!r}")
@@ -239,6 +244,23 @@ class Logits:
             return args[0].tanh()
         given = tree_map_only(cls, lambda each: each.apart, (args, kwargs or {}))
         return func(*given[0], **given[1])
+
+
+def _as_tensor(name: str) -> Callable[..., Any]:
+    """An operator of tensors that computes the logits."""
+
+    def operator(self: Logits, *others: Any) -> Any:
+        return getattr(self.apart, name)(*others)
+
+    return operator
+
+
+_OPERATORS = """add sub pow floordiv mod matmul rmul rtruediv radd rsub rpow rmatmul neg abs getitem
+setitem len iter bool int float eq ne lt le gt ge""".split()
+"""Operators that Python looks up on the class, but for those of forwards, which compute nothing."""
+for _name in [f"__{name}__" for name in _OPERATORS]:
+    setattr(Logits, _name, _as_tensor(_name))
+Logits.__hash__ = object.__hash__  # type: ignore[method-assign]  # as tensors have
 
 
 class Unread(Tensor):

@@ -73,7 +73,8 @@ def _state(module: Any) -> list[Place]:
     (name,) = module.active_adapters
     drop, scaling = module.lora_dropout[name], module.scaling
     places: list[Place] = [_InUse(_Use(module, name), name, "", op_class(module).__name__)]
-    places.append(Place(scaling, name, scaling[name], f"the scaling of {name!r}"))
+    where = _Scaling(module)  # PEFT may replace the dictionary
+    places.append(Place(where, name, scaling[name], f"the scaling of {name!r}"))
     if op_class(drop) is nn.Dropout:
         places.append(Place(vars(drop), "p", drop.p, f"the dropout of {name!r}"))
     return places
@@ -125,6 +126,17 @@ class _Use:
     def get(self, name: str, default: Any) -> str:
         """Why it computes something else now, or ``""``."""
         return _refusal(*self._of)
+
+
+class _Scaling:
+    """The scaling of each adapter of a module, looked up where it is now."""
+
+    def __init__(self, module: Any) -> None:
+        self._of = module
+
+    def get(self, name: str, default: Any) -> Any:
+        """That of one of them."""
+        return self._of.scaling.get(name, default)
 
 
 class _InUse(Place):
