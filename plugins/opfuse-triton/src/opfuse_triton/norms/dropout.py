@@ -80,18 +80,22 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 KERNEL = Kernel(dropout_kernel, _configs)
 
 
-def dropout(x: Tensor, extra: Tensor | None, drop: Drop) -> Tensor:
+def dropout(
+    x: Tensor, extra: Tensor | None, drop: Drop, config: Mapping[str, Any] | None = None
+) -> Tensor:
     """Launch :func:`opfuse_triton.norms.drop.dropout` for contiguous tensors with elements.
 
     Args:
         x: As there.
         extra: See ``x``.
         drop: See ``x``.
+        config: One of those of :data:`KERNEL`; None: the first.
     """
     features = x.shape[-1] if x.ndim else 1
     rows, y = x.numel() // features, torch.empty_like(x, dtype=normalized_dtype(x, extra))
     KERNEL.launch(
         lambda chosen: (cdiv(rows, chosen["ROWS"]) * cdiv(features, chosen["BLOCK"]),),
         *(x, extra, y, drop.seed, rows, features, drop.threshold, drop.scale),
+        config=config,
     )
     return y

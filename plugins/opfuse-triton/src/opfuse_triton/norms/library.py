@@ -82,17 +82,18 @@ def again(*given: Any) -> Tensor:
     return forward_kernels.again(*given)
 
 
-def dropout(x: Tensor, extra: Tensor | None, drop: Drop) -> Tensor:
+def dropout(x: Tensor, extra: Tensor | None, drop: Drop, config: Config | None = None) -> Tensor:
     """:func:`opfuse_triton.norms.drop.dropout`, by a kernel if it takes the call.
 
     Args:
         x: As there.
         extra: As there.
         drop: As there.
+        config: The configuration of the kernel, or None.
     """
     if not are_plain(x, extra):
         return drop_twin.dropout(x, extra, drop)
-    return dropout_kernels.dropout(x, extra, drop)
+    return dropout_kernels.dropout(x, extra, drop, config)
 
 
 def candidates(
