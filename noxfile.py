@@ -262,7 +262,9 @@ def together(session: nox.Session) -> None:
     """
     everything(session)
     session.env["OPFUSE_SHARE"] = "0.15"
-    where = [ROOT / "tests", *(folder / "tests" for folder in TOOLKITS)]
+    # what a converted model of a library gains comes from other plugins
+    models = ROOT / "plugins" / "opfuse-plugin-transformers"
+    where = [ROOT / "tests", *(folder / "tests" for folder in (*TOOLKITS, models))]
     pytest(session, *where, options=["-m", "not alone"])
 
 

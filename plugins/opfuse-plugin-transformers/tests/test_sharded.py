@@ -1,5 +1,7 @@
 """Heads that FSDP2 shards: the loss needs no logits, and reading them is right or refused, in any one process."""
 
+import importlib.util
+
 import gloo
 import pytest
 import sharded_heads as ranks
@@ -13,11 +15,18 @@ pytestmark = [
 ]
 
 
+needs_loss = pytest.mark.skipif(
+    importlib.util.find_spec("opfuse_loss") is None,
+    reason="without opfuse-plugin-loss the chain holds all logits",
+)
+
+
 def _stays(way, reshard):
     """Whether the parameters of the head are there when the forward has ended."""
     return reshard is False or (reshard is None and way in ("model", "wrapped", "layers"))
 
 
+@needs_loss
 @pytest.mark.costly(8)
 @pytest.mark.parametrize("reshard", [None, True, False], ids=str)
 @pytest.mark.parametrize("way", ranks.WAYS)
@@ -30,12 +39,14 @@ def test_a_step_makes_no_logits(way, reshard):
         assert "FSDP2 has sharded its head again since" in says
 
 
+@needs_loss
 @pytest.mark.parametrize("way", ["model", "head", "tail"])
 def test_what_is_sharded_before_it_is_converted(way):
     found = gloo.together(ranks.train, way, None, 2, False)
     assert max(most for most, _ in found) < ranks.LOGITS
 
 
+@needs_loss
 @pytest.mark.parametrize("way", ["model", "tail"])
 def test_resharding_to_a_part_of_the_processes(way):
     """A number needs four processes to be something else than True or False."""
@@ -49,6 +60,7 @@ def test_a_loss_of_logits_that_are_read_late(way):
     gloo.together(ranks.of_logits, way, False, 2)
 
 
+@needs_loss
 @pytest.mark.parametrize("tied", [False, True])
 def test_accelerate_shards_a_head_with_its_norm(tied, tmp_path):
     """By FSDP2, in a group with hooks on the head; with the embedding too where they are tied."""
