@@ -53,6 +53,7 @@ def converted_pair(family, **arguments):
 def fallbacks(model):
     """Why the outermost converted modules ran their own forward; those inside of a chain were not called."""
     usual = ("gives logits", "under a recipe alone", "no plugin fuses its rotations")
+    usual += ("where no plugin computes the loss without them",)  # of few rows, say
     found = {n: why for n, why in opfuse.converted(model).items() if not why.endswith(usual)}
     inner = {name for name in found if any(name.startswith(f"{above}.") for above in found)}
     inner |= {name for name in found if name.endswith("embeddings")}  # positions for each row

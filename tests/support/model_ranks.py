@@ -103,7 +103,14 @@ def train(rank, family, order, least):
         optimizer.zero_grad()
         out = wrapped(**half(family, rank))
         if read:
-            torch.testing.assert_close(out.logits, logits[rank], rtol=1e-4, atol=1e-4)
+            try:
+                found = out.logits
+            except RuntimeError as error:  # its loss needed none, and the head is in parts again
+                assert "fsdp sharded again" in order and "sharded its head again since" in str(
+                    error
+                )
+            else:
+                torch.testing.assert_close(found, logits[rank], rtol=1e-4, atol=1e-4)
         out.loss.backward()
     expected = {name: param.grad for name, param in reference.named_parameters()}
     there = max(grad.norm() for grad in expected.values() if grad is not None)
