@@ -153,7 +153,6 @@ def frozen(op):
         (with_adapters(ops.RMSNorm(WIDTH)), WIDTH + 1 + 2 * RANK),
         (with_adapters(ops.LayerNorm(WIDTH)), WIDTH + 2 + 2 * RANK),
         (with_adapters(second=lambda: frozen(linear(INNER, WIDTH))), WIDTH + RANK),
-        (with_adapters(first=lambda: frozen(linear())), 2 * INNER + RANK),
         (with_adapters(first=lambda: frozen(side_by_side())), 2 * INNER + RANK),
         (with_adapters(ops.RMSNorm(WIDTH), first=side_by_side), WIDTH + 1 + 2 * INNER + RANK),
         (with_adapters(first=lambda: adapter(trained=["lora_b"])), WIDTH + 2 * RANK),

@@ -229,7 +229,7 @@ class ParallelMLP(MLP):
 
 
 class AdaptedMLP(ParallelMLP):
-    """The same where one of the linears, or both, have adapters, or those side by side have.
+    """The same where the first linear has adapters, or the last one behind linears side by side.
 
     What the gradients of the adapters take, the outputs of the norm and of the activation, is
     computed again. The small product of each adapter and the mask of its dropout are kept.
@@ -238,8 +238,7 @@ class AdaptedMLP(ParallelMLP):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         first, self._adapted = basic_ops[self._has_norm], basic_ops[self._act + 1]
-        plain = ParallelMLP if isinstance(first, ParallelLinear) else MLP
-        self._plain: Any = None if isinstance(first, LowRankLinear) else plain
+        self._plain: Any = None if isinstance(first, LowRankLinear) else ParallelMLP
 
     def _first(self, ctxs: Ctxs, x: Tensor) -> Tensor:
         if self._plain is not None:
@@ -423,9 +422,6 @@ _LOW_RANK = {
     "mlp, low rank": (
         *(_NORM, _ADAPTED, Optional(Bias), Subclasses(Activation)),
         *(OneOf(_ADAPTED, BasicLinear), Optional(Bias)),
-    ),
-    "mlp, low rank at its end": (
-        *(_NORM, BasicLinear, Optional(Bias), Subclasses(Activation), *_OUTPUT),
     ),
     "parallel mlp, low rank at its end": (
         *(_NORM, ParallelLinear, Subclasses(Activation), *_OUTPUT),
