@@ -10,10 +10,9 @@ from torch import Tensor
 from opfuse import Environment, Optional
 from opfuse.core.overwriting import may_write
 from opfuse.ops import BasicLinear, Bias
-from opfuse.ops.authoring import rows_of
 
 from .conditions import by_chunks
-from .fused import Ctxs, LinearLoss, in_forward
+from .fused import LinearLoss, in_forward
 from .losses import Distillation
 from .losses.distillation import Teacher
 
@@ -25,28 +24,16 @@ class LinearDistillation(LinearLoss):
         """PyTorch's operations compute the rows."""
         self._softmax, self._row_losses = _differentiated, _losses
 
-    def fuser_forward(
-        self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
-    ) -> tuple[Tensor, Any]:
-        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        op, has_bias, no_extras = self._parts
-        linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
-        hidden, matrix, targets = basic_op_extra_inputs[-1]
-        x, weight = BasicLinear.operands(linear, input_)
-        (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
-        shape, rows = torch.Size((*x.shape[:-1], weight.shape[0])), rows_of(x)
-        teacher = op.teacher(hidden, matrix, targets, shape, last.requires_grad)
-        # a chunk finds the teacher's rows by their numbers
-        places = torch.arange(len(rows), device=x.device)
-        places = places.where(op.counts(targets), teacher.ignore_index)
-        if last.requires_grad:
-            losses = self._differentiated(basic_op_ctxs, rows, weight, bias, places, teacher)
-            left: Any = last
-            left.shape, params = input_.shape, [ctx.params[0] for ctx in basic_op_ctxs[:-1]]
-            left.dtypes = [tensor.dtype for tensor in (input_, *params)]
-        else:
-            losses = self._losses(rows, weight, bias, places, teacher)
-        return op.reduced(losses, targets), no_extras
+    def _targets(self, given: Any, shape: torch.Size, recorded: bool) -> tuple[Tensor, Any]:
+        """The number of each row, by which a chunk finds the teacher's rows, and the teacher."""
+        op, (hidden, head, targets) = self._parts[0], given
+        teacher = op.teacher(hidden, head, targets, shape, recorded)
+        places = torch.arange(shape[:-1].numel(), device=targets.device)
+        return places.where(op.counts(targets), teacher.ignore_index), teacher
+
+    def _reduced(self, losses: Tensor, given: Any, *unused: Any) -> Tensor:
+        result: Tensor = self._parts[0].reduced(losses, given[-1])
+        return result
 
 
 def _losses(logits: Tensor, places: Tensor, teacher: Teacher) -> Tensor:

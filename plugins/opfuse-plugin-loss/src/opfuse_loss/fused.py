@@ -53,16 +53,13 @@ class LinearLoss(libraries.Products):
         self, basic_op_ctxs: Ctxs, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        op, has_bias, no_extras = self._parts
+        _, has_bias, no_extras = self._parts
         linear, last = basic_op_ctxs[0], basic_op_ctxs[-1]
-        ((targets,),) = basic_op_extra_inputs[-1:]
+        given = basic_op_extra_inputs[-1]
         x, weight = BasicLinear.operands(linear, input_)
         (bias,) = basic_op_ctxs[1].params if has_bias else (None,)
-        op.check_targets(targets, torch.Size((*x.shape[:-1], weight.shape[0])))
-        numbers, rows = op.numbers_of(), rows_of(x)
-        flat = targets.flatten().long().contiguous()
-        if self._check is not None:
-            self._check(flat, weight.shape[0], numbers.ignore_index)
+        shape, rows = torch.Size((*x.shape[:-1], weight.shape[0])), rows_of(x)
+        flat, numbers = self._targets(given, shape, last.requires_grad)
         if last.requires_grad:
             losses = self._differentiated(basic_op_ctxs, rows, weight, bias, flat, numbers)
             left: Any = last
@@ -70,7 +67,21 @@ class LinearLoss(libraries.Products):
             left.dtypes = [tensor.dtype for tensor in (input_, *params)]
         else:
             losses = self._losses(rows, weight, bias, flat, numbers)
-        return op.in_dtype(reduced(losses, targets, numbers), last, x), no_extras
+        return self._reduced(losses, given, numbers, last, x), no_extras
+
+    def _targets(self, given: Any, shape: torch.Size, recorded: bool) -> tuple[Tensor, Any]:
+        """The target of each row, ``(rows,)``, and the numbers of the op."""
+        op, (targets,) = self._parts[0], given
+        op.check_targets(targets, shape)
+        flat, numbers = targets.flatten().long().contiguous(), op.numbers_of()
+        if self._check is not None:
+            self._check(flat, shape[-1], numbers.ignore_index)
+        return flat, numbers
+
+    def _reduced(self, losses: Tensor, given: Any, numbers: Any, ctx: Any, x: Tensor) -> Tensor:
+        """The result, from the loss of each row."""
+        result: Tensor = self._parts[0].in_dtype(reduced(losses, given[0], numbers), ctx, x)
+        return result
 
     def _losses(self, x: Tensor, weight: Any, bias: Any, targets: Any, numbers: Any) -> Tensor:
         """The loss of each row, without a gradient."""
