@@ -238,11 +238,11 @@ class AdaptedMLP(ParallelMLP):
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         first, self._adapted = basic_ops[self._has_norm], basic_ops[self._act + 1]
-        self._plain: Any = None if isinstance(first, LowRankLinear) else ParallelMLP
+        self._is_adapted = isinstance(first, LowRankLinear)
 
     def _first(self, ctxs: Ctxs, x: Tensor) -> Tensor:
-        if self._plain is not None:
-            return self._plain._first(self, ctxs, x)  # type: ignore[no-any-return]
+        if not self._is_adapted:
+            return super()._first(ctxs, x)
         place = int(self._has_norm)
         for op, ctx in zip(self._ops[place : self._act], ctxs[place:], strict=False):
             x = op.op_forward(ctx, x)
@@ -257,7 +257,7 @@ class AdaptedMLP(ParallelMLP):
         return y
 
     def _needs_sums(self, ctxs: Ctxs) -> bool:
-        return (self._plain or MLP)._needs_sums(self, ctxs)  # type: ignore[no-any-return]
+        return MLP._needs_sums(self, ctxs) if self._is_adapted else super()._needs_sums(ctxs)
 
     def _second_gradients(
         self, ctxs: Ctxs, dy: Tensor, grads: list[Any]
@@ -275,8 +275,8 @@ class AdaptedMLP(ParallelMLP):
     def _first_gradients(
         self, ctxs: Ctxs, dz: Tensor, sums: Tensor | None, grads: list[Any]
     ) -> Tensor | None:
-        if self._plain is not None:
-            return self._plain._first_gradients(self, ctxs, dz, sums, grads)  # type: ignore[no-any-return]
+        if not self._is_adapted:
+            return super()._first_gradients(ctxs, dz, sums, grads)
         place = int(self._has_norm)
         op, ctx = self._ops[place], ctxs[place]
         if sums is not None:
