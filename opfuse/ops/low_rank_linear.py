@@ -187,6 +187,10 @@ class LowRankLinear(RowwiseOperation):
         grads = self.param_grads(ctx, left, None if x is None else rows_of(x))
         return None if dx is None else dx.view(*grad_output.shape[:-1], dx.shape[1]), grads
 
+    def takes_input(self, ctx: Any) -> bool:
+        """Return whether the gradient of a parameter takes the input."""
+        return any(ctx.param_requires_grad[:2])
+
     def input_grad(self, ctx: Any, dy: Tensor) -> tuple[Tensor | None, Any]:
         """The gradient of the input, if it is needed, and what :meth:`param_grads` takes.
 

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from importlib import util
 
 import pytest
 import torch
@@ -138,17 +139,18 @@ def test_what_is_left_alone(models, config, why):
 # Against fp64
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen2"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("prefer", ["speed", "memory"])
 def test_two_training_steps_match_peft_in_fp64(models, family, dropout, prefer):
     """Where nothing but a norm is rounded; each adapter draws the mask that it draws there."""
-    model, twin, _ = adapted(models, family, torch.float64, lora_dropout=dropout)
+    bias = "all" if family == "qwen2" and not dropout else "none"
+    model, twin, _ = adapted(models, family, torch.float64, lora_dropout=dropout, bias=bias)
     for _ in range(2):
         expected = models.step(model)
         with opfuse.options(prefer=prefer):
             got = models.step(twin)
-        assert len(got[1]) == 2 * 14
+        assert len(got[1]) == 2 * 14 + (2 * 3 if bias == "all" else 0)
         # Qwen3 has norms in fp32 in each head
         assert models.worst(got, expected)[0] <= (1e-5 if family == "qwen3" else 1e-6)
         for each, (_, grads) in ((model, expected), (twin, expected)):
@@ -445,6 +447,34 @@ def test_another_base_layer_is_called_as_it_is(models):
     found = [row.ops for row in report.converted if row.converter == "linear layer with LoRA"]
     assert found == [APART] * 2
     assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+
+
+@pytest.mark.parametrize("mode", ["fp64", "bf16", "autocast"])
+@pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.parametrize("prefer", ["speed", "memory"])
+def test_linears_with_biases_side_by_side(models, mode, bias, prefer):
+    dtypes = {"fp64": torch.float64, "bf16": torch.bfloat16, "autocast": torch.float32}
+    made = models.make("llama", dtypes[mode], attention_bias=True, mlp_bias=True)
+    for name, param in made.named_parameters():
+        if name.endswith("bias"):  # 0 at first
+            torch.nn.init.uniform_(param, -1, 1)
+    how = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "bias": bias}
+    model = inputs_trained(peft.get_peft_model(made, peft.LoraConfig(**how)))
+    twin = copy.deepcopy(model)
+    opfuse.convert(twin)
+    autocast = mode == "autocast"
+    exact = models.step(copy.deepcopy(model).double())
+    with opfuse.options(prefer=prefer):
+        got = models.step(twin, autocast)
+    whys = opfuse.converted(twin)
+    assert not whys[LAYER] and whys[f"{LAYER}.self_attn"] in ("", attention.NO_NORM)
+    if prefer == "memory" and util.find_spec("opfuse_mlp"):
+        assert not whys[f"{LAYER}.self_attn"]
+    expected = models.step(model, autocast)
+    assert any("bias" in name for name in got[1]) == (bias == "all")
+    assert {n: g.dtype for n, g in got[1].items()} == {n: g.dtype for n, g in expected[1].items()}
+    error, theirs = models.worst(got, exact)[0], models.worst(expected, exact)[0]
+    assert error <= max(1e-6, 1.3 * theirs)
 
 
 @pytest.mark.parametrize("config", [{"use_rslora": True}, {"bias": "all"}, {"bias": "lora_only"}])

@@ -268,7 +268,7 @@ class AdaptedMLP(ParallelMLP):
         dx, left = op.input_grad(ctx, dy)
         (y, *_), dz, sums = ctx.saved_tensors, None, None  # type: ignore[misc]
         if dx is not None:
-            dz, sums, y = self._of_activation(ctxs, dx, any(ctx.param_requires_grad[:2]))
+            dz, sums, y = self._of_activation(ctxs, dx, op.takes_input(ctx))
         grads[self._act + 1] = op.param_grads(ctx, left, None if y is None else _rows_of(y))
         return dz, sums
 
@@ -284,8 +284,8 @@ class AdaptedMLP(ParallelMLP):
         if not ctx.requires_grad:
             return None
         dx, left = op.input_grad(ctx, dz)
-        (x, *_), wants = ctx.saved_tensors, ctx.param_requires_grad  # type: ignore[misc]
-        x = self._input(ctxs, x) if any((*wants[::3], *wants[1::3])) else None
+        (x, *_) = ctx.saved_tensors  # type: ignore[misc]
+        x = self._input(ctxs, x) if op.takes_input(ctx) else None
         grads[place] = op.param_grads(ctx, left, x)
         return dx
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class LoRALinear(LowRankLinear):
         """Names of the parameters that may have another dtype than the rest."""
         return [name for name in self.param_names or () if "lora_" in name]
 
+    def takes_input(self, ctx: Any) -> bool:
+        """See :meth:`opfuse.ops.LowRankLinear.takes_input`."""
+        wanted = ctx.param_requires_grad[: 3 * len(self.linears)]
+        return any((*wanted[::3], *wanted[1::3]))
+
     # The forward
 
     def value(self, ctx: Any, input_: Tensor) -> Tensor:
@@ -46,15 +52,16 @@ class LoRALinear(LowRankLinear):
         Raises:
             TypeError: A weight has another dtype than the input.
         """
-        x, wants = input_ if ctx.dtype is None else input_.to(ctx.dtype), ctx.param_requires_grad
+        x = input_ if ctx.dtype is None else input_.to(ctx.dtype)
         rows, each = rows_of(x), []
-        saved: list[Any] = [x if any(wants[::3]) or any(wants[1::3]) else None]
-        for n, linear in enumerate(self.linears):
-            given = kept = ctx.params[3 * n : 3 * n + 3]
-            if ctx.dtype is not None:
-                given = [param.to(ctx.dtype) for param in kept]
-                kept = [p if _may_keep(p) else q for p, q in zip(kept, given, strict=True)]
-            weight, a, b = given
+        saved: list[Any] = [x if self.takes_input(ctx) else None]
+        casts = kept = ctx.params
+        if ctx.dtype is not None:
+            casts = [param.to(ctx.dtype) for param in kept]
+            kept = [p if _may_keep(p) else q for p, q in zip(kept, casts, strict=True)]
+        biases = self._by_linear(casts)
+        for n, (linear, bias) in enumerate(zip(self.linears, biases, strict=True)):
+            weight, a, b = casts[3 * n : 3 * n + 3]
             if weight.dtype is not x.dtype:
                 who = f"{type(self).__name__} expected {weight.dtype}, the dtype of its weight"
                 raise TypeError(f"{who}, got an input of {x.dtype}")
@@ -62,8 +69,9 @@ class LoRALinear(LowRankLinear):
             if linear.training and linear.dropout:
                 dropped, mask = _drop(dropped, linear.dropout, ctx.params[3 * n + 1].dtype)
             low = F.linear(*tiled(dropped, a)) * linear.scaling
-            each.append((*tiled(rows, weight), *tiled(low, b)))
-            saved += [mask, low, *kept]
+            each.append((*tiled(rows, weight), *tiled(low, b), bias))
+            saved += [mask, low, *kept[3 * n : 3 * n + 3]]
+        saved += kept[3 * len(each) :]
         if ctx.requires_grad:
             ctx.scaling = tuple([linear.scaling for linear in self.linears])
             ctx.dropout = tuple([linear.dropout for linear in self.linears])
@@ -77,20 +85,32 @@ class LoRALinear(LowRankLinear):
         for n in range(len(self.linears)):
             _, low, weight, _, b = ctx.saved_tensors[1 + _SAVED * n :][:_SAVED]
             each.append((x, weight.to(x.dtype), low, b.to(low.dtype)))
-        return self._product(each)
+        biases = ctx.saved_tensors[1 + _SAVED * len(each) :]
+        pairs = zip(each, self._by_linear(biases), strict=True)
+        return self._product(
+            [(*of, bias if bias is None else bias.to(x.dtype)) for of, bias in pairs]
+        )
 
-    def _product(self, each: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Tensor:
-        """The output as a matrix, from input, weight, small product and ``lora_b`` of each."""
+    def _product(self, each: Sequence[tuple[Any, ...]]) -> Tensor:
+        """The output as a matrix: input, weight, small product, ``lora_b`` and bias of each."""
         places: Any = [None] * len(each)
         y = None
-        if len(each) > 1 and may_write(*[operand for operands in each for operand in operands]):
+        operands = [operand for of in each for operand in of if operand is not None]
+        if len(each) > 1 and may_write(*operands):
             y = each[0][0].new_empty(each[0][0].shape[0], self.out_features)
             places = self._parts(y)
-        parts = [
-            _plus(torch.mm(x, weight.t(), out=place), low, b)
-            for place, (x, weight, low, b) in zip(places, each, strict=True)
-        ]
+        parts = []
+        for place, (x, weight, low, b, bias) in zip(places, each, strict=True):
+            if bias is None:
+                part = torch.mm(x, weight.t(), out=place)
+            else:
+                part = torch.addmm(bias, x, weight.t(), out=place)
+            parts.append(_plus(part, low, b))
         return y if y is not None else parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _by_linear(self, biases: Sequence[Any]) -> Sequence[Any]:
+        """The bias of each linear, or None, from those at the end of all parameters."""
+        return (None,) * len(self.linears)
 
     def _parts(self, y: Tensor) -> Sequence[Tensor]:
         """Views of the last dimension, one for each linear."""
@@ -127,7 +147,12 @@ class LoRALinear(LowRankLinear):
             if of_a and x is not None:
                 da = dlow.t().mm(self.dropped(x.to(dlow.dtype), mask, ctx.dropout[n]))
             grads += [part.t().mm(x) if of_weight and x is not None else None, da, db]
-        return grads
+        of_biases = self._by_linear(ctx.param_requires_grad)
+        pairs = [(part, wanted) for (part, *_), wanted in zip(left, of_biases, strict=True)]
+        return [
+            *grads,
+            *[part.sum(0) if wanted else None for part, wanted in pairs if wanted is not None],
+        ]
 
     @staticmethod
     def dropped(x: Tensor, mask: Tensor | None, p: float) -> Tensor:
@@ -161,17 +186,18 @@ def _plus(y: Tensor, low: Tensor, b: Tensor) -> Tensor:
 
 
 class ParallelLoRALinear(LoRALinear):
-    """``y = concat(linear(x) for linear in linears)``: several :class:`LoRALinear` of one input.
+    """``y = concat(linear(x) + bias for ...)``: several :class:`LoRALinear` of one input.
 
     Each linear is written to its place in one buffer, and the input is kept once. The linears are
     its submodules, and none is called. Each has its own scaling, dropout and mode, and draws its
-    own mask, in their order.
+    own mask, in their order. The parameters of all linears come first, then the biases.
 
     Attributes:
         sizes: ``out_features`` of each linear.
 
     Args:
         linears: The linears by name.
+        biased: For each linear that has a bias its name, and the module whose ``bias`` is read.
 
     Raises:
         ValueError: There is none, or one takes another number of features than the first.
@@ -179,7 +205,11 @@ class ParallelLoRALinear(LoRALinear):
 
     takes_params = None
 
-    def __init__(self, linears: Mapping[str, LowRankLinear]) -> None:
+    def __init__(
+        self,
+        linears: Mapping[str, LowRankLinear],
+        biased: Mapping[str, nn.Module] = MappingProxyType({}),
+    ) -> None:
         super(LowRankLinear, self).__init__()
         widths = {linear.in_features for linear in linears.values()}
         if len(widths) != 1:
@@ -191,7 +221,9 @@ class ParallelLoRALinear(LoRALinear):
         self.sizes = tuple([linear.out_features for linear in linears.values()])
         self.out_features = sum(self.sizes)
         owns = LowRankLinear.takes_params or ()
-        self.param_names = tuple([f"{name}.{param}" for name in linears for param in owns])
+        of_linears = [f"{name}.{param}" for name in linears for param in owns]
+        self.param_names = (*of_linears, *[f"{name}.bias" for name in biased])
+        self._biased = dict(biased)  # torch registers no module of a dict
 
     extra_repr = shows("in_features", "sizes")
 
@@ -210,9 +242,15 @@ class ParallelLoRALinear(LoRALinear):
 
     @property
     def saved_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """``input``, and what each linear saves beside it."""
+        """``input``, what each linear saves beside it, and the biases."""
         (shared, *others), linears = LowRankLinear.saved_names, self._modules
-        return (shared, *[f"{name}.{other}" for name in linears for other in others])
+        of_linears = [f"{name}.{other}" for name in linears for other in others]
+        return (shared, *of_linears, *[f"{name}.bias" for name in self._biased])
+
+    def _by_linear(self, biases: Sequence[Any]) -> Sequence[Any]:
+        count = len(self._biased)
+        found = dict(zip(self._biased, biases[len(biases) - count :], strict=True))
+        return [found.get(name) for name in self._modules]
 
     @property
     def batch_invariant(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -222,6 +260,8 @@ class ParallelLoRALinear(LoRALinear):
     def param_source(self, name: str) -> tuple[nn.Module, str]:
         """The module and attribute from which a parameter is read at every call."""
         linear, leaf = name.split(".")
+        if leaf == "bias":
+            return self._biased[linear], leaf
         return self._modules[linear].param_source(leaf)  # type: ignore[union-attr,operator]
 
     def reset_parameters(self) -> None:

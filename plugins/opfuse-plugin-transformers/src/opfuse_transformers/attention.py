@@ -99,7 +99,7 @@ def _adapted(module: Any, projections: Mapping[str, Any]) -> Conversion | str:
             return f"{name}: {leaf}"
     known = [leaf for leaf in leaves if isinstance(leaf, Leaf)]
     if any(leaf.join is not lora.joined for leaf in known):
-        return "not all of its projections have an adapter and no bias"
+        return "not all of its projections have an adapter"
     product = lora.joined(projections, known)
     pairs = [*zip(projections, known, strict=True)]
     dropouts = [
@@ -150,7 +150,8 @@ class _AfterNorm:
                 Remembered(self._computes_again),
             )
         follow(self._dropouts)
-        dtypes = [param.dtype for param in self._params()]
+        names = self._product.param_names or ()
+        dtypes = [self._product.read_parameter(name).dtype for name in names]
         modes = [linear.training for linear in self._product.linears]
         if not self._pays((given,), {}, x.dtype, (*dtypes, *modes)):
             return None
@@ -158,13 +159,9 @@ class _AfterNorm:
         parts = self._chain(given).split(self._product.sizes, -1)
         return [part.contiguous() for part in parts]
 
-    def _params(self) -> list[Any]:
-        names = self._product.param_names or ()
-        return [self._product.read_parameter(name) for name in names]
-
     def _computes_again(self, args: Sequence[Tensor], kwargs: Any, dtype: Any, facts: Any) -> bool:
         (given,) = args
-        weights = {param.dtype for param in self._params()[::3]}
+        weights = {linear.read_parameter("weight").dtype for linear in self._product.linears}
         has_autocast = torch.is_autocast_enabled(given.device.type)
         fits = torch.float64 not in {dtype, *weights} if has_autocast else weights == {dtype}
         if not fits:

@@ -64,7 +64,7 @@ def _whole(module: Any) -> Leaf | str:
         places=[*of_base.places, *function_places(inspect.unwrap(op_class(module).forward))],
         reads=reads,
         dropouts=[(low_rank, f"lora_dropout.{name}")] if drops else (),
-        join=joined if base.bias is None else None,
+        join=joined,
     )
 
 
@@ -81,9 +81,11 @@ def _state(module: Any) -> list[Place]:
 
 
 def joined(modules: Mapping[str, Any], leaves: Sequence[Leaf]) -> ParallelLoRALinear:
-    """Linear layers of one input, none of which has a bias, in one op."""
-    pairs: Any = zip(modules, leaves, strict=True)
-    return ParallelLoRALinear({name: leaf.ops[0] for name, leaf in pairs})
+    """Linear layers of one input in one op."""
+    pairs: Any = [*zip(modules, leaves, strict=True)]
+    linears = {name: leaf.ops[0] for name, leaf in pairs}
+    biased = {n: leaf.ops[1].param_source("bias")[0] for n, leaf in pairs if len(leaf.ops) > 1}
+    return ParallelLoRALinear(linears, biased)
 
 
 def build(module: Any, env: Environment) -> Conversion | str:
