@@ -28,7 +28,7 @@ from .core.quantization import Quantizer, QuantizerRole, Recipe
 from .core.sequential import Sequential
 
 if TYPE_CHECKING:
-    from .core.assign_names import assign_names
+    from .report.assign_names import assign_names
     from .report.explain import explain
     from .tuning import tune
     from .tuning.table import TuningWarning
@@ -74,7 +74,7 @@ __all__ = [
 
 _AT_FIRST_USE = {
     "TuningWarning": "tuning.table",
-    "assign_names": "core.assign_names",
+    "assign_names": "report.assign_names",
     "explain": "report.explain",
     "tune": "tuning",
 }

@@ -206,9 +206,9 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 5700,  # 135 for programs: the seams take back 1,500
+    "opfuse.core": 5640,
     "opfuse.ops": 3650,  # 300 for log-probabilities, 160 for groups of rows, 80 for samples, 70 for class weights, adapters and biases of experts
-    "opfuse.report": 985,  # 270 for isolation and 117 for replaced forwards, which came out of the core
+    "opfuse.report": 1040,  # 270 for isolation, 117 for replaced forwards and 55 for names, which the core had
     "opfuse.tuning": 1515,  # 380 for tables, lookup and choice, and 40 for what plans depend on, which were in the core; 50 for processes that tune together
     "opfuse.testing": 3430,  # 160 to take back
     "opfuse.cli": 850,  # 550 for check-plugin

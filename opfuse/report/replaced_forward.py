@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..core.assign_names import KEPT_AS as KEPT_AS
 from ..core.op import BasicOperation
 
 if TYPE_CHECKING:
     from ..tuning.table import Measurement
+
+KEPT_AS = "_opfuse"
+"""The name in the ``vars()`` of a module under which it keeps its :class:`ReplacedForward`."""
 
 MEMORY = "_opfuse_memory"
 """The name under which a module keeps what it does by ``opfuse.plan_memory``, as an object whose

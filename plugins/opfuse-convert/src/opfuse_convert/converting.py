@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from opfuse.core.assign_names import assign_names
 from opfuse.core.fusible import FusibleOperation
 from opfuse.core.introspection import op_class
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.sequential import Sequential
 from opfuse.core.settings import current
+from opfuse.report.assign_names import assign_names
 from opfuse.report.isolation import sharded_classes
 from opfuse.report.replaced_forward import KEPT_AS, MEMORY, replaced_forward, replaced_forwards
 

@@ -8,22 +8,16 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .environment import Environment
-from .fused_op import FusedOperation
-from .op import BasicOperation
-from .quantization import Recipe
-from .quantization.names import matching
-from .quantization.state import PreparedOps
-from .recipes import offered
+from ..core.environment import Environment
+from ..core.fused_op import FusedOperation
+from ..core.op import BasicOperation
+from ..core.quantization import Recipe
+from ..core.quantization.names import matching
+from ..core.quantization.state import PreparedOps
+from ..core.recipes import offered
+from .replaced_forward import KEPT_AS
 
 M = TypeVar("M", bound=nn.Module)
-
-KEPT_AS = "_opfuse"
-"""The name in the ``vars()`` of a module under which it keeps an object with ops that it runs.
-
-They are not its children. The object takes the dotted name of the module as its attribute ``path``,
-and ``names(paths)`` gives its ops with their names, for the modules of the model with theirs.
-"""
 
 
 def assign_names(model: M, recipe: Recipe | str | None = None, skip: Iterable[str] = ()) -> M:
