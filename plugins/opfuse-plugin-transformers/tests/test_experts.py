@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+import transformers
 
 import opfuse
 
@@ -271,3 +272,54 @@ def test_gates_of_relatives(gate, numbers, turned):
         y.square().sum().backward()
         found.append((y, x.grad, each.gate_up_proj.grad, each.down_proj.grad))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "head_dim": 8}
+MIXTURES = {
+    "DeepseekV3": {**MLA, **GROUPS},
+    "DeepseekV32": {**MLA, **GROUPS, **INDEX},
+    "Glm4Moe": {**GROUPS, "head_dim": 16},
+    "KimiLinear": {
+        **{**MLA, "q_lora_rank": None, "num_local_experts": 4, "n_group": 2},
+        "layer_types": ["linear_attention", "full_attention"],
+        **{"linear_head_dim": 16, "linear_num_heads": 4},
+    },
+    "MiniMaxM2": {"num_local_experts": 4, "head_dim": 16},
+    "Qwen3Next": {
+        **{"num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 16},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_routers_of_other_families(models, name):
+    """Each has its own, with a bias for the choice, groups of experts, or a factor."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this version of transformers has no {name}")
+    usual = {**models.decoder, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = getattr(transformers, f"{name}Config")(**{**usual, **MIXTURES[name]})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double().train()
+    for buffer in [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]:
+        buffer.copy_(torch.linspace(0, 0.1, len(buffer)))
+    model.set_experts_implementation("eager")  # the library's grouped product takes no fp64
+    twin = copy.deepcopy(model)
+    report = opfuse.convert(twin)
+    assert [row.cls for row in report.converted].count(f"{name}Experts")
+    expected, got = models.step(model), models.step(twin)
+    # some of their operations are in fp32, whatever the dtype
+    assert models.worst(got, expected)[0] <= 1e-5
+    whys = opfuse.converted(twin)
+    assert not any(why for path, why in whys.items() if ".mlp" in path)
