@@ -18,7 +18,7 @@ from opfuse.core.engine.cover import best_cover
 from opfuse.core.engine.facts import Edges, Facts, Needs, Step
 from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.core.engine.selection import choose
-from opfuse.core.records import FusionSource
+from opfuse.core.records import FusionSource, Precedence
 from opfuse.report.calls import plan_of
 
 
@@ -53,15 +53,15 @@ class D(Op):
 
 
 OPS = {"A": A, "B": B, "C": C, "D": D}
-RANK = (2, 0, 0)
+USUAL = Precedence(2)
 
 
 def ops_of(letters):
     return [OPS[letter]() for letter in letters]
 
 
-def source(fusion, kind="forward", distribution="plugin-x", version="1.0", rank=RANK):
-    return FusionSource(kind, fusion, distribution, version, rank)
+def source(fusion, kind="forward", distribution="plugin-x", version="1.0", precedence=USUAL):
+    return FusionSource(kind, fusion, distribution, version, precedence)
 
 
 def decide(letters, *sources, first_backward=0, kwargs=None, excluded=frozenset(), **env):
@@ -173,9 +173,11 @@ def test_a_repeated_pattern_takes_the_longest_run(fused):
 def test_the_plan_does_not_depend_on_discovery_order(fused, seed):
     op = fused()
     patterns = [[A, B], [B, C], [A, B, C], [OneOrMore(A), B], [C, A], [B]]
+    named = enumerate(patterns)
+    fusions = [Fusion(pattern, op, name=f"f{n}", priority=n % 2) for n, pattern in named]
     sources = [
-        source(Fusion(pattern, op, name=f"f{n}", priority=n % 2), kind, dist, "1", (2, 0, -(n % 2)))
-        for n, pattern in enumerate(patterns)
+        source(fusion, kind, dist, "1", Precedence(2, 0, -fusion.priority))
+        for fusion in fusions
         for kind in ("joint", "forward", "backward")
         for dist in ("x", "y", None)
     ]
@@ -233,7 +235,7 @@ def test_all_plugins_of_a_listed_distribution_choose_together(fused, register):
 
 
 def test_a_lower_class_sees_only_what_is_left(fused):
-    high = source(Fusion([B, C], fused("BC")), rank=(2, 0, -1))
+    high = source(Fusion([B, C], fused("BC")), precedence=Precedence(2, 0, -1))
     low = [
         source(Fusion([A, B, C], fused("ABC"), benefit=100)),
         source(Fusion([A, A], fused("AA"))),
@@ -244,7 +246,7 @@ def test_a_lower_class_sees_only_what_is_left(fused):
 
 
 def test_the_reason_is_the_highest_precedence_in_the_way(fused):
-    high = source(Fusion([C, D], fused("CD")), rank=(2, 0, -1))
+    high = source(Fusion([C, D], fused("CD")), precedence=Precedence(2, 0, -1))
     choice = decide(
         "ABCD",
         source(Fusion([A, B], fused("AB"))),
@@ -255,14 +257,16 @@ def test_the_reason_is_the_highest_precedence_in_the_way(fused):
 
 
 @pytest.mark.parametrize(
-    ("rank", "why"),
+    ("precedence", "why"),
     [
         ((1, -3, 0), "which is registered with prepend=True"),
         ((0, 1, 0), "which is the first of these in the selection of plugins"),
     ],
 )
-def test_the_reason_says_which_precedence(fused, rank, why):
-    high = source(Fusion([B, C], fused("BC")), rank=rank, distribution=None)
+def test_the_reason_says_which_precedence(fused, precedence, why):
+    high = source(
+        Fusion([B, C], fused("BC")), precedence=Precedence(*precedence), distribution=None
+    )
     choice = decide("ABC", high, source(Fusion([A, B, C], fused("ABC"), benefit=100)))
     assert [(r.reason, r.lost_to) for r in choice.refused] == [(f"overlaps BC, {why}", "")]
 
@@ -284,7 +288,7 @@ def test_joint_fusions_choose_before_forward_and_backward(fused):
     assert set(reasons(choice).values()) == {
         "overlaps Joint of plugin-x, and joint fusions choose first"
     }
-    above = both[0]._replace(rank=(1, 0, 0))
+    above = both[0]._replace(precedence=Precedence(1, 0, 0))
     assert taken(decide("ABC", source(Fusion([A, B], fused("Joint")), "joint"), above)) == [
         ("Forward", "forward", 0, 3)
     ]

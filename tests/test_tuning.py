@@ -31,7 +31,7 @@ from opfuse import Fusion, ops
 from opfuse.core.engine.cover import conflict
 from opfuse.core.engine.facts import Step
 from opfuse.core.environment import device_name
-from opfuse.core.records import FusionSource
+from opfuse.core.records import FusionSource, Precedence
 from opfuse.ops import GELU, Identity, ReLU, SiLU
 from opfuse.tuning import parts, timing, trial
 from opfuse.tuning import table as tables
@@ -836,7 +836,7 @@ def test_a_tie_in_what_was_measured_is_no_larger_benefit():
     known, steps = Measurements(facts, tables.NO_TABLE), []
     for name, start, stop, benefit in (("l", 0, 2, 4), ("v", 0, 1, 1), ("w", 1, 2, 1)):
         fusion = Fusion([GELU], OneByOne, name=name)
-        source = FusionSource("forward", fusion, "plugin-x", "1", (2, 0, 0))
+        source = FusionSource("forward", fusion, "plugin-x", "1", Precedence(2))
         matched = (GELU(),) * (stop - start)
         steps.append(Step(source, 2 * start + 1, 2 * stop, matched, benefit))
     for step, seconds in zip(steps, (10e-6, 5e-6, 6e-6), strict=True):

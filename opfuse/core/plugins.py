@@ -24,7 +24,15 @@ from . import hookspecs, records
 from .errors import CallRefusedError, PluginWarning
 from .fusion import PASSES, Fusion, FusionLike, fusion_name
 from .quantization import Recipe
-from .records import EntryPoints, FusionSource, PluginFilter, PluginRecord, is_strict, normalize
+from .records import (
+    EntryPoints,
+    FusionSource,
+    PluginFilter,
+    PluginRecord,
+    Precedence,
+    is_strict,
+    normalize,
+)
 from .settings import CORE_OPTIONS, Setting, current
 
 
@@ -358,7 +366,8 @@ class PluginManager:
                     index = selection.position(record) if selection.only is not None else None
                     who = record.distribution, record.version
                     for passes, fusion in record.fusions:
-                        sources.append(FusionSource(passes, fusion, *who, _rank(index, fusion)))
+                        order = _precedence(index, fusion)
+                        sources.append(FusionSource(passes, fusion, *who, order))
                 found = self._sources[text] = tuple(sources)
         return found
 
@@ -404,9 +413,8 @@ class PluginManager:
                 f"expected a Fusion or a function (ops, *, recipe) -> ops, got {fusion!r}"
             )
         with self._lock:
-            # of prepended ones, the latest chooses first
-            rank = (1, -self.generation, 0) if prepend else _rank(None, fusion)
-            registration = Registration(self, FusionSource(passes, fusion, None, None, rank))
+            order = Precedence(1, -self.generation) if prepend else _precedence(None, fusion)
+            registration = Registration(self, FusionSource(passes, fusion, None, None, order))
             self._registered.append(registration)
             self.changed()
         return registration
@@ -438,10 +446,10 @@ class PluginManager:
         return rows
 
 
-def _rank(index: int | None, fusion: FusionLike) -> tuple[int, int, int]:
-    """The sort key of fusions (smallest first): the user's list, prepended ones, then priority."""
-    priority = fusion.priority if isinstance(fusion, Fusion) else 0
-    return (2, 0, -priority) if index is None else (0, index, -priority)
+def _precedence(index: int | None, fusion: FusionLike) -> Precedence:
+    """That of a fusion whose plugin has this place in the user's list; None: it is not in it."""
+    priority = -fusion.priority if isinstance(fusion, Fusion) else 0
+    return Precedence(2, 0, priority) if index is None else Precedence(0, index, priority)
 
 
 class using(Setting):

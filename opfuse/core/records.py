@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import hookspecs
 from .errors import PluginWarning
-from .fusion import FusionLike, fusion_name
+from .fusion import PASSES, FusionLike, fusion_name
 from .quantization import Recipe
 from .settings import Option
 
@@ -79,14 +79,34 @@ class PluginRecord:
         return self.name, normalize(self.distribution)
 
 
+class Precedence(NamedTuple):
+    """The order in which fusions choose: the smallest first.
+
+    Attributes:
+        kind: 0: the user listed its plugin; 1: registered with ``prepend=True``; 2: any other.
+        order: The place in that list; or minus the generation of the registration, so that the
+            latest chooses first.
+        priority: Minus the priority of the fusion.
+    """
+
+    kind: int
+    order: int = 0
+    priority: int = 0
+
+
 class FusionSource(NamedTuple):
-    """A fusion with its plugin, its pass and its rank (the smallest chooses first)."""
+    """A fusion with its plugin, its pass and its precedence."""
 
     passes: str
     fusion: FusionLike
     distribution: str | None
     version: str | None
-    rank: tuple[int, int, int]
+    precedence: Precedence
+
+    @property
+    def order(self) -> tuple[Precedence, int]:
+        """The sort key: joint fusions choose first among those of one precedence."""
+        return self.precedence, PASSES.index(self.passes)
 
     @property
     def name(self) -> str:

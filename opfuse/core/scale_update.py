@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from .plugins import manager
-from .quantization.coded_tensor import held_by
+from .quantization.coded_tensor import quantized_parameters
 from .quantization.names import matching
 from .quantization.quantizer import CALIBRATING, Quantizer, Recipe
 from .quantization.state import PreparedOps
@@ -96,7 +96,8 @@ class Block:
             if failed or not (torch.is_grad_enabled() or recipe in self._calibrating):
                 for op in of.ops:
                     # nothing was recorded for quantized parameters in this block
-                    apart = [param.quantized.quantizer for param in held_by(op).values()]
+                    params = quantized_parameters(op).values()
+                    apart = [param.quantized.quantizer for param in params]
                     for quantizer in op._quantizers.of_mode(op, recipe, "forward"):
                         if all(quantizer is not one for one in apart):
                             quantizer.discard()

@@ -176,5 +176,6 @@ class Measurements(Known):
 
 def _is_preceded(step: Step, others: Sequence[Step]) -> bool:
     """Return whether a candidate of higher precedence may take one of its ops."""
-    rivals = [o for o in others if o.passes != "joint" and o.source.rank < step.source.rank]
+    own = step.source.precedence
+    rivals = [o for o in others if o.passes != "joint" and o.source.precedence < own]
     return step.passes == "joint" and bool(overlapping(step, rivals))

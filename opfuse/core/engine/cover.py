@@ -71,9 +71,7 @@ def conflict(loser: Step, winners: Sequence[Step], explain: Explain) -> tuple[st
     """
     if not winners:
         return "another set of fusions has the larger total benefit", ""
-    first = min(
-        winners, key=lambda winner: (winner.source.rank, PASSES.index(winner.passes), winner.begin)
-    )
+    first = min(winners, key=lambda step: (*step.source.order, step.begin))
     plugin = first.source.distribution
     who = f"overlaps {first.source.name}{f' of {plugin}' if plugin else ''}"
     return f"{who}, {_why_first(first, loser, winners, explain)}", plugin or ""
@@ -81,17 +79,17 @@ def conflict(loser: Step, winners: Sequence[Step], explain: Explain) -> tuple[st
 
 def _why_first(first: Step, loser: Step, winners: Sequence[Step], explain: Explain) -> str:
     """Return why the first winner was taken and not the loser."""
-    own, other = first.source.rank, loser.source.rank
-    if own[:2] == other[:2] and own != other:
-        return f"whose priority is {-own[2]} against {-other[2]}"
-    if own != other:
-        if not own[0]:
+    own, other = first.source.precedence, loser.source.precedence
+    if own.kind < other.kind or own.order != other.order:
+        if own.kind == 0:
             return "which is the first of these in the selection of plugins"
-        return f"which is registered {'later ' * (other[0] == 1)}with prepend=True"
+        return f"which is registered {'later ' * (other.kind == 1)}with prepend=True"
+    if own != other:
+        return f"whose priority is {-own.priority} against {-other.priority}"
     if PASSES.index(first.passes) < PASSES.index(loser.passes):
         return "and joint fusions choose first"
-    if told := explain(loser, winners):
-        return told
+    if reason := explain(loser, winners):
+        return reason
     gain = sum(winner.benefit for winner in winners)
     if gain != loser.benefit:
         return f"which saves {gain:g} tensor reads and writes against {loser.benefit:g}"

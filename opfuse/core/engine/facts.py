@@ -214,7 +214,7 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         off: Why no plugin serves the recipe in force, or ``""``.
     """
     unquantized = why_unquantized(chain.ops, current.skip, off)
-    serving = [op._quantizers.serving(op, env.recipe, needs.grad_mode) for op in chain.ops]
+    serving = [op._quantizers.in_force(op, env.recipe, needs.grad_mode) for op in chain.ops]
     if env.recipe is None:
         return Edges({}, {}, serving, unquantized if off else {})
     quantized_backward = env.recipe.backward_override is None
@@ -224,19 +224,19 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         dgrad, wgrad = needs.inputs[i], any(needs.params[i])
         if (quantizer := op.get_input_quantizer()) is not None:
             usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
-            forward[i] = Cast(_serving_here(quantizer, needs), usage)
+            forward[i] = Cast(_recording_as_needed(quantizer, needs), usage)
         if i < needs.first_backward or not quantized_backward:
             continue
         if (quantizer := op.get_grad_output_quantizer()) is not None:
             usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
             if any(usage):
-                backward[i + 1] = Cast(_serving_here(quantizer, needs), usage)
+                backward[i + 1] = Cast(_recording_as_needed(quantizer, needs), usage)
     both = needs.grad_mode and not env.compiling
     facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
     return Edges(forward, backward, serving, unquantized, facts)
 
 
-def _serving_here(quantizer: Quantizer, needs: Needs) -> Quantizer:
+def _recording_as_needed(quantizer: Quantizer, needs: Needs) -> Quantizer:
     return quantizer if needs.grad_mode else quantizer.unrecorded()
 
 

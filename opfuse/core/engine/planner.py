@@ -116,8 +116,8 @@ def make_program(
     )  # fmt: skip
     if sources:
         asked = [tool for tool in facts.tools if "opfuse_facts" in tool.hooks]
-        told = [manager.ask(tool, "opfuse_facts", Known, facts=facts) for tool in asked]
-        facts = dataclasses.replace(facts, known=[known for known in told if known is not None])
+        answers = [manager.ask(tool, "opfuse_facts", Known, facts=facts) for tool in asked]
+        facts = dataclasses.replace(facts, known=[known for known in answers if known is not None])
     return compile_program(facts, _build(facts, sources))
 
 

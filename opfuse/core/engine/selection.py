@@ -90,8 +90,8 @@ class Choice:
         Args:
             alike: Only those of the same precedence, in the other passes.
         """
-        rank = self._sources[0].rank
-        sources = [source for source in self._later if not alike or source.rank == rank]
+        own = self._sources[0].precedence
+        sources = [source for source in self._later if not alike or source.precedence == own]
         return self._finder.peek(sources, self.taken)
 
     def best(self) -> list[Step]:
@@ -118,8 +118,8 @@ def choose(
     best = facts.wrap("opfuse_wrap_choice", Choice.best)
     choices: list[Choice] = []
     taken: list[Step] = []
-    ordered = sorted(sources, key=_precedence)
-    for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: _precedence(pair[1])):
+    ordered = sorted(sources, key=operator.attrgetter("order"))
+    for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: pair[1].order):
         positions, group = zip(*of_class, strict=True)
         choices.append(Choice(finder, group, ordered[positions[-1] :], taken))
         taken = taken + _checked(best(choices[-1]), choices[-1])
@@ -159,10 +159,6 @@ def _place(refusal: Refusal) -> tuple[Any, ...]:
     """The sort key of refusals."""
     who = refusal.distribution or "", refusal.fusion, refusal.basic_ops, refusal.reason
     return refusal.start, PASSES.index(refusal.passes), *who
-
-
-def _precedence(source: FusionSource) -> tuple[Any, int]:
-    return source.rank, PASSES.index(source.passes)
 
 
 @dataclasses.dataclass

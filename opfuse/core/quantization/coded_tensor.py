@@ -125,7 +125,7 @@ def entering(cast: Any, x: Any) -> Any:
     return plain(x) if codes is None else codes
 
 
-def held_by(op: Any) -> dict[str, QuantizedParameter]:
+def quantized_parameters(op: Any) -> dict[str, QuantizedParameter]:
     """The quantized parameters of an op, by name."""
     found = {}
     for name in op.param_names or ():
@@ -141,7 +141,7 @@ def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
     return "; ".join(
         param.described(name, bool(op._quantizers.of(recipe)))
         for op in ops
-        for name, param in held_by(op).items()
+        for name, param in quantized_parameters(op).items()
     )
 
 
@@ -158,7 +158,7 @@ def dequantized(
     """
     found = []
     for op, (first, _), its in zip(ops, ranges, quantizers, strict=True):
-        for name, param in held_by(op).items():
+        for name, param in quantized_parameters(op).items():
             param.check_plan(op, name, bool(its), env)
             found += [] if its else [first + op.param_names.index(name)]
     return tuple(found)

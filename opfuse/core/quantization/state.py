@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..settings import current, is_captured
-from .coded_tensor import QuantizedParameter, held_by
+from .coded_tensor import QuantizedParameter, quantized_parameters
 from .names import matching
 from .quantizer import Quantizer, QuantizerRole, Recipe
 
@@ -50,7 +50,7 @@ def living_weights(op: Any) -> dict[str, QuantizedParameter]:
     If quantizers are not named like parameters, as in an op with several weights, the weights are
     the first parameters, in the same order.
     """
-    if not (held := held_by(op)):
+    if not (held := quantized_parameters(op)):
         return {}
     weights = [name for name in quantizer_names(op, "forward") if name.startswith("weight")]
     pairs = zip(weights, op.param_names, strict=False)
@@ -127,7 +127,7 @@ class QuantizerStates:
         if recipe is None:
             return {}
         known = self._by_recipe.get(recipe)
-        held = held_by(op) if op.param_names else {}
+        held = quantized_parameters(op) if op.param_names else {}
         if known is not None and not held:
             return known
         lives = living_weights(op).items() if held else ()
@@ -160,7 +160,7 @@ class QuantizerStates:
             raise
         return made
 
-    def following(self, op: Any) -> QuantizerStates:
+    def updated(self, op: Any) -> QuantizerStates:
         """These, with the current quantizers of the parameters of ``op``; a copy has its own."""
         for recipe in self._by_recipe:
             self.use(op, recipe)
@@ -188,7 +188,7 @@ class QuantizerStates:
         names = by_mode[mode] if by_mode else quantizer_names(op, mode)
         return [known[name] for name in names if name in known]
 
-    def serving(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
+    def in_force(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""
         observer = current.observer
         if recipe is None or matching(op.name, current.skip):
@@ -204,7 +204,7 @@ class QuantizerStates:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
         recording = current.recording or mode == "backward"
         recipe = current.recipe or (None if current.in_forward else self.latest)
-        quantizers = self.serving(op, recipe, recording)
+        quantizers = self.in_force(op, recipe, recording)
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     def check_name(self, op: Any, name: str) -> None:
