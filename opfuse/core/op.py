@@ -216,8 +216,8 @@ class BasicOperation(FusibleOperation):
         """
         raise NotImplementedError(f"{type(self).__name__} does not accumulate gradients")
 
-    def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
-        """The sum that :meth:`accumulate_grads` will add to, if a product may do so before it.
+    def grad_sum(self, params: Sequence[Tensor | None]) -> Any:
+        """What :meth:`accumulate_grads` will add to, if a product may do so before it.
 
         Called before the backward of a call whose gradients will be added.
 
@@ -225,7 +225,7 @@ class BasicOperation(FusibleOperation):
             params: The parameters of the forward; None in place of those that get no gradient.
 
         Returns:
-            For :attr:`opfuse.OperationContext.grad_sum`.
+            For :attr:`opfuse.OperationContext.grad_sum`; None: no product may.
         """
         return None
 

@@ -56,10 +56,11 @@ class OperationContext:
         is_reached: Whether a gradient reaches the op. A joint fusion also runs where one reaches
             only some of its ops, and then gets a ``grad_output`` of zeros, which give NaN times a
             value that is not finite: its backward leaves out the others (backward only).
-        grad_sum: A sum that takes the gradient of the op's weight, and the factor of what is in it;
-            None: there is none. An op with several weights has a list of sums, and None in it for
-            a weight whose gradient is not needed. The backward may add the gradients by its
-            products, and then gives the sums in their place (backward only).
+        grad_sum: The sums of the gradients of the op's weights, to which its products may add;
+            None: there are none. Its method ``add(product)`` calls ``product(sum, beta)`` with
+            the sum, or a list for several weights, None in place of one that is not needed, and
+            the factor of what is in it. It returns a list, which the backward then gives for the
+            weights; or None, if ``product`` returned False or was not called (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
             can do without a saved input (forward only).
         recomputable_output: The output, which the forward then sets to agree to compute it again.
@@ -81,7 +82,7 @@ class OperationContext:
         self.to_save: tuple[Any, ...] | None = None  # by save_for_backward
         self.owns_grad_output: bool = False
         self.is_reached: bool = True
-        self.grad_sum: tuple[Any, float] | None = None
+        self.grad_sum: Any = None
         self.may_recompute: bool = False
         self.recomputable_output: Tensor | None = None
 

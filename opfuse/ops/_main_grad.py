@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,25 +11,45 @@ from torch import Tensor, nn
 from ..core.op import BasicOperation
 
 
-def main_grads(
-    op: BasicOperation, weights: Sequence[Any]
-) -> tuple[list[Tensor | None] | None, float]:
-    """The ``main_grad`` of weights, to which a product may add, and the factor of what is in them.
+class MainGrads:
+    """The ``main_grad`` of an op's weights, to which its products may add.
+
+    They are looked up when a product is there: one before it may have replaced what was in them.
 
     Args:
         op: The op.
         weights: Its weights; None in place of those that get no gradient.
-
-    Returns:
-        The tensors, and 0 where they are replaced, else 1. None in place of them all: one does not
-        fit, or only some are replaced.
+        several: Whether products take a list of tensors, and not one tensor.
     """
-    try:
-        totals = [None if weight is None else _main_grad(op, weight) for weight in weights]
-    except RuntimeError:  # raised again if there is a gradient
-        return None, 1.0
-    betas = {0.0 if _is_replaced(weight) else 1.0 for weight in weights if weight is not None}
-    return (totals, betas.pop()) if len(betas) == 1 else (None, 1.0)
+
+    def __init__(self, op: BasicOperation, weights: Sequence[Any], several: bool = False) -> None:
+        self._op, self._weights, self._several = op, weights, several
+
+    def add(self, product: Callable[[Any, float], bool]) -> list[Any] | None:
+        """Let a product add to them.
+
+        Args:
+            product: Takes them, and 0 where they are replaced, else 1. Returns whether it has added
+                to them.
+
+        Returns:
+            The tensors, as the gradients of the weights. None: nothing was added, or one of them
+            does not fit, or only some are replaced.
+        """
+        wanted = [weight for weight in self._weights if weight is not None]
+        try:
+            sums = [None if w is None else _main_grad(self._op, w) for w in self._weights]
+        except RuntimeError:  # raised again if there is a gradient
+            return None
+        replaced = {_is_replaced(weight) for weight in wanted}
+        if len(replaced) != 1:
+            return None
+        (is_replaced,) = replaced
+        if not product(sums if self._several else sums[0], 0.0 if is_replaced else 1.0):
+            return None
+        for weight in wanted if is_replaced else ():
+            _note_replaced(weight)
+        return sums
 
 
 def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -> Tensor | None:
@@ -48,7 +68,7 @@ def accumulate_main_grad(op: BasicOperation, weight: Any, grad: Tensor | None) -
         else:
             main_grad.add_(grad)
     if replaced:
-        _node_of(weight).metadata[_REPLACED_IN] = torch._C._current_graph_task_id()
+        _note_replaced(weight)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -68,6 +88,10 @@ def _is_replaced(weight: Any) -> bool:
         return False
     replaced_in = _node_of(weight).metadata.get(_REPLACED_IN)
     return bool(replaced_in != torch._C._current_graph_task_id())
+
+
+def _note_replaced(weight: Any) -> None:
+    _node_of(weight).metadata[_REPLACED_IN] = torch._C._current_graph_task_id()
 
 
 def _node_of(weight: Tensor) -> Any:

@@ -157,9 +157,10 @@ class QuantizedGroups:
         self, dy: RowGroups, x: Any, dtype: torch.dtype, wants: Sequence[bool]
     ) -> list[Tensor | None] | None:
         """The gradients of the weights by products of codes; None: there are no such products."""
-        total = self._ctx.grad_sum
-        if total is not None and self._groups.add_coded_weight_grads(dy, x, *total):
-            return [total[0]] if self._stacked else total[0]
+        if self._ctx.grad_sum is not None:
+            add = functools.partial(self._groups.add_coded_weight_grads, dy, x)
+            if (sums := self._ctx.grad_sum.add(add)) is not None:
+                return sums  # type: ignore[no-any-return]
         whole = self._groups.coded_weight_grads(dy, x, dtype)
         if whole is None:
             return None

@@ -18,7 +18,7 @@ from ..core.quantization import QuantizedTensor, Quantizer, QuantizerRole
 from ..core.settings import current
 from ._autocast import cast_weights
 from ._common import OpGrads, RowwiseOperation, check_size, expected, rows_of, shows
-from ._main_grad import accumulate_main_grad, main_grads
+from ._main_grad import MainGrads, accumulate_main_grad
 from ._products import quantized_backward, quantized_operands, tiled
 from ._reading import reader, tensor_of
 from ._split import SplitLayer, WithLaterArguments, check_tracker, forked, split_of
@@ -324,18 +324,20 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         """
         if ctx.grad_sum is None or not scale or dy.dtype is not x.dtype:
             return None
-        total, beta = ctx.grad_sum
-        if not adds_itself(total, x):
-            return None
-        add_product(total, dy.t(), x, beta=beta, alpha=scale)
-        return total  # type: ignore[no-any-return]
 
-    def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
-        """The ``main_grad`` of the weight, and 0 where it is replaced; None: it does not fit."""
+        def product(total: Tensor, beta: float) -> bool:
+            if adds := adds_itself(total, x):
+                add_product(total, dy.t(), x, beta=beta, alpha=scale)
+            return adds
+
+        sums = ctx.grad_sum.add(product)
+        return None if sums is None else sums[0]
+
+    def grad_sum(self, params: Sequence[Tensor | None]) -> MainGrads | None:
+        """The ``main_grad`` of the weight."""
         if overridden(self, BasicLinear, "op_backward", "accumulate_grads"):
             return None  # it may change the gradient
-        totals, beta = main_grads(self, params[:1])
-        return None if totals is None else (totals[0], beta)
+        return MainGrads(self, params[:1])
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from ..core.op import is_kind, refuse_kind
 from ..core.op_context import AllGrads, Outputs
 from ..core.quantization import QuantizerRole
 from ._common import ExtraTensorOperation, check_size, expected, require, shows
-from ._main_grad import accumulate_main_grad, main_grads
+from ._main_grad import MainGrads, accumulate_main_grad
 from ._quantized_groups import QuantizedGroups
 from ._reading import reader, tensor_of
 from ._split import WithLaterArguments, check_tracker, forked
@@ -407,9 +408,10 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             dx = groups.input_grads(dy, weights[0] if self.is_stacked else weights)
         if x is None:
             return dx, [None] * self._count
-        if ctx.grad_sum is not None and groups.add_weight_grads(dy, x, *ctx.grad_sum):
-            totals, _ = ctx.grad_sum
-            return dx, [totals] if self.is_stacked else totals
+        if ctx.grad_sum is not None:
+            sums = ctx.grad_sum.add(functools.partial(groups.add_weight_grads, dy, x))
+            if sums is not None:
+                return dx, sums
         if self.is_stacked:
             return dx, [groups.stacked_grads(dy, x, self.num_groups)]
         return dx, groups.weight_grads(dy, x, ctx.param_requires_grad[: self._count])
@@ -454,7 +456,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
             what = f"scales of shape {tuple(shape[:-1])}, a scale for each row"
             raise ValueError(expected(self, what, tuple(scales.shape)))
 
-    def grad_sum(self, params: tuple[Tensor | None, ...]) -> tuple[Any, float] | None:
+    def grad_sum(self, params: Sequence[Tensor | None]) -> MainGrads | None:
         """The ``main_grad`` of each weight, or of all in one; see :meth:`BasicLinear.grad_sum`.
 
         None also where groups share a weight: they are multiplied at the same time.
@@ -465,10 +467,7 @@ class GroupedLinear(WithLaterArguments, LinearOperation, ExtraTensorOperation):
         known = [id(weight) for weight in weights if weight is not None]
         if len({*known}) < len(known):
             return None
-        totals, beta = main_grads(self, weights)
-        if totals is None:
-            return None
-        return (totals[0] if self.is_stacked else totals), beta
+        return MainGrads(self, weights, not self.is_stacked)
 
     def accumulate_grads(
         self, params: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]

@@ -100,9 +100,10 @@ class AddsWhereItShouldReplace(Backward):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         dx, params, extras = super().fuser_backward(basic_op_ctxs, grad_output)
         total = basic_op_ctxs[0].grad_sum
-        if total is not None and params[0][0] is not None:
-            total[0].add_(params[0][0].to(total[0].dtype))
-            params = [(total[0],), params[1]]
+        grad = params[0][0]
+        if total is not None and grad is not None:
+            add = total.add(lambda each, beta: each.add_(grad.to(each.dtype)) is not None)
+            params = [add, params[1]]
         return dx, params, extras
 
 

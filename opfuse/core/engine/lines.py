@@ -443,27 +443,6 @@ def _accumulates(edge: tuple[Any, int]) -> bool:
         return False
 
 
-def offered_sum(op: Any, number: int, wanted: Sequence[Any], params: Sequence[Any]) -> Any:
-    """The sum to which the products of an op may add, if it stores gradients itself.
-
-    Not for one that shares a parameter whose sum is replaced: which gradient comes first is only
-    known once all are there.
-
-    Args:
-        op: The op.
-        number: Its index among such ops.
-        wanted: What :func:`params_wanted` returned.
-        params: The parameters of all such ops.
-    """
-    here = tuple(wanted[number])
-    total = op.grad_sum(here) if any([param is not None for param in here]) else None
-    if total is not None and total[1] != 1:
-        known = [id(param) for of_op in params for param in of_op]
-        if any(known.count(id(param)) > 1 for param in params[number]):
-            return None
-    return total
-
-
 def accumulate(op: Any, wanted: Sequence[Any], params: Any, grads: Sequence[Any]) -> Sequence[Any]:
     """Let an op store gradients itself; return those that it did not store.
 

@@ -207,8 +207,8 @@ class Backward(Source):
         taken = {i for step in takers for i in range(step.start, step.stop) if i <= self._reached}
         for n, (i, *_) in enumerate(self.program.accumulating):
             if i in taken:
-                offered = self.call(lines.offered_sum, self.chain.ops[i], n, at=i)
-                self.add(f"c{i}.grad_sum = {offered}(wanted, ctx.accumulating)")
+                offer = self.call(self.chain.ops[i].grad_sum, at=i)
+                self.add(f"c{i}.grad_sum = {offer}(wanted[{n}])")
 
     # Results
 
