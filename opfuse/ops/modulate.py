@@ -82,7 +82,7 @@ class Modulate(RowwiseOperation, ExtraTensorOperation):
         return cast(added(y, cast(shift, dtype)), result)
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **_: Any) -> AllGrads:
-        """``dx = dy (1 + scale)``; ``dscale`` and ``dshift`` are the sums of ``dy x`` and ``dy``."""
+        """``dx = dy (1 + scale)``; the sums of ``dy x`` and ``dy`` are those of scale and shift."""
         (ctx,) = basic_op_ctxs
         x, scale = ctx.saved_tensors
         dtype = wide(grad_output.dtype)

@@ -43,7 +43,9 @@ def test_only_the_gradients_that_are_wanted(compare, needs):
 
 @pytest.mark.parametrize("grad_mode", [True, False])
 def test_in_a_chain_after_a_norm(near, grad_mode):
-    chain = opfuse.Sequential(ops.LayerNorm(5, elementwise_affine=False), ops.Modulate(), ops.GELU())
+    chain = opfuse.Sequential(
+        ops.LayerNorm(5, elementwise_affine=False), ops.Modulate(), ops.GELU()
+    )
     found = []
     for function in (
         chain,

@@ -166,6 +166,7 @@ PREDICTED = Predicted(
         "dropout": (1.25, ["dropout"]),
         "dropout+add": (1.25, ["dropout", "dropout + add"]),
         "dropout+add+norm": (1.25, ["dropout", "dropout + add + RMSNorm"]),
+        "norm+modulate": (3.0, ["LayerNorm + modulate forward", "LayerNorm + modulate backward"]),
     },
 )
 """The speed of each fusion by the model."""
