@@ -113,8 +113,9 @@ def test_what_the_kernels_take():
     assert not modulated.takes(x.transpose(0, 1), drawn((8,))[0])
     assert not modulated.takes(x, drawn((5, 8))[0])  # a factor for each row
     assert not modulated.takes(x, factor, (2, 5, 1)) and not modulated.takes(x[:0], factor[:0])
-    wide = torch.empty(4, 8208, device=DEVICE)
-    assert not modulated.takes(wide, wide[0]) and modulated.takes(wide[:, :8192].clone(), factor)
+    for features, takes in ((8192, True), (8208, False), (2047, True), (2049, False)):
+        wide = torch.empty(4, features, device=DEVICE)
+        assert modulated.takes(wide, wide[0]) == takes
 
 
 def reference(norm, x, scale, shift, params):

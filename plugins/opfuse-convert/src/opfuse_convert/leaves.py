@@ -102,7 +102,7 @@ def _norm(module: Any) -> Leaf | str:
     cls: Any = ops.LayerNorm if isinstance(module, nn.LayerNorm) else ops.RMSNorm
     if standing_for(module, "weight") is not None:
         return Leaf([cls.reading(module)])
-    if standing_for(module, "bias") is not None:
+    if getattr(module, "bias", None) is not None:
         return "it has a bias, and no weight"
     return Leaf([cls(module.normalized_shape, eps=module.eps, elementwise_affine=False)])
 

@@ -323,7 +323,7 @@ def _modulated_case(kind: str, which: str) -> KernelCase:
         f"{_NAMES[kind]} + modulate {which}", by(modulated), tensors, shapes,
         [{"rows": 74, "features": 512, "groups": 2}, {"rows": 15, "features": 1500, "groups": 3}],
         separate=separate, twin=by(modulation), dtypes=(torch.bfloat16, torch.float32), turn=15,
-        unaligned=[{"rows": 8192, "features": size, "groups": 2} for size in (3072, 4095)],
+        unaligned=[{"rows": 8192, "features": size, "groups": 2} for size in (3072, 2047)],
         overwrites={"dx_ptr": "dy_ptr"},
     )  # fmt: skip
 

@@ -132,10 +132,13 @@ def modulated_backward(
 
 
 def _tile(features: int) -> tuple[dict[str, int], int]:
-    """A tile of 4096 numbers or one row, and its warps, with 16 numbers per thread."""
-    block = max(4, next_power_of_2(features))
-    rows = max(1, 4096 // block)
-    return {"ROWS": rows, "BLOCK": block}, max(1, min(rows * block // 16 // 32, 16))
+    """A tile of 4096 numbers or one row, and its warps, with 16 numbers per thread.
+
+    Half as many, if each has its own address.
+    """
+    block, share = max(4, next_power_of_2(features)), 8 if features % 16 else 16
+    rows = max(1, 256 * share // block)
+    return {"ROWS": rows, "BLOCK": block}, max(1, min(rows * block // share // 32, 16))
 
 
 def _forward_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
@@ -176,7 +179,8 @@ def takes(x: Tensor, factor: Tensor, *others: Tensor | Shape | None) -> bool:
     shapes = [each for each in others if each is not None and not isinstance(each, Tensor)]
     rows = rows_in_groups(x, groups_of(x.shape, factor.shape, *shapes))
     features = x.shape[-1]
-    most = MOST_FEATURES if features % 16 == 0 else MOST_FEATURES // 2
+    # if not every row begins at a multiple of 16 bytes, each number has its own address
+    most = MOST_FEATURES if features % 16 == 0 else MOST_FEATURES // 4
     return rows >= LEAST_ROWS and features <= most and x.numel() <= features * MOST_ROWS
 
 
