@@ -171,7 +171,7 @@ def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
     views = {node for extra in region.extras for node in extra.views}
     for node in filter(region.covered.__contains__, region.start.graph.nodes):
         if node in views:
-            inner[node] = inner[node.args[0]]  # type: ignore[index]
+            inner[node] = inner[node.args[0]]
             continue
         made = inner[node] = graph.node_copy(node, inner.__getitem__)
         if node in modes:

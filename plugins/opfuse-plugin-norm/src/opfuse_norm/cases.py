@@ -290,7 +290,7 @@ def _modulated_case(kind: str, which: str) -> KernelCase:
 
         def backward(dy: Tensor, x: Tensor, factor: Tensor, rstd: Tensor, mean: Any = None) -> Any:
             shape = factor.shape
-            return module.backward(dy, x, factor, mean, rstd, norm, True, shape, shape)
+            return module.backward(dy, x, factor, mean, rstd, norm, shape, shape)
 
         return backward if back else forward
 

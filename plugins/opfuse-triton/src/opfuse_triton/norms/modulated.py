@@ -116,14 +116,13 @@ def modulated_backward(
             dfactor += dy * n
         if dsummand_ptr is not None:
             dsummand += dy
-        if dx_ptr is not None:
-            # from the cache, so that it takes no registers meanwhile
-            g = dy * tl.load(factor_ptr + start + column, valid, other=0.0)
-            dx = g - n * (tl.sum(g * n, 1, keep_dims=True) / features)
-            if KIND == "layer":
-                dx -= tl.sum(g, 1, keep_dims=True) / features
-            dx *= rstd
-            tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), inside)
+        # from the cache, so that it takes no registers meanwhile
+        g = dy * tl.load(factor_ptr + start + column, valid, other=0.0)
+        dx = g - n * (tl.sum(g * n, 1, keep_dims=True) / features)
+        if KIND == "layer":
+            dx -= tl.sum(g, 1, keep_dims=True) / features
+        dx *= rstd
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), inside)
     to = (tile * groups + group).to(tl.int64) * features + tl.arange(0, BLOCK)
     if dfactor_ptr is not None:
         tl.store(dfactor_ptr + to, tl.sum(dfactor, 0), tl.arange(0, BLOCK) < features)
@@ -251,7 +250,6 @@ def backward(
     mean: Tensor | None,
     rstd: Tensor,
     norm: Norm,
-    needs_x: bool,
     of_factor: Shape | None,
     of_summand: Shape | None,
     owns: bool = False,
@@ -265,7 +263,6 @@ def backward(
         mean: See ``factor``.
         rstd: See ``factor``.
         norm: See ``factor``.
-        needs_x: See ``factor``.
         of_factor: See ``factor``.
         of_summand: See ``factor``.
         owns: See ``factor``.
@@ -274,13 +271,12 @@ def backward(
     sums = sum(each is not None for each in wanted)
     groups = groups_of(shape, factor.shape, *filter(None, wanted))
     rows, count, features = rows_in_groups(x, groups), math.prod(groups), shape[-1]
-    target, dx = current_target(x.device), None
-    if needs_x:
-        dx = dy if owns and dy.dtype is x.dtype else torch.empty_like(x)
+    target = current_target(x.device)
+    dx = dy if owns and dy.dtype is x.dtype else torch.empty_like(x)
     config = BACKWARD.pick(target, {"features": features, "x_ptr": x.dtype, "dy_ptr": dy.dtype})
     tiles = cdiv(rows, config["ROWS"])
     if sums:  # their bytes are few beside the others
-        moved = rows * (dy.dtype.itemsize + x.dtype.itemsize * (1 + needs_x))
+        moved = rows * (dy.dtype.itemsize + 2 * x.dtype.itemsize)
         most = max(1, int(PARTIAL * moved / (2 * 4 * sums)))
         tiles = min(tiles, most, max(1, cdiv(target.multiprocessors * config["PROGRAMS"], count)))
     partial = x.new_empty((sums, tiles, count, features), dtype=torch.float32)

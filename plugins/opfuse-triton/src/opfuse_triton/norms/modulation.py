@@ -18,7 +18,7 @@ from . import LAYER, Norm
 
 Forward = tuple[Tensor, Tensor | None, Tensor | None]
 """The results of a forward: output, mean and rstd."""
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 """The results of a backward: the gradients of the input, the factor and the summand."""
 Shape = Sequence[int]
 
@@ -79,7 +79,6 @@ def backward(
     mean: Tensor | None,
     rstd: Tensor,
     norm: Norm,
-    needs_x: bool,
     of_factor: Shape | None,
     of_summand: Shape | None,
     owns: bool = False,
@@ -96,22 +95,18 @@ def backward(
         mean: As :func:`forward` gave it.
         rstd: Likewise.
         norm: The norm.
-        needs_x: Whether the gradient of the input is wanted.
         of_factor: The shape of the gradient of the factor; None: it is not wanted.
         of_summand: The shape of the gradient of the summand; None: it is not wanted.
         owns: Whether the gradient of the input may be written over ``dy``; here it is not.
     """
     dy, n = dy.to(factor.dtype), x.to(factor.dtype)
     n = multiplied(n - mean if mean is not None else n.clone(), rstd)
-    dx = dfactor = None
-    if needs_x:
-        g = dy * factor
-        dx = g - n * (g * n).mean(-1, keepdim=True)
-        if norm.kind == LAYER:
-            dx = added(dx, g.mean(-1, keepdim=True), -1.0)
-        dx = multiplied(dx, rstd).to(x.dtype)
-    if of_factor is not None:
-        dfactor = multiplied(n, dy).sum_to_size(of_factor)
+    g = dy * factor
+    dx = g - n * (g * n).mean(-1, keepdim=True)
+    if norm.kind == LAYER:
+        dx = added(dx, g.mean(-1, keepdim=True), -1.0)
+    dx = multiplied(dx, rstd).to(x.dtype)
+    dfactor = None if of_factor is None else multiplied(n, dy).sum_to_size(of_factor)
     return dx, dfactor, None if of_summand is None else dy.sum_to_size(of_summand)
 
 
