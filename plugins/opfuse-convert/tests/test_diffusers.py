@@ -377,3 +377,25 @@ def test_hooks_on_the_norm_see_its_output():
     x, c = drawn((*ROWS, D), (2, D))
     module(x, c)
     assert len(seen) == 1 and "hooks" in converted(module)[""]
+
+
+def test_in_a_graph_of_torch_compile():
+    """The chain is in the graph, and so are the views of what it takes."""
+    module, (x, c) = made(Reversed), drawn((*ROWS, D), (2, D))
+    own = copy.deepcopy(module)
+    opfuse.convert(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with opfuse.options(chains_under_compile=True):
+        got = step(compiled, {"x": x, "c": c})
+    for one, other in zip(got, step(own, {"x": x, "c": c}), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.alone  # measurements write into a table, which is that of the test
+def test_a_report_and_tuning_take_what_the_chain_takes(tmp_path, monkeypatch):
+    """Both run the chain by itself, with the views."""
+    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
+    module, (x, c) = made(Reversed), drawn((*ROWS, D), (2, D))
+    opfuse.convert(module)
+    assert "Modulate" in str(opfuse.explain(module, x, c))
+    assert "wrong" not in str(opfuse.tune(module, x, c))

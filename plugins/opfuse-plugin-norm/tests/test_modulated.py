@@ -217,6 +217,23 @@ def test_the_input_and_its_statistics_are_kept():
     assert kept["memory"] == whole + row + 2 * small + weight  # the shift, too, to compute it again
 
 
+@pytest.mark.parametrize("cls", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_linear_gets_its_input_again(cls, dtype):
+    norm, linear = cls(8, elementwise_affine=False), ops.Linear(8, 3, device=DEVICE, dtype=dtype)
+    chain, found = opfuse.Sequential(norm, ops.Modulate(), linear), []
+    for fusing in ("norm", ""):
+        chain.zero_grad()
+        given = [t.requires_grad_() for t in drawn(*SHAPES[0], dtype=dtype)]
+        with opfuse.plugins.using(fusing), opfuse.options(prefer="memory"):
+            y = chain(*given)
+        y.square().sum().backward()
+        found.append([y.detach(), *[t.grad for t in (*given, *linear.parameters())]])
+    rtol, atol = tolerance(dtype)
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=8 * rtol, atol=8 * max(atol, rtol))
+
+
 def test_no_gradient_keeps_nothing(fuses):
     chain = opfuse.Sequential(ops.LayerNorm(8, elementwise_affine=False), ops.Modulate())
     given = drawn(*SHAPES[0])
