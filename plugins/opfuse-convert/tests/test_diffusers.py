@@ -327,6 +327,23 @@ def test_what_looks_like_it_gives_the_same(cls):
             torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+class LongShift(nn.Module):
+    """What is added to the product comes out of a longer chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x, c):
+        return x * (1 + c[:, None]) + self.fc2(F.silu(self.fc1(x)))
+
+
+def test_a_product_before_a_longer_chain_is_a_residual():
+    x, c = drawn((*ROWS, D), (2, D))
+    report = compare(LongShift, {"x": x, "c": c}, [])
+    assert [row.ops[-3:] for row in report.converted] == [("BasicLinear", "Bias", "AddExtraInput")]
+
+
 def test_a_scale_that_enlarges_the_input_is_left_to_the_forward():
     module = made(Reversed)
     opfuse.convert(module)

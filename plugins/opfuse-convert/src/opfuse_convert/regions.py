@@ -227,20 +227,28 @@ class Parser:
         both = _operands(node)
         if both is None or both[0] is both[1]:
             return None
-        one, other = sorted(both, key=lambda n: sum(s.weight for s in self.line(n).steps))
+        one, other = sorted(both, key=self._weight)
         add = ops.AddExtraInput()
         add.input_first = other is both[0]
         return other, RegionPart([add], [node], [Extra(one)])
 
+    def _weight(self, node: fx.Node) -> int:
+        """That of the line to a node's value."""
+        return self.line(node).weight
+
     def _of_modulation(self, node: fx.Node) -> _Step | None:
-        """``x * (1 + scale) + shift``, with views of scale and shift that add dimensions."""
+        """``x * (1 + scale) + shift``, with views of scale and shift that add dimensions.
+
+        Unless the shift has the longer line: then the other summand is a residual.
+        """
         for product, shift in _both_ways(node):
             if not _multiplies(product) or {*product.users} != {node}:
                 continue
             for x, factor in _both_ways(product):
                 plus_one, outer = _without_views(factor, x)
                 scale = _less_one(plus_one)
-                if scale is None or len(plus_one.users) > 1:
+                is_shift = self._weight(x) >= self._weight(shift)
+                if scale is None or len(plus_one.users) > 1 or not is_shift:
                     continue
                 (scale, inner), (shift, views) = (_without_views(n, x) for n in (scale, shift))
                 covers = [*inner, plus_one, *outer, product, *views, node]
