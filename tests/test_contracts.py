@@ -166,13 +166,14 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
     apart = {
         "CrossEntropy",
         "LowRankLinear",
+        "Modulate",
         "RoPE",
         "ApplyRoPE",
         "SwapExtraInput",
         "TokenLogProb",
         "TrackedDropout",
-    }  # tests of their own: one ends a chain, others take heads, have an adapter, or go on with
-    # another tensor
+    }  # tests of their own: one ends a chain, others take heads, have an adapter, take extra
+    # inputs of several shapes, or go on with another tensor
     wanted = bases | apart | {"Cast"}
     assert built_in - classes == wanted, "tests/support/chains.py draws other ops than these"
 

@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from .grouped_linear import GroupedLinear
     from .linear import Bias, Linear
     from .low_rank_linear import LowRankLinear
+    from .modulate import Modulate
     from .norm import L2Normalization, LayerNorm, RMSNorm
     from .parallel_linear import ParallelLinear
     from .pointwise import ConstantScale, Dropout, Reshape, TrackedDropout
@@ -43,10 +44,10 @@ __all__ = [
     "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "Activation", "AddExtraInput", "ApplyRoPE",
     "BasicLinear", "Bias", "Cast", "ClampedSwiGLU", "ConstantScale", "CrossEntropy", "Dropout",
     "GatedActivation", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm", "Linear",
-    "LowRankLinear", "MakeExtraOutput", "ParallelLinear", "Quantize", "RMSNorm", "ReGLU",
-    "ReLU", "Reshape", "RoPE", "SReGLU", "SReLU", "ScaledActivation", "ScaledClampedQGeGLU",
-    "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU", "SiLU", "SiTUGLU", "SwapExtraInput",
-    "SwiGLU", "TokenLogProb", "TrackedDropout",
+    "LowRankLinear", "MakeExtraOutput", "Modulate", "ParallelLinear", "Quantize", "RMSNorm",
+    "ReGLU", "ReLU", "Reshape", "RoPE", "SReGLU", "SReLU", "ScaledActivation",
+    "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU", "SiLU", "SiTUGLU",
+    "SwapExtraInput", "SwiGLU", "TokenLogProb", "TrackedDropout",
 ]
 # fmt: on
 
@@ -58,6 +59,7 @@ _FILES = {
     "grouped_linear": "GroupedLinear",
     "linear": "Bias Linear",
     "low_rank_linear": "LowRankLinear",
+    "modulate": "Modulate",
     "norm": "L2Normalization LayerNorm RMSNorm",
     "parallel_linear": "ParallelLinear",
     "pointwise": "ConstantScale Dropout Reshape TrackedDropout",

@@ -48,6 +48,7 @@ OPS = {
     "Quantize": (ops.Quantize, (), ()),
     "AddExtraInput": (ops.AddExtraInput, (), ()),
     "MakeExtraOutput": (ops.MakeExtraOutput, (), ()),
+    "Modulate": (ops.Modulate, ("input", "scale"), ("wanted",)),
     "SwapExtraInput": (ops.SwapExtraInput, (), ("like",)),
     **{cls.__name__: (cls, ("input",), ()) for cls in (*ELEMENTWISE, *GATED)},
     "SiTUGLU": (ops.SiTUGLU, ("input",), ("numbers",)),
@@ -66,6 +67,8 @@ def extras_of(op):
         return [torch.tensor([1, 7, 0])]
     if isinstance(op, (ops.RoPE, ops.ApplyRoPE)):
         return [torch.randn(8)] * 2 if op.num_extra_inputs == 2 else [torch.tensor(3)]
+    if isinstance(op, ops.Modulate):
+        return [torch.randn(8, requires_grad=True)] * 2
     scaled = isinstance(op, ops.ScaledActivation)
     return [torch.randn(3) if scaled else torch.randn(3, 8)] * op.num_extra_inputs
 
@@ -94,7 +97,8 @@ def test_each_op_declares_what_it_saves_and_takes(name):
     assert op.context_names == context_names
     assert op.differentiable
     assert op.grad_input in ("fresh", "same", "shared")
-    strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "LowRankLinear", "AddExtraInput")
+    strict = ("BasicLinear", "GroupedLinear", "ParallelLinear", "LowRankLinear")
+    strict = (*strict, "AddExtraInput", "Modulate")
     assert op.params_in_compute_dtype == (name in strict)
     assert op.feature_ratio == dict.fromkeys(
         ["Reshape", "CrossEntropy", "TokenLogProb", "SwapExtraInput"]

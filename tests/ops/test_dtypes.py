@@ -84,6 +84,7 @@ EXPRESSIONS = {
         for name, value in SCALED.items()
     },
     "AddExtraInput": lambda x, p: x + p(ROWS, WIDTH),
+    "Modulate": lambda x, p: x * (1 + p(ROWS, WIDTH)) + p(ROWS, WIDTH),
     "Dropout": lambda x, p: F.dropout(x, 0.5),
     "TrackedDropout": lambda x, p: F.dropout(x, 0.5),
     "ConstantScale": lambda x, p: x * 2.0,

@@ -21,7 +21,7 @@ from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .probing import Leaf
 from .regions import Found, Parser, Region, StretchReader, dropout_arguments, largest
-from .site import Site
+from .site import Site, View
 
 NOTHING = "there is nothing to fuse in it"
 """The reason that a printed report leaves out."""
@@ -71,7 +71,7 @@ def by_reading(
     defaults = {name: value for name, value in names.items() if value is not UNKNOWN}
     site = Site(
         found.span,
-        1 + len(found.region.extras),
+        [[View.of(node) for node in extra.views] for extra in found.region.extras],
         dropouts,
         (cls, cls.forward, places),
         lambda facts: by_reading(module, known=known, facts=facts, leaf_of=leaf_of),
@@ -147,25 +147,32 @@ def follow(dropouts: Sequence[tuple[Any, Any, bool]]) -> None:
 def _chain_of(region: Region) -> Sequential:
     """The chain of a region."""
     values = region.values
-    forks = {step.extra for step in region.steps} & {*values}
+    every = [extra.node for step in region.steps for extra in step.extras if not extra.views]
+    forks = {*every} & {*values}
     found: list[Any] = []
     for number, (value, step) in enumerate(zip(values, region.steps, strict=False)):
         if value in forks:
             found.append(ops.MakeExtraOutput())
             found[-1].set_extra_output_channel(0, f"value {number}", output_to_caller=False)
-        if step.extra is not None and step.extra in forks:
-            step.ops[0].set_extra_input_channel(0, f"value {values.index(step.extra)}")
+        for place, extra in enumerate(step.extras):
+            if extra.node in forks and not extra.views:
+                channel = f"value {values.index(extra.node)}"
+                step.ops[0].set_extra_input_channel(place, channel)
         found += step.ops
     return Sequential(*found)
 
 
 def _separate(region: Region, modes: Mapping[fx.Node, Any]) -> Any:
-    """``separate(module, x, *extras)``: the region's own operations."""
+    """``separate(module, x, *extras)``: the region's own operations, but for views of extras."""
     graph = fx.Graph()
     inner = {region.start: graph.placeholder("x")}
-    for number, node in enumerate(region.extras):
-        inner[node] = graph.placeholder(f"extra_{number}")
+    for number, extra in enumerate(region.extras):
+        inner[extra.node] = graph.placeholder(f"extra_{number}")
+    views = {node for extra in region.extras for node in extra.views}
     for node in filter(region.covered.__contains__, region.start.graph.nodes):
+        if node in views:
+            inner[node] = inner[node.args[0]]
+            continue
         made = inner[node] = graph.node_copy(node, inner.__getitem__)
         if node in modes:
             with graph.inserting_before(made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from opfuse.core.plugins import manager
 from opfuse.core.records import normalize
 from opfuse.core.settings import current
 from opfuse.ops.arithmetic import matmul_precision
+from opfuse.ops.modulate import broadcasts
 from opfuse.tuning import table as tables
 from opfuse.tuning.lookup import applicable_entry, describe
 from opfuse.tuning.table import Entries, Measurement
@@ -65,22 +67,24 @@ def _flow(chain: Any, x: Tensor, extras: Any, autocast: bool) -> str:
     for op in chain:
         if op.in_features is not None and op.in_features != width:
             return f"its input has {x.shape[-1]} features"
-        if isinstance(op, ops.AddExtraInput):
-            channel = op.extra_input_channels[0]
-            if channel is not None and channel in known:
-                other, size = known[channel]
-            else:
-                extra = next(given)
-                other, size = extra.dtype, extra.shape[-1] if extra.ndim else None
-                if other is not x.dtype and not autocast:
-                    return "the tensors that it adds differ in dtype"
-                if extra.shape[:-1] != x.shape[:-1] or not extra.is_floating_point():
-                    size = None
-            if size != width:
-                return "the tensors that it adds differ in shape"
-            flowing = torch.promote_types(flowing, other)
+        if isinstance(op, (ops.AddExtraInput, ops.Modulate)):
+            for channel in op.extra_input_channels:
+                if channel is not None and channel in known:
+                    other, shape = known[channel]
+                else:
+                    extra = next(given)
+                    other, shape = extra.dtype, extra.shape
+                    if other is not x.dtype and not autocast:
+                        return "the tensors that it adds differ in dtype"
+                    if not other.is_floating_point:
+                        return "what it adds is not floating-point"
+                wanted = *x.shape[:-1], width
+                fitting = broadcasts if isinstance(op, ops.Modulate) else operator.eq
+                if not fitting(tuple(shape), wanted):
+                    return "the tensors that it adds differ in shape"
+                flowing = torch.promote_types(flowing, other)
         elif isinstance(op, ops.MakeExtraOutput):
-            known[op.extra_output_channels[0]] = flowing, width
+            known[op.extra_output_channels[0]] = flowing, (*x.shape[:-1], width)
         elif autocast:
             # the dtype in which the op computes as PyTorch does; None: any
             own = lower if isinstance(op, ops.Activation) else None
@@ -164,7 +168,7 @@ class MeasuredChoice:
         if not (_is_ordinary(x) and x.ndim and all(map(_is_ordinary, extras))):
             return fits(params, chain, x, *extras)
         kind, rows = x.device.type, x.shape[:-1]
-        shapes = [(e.dtype, e.shape[-1:], e.shape[:-1] == rows) for e in extras]
+        shapes = [(e.dtype, e.shape[-1:], _alike(e.shape[:-1], rows)) for e in extras]
         key = (
             x.dtype, x.shape[-1], rows.numel().bit_length(), x.is_contiguous(), *shapes,
             x.requires_grad, params, torch.is_grad_enabled(), kind, module.training,
@@ -199,6 +203,12 @@ class MeasuredChoice:
             return {}
         of = tables.subject_key(self.subject(module, chain, kind))
         return table.entries.get(of, {})
+
+
+def _alike(shape: torch.Size, rows: torch.Size) -> tuple[Any, ...]:
+    """How the leading dimensions of an extra input stand to those of the input."""
+    pairs = zip(reversed(shape), reversed(rows), strict=False)
+    return len(shape) - len(rows), *[(size == 1, size == other) for size, other in pairs]
 
 
 def _is_ordinary(x: Any) -> bool:

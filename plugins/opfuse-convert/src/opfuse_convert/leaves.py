@@ -97,11 +97,14 @@ def _linear(module: Any) -> Leaf | str:
 
 
 def _norm(module: Any) -> Leaf | str:
-    for name in ("weight", "eps"):
-        if standing_for(module, name) is None:
-            return f"it has no {name}"
+    if module.eps is None:
+        return "it has no eps"
     cls: Any = ops.LayerNorm if isinstance(module, nn.LayerNorm) else ops.RMSNorm
-    return Leaf([cls.reading(module)])
+    if standing_for(module, "weight") is not None:
+        return Leaf([cls.reading(module)])
+    if getattr(module, "bias", None) is not None:
+        return "it has a bias, and no weight"
+    return Leaf([cls(module.normalized_shape, eps=module.eps, elementwise_affine=False)])
 
 
 _KNOWN: dict[type, Any] = {

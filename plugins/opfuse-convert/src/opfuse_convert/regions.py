@@ -28,6 +28,18 @@ _SPLITS = torch.chunk, "chunk"
 _KEEP_INPUT = ops.ReLU, ops.SReLU
 
 
+class Extra(NamedTuple):
+    """A value that a chain takes besides its input.
+
+    Attributes:
+        node: Its node.
+        views: The views of it that the statements take, which the chain gets computed.
+    """
+
+    node: fx.Node
+    views: Sequence[fx.Node] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class RegionPart:
     """Part of a chain: the ops that apply to one value.
@@ -35,7 +47,7 @@ class RegionPart:
     Attributes:
         ops: In order.
         covers: The nodes that it replaces; the last is its value.
-        extra: The node that its first op adds, or None.
+        extras: The extra inputs of its first op.
         reads: Dotted names of the modules that it replaces.
         constants: ``(name, attribute)`` pairs whose values it has copied.
         dropouts: Dropout ops, each with the name of the module that sets its mode, and whether
@@ -46,7 +58,7 @@ class RegionPart:
 
     ops: Sequence[BasicOperation] = ()
     covers: Sequence[fx.Node] = ()
-    extra: fx.Node | None = None
+    extras: Sequence[Extra] = ()
     reads: Sequence[str] = ()
     constants: Sequence[tuple[str, str]] = ()
     dropouts: Sequence[tuple[Any, str, bool]] = ()
@@ -90,8 +102,8 @@ class Region:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it replaces several nodes, and more than dropouts and sums."""
-        little = ops.AddExtraInput, ops.Dropout
+        """Whether it replaces several nodes, and more than dropouts, sums and modulations."""
+        little = ops.AddExtraInput, ops.Dropout, ops.Modulate
         much = [op for step in self.steps for op in step.ops if not isinstance(op, little)]
         return len(self.covered) > 1 and bool(much)
 
@@ -110,10 +122,11 @@ class Region:
         return [self.start, *[step.covers[-1] for step in self.steps]]
 
     @property
-    def extras(self) -> list[fx.Node]:
-        """The nodes of the other values that the chain takes, in order."""
+    def extras(self) -> list[Extra]:
+        """The other values that the chain takes, in order."""
         own = self.values
-        return [s.extra for s in self.steps if s.extra is not None and s.extra not in own]
+        every = [extra for step in self.steps for extra in step.extras]
+        return [extra for extra in every if extra.views or extra.node not in own]
 
 
 _LeafOf = Callable[[nn.Module], Leaf | str]
@@ -164,8 +177,9 @@ class Parser:
                 break
             inner = enumerate(part.values[1:-1], 1)
             needed = [i for i, value in inner if not part.covered.issuperset(value.users)]
-            if not needed and not part.keeps_more:
-                enters = [part.start, *part.extras]
+            viewed = {extra.node for extra in part.extras if extra.views}
+            if not needed and not part.keeps_more and viewed.isdisjoint(part.values):
+                enters = [part.start, *[extra.node for extra in part.extras]]
                 if (span := self._stretch.span(part.covered, enters, part.end)) is not None:
                     return Found(part, span, self._stretch.modes)
             number += max(needed, default=1)
@@ -179,10 +193,10 @@ class Parser:
             return self._of_module(node)
         if node.op not in ("call_function", "call_method"):
             return None
-        if node.target in _MULTIPLIES or node.target == "mul":
+        if _multiplies(node):
             return self._of_product(node)
         if node.target in _ADDS or node.target == "add":
-            return self._of_sum(node)
+            return self._of_modulation(node) or self._of_sum(node)
         if node.target is F.dropout:
             return self._of_dropout(node)
         if len(node.args) != 1 or not isinstance(node.args[0], fx.Node):
@@ -213,10 +227,36 @@ class Parser:
         both = _operands(node)
         if both is None or both[0] is both[1]:
             return None
-        one, other = sorted(both, key=lambda n: sum(s.weight for s in self.line(n).steps))
+        one, other = sorted(both, key=self._weight)
         add = ops.AddExtraInput()
         add.input_first = other is both[0]
-        return other, RegionPart([add], [node], one)
+        return other, RegionPart([add], [node], [Extra(one)])
+
+    def _weight(self, node: fx.Node) -> int:
+        """That of the line to a node's value."""
+        return self.line(node).weight
+
+    def _of_modulation(self, node: fx.Node) -> _Step | None:
+        """``x * (1 + scale) + shift``, with views of scale and shift that add dimensions.
+
+        Unless the shift has the longer line: then the other summand is a residual.
+        """
+        for product, shift in _both_ways(node):
+            if not _multiplies(product) or {*product.users} != {node}:
+                continue
+            for x, factor in _both_ways(product):
+                plus_one, outer = _without_views(factor, x)
+                scale = _less_one(plus_one)
+                is_shift = self._weight(x) >= self._weight(shift)
+                if scale is None or len(plus_one.users) > 1 or not is_shift:
+                    continue
+                (scale, inner), (shift, views) = (_without_views(n, x) for n in (scale, shift))
+                covers = [*inner, plus_one, *outer, product, *views, node]
+                extras = Extra(scale, [*inner, *outer]), Extra(shift, views)
+                # of one value, views may differ
+                if scale is not shift or not (extras[0].views or views):
+                    return x, RegionPart([ops.Modulate()], covers, extras, weight=3)
+        return None
 
     # Gates
 
@@ -289,7 +329,7 @@ def _part_of(name: str, leaf: Leaf, node: fx.Node) -> RegionPart:
     dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
     dropouts += [(op, f"{name}.{below}", False) for op, below in leaf.dropouts]
     reads = [name, *[f"{name}.{below}" for below in leaf.reads]]
-    return RegionPart(leaf.ops, [node], None, reads, constants, dropouts, 1, leaf.probed)
+    return RegionPart(leaf.ops, [node], (), reads, constants, dropouts, 1, leaf.probed)
 
 
 class Found(NamedTuple):
@@ -357,6 +397,51 @@ def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     a, b = node.args
     return (a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else None
+
+
+def _both_ways(node: fx.Node) -> Sequence[tuple[fx.Node, fx.Node]]:
+    """The two operands of a node, in both orders; none: it has others."""
+    both = _operands(node)
+    return () if both is None else (both, both[::-1])
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return node.target in _MULTIPLIES or node.target == "mul"
+
+
+def _less_one(node: fx.Node) -> fx.Node | None:
+    """What a node adds 1 to, or None."""
+    adds = node.target in _ADDS or node.target == "add"
+    if not adds or len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args
+    value, number = (a, b) if isinstance(a, fx.Node) else (b, a)
+    is_one = type(number) in (int, float) and number == 1
+    return value if is_one and isinstance(value, fx.Node) else None
+
+
+def _without_views(value: fx.Node, after: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The value of which another one is a view, and the views between, which nothing else reads.
+
+    Args:
+        value: The other one.
+        after: Only views that are computed after this one count.
+    """
+    views: list[fx.Node] = []
+    while value > after and len(value.users) == 1 and _adds_dimensions(value):
+        views.insert(0, value)
+        value = value.args[0]  # type: ignore[assignment]
+    return value, views
+
+
+def _adds_dimensions(node: fx.Node) -> bool:
+    """Whether a node is ``value[:, None]``, ``value.unsqueeze(1)`` or the like."""
+    if node.target in (torch.unsqueeze, "unsqueeze"):
+        return isinstance(node.args[0], fx.Node)
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return False
+    key = node.args[1] if type(node.args[1]) is tuple else (node.args[1],)
+    return all([part in (None, Ellipsis, slice(None)) for part in key])
 
 
 def _is_item(node: fx.Node, number: int) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse.report.replaced_forward import KEPT_AS
@@ -17,6 +17,25 @@ from .grammar import Place, table
 from .grammar.stretches import NOT_NONE, Span, object_of
 
 
+class View(NamedTuple):
+    """A view of a tensor: a function or the name of a method, and the further arguments."""
+
+    target: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> View:
+        """The one of a node."""
+        return cls(node.target, node.args[1:], node.kwargs)
+
+    def __call__(self, tensor: Tensor) -> Any:
+        """The view of another tensor."""
+        if isinstance(self.target, str):
+            return getattr(tensor, self.target)(*self.args, **self.kwargs)
+        return self.target(tensor, *self.args, **self.kwargs)
+
+
 class Site:
     """The function that a rewritten forward calls: ``site(module, *assumed, *same, *entering)``.
 
@@ -24,7 +43,7 @@ class Site:
 
     Args:
         span: The statements that the chain replaces.
-        taken: Number of the entering values that the chain takes.
+        views: The views that the chain takes of each entering value after the first.
         dropouts: See :func:`~opfuse_convert.building.follow`.
         origin: The class of the module, its forward, and the places that this depends on.
         again: ``again(facts)`` converts the module for other facts about arguments.
@@ -41,7 +60,7 @@ class Site:
     def __init__(
         self,
         span: Span,
-        taken: int,
+        views: Sequence[Sequence[View]],
         dropouts: Sequence[Any],
         origin: tuple[Any, Any, Sequence[Place]],
         again: Callable[[Mapping[str, Any]], Conversion | str],
@@ -49,7 +68,7 @@ class Site:
     ) -> None:
         self.assumed = [(name, object_of(value)) for name, value in span.assumed.items()]
         self._same = [len(names) for names in span.same]
-        self._first, self._taken = len(self.assumed) + sum(self._same), taken
+        self._first, self._views = len(self.assumed) + sum(self._same), views
         self._results = [*span.results.values()]
         self.dropouts, self.again = dropouts, again
         self._origin, self._defaults = origin, defaults
@@ -99,7 +118,12 @@ class Site:
 
     def taken(self, values: Sequence[Any]) -> Sequence[Any]:
         """The values that the chain takes."""
-        return values[self._first : self._first + self._taken]
+        first = self._first
+        found = list(values[first : first + 1 + len(self._views)])
+        for place, views in enumerate(self._views, 1):
+            for view in views if isinstance(found[place], Tensor) else ():
+                found[place] = view(found[place])
+        return found
 
     def results(self, values: Sequence[Any], output: Any) -> tuple[Any, ...]:
         """The new values of the names, from the values given and the output of the chain."""

@@ -25,10 +25,10 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """A dropout, the add of a residual after it, and a norm after that."""
-    from . import drops
+    """A dropout, the add of a residual and a norm after it; a norm and what modulates it."""
+    from . import drops, modulated
 
-    return drops.JOINT
+    return [*drops.JOINT, *modulated.JOINT]
 
 
 @hookimpl

@@ -10,7 +10,7 @@ import torch
 from opfuse_triton import KernelCase, Operand
 from opfuse_triton import norms as kernels
 from opfuse_triton.norms import backward as backward_kernels
-from opfuse_triton.norms import drop, twins
+from opfuse_triton.norms import drop, modulated, modulation, twins
 from opfuse_triton.norms import dropout as dropout_kernels
 from opfuse_triton.norms import forward as forward_kernels
 from opfuse_triton.norms.drop import Drop
@@ -265,6 +265,71 @@ def _dropout_case(name: str, kind: str = "") -> KernelCase:
     )  # fmt: skip
 
 
+def _modulated_case(kind: str, which: str) -> KernelCase:
+    """A pass of a norm and what modulates it: of an image each, a factor and a summand."""
+    norm = kernels.Norm(kind, 1, False)
+    back = which == "backward"
+
+    def tensors(rows: int, features: int, groups: int) -> dict[str, Operand]:
+        x = Operand((groups, rows // groups, features), torch.bfloat16)
+        row = Operand((*x.shape[:-1], 1), torch.float32, "vector")
+        vector = Operand((groups, 1, features), torch.float32, "vector")
+        statistics = {"mean": row} if kind == kernels.LAYER else {}
+        statistics["rstd"] = row
+        if back:
+            made = {"dx": x, "dfactor": vector, "dsummand": vector}
+            found = {"dy": x, "x": x, "factor": vector} | statistics
+        else:
+            found, made = {"x": x, "factor": vector, "summand": vector}, {"y": x} | statistics
+        return found | {name: replace(one, output=True) for name, one in made.items()}
+
+    def by(module: Any) -> Callable[..., Any]:
+        def forward(x: Tensor, factor: Tensor, summand: Tensor) -> Any:
+            made = module.forward(x, factor, summand, 1e-5, norm, x.dtype, True)
+            return tuple([tensor for tensor in made if tensor is not None])
+
+        def backward(dy: Tensor, x: Tensor, factor: Tensor, rstd: Tensor, mean: Any = None) -> Any:
+            shape = factor.shape
+            return module.backward(dy, x, factor, mean, rstd, norm, shape, shape)
+
+        return backward if back else forward
+
+    def separate(x: Tensor, factor: Tensor, **others: Tensor) -> Any:
+        if not back:
+            given = x.float(), x.shape[-1:], None, None
+            if kind == kernels.LAYER:
+                n, *statistics = torch.native_layer_norm(*given, 1e-5)
+            else:
+                n, _, _, *statistics = twins.forward(x, *[None] * 3, 1e-5, norm, None, False, True)
+            y = n.to(x.dtype).float().mul(factor).add_(others["summand"]).to(x.dtype)
+            return y, *statistics
+        # the input stands for the norm's output, which is as large
+        dy, n = others["dy"].float(), x.float()
+        sums = (dy * n).sum(1, keepdim=True), dy.sum(1, keepdim=True)
+        dn, stats = (dy * factor).to(x.dtype), (others.get("mean"), others["rstd"])
+        if kind == kernels.LAYER:
+            run = torch.ops.aten.native_layer_norm_backward.default
+            wants = [True, False, False]
+            dx, *_ = run(dn.float(), x.float(), x.shape[-1:], *stats, None, None, wants)
+        else:
+            dx, *_ = twins.backward(dn, x, None, *stats, None, norm, (True, False, False))
+        return dx.to(x.dtype), *sums
+
+    shapes = [
+        {"rows": 8192, "features": features, "groups": groups}
+        for features, groups in ((1152, 32), (3072, 2), (5120, 2), (8192, 1))
+    ]
+    return KernelCase(
+        f"{_NAMES[kind]} + modulate {which}", by(modulated), tensors, shapes,
+        [{"rows": 74, "features": 512, "groups": 2}, {"rows": 15, "features": 1500, "groups": 3}],
+        separate=separate, twin=by(modulation), dtypes=(torch.bfloat16, torch.float32), turn=15,
+        unaligned=[{"rows": 8192, "features": size, "groups": 2} for size in (3072, 2047)],
+        overwrites={"dx_ptr": "dy_ptr"},
+    )  # fmt: skip
+
+
+_NAMES = {kernels.LAYER: "LayerNorm", kernels.RMS: "RMSNorm"}
+
 CASES = [
     _case("RMSNorm forward", kernels.RMS, "x weight", "y rstd"),
     _case("RMSNorm backward", kernels.RMS, "dy x weight rstd", "dx dw"),
@@ -285,6 +350,7 @@ CASES = [
     _dropout_case("dropout"),
     _dropout_case("dropout + add"),
     _dropout_case("dropout + add + RMSNorm", kernels.RMS),
+    *[_modulated_case(kind, which) for kind in _NAMES for which in ("forward", "backward")],
     _case("RMSNorm forward, wide rows", kernels.RMS, "x weight", "y rstd", _WIDE, []),
     _case("RMSNorm backward, wide rows", kernels.RMS, "dy x weight rstd", "dx dw", _WIDE, []),
 ]

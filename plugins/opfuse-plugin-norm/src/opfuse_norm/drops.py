@@ -122,8 +122,8 @@ class DropoutAddNorm(_Dropping):
             dx, grads, _ = self._parts[1].fuser_backward(
                 basic_op_ctxs[2:], grad_output, basic_op_grad_extra_outputs=extras
             )
-        else:  # only the sum is used, before the norm
-            dx = extras[0][0]
+        else:  # only the sum is used, before the norm; the caller's gradient is none of the results
+            dx = extras[0][0].clone()  # type: ignore[union-attr]
         of_extras = (self._nothing[0], (dx,), *self._nothing[2:])
         return self._gradient(basic_op_ctxs[0], dx), ((), (), *grads), of_extras
 

@@ -166,6 +166,14 @@ PREDICTED = Predicted(
         "dropout": (1.25, ["dropout"]),
         "dropout+add": (1.25, ["dropout", "dropout + add"]),
         "dropout+add+norm": (1.25, ["dropout", "dropout + add + RMSNorm"]),
+        "norm+modulate": (
+            8.2,
+            [
+                f"{norm} + modulate {which}"
+                for norm in ("LayerNorm", "RMSNorm")
+                for which in ("forward", "backward")
+            ],
+        ),
     },
 )
 """The speed of each fusion by the model."""
