@@ -25,13 +25,13 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """A dropout, the add of a residual after it, and a norm after that."""
-    from . import drops
+    """A dropout, the add of a residual after it, and a norm after that; a norm on a CPU."""
+    from . import by_output, drops
 
-    return drops.JOINT
+    return [*drops.JOINT, *by_output.JOINT]
 
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Use PyTorch's operations where the kernels cannot run; for tests."""
-    return {"norm.twins": False}
+    """Let twins run where the kernels cannot, for tests; on a CPU, keep a norm's output."""
+    return {"norm.twins": False, "norm.by_output": True}
