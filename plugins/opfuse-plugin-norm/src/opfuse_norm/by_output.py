@@ -6,6 +6,7 @@ normalized values are ``(output - bias) / weight``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,14 @@ from opfuse.ops.authoring import cast, may_write, wide
 
 from .fused import Ctxs
 
-MOST_SHIFT = {torch.float32: 16.0, torch.bfloat16: 2.0}
+MOST = {torch.float32: 16.0, torch.bfloat16: 2.0}
 """By dtype, the largest bias in units of its weight.
 
 The output is rounded by an error that grows with the bias, and dividing by the weight magnifies it.
 """
 
-LEAST_SCALE = 2.0**-30
-"""The smallest weight: the output is far from underflow."""
+LEAST = 2.0**-30
+"""About the smallest weight: with larger ones, the output is far from underflow."""
 
 
 class NormByOutput(FusedOperation):
@@ -46,9 +47,11 @@ class NormByOutput(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         (op,), (ctx,) = self._of, basic_op_ctxs
         y = op.op_forward(ctx, input_)
-        if ctx.requires_grad and ctx.to_save[0] is not None and _can_divide(op, ctx, input_, y):
-            weight, bias = (*ctx.params, None, None)[:2]
-            ctx.to_save = y, weight, bias, None, ctx.to_save[-1]
+        if ctx.requires_grad and ctx.to_save[0] is not None:
+            divided = _divided(ctx, input_, y)
+            if divided is not None:
+                weight, *_ = (*ctx.params, None)
+                ctx.to_save = y, weight, None, ctx.to_save[-1], *divided
         return y, ((),)
 
     def fuser_backward(
@@ -64,29 +67,27 @@ class NormByOutput(FusedOperation):
         return dx, (grads,), ((),)
 
 
-def _can_divide(op: Any, ctx: Any, x: Tensor, y: Tensor) -> bool:
-    """Whether the output tells the normalized values as precisely as the gradients need them."""
+def _divided(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """What the output times the first, plus the second, gives: the normalized values.
+
+    None where they would be less precise than the gradients need them, or nothing may be kept.
+    """
     if y.dtype is not x.dtype or not may_write(x, y):
-        return False
-    scale, shift = _affine(op.normalized_shape, ctx, wide(x.dtype), *ctx.params)
-    if scale is None:
-        return True
-    size = scale.abs()
-    fits = size >= LEAST_SCALE
-    if shift is not None:
-        fits &= size * MOST_SHIFT[x.dtype] >= shift.abs()
-    return bool(fits.all())
-
-
-def _affine(
-    shape: Any, ctx: Any, dtype: torch.dtype, weight: Tensor | None = None, bias: Any = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The factor of the normalized values, and what is added to them."""
-    if weight is None:
+        return None
+    if not ctx.params:
         return None, None
-    scale = cast(weight.detach(), dtype)
-    scale = scale + 1 if ctx.zero_centered_gamma else scale
-    return scale, None if bias is None else cast(bias.detach(), dtype)
+    weight, *bias = ctx.params
+    inverse, shift = _scale(ctx, weight, wide(x.dtype)).reciprocal(), None
+    most, squares = MOST[x.dtype], inverse.square().mul_((MOST[x.dtype] * LEAST) ** 2)
+    if bias:
+        shift = torch.mul(bias[0], inverse).neg_()
+        squares = squares.addcmul_(shift, shift)
+    return (inverse, shift) if squares.amax().item() <= most**2 else None  # no NaN is
+
+
+def _scale(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor of the normalized values."""
+    return cast(weight, dtype) + 1 if ctx.zero_centered_gamma else cast(weight, dtype)
 
 
 def _gradients(op: Any, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, tuple[Any, ...]]:
@@ -94,22 +95,18 @@ def _gradients(op: Any, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, t
 
     PyTorch's kernel gets ``n`` as an input of the mean 0 and the deviation 1.
     """
-    y, weight, bias, _, rstd = ctx.saved_tensors
-    dtype, shape, needs = rstd.dtype, op.normalized_shape, ctx.param_requires_grad
-    scale, shift = _affine(shape, ctx, dtype, weight, bias)
+    y, weight, _, rstd, inverse, shift = ctx.saved_tensors
+    dtype, needs = rstd.dtype, ctx.param_requires_grad
+    scale = None if weight is None else _scale(ctx, weight, dtype)
     normalized = cast(y, dtype)
-    if scale is not None:
-        inverse = scale.reciprocal()
-        if shift is None:
-            normalized = normalized * inverse
-        else:
-            normalized = torch.addcmul(-shift * inverse, normalized, inverse)
+    if shift is not None:
+        normalized = torch.addcmul(shift, normalized, inverse)
+    elif inverse is not None:
+        normalized = normalized * inverse
     wants = [ctx.input_requires_grad, *needs, False, False][:3]
-    constants = torch.zeros_like(rstd), torch.ones_like(rstd)
+    constants = op.normalized_shape, torch.zeros_like(rstd), torch.ones_like(rstd)
     kernel = torch.ops.aten.native_layer_norm_backward.default
-    dx, *grads = kernel(
-        cast(grad_output, dtype), normalized, shape, *constants, scale, scale, wants
-    )
+    dx, *grads = kernel(cast(grad_output, dtype), normalized, *constants, scale, scale, wants)
     dx = cast(dx.mul_(rstd), y.dtype) if wants[0] else None
     pairs = zip(grads[: len(needs)], needs, strict=True)
     return dx, tuple([grad if wanted else None for grad, wanted in pairs])
@@ -117,13 +114,15 @@ def _gradients(op: Any, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, t
 
 def _pays(ops: Any, env: Environment) -> bool | str:
     """Asked while planning."""
+    if env.measured == math.inf:
+        return "beside a norm alone it is slower, so opfuse tune compares whole chains"
     if not env.requires_grad:
         return "no backward follows, for which something would be kept"
     if not env.options.get("norm.by_output", True):
         return "the option norm.by_output is off"
     if env.device.type != "cpu":
         return "its weights would be read on the host, to see whether they can be divided by"
-    if env.dtype not in MOST_SHIFT:
+    if env.dtype not in MOST:
         return f"it divides in fp32 and bf16, and this is {str(env.dtype).removeprefix('torch.')}"
     if env.recipe is not None:
         return f"{type(env.recipe).__name__} quantizes what a linear keeps"
