@@ -1,8 +1,8 @@
 """Products of linear layers in the faster of a CPU's two libraries, for fusions.
 
-On AMD's CPUs with AVX-512, PyTorch's default library for fp32 matrix products does without it, while
-oneDNN uses it at the same fp32 accuracy. On those with AVX2 (an EPYC of family 25, model 1) oneDNN
-took 1.03 to 1.4 times as long.
+On AMD's CPUs with AVX-512, PyTorch's default library for fp32 matrix products does not use it.
+oneDNN does, at the same fp32 accuracy. Without AVX-512 (an EPYC of family 25, model 1) oneDNN took
+1.03 to 1.4 times as long.
 ``torch.backends.mkldnn.flags(enabled=False)`` turns oneDNN off, here too.
 """
 

@@ -57,7 +57,9 @@ def test_tune_measures_both_on_a_cpu():
         ("aarch64", True, "vendor_id : AuthenticAMD", "", False),
     ],
 )
-def test_onednn_is_faster_on_amd_with_avx512(monkeypatch, machine, available, cpuinfo, processor, expected):
+def test_onednn_is_faster_on_amd_with_avx512(
+    monkeypatch, machine, available, cpuinfo, processor, expected
+):
     def read_text(self, **kwargs):
         assert str(self) == str(pathlib.Path("/proc/cpuinfo"))
         if cpuinfo is None:

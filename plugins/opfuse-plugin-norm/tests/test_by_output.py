@@ -1,7 +1,11 @@
 """The LayerNorm that keeps its output: its gradients, what it keeps, and where the op runs instead."""
 
+import math
+
+import opfuse_norm
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
@@ -45,7 +49,7 @@ def gradients(model, x, dy):
 
 def exact(model, x, dy):
     """The same in fp64."""
-    norm = [*model][0] if isinstance(model, opfuse.Sequential) else model
+    norm = model
     twin = ops.LayerNorm(
         norm.normalized_shape, eps=norm.eps, elementwise_affine=norm.weight is not None,
         bias=norm.bias is not None, zero_centered_gamma=norm.zero_centered_gamma,
@@ -173,7 +177,7 @@ def test_autocast_gives_what_the_op_gives():
 
 
 def test_where_it_declines():
-    (fusion,) = [f for f in __import__("opfuse_norm").opfuse_joint_fusions() if f.name == FUSION]
+    (fusion,) = [f for f in opfuse_norm.opfuse_joint_fusions() if f.name == FUSION]
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32, requires_grad=True)
     for change, said in (
         ({"requires_grad": False}, "no backward follows"),
@@ -195,23 +199,26 @@ def test_nothing_changes_without_a_backward():
     assert torch.equal(model.eval()(x), right)
 
 
+class Checkpointed(torch.nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_compute_it_again(reentrant):
-    from torch.utils.checkpoint import checkpoint
-
     model, x, dy = drawn(), torch.randn(8, 48, requires_grad=True), torch.randn(8, 48)
     right = gradients(model, x, dy)
-    found = gradients(lambda_module(model, reentrant, checkpoint), x, dy)
+    found = gradients(Checkpointed(model, reentrant), x, dy)
     torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
-def lambda_module(model, reentrant, checkpoint):
-    class Checkpointed(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    return Checkpointed()
+def test_opfuse_tune_leaves_it_to_the_whole_chain():
+    env = opfuse.Environment(
+        torch.device("cpu"), None, torch.float32, requires_grad=True, measured=math.inf
+    )
+    (fusion,) = [f for f in opfuse_norm.opfuse_joint_fusions() if f.name == FUSION]
+    assert "compares whole chains" in fusion.when((drawn(),), env)
