@@ -81,16 +81,27 @@ def test_under_autocast_it_is_computed_again_in_the_same_dtype():
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.5])
-def test_behind_a_dropout_nothing_changes(p):
-    chain, x = mlp(ops.SiLU(), ops.Dropout(p)), batch()
+@pytest.mark.parametrize(("p", "later"), [(0.0, 0.0), (0.5, 0.5), (0.0, 0.5), (0.5, 0.0)])
+def test_a_dropout_that_drops_nothing_is_part_of_it(p, later):
+    """Its probability may change after the plan was made."""
+    drop = ops.Dropout(p)
+    chain, x = mlp(ops.SiLU(), drop), batch()
+    chain(x)
+    drop.p = later
+    masks = INNER / x.itemsize if later else 0
     found = []
     for plugins in ("mlp", ""):
         torch.manual_seed(2)
         with opfuse.plugins.using(plugins):
+            numbers = kept(chain, x)
+            torch.manual_seed(2)
             found.append(grads(chain, x))
+        once = plugins == "mlp" and not (p or later)
+        assert numbers == WIDTH + INNER * (1 if once else 2) + masks or (p and not later)
     for mine, its in zip(*found, strict=True):
         assert torch.equal(mine, its)
+    with torch.no_grad():
+        assert torch.equal(chain.eval()(x), mlp(ops.SiLU())(x))
 
 
 def test_a_second_backward_and_a_checkpoint_give_the_same():

@@ -11,43 +11,51 @@ from typing import Any
 
 from torch import Tensor
 
-from opfuse import Environment, FusedOperation, Fusion, OneOf, has_same_math
-from opfuse.ops import GELU, SiLU
+from opfuse import Environment, FusedOperation, Fusion, OneOf, Optional, has_same_math
+from opfuse.ops import GELU, Dropout, SiLU
 
 from .fused import Ctxs
 
 
 class RecomputedActivation(FusedOperation):
-    """An activation that the backward computes again from its input, with the same numbers."""
+    """An activation, and a dropout that drops nothing, such as one of a probability of 0.
+
+    The backward computes the output again from the input of the activation.
+    """
 
     recomputes = True
     grad_input = "fresh"
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
-        self._of: tuple[Any, ...] = tuple(basic_ops)  # looking up a module's attributes is slow
+        self._ops: tuple[Any, ...] = tuple(basic_ops)  # looking up a module's attributes is slow
+        self._no_extras = ((),) * len(basic_ops)
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        (op,), (ctx,) = self._of, basic_op_ctxs
-        y = op.op_forward(ctx, input_)
-        if ctx.may_recompute and ctx.to_save and ctx.to_save[0] is not None:
+        ctx: Any = basic_op_ctxs[0]
+        y = value = self._ops[0].op_forward(ctx, input_)
+        for drop, of_drop in zip(self._ops[1:], basic_op_ctxs[1:], strict=True):
+            y = drop.op_forward(of_drop, y)
+        # its probability may have changed since the plan was made
+        if y is value and ctx.may_recompute and ctx.to_save and ctx.to_save[0] is not None:
             ctx.recomputable_output = y
-        return y, ((),)
+        return y, self._no_extras
 
     def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
         """See :meth:`opfuse.FusedOperation.fuser_recompute`."""
-        (op,), (ctx,) = self._of, basic_op_ctxs
-        return op.forward_value(ctx.saved_tensors[0])  # type: ignore[no-any-return]
+        return self._ops[0].forward_value(basic_op_ctxs[0].saved_tensors[0])  # type: ignore[no-any-return]
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        dx, grads = self._of[0].op_backward(basic_op_ctxs[0], grad_output)
-        return dx, (grads,), ((),)
+        dx: Any = grad_output
+        for op, ctx in zip(self._ops[::-1], basic_op_ctxs[::-1], strict=True):
+            dx = None if dx is None else op.op_backward(ctx, dx)[0]
+        return dx, self._no_extras, self._no_extras
 
 
 def _pays(ops: Any, env: Environment) -> bool | str:
@@ -62,7 +70,9 @@ def _pays(ops: Any, env: Environment) -> bool | str:
         return "torch.compile merges what is computed twice, so that nothing less would be kept"
     if env.recipe is not None:
         return f"{type(env.recipe).__name__} quantizes what a linear keeps"
-    (act,) = ops
+    act, *drops = ops
+    if any(drop.training and drop.p for drop in drops):
+        return "what a dropout has drawn is not computed again here"
     if act.cache_quantized_input:
         return "its input is kept in FP8, from which its output would be computed again"
     by_erf = has_same_math(act, GELU) and act.approximate == "none"
@@ -73,7 +83,7 @@ def _pays(ops: Any, env: Environment) -> bool | str:
 
 JOINT = [
     Fusion(
-        (OneOf(GELU, SiLU),),
+        (OneOf(GELU, SiLU), Optional(Dropout)),
         RecomputedActivation,
         _pays,
         benefit=1,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion
 from opfuse.ops import LayerNorm
-from opfuse.ops.authoring import cast, may_write, wide
+from opfuse.ops.authoring import cast, may_write, reusable, wide
 
 from .fused import Ctxs
 
@@ -107,7 +107,7 @@ def _gradients(op: Any, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, t
     constants = op.normalized_shape, torch.zeros_like(rstd), torch.ones_like(rstd)
     kernel = torch.ops.aten.native_layer_norm_backward.default
     dx, *grads = kernel(cast(grad_output, dtype), normalized, *constants, scale, scale, wants)
-    dx = cast(dx.mul_(rstd), y.dtype) if wants[0] else None
+    dx = cast(torch.mul(dx, rstd, out=reusable(dx, rstd)), y.dtype) if wants[0] else None
     pairs = zip(grads[: len(needs)], needs, strict=True)
     return dx, tuple([grad if wanted else None for grad, wanted in pairs])
 
