@@ -6,6 +6,7 @@ python -m benchmarks --suite models --ways compile,converted-compile --cold --ou
 python -m benchmarks --suite models --ways budget-0.5,compile-0.5
 python -m benchmarks --suite models --models llama,qwen3 --ways converted,memory --adapters fp32
 python -m benchmarks --suite models --together --ways budget-0.5-compiled,budget-least-compiled
+python -m benchmarks --suite models --models bert,roberta,clip --dtypes fp32 --ways untuned
 
 The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
 ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
@@ -19,7 +20,8 @@ does not matter where these lie in memory. ``first_s`` is the first call with it
 clock; it is of interest with ``--cold``, where no process finds anything compiled. ``budget-0.5``
 is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it models with a
 cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile layers or the
-model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible. With
+model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible. ``untuned``
+is the converted model as it is before ``opfuse.tune``. With
 ``--adapters fp32`` PEFT puts adapters of rank 16 on all linear layers but the head, and they alone
 train; eager is then eager PEFT.
 """
@@ -43,12 +45,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
 MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
-MORE = ("qwen3", "mistral")
+ENCODERS = ("roberta", "modernbert", "clip", "siglip", "wav2vec2")
+MORE = ("qwen3", "mistral", *ENCODERS)
 """Models that run if they are named."""
 DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
-OTHERS = "compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
-KNOWN = r"compile-(0|1|[01]\.\d+)|budget-(least|1|0\.\d+)(-compiled)?"
+OTHERS = "untuned, compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
+KNOWN = r"untuned|compile-(0|1|[01]\.\d+)|budget-(least|1|0\.\d+)(-compiled)?"
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.0)
 """The budgets with which a plan of ``budget-0.5-compiled`` may compile."""
 
@@ -98,7 +101,7 @@ def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[s
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {"OPFUSE_TUNING": folder}
         ways = [options.ways] if options.together else options.ways.split(",")
-        for part in ("tune", *ways):
+        for part in (*["tune"] * (ways != ["untuned"]), *ways):
             command = [sys.executable, __file__, "--part", part, "--threads", str(options.threads)]
             command += ["--models", model, "--dtypes", dtype]
             command += ["--adapters", options.adapters, "--dropout", str(options.dropout)]
@@ -126,7 +129,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.part == "tune":
         opfuse.convert(model)
         with cast:
-            opfuse.tune(lambda: model(**inputs).loss)
+            opfuse.tune(lambda: loss_of(model(**inputs)))
         return []
     ways = ["eager", *options.part.split(",")]
     if any(way.startswith("budget") for way in ways):
@@ -165,7 +168,7 @@ class Ready:
 
         same: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self.model, self._inputs, self._cast = copy.deepcopy(model, same), inputs, cast
-        self._memory = way == "memory"
+        self._way = way
         if way != "eager" and not way.startswith("compile"):
             opfuse.convert(self.model)
         if way.startswith("budget"):
@@ -196,14 +199,24 @@ class Ready:
     def _forward(self) -> Any:
         import opfuse
 
-        how = opfuse.options(prefer="memory") if self._memory else contextlib.nullcontext()
+        how: Any = contextlib.nullcontext()
+        if self._way == "memory":
+            how = opfuse.options(prefer="memory")
+        elif self._way == "untuned":
+            how = opfuse.plugins.using("-tuning")
         with how, self._cast:
-            return self._called(**self._inputs).loss
+            return loss_of(self._called(**self._inputs))
 
     def step(self) -> None:
         """A forward with the loss, and the backward."""
         self.model.zero_grad(set_to_none=True)
         self._forward().backward()
+
+
+def loss_of(output: Any) -> Any:
+    """The loss of a model, or a sum over what a model without one gives."""
+    found = getattr(output, "loss", None)
+    return output[0].float().square().mean() if found is None else found
 
 
 def planned(model: Any, inputs: dict[str, Any], way: str) -> Any:
@@ -286,7 +299,37 @@ def built(name: str) -> tuple[Any, dict[str, Any]]:
         config = t.ViTConfig(**common, **still, intermediate_size=1536)
         images = {"pixel_values": torch.randn(4, 3, 224, 224), "labels": torch.tensor([0, 1, 0, 1])}
         return t.ViTForImageClassification(config), images
+    if name in ENCODERS:
+        return encoder(name, common | wide, still, x)
     raise SystemExit(f"no model {name!r}: there are {', '.join((*MODELS, *MORE))}")
+
+
+def encoder(name: str, sizes: Any, still: Any, x: Any) -> tuple[Any, dict[str, Any]]:
+    """The same for one of ``ENCODERS``: text, images of 197 patches, or two seconds of sound."""
+    import torch
+    import transformers as t
+
+    text, images = {"input_ids": x, "labels": x}, torch.randn(2, 3, 224, 224)
+    if name == "roberta":
+        config = t.RobertaConfig(**sizes, **still, max_position_embeddings=TOKENS + 2)
+        return t.RobertaForMaskedLM(config), text
+    if name == "modernbert":
+        sizes = sizes | {"intermediate_size": 3 * WIDTH // 2, "num_hidden_layers": LAYERS + 1}
+        ends = {f"{key}_token_id": 0 for key in ("pad", "bos", "eos", "cls", "sep")}
+        return t.ModernBertForMaskedLM(t.ModernBertConfig(**sizes, **ends)), text
+    del sizes["vocab_size"]
+    if name == "clip":
+        config = t.CLIPVisionConfig(**sizes, patch_size=16)
+        return t.CLIPVisionModelWithProjection(config), {"pixel_values": images}
+    if name == "siglip":
+        config = t.SiglipConfig(vision_config=sizes | {"patch_size": 16})
+        labels = torch.tensor([0, 1])
+        return t.SiglipForImageClassification(config), {"pixel_values": images, "labels": labels}
+    drops = ("hidden", "attention", "activation", "feat_proj", "final")
+    none = {f"{key}_dropout": 0.0 for key in drops} | {"layerdrop": 0.0, "mask_time_prob": 0.0}
+    model = t.Wav2Vec2Model(t.Wav2Vec2Config(**sizes, **none, conv_dim=(64,) * 7))
+    model.freeze_feature_encoder()  # as its own recipes do
+    return model, {"input_values": torch.randn(5, 33000)}
 
 
 if __name__ == "__main__":

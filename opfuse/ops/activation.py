@@ -393,6 +393,13 @@ def _backward_kernel(
     return backward_value
 
 
+def form_of_gelu(op: Activation, approximate: str) -> str:
+    """The form, if there is one of that name."""
+    is_known = approximate in ("tanh", "none")
+    require(op, is_known, "approximate to be 'tanh' or 'none'", approximate)
+    return approximate
+
+
 class GELU(Activation, built_in=True):
     """GELU: ``x Phi(x)`` with the normal distribution, or its tanh form.
 
@@ -412,9 +419,7 @@ class GELU(Activation, built_in=True):
 
     def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        is_known = approximate in ("tanh", "none")
-        require(self, is_known, "approximate to be 'tanh' or 'none'", approximate)
-        self.approximate = approximate
+        self.approximate = form_of_gelu(self, approximate)
 
     def extra_repr(self) -> str:
         """The form, if it is not the default."""

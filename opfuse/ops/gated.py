@@ -16,7 +16,7 @@ from ..core.overwriting import may_write, tracing
 from ._blocks import blocks, in_blocks
 from ._common import check_size, expected, require, shows
 from ._samples import BOUNDED, CLAMPED, INTERLEAVED, samples
-from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU, sigmoid
+from .activation import GELU, QGELU, Activation, ReLU, SiLU, SReLU, form_of_gelu, sigmoid
 from .arithmetic import cast, filled, reusable, wide
 
 
@@ -224,14 +224,27 @@ class GLU(_InHalves, built_in=True):
 
 
 class GEGLU(_InHalves, built_in=True):
-    """``gelu(a) b`` with the tanh form of GELU (Shazeer 2020)."""
+    """``gelu(a) b`` (Shazeer 2020).
 
-    approximate = "tanh"  # read by GELU's methods
+    Args:
+        approximate: The form of GELU, as for :class:`GELU`. Fixed.
+        cache_quantized_input: As for :class:`GatedActivation`.
+
+    Raises:
+        ValueError: ``approximate`` is neither ``"tanh"`` nor ``"none"``.
+    """
+
     _fixed = (*_InHalves._fixed, "approximate")
+    sample_inputs = samples({}, {"approximate": "none"})
+    extra_repr = GELU.extra_repr
     value = GELU.value
     derivative = GELU.derivative
     gate_value = GELU.forward_value
     gate_gradient = GELU.backward_value
+
+    def __init__(self, *, approximate: str = "tanh", cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.approximate = form_of_gelu(self, approximate)
 
 
 class QGEGLU(_InHalves, built_in=True):

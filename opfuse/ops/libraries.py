@@ -1,7 +1,8 @@
 """Products of linear layers in the faster of a CPU's two libraries, for fusions.
 
-On x86 CPUs that are not Intel's, PyTorch's default library for fp32 matrix products takes a generic
-path, while oneDNN uses the chip's vector units at the same fp32 accuracy.
+On AMD's CPUs with AVX-512, PyTorch's default library for fp32 matrix products does not use it.
+oneDNN does, at the same fp32 accuracy. Without AVX-512 (an EPYC of family 25, model 1) oneDNN took
+1.03 to 1.4 times as long.
 ``torch.backends.mkldnn.flags(enabled=False)`` turns oneDNN off, here too.
 """
 
@@ -63,6 +64,8 @@ def onednn_is_faster() -> bool:
     """Whether oneDNN beats the default library for fp32 matrix products on this machine's CPU."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     if not x86 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
         vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -70,8 +70,13 @@ def test_the_base_is_abstract():
     assert not Mish.gated and MishGLU.gated and MishGLU.feature_ratio == 2
 
 
+ERF = {"approximate": "none"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("op", [*ELEMENTWISE, *GATED, Mish, lambda: ops.GELU(approximate="none")])
+@pytest.mark.parametrize(
+    "op", [*ELEMENTWISE, *GATED, Mish, lambda: ops.GELU(**ERF), lambda: ops.GEGLU(**ERF)]
+)
 def test_forward_value_and_backward_value_agree_with_the_op(near, op, dtype):
     """forward_value and backward_value are the op; derivative is the derivative of value."""
     act = op()

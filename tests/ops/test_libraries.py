@@ -57,7 +57,9 @@ def test_tune_measures_both_on_a_cpu():
         ("aarch64", True, "vendor_id : AuthenticAMD", "", False),
     ],
 )
-def test_onednn_is_faster_on_amd(monkeypatch, machine, available, cpuinfo, processor, expected):
+def test_onednn_is_faster_on_amd_with_avx512(
+    monkeypatch, machine, available, cpuinfo, processor, expected
+):
     def read_text(self, **kwargs):
         assert str(self) == str(pathlib.Path("/proc/cpuinfo"))
         if cpuinfo is None:
@@ -68,4 +70,6 @@ def test_onednn_is_faster_on_amd(monkeypatch, machine, available, cpuinfo, proce
     monkeypatch.setattr(libraries.platform, "processor", lambda: processor)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: available)
     monkeypatch.setattr(pathlib.Path, "read_text", read_text)
-    assert libraries.onednn_is_faster.__wrapped__() is expected
+    for capability, faster in (("AVX512", expected), ("AVX2", False)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert libraries.onednn_is_faster.__wrapped__() is faster

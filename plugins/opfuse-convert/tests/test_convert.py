@@ -126,6 +126,7 @@ MODELS = {
         lambda: Gated(NewGELU(), True),
         "Gated x 1 -> ParallelLinear GEGLU BasicLinear Bias",
     ),
+    "gated by erf": (lambda: Gated(nn.GELU()), "Gated x 1 -> ParallelLinear GEGLU BasicLinear"),
     "chunked": (Chunked, "Chunked x 1 -> BasicLinear Bias SwiGLU BasicLinear Bias"),
     "transposed": (OfTransposed, "OfTransposed x 1 -> BasicLinear Bias GELU BasicLinear Bias"),
     "norm": (RootMean, "RootMean x 1 -> RMSNorm"),

@@ -128,7 +128,6 @@ FUNCTIONS: dict[Any, Any] = {
 
 GATED: dict[type, type] = {
     ops.SiLU: ops.SwiGLU,
-    ops.GELU: ops.GEGLU,
     ops.QGELU: ops.QGEGLU,
     ops.ReLU: ops.ReGLU,
     ops.SReLU: ops.SReGLU,
@@ -138,8 +137,8 @@ GATED: dict[type, type] = {
 
 def gated(act: Any) -> BasicOperation | None:
     """The op that computes ``act(a) * b`` of both halves, or None."""
-    if isinstance(act, ops.GELU) and act.approximate != "tanh":
-        return None
+    if type(act) is ops.GELU:
+        return ops.GEGLU(approximate=act.approximate)
     cls = GATED.get(type(act))
     return None if cls is None else cls()
 

@@ -134,6 +134,8 @@ def _layer_norm_can(ops: Any, env: Environment) -> bool | str:
 def _glu_can(ops: Any, env: Environment) -> bool | str:
     if ops[0].glu_interleave_size:
         return "Liger's kernels take halves that are contiguous"
+    if isinstance(ops[0], GEGLU) and ops[0].approximate != "tanh":
+        return "Liger's GEGLU has the tanh form of GELU"
     if isinstance(ops[0], GEGLU) and env.dtype is torch.float16:
         return "Liger's gradient of GEGLU multiplies in fp16, where it may overflow"
     return _can(ops, env)

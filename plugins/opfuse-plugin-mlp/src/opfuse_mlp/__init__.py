@@ -9,13 +9,16 @@ from opfuse import Fusion, hookimpl
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """[Norm +] linear [+ bias] + activation + linear [+ bias], with adapters too; a norm alone."""
-    from . import fused
+    """[Norm +] linear [+ bias] + activation + linear [+ bias], with adapters too.
 
-    return fused.JOINT
+    And a norm or an activation alone.
+    """
+    from . import activation, fused
+
+    return [*fused.JOINT, *activation.JOINT]
 
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Keep the output of the norm, rather than compute it again from its input."""
-    return {"mlp.keep_norm": False}
+    """Keep the output of the norm, or of the activation, rather than compute it again."""
+    return {"mlp.keep_norm": False, "mlp.keep_activation": False}

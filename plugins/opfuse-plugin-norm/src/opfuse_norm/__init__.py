@@ -25,13 +25,16 @@ def opfuse_backward_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_joint_fusions() -> list[Fusion]:
-    """A dropout, the add of a residual and a norm after it; a norm and what modulates it."""
-    from . import drops, modulated
+    """A dropout, the add of a residual and a norm after it; a norm and what modulates it.
 
-    return [*drops.JOINT, *modulated.JOINT]
+    And a norm on a CPU.
+    """
+    from . import by_output, drops, modulated
+
+    return [*drops.JOINT, *modulated.JOINT, *by_output.JOINT]
 
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Use PyTorch's operations where the kernels cannot run; for tests."""
-    return {"norm.twins": False}
+    """Let twins run where the kernels cannot, for tests; on a CPU, keep a norm's output."""
+    return {"norm.twins": False, "norm.by_output": True}

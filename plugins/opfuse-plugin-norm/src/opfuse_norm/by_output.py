@@ -1,0 +1,143 @@
+"""A LayerNorm that keeps its output in place of its input.
+
+The linear layers after a norm keep its output anyway, and nothing else keeps its input. The
+normalized values are ``(output - bias) / weight``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opfuse import Environment, FusedOperation, Fusion
+from opfuse.ops import LayerNorm
+from opfuse.ops.authoring import cast, may_write, reusable, wide
+
+from .fused import Ctxs
+
+MOST = {torch.float32: 16.0, torch.bfloat16: 2.0}
+"""By dtype, the largest bias in units of its weight.
+
+The output is rounded by an error that grows with the bias, and dividing by the weight magnifies it.
+"""
+
+LEAST = 2.0**-30
+"""About the smallest weight: with larger ones, the output is far from underflow."""
+
+
+class NormByOutput(FusedOperation):
+    """LayerNorm, with the gradients computed from its output, where weight and bias allow that.
+
+    Elsewhere the op runs, and keeps its input.
+    """
+
+    grad_input = "fresh"
+
+    def __init__(self, basic_ops: Sequence[Any]) -> None:
+        super().__init__(basic_ops)
+        self._of: tuple[Any, ...] = tuple(basic_ops)  # looking up a module's attributes is slow
+
+    def fuser_forward(
+        self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
+        (op,), (ctx,) = self._of, basic_op_ctxs
+        y = op.op_forward(ctx, input_)
+        if ctx.requires_grad and ctx.to_save[0] is not None:
+            divided = _divided(ctx, input_, y)
+            if divided is not None:
+                weight, *_ = (*ctx.params, None)
+                ctx.to_save = y, weight, None, ctx.to_save[-1], *divided
+        return y, ((),)
+
+    def fuser_backward(
+        self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
+    ) -> tuple[Tensor | None, Any, Any]:
+        """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
+        (op,), (ctx,) = self._of, basic_op_ctxs
+        saved: Any = ctx.saved_tensors
+        if len(saved) == len(op.saved_names):
+            dx, grads = op.op_backward(ctx, grad_output)
+        else:
+            dx, grads = _gradients(op, ctx, grad_output)
+        return dx, (grads,), ((),)
+
+
+def _divided(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """What the output times the first, plus the second, gives: the normalized values.
+
+    None where they would be less precise than the gradients need them, or nothing may be kept.
+    """
+    if y.dtype is not x.dtype or not may_write(x, y):
+        return None
+    if not ctx.params:
+        return None, None
+    weight, *bias = ctx.params
+    inverse, shift = _scale(ctx, weight, wide(x.dtype)).reciprocal(), None
+    most, squares = MOST[x.dtype], inverse.square().mul_((MOST[x.dtype] * LEAST) ** 2)
+    if bias:
+        shift = torch.mul(bias[0], inverse).neg_()
+        squares = squares.addcmul_(shift, shift)
+    return (inverse, shift) if squares.amax().item() <= most**2 else None  # no NaN is
+
+
+def _scale(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor of the normalized values."""
+    return cast(weight, dtype) + 1 if ctx.zero_centered_gamma else cast(weight, dtype)
+
+
+def _gradients(op: Any, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """``dx = rstd (g - mean(g) - n mean(g n))``, with ``n`` and ``g = dy weight``.
+
+    PyTorch's kernel gets ``n`` as an input of the mean 0 and the deviation 1.
+    """
+    y, weight, _, rstd, inverse, shift = ctx.saved_tensors
+    dtype, needs = rstd.dtype, ctx.param_requires_grad
+    scale = None if weight is None else _scale(ctx, weight, dtype)
+    normalized = cast(y, dtype)
+    if shift is not None:
+        normalized = torch.addcmul(shift, normalized, inverse)
+    elif inverse is not None:
+        normalized = normalized * inverse
+    wants = [ctx.input_requires_grad, *needs, False, False][:3]
+    constants = op.normalized_shape, torch.zeros_like(rstd), torch.ones_like(rstd)
+    kernel = torch.ops.aten.native_layer_norm_backward.default
+    dx, *grads = kernel(cast(grad_output, dtype), normalized, *constants, scale, scale, wants)
+    dx = cast(torch.mul(dx, rstd, out=reusable(dx, rstd)), y.dtype) if wants[0] else None
+    pairs = zip(grads[: len(needs)], needs, strict=True)
+    return dx, tuple([grad if wanted else None for grad, wanted in pairs])
+
+
+def _pays(ops: Any, env: Environment) -> bool | str:
+    """Asked while planning."""
+    if env.measured == math.inf:
+        return "beside a norm alone it is slower, so opfuse tune compares whole chains"
+    if not env.requires_grad:
+        return "no backward follows, for which something would be kept"
+    if not env.options.get("norm.by_output", True):
+        return "the option norm.by_output is off"
+    if env.device.type != "cpu":
+        return "its weights would be read on the host, to see whether they can be divided by"
+    if env.dtype not in MOST:
+        return f"it divides in fp32 and bf16, and this is {str(env.dtype).removeprefix('torch.')}"
+    if env.recipe is not None:
+        return f"{type(env.recipe).__name__} quantizes what a linear keeps"
+    if env.compiling:
+        return "torch.compile decides what is kept"
+    return True
+
+
+JOINT = [
+    Fusion(
+        (LayerNorm,),
+        NormByOutput,
+        _pays,
+        benefit=1,
+        priority=-140,  # a kernel for the norm goes first
+        name="norm by output",
+    )
+]
