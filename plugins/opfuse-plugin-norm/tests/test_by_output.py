@@ -14,12 +14,13 @@ from opfuse.testing import machine
 
 pytestmark = pytest.mark.skipif(machine.is_interpreting(), reason="kernels go first there")
 FUSION = "norm by output"
-OFF = {"norm.by_output": False}
+OFF, ALWAYS = {"norm.by_output": "never"}, {"norm.by_output": "always"}
 
 
 @pytest.fixture(autouse=True)
 def _this_plugin_alone():
-    with opfuse.plugins.using("norm"):
+    """At the end of a chain too, where the caller gets the output."""
+    with opfuse.plugins.using("norm"), opfuse.options(**ALWAYS):
         yield
 
 
@@ -90,7 +91,7 @@ def test_bf16_is_as_precise_as_the_op():
     dy = torch.randn(rows, 256).bfloat16()
     right = exact(model, x, dy)
     errors = []
-    for options in ({}, OFF):
+    for options in (ALWAYS, OFF):
         with opfuse.options(**options):
             found = gradients(model, x, dy)
         pairs = zip(found, right, strict=True)
@@ -152,16 +153,31 @@ def test_nan_in_a_weight_is_no_error():
 
 
 def test_an_output_that_was_overwritten_is_refused():
-    """PyTorch keeps the input of a norm, so there the output may be overwritten."""
+    """By default it may be overwritten, since PyTorch keeps the input of a norm."""
     model, x = drawn(), torch.randn(4, 48, requires_grad=True)
     y = model(x)
     y += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    with opfuse.options(**OFF):
-        y = model(x)
-        y += 1
-        y.sum().backward()
+    for where in ("inside", "never"):
+        with opfuse.options(**{"norm.by_output": where}):
+            y = model(x)
+            y += 1
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "linear", "input"])
+def test_by_default_it_is_kept_where_a_linear_would_keep_it(frozen):
+    model = opfuse.Sequential(drawn(), ops.BasicLinear(48, 16))
+    model[1].requires_grad_(frozen != "linear")
+    x, dy = torch.randn(32, 48, requires_grad=frozen != "input"), torch.randn(32, 16)
+    found = {}
+    for where in ("inside", "never"):
+        with opfuse.options(**{"norm.by_output": where}):
+            found[where] = kept(model, x), gradients(model, x, dy)
+    (now, mine), (before, its) = found.values()
+    assert (before - now > x.nbytes / 2) == (frozen != "linear")
+    torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast_gives_what_the_op_gives():
@@ -169,7 +185,7 @@ def test_autocast_gives_what_the_op_gives():
     chain = opfuse.Sequential(model, ops.Linear(48, 16))
     dy = torch.randn(16, 16)
     found = []
-    for options in ({}, OFF):
+    for options in (ALWAYS, OFF):
         with torch.autocast("cpu", torch.bfloat16), opfuse.options(**options):
             found.append(gradients(chain, x, dy.bfloat16()))
     for mine, its in zip(*found, strict=True):

@@ -36,5 +36,5 @@ def opfuse_joint_fusions() -> list[Fusion]:
 
 @hookimpl
 def opfuse_options() -> dict[str, Any]:
-    """Let twins run where the kernels cannot, for tests; on a CPU, keep a norm's output."""
-    return {"norm.twins": False, "norm.by_output": True}
+    """Let twins run where no kernel can, for tests; on a CPU, which norms keep their output."""
+    return {"norm.twins": False, "norm.by_output": ("inside", "always", "never")}

@@ -1,7 +1,7 @@
 """A LayerNorm that keeps its output in place of its input.
 
-The linear layers after a norm keep its output anyway, and nothing else keeps its input. The
-normalized values are ``(output - bias) / weight``.
+A linear layer after a norm keeps the output of the norm anyway, and nothing else keeps its input.
+The normalized values are ``(output - bias) / weight``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MOST = {torch.float32: 16.0, torch.bfloat16: 2.0}
 The output is rounded by an error that grows with the bias, and dividing by the weight magnifies it.
 """
 
+OPTION = "norm.by_output"
 LEAST = 2.0**-30
 """About the smallest weight: with larger ones, the output is far from underflow."""
 
@@ -32,14 +33,21 @@ LEAST = 2.0**-30
 class NormByOutput(FusedOperation):
     """LayerNorm, with the gradients computed from its output, where weight and bias allow that.
 
-    Elsewhere the op runs, and keeps its input.
+    Elsewhere the op runs, and keeps its input. So it does where the caller gets the output, who may
+    write to it, unless the option "norm.by_output" is "always".
     """
 
+    recomputes = True
     grad_input = "fresh"
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)
         self._of: tuple[Any, ...] = tuple(basic_ops)  # looking up a module's attributes is slow
+        self._always = False
+
+    def planned(self, env: Environment) -> None:
+        """See :meth:`opfuse.FusedOperation.planned`."""
+        self._always = env.options.get(OPTION) == "always"
 
     def fuser_forward(
         self, basic_op_ctxs: Ctxs, input_: Tensor, **unused: Any
@@ -47,12 +55,18 @@ class NormByOutput(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         (op,), (ctx,) = self._of, basic_op_ctxs
         y = op.op_forward(ctx, input_)
-        if ctx.requires_grad and ctx.to_save[0] is not None:
+        is_kept = ctx.may_recompute or self._always  # the next op is a linear that would keep it
+        if is_kept and ctx.requires_grad and ctx.to_save[0] is not None:
             divided = _divided(ctx, input_, y)
             if divided is not None:
                 weight, *_ = (*ctx.params, None)
                 ctx.to_save = y, weight, None, ctx.to_save[-1], *divided
+                ctx.recomputable_output = y if ctx.may_recompute else None
         return y, ((),)
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """The output that is kept; see :meth:`opfuse.FusedOperation.fuser_recompute`."""
+        return basic_op_ctxs[0].saved_tensors[0]  # type: ignore[no-any-return]
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Tensor, **unused: Any
@@ -118,8 +132,8 @@ def _pays(ops: Any, env: Environment) -> bool | str:
         return "beside a norm alone it is slower, so opfuse tune compares whole chains"
     if not env.requires_grad:
         return "no backward follows, for which something would be kept"
-    if not env.options.get("norm.by_output", True):
-        return "the option norm.by_output is off"
+    if env.options.get(OPTION) == "never":
+        return f'the option {OPTION} is "never"'
     if env.device.type != "cpu":
         return "its weights would be read on the host, to see whether they can be divided by"
     if env.dtype not in MOST:
