@@ -124,6 +124,9 @@ _HOST_READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_uni
 @check(plain)
 def host_reads(case: Case) -> None:
     """It reads no tensor value on the host, so a CUDA graph can hold it."""
+    gpu: Any = {"device": torch.device("cuda", 0), "capability": (9, 0)}
+    if (reason := refusal(case, **gpu)) is not None:
+        raise Declined(f"it is in no CUDA graph: {reason}")
 
     def reads() -> list[str]:
         built, found = case.build(), list[str]()

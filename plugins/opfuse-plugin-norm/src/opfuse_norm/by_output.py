@@ -19,8 +19,8 @@ from opfuse.ops.authoring import cast, may_write, reusable, wide
 
 from .fused import Ctxs
 
-MOST = {torch.float32: 16.0, torch.bfloat16: 2.0}
-"""By dtype, the largest bias in units of its weight.
+MOST = 16.0
+"""The largest bias in units of its weight.
 
 The output is rounded by an error that grows with the bias, and dividing by the weight magnifies it.
 """
@@ -86,17 +86,17 @@ def _divided(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | No
 
     None where they would be less precise than the gradients need them, or nothing may be kept.
     """
-    if y.dtype is not x.dtype or not may_write(x, y):
+    if not x.dtype is y.dtype is torch.float32 or not may_write(x, y):
         return None
     if not ctx.params:
         return None, None
     weight, *bias = ctx.params
     inverse, shift = _scale(ctx, weight, wide(x.dtype)).reciprocal(), None
-    most, squares = MOST[x.dtype], inverse.square().mul_((MOST[x.dtype] * LEAST) ** 2)
+    squares = inverse.square().mul_((MOST * LEAST) ** 2)
     if bias:
         shift = torch.mul(bias[0], inverse).neg_()
         squares = squares.addcmul_(shift, shift)
-    return (inverse, shift) if squares.amax().item() <= most**2 else None  # no NaN is
+    return (inverse, shift) if squares.amax().item() <= MOST**2 else None  # no NaN is
 
 
 def _scale(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,8 +136,8 @@ def _pays(ops: Any, env: Environment) -> bool | str:
         return f'the option {OPTION} is "never"'
     if env.device.type != "cpu":
         return "its weights would be read on the host, to see whether they can be divided by"
-    if env.dtype not in MOST:
-        return f"it divides in fp32 and bf16, and this is {str(env.dtype).removeprefix('torch.')}"
+    if env.dtype is not torch.float32:
+        return f"only in fp32 the output is precise enough, and this is {env.dtype}"
     if env.recipe is not None:
         return f"{type(env.recipe).__name__} quantizes what a linear keeps"
     if env.compiling:
