@@ -126,6 +126,13 @@ def test_the_op_runs_where_a_value_cannot_be_divided(name):
     compare(model, x, torch.randn(32, 48), 1e-5)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 1e-6])
+def test_rows_that_hardly_vary_are_as_precise_as_the_op(scale):
+    """Beside eps the variance is small, and so are the normalized values beside the bias."""
+    model, x = drawn(), (scale * torch.randn(32, 48)).requires_grad_()
+    compare(model, x, torch.randn(32, 48), 1e-5)
+
+
 def test_nan_in_a_weight_is_no_error():
     model, x = drawn(), torch.randn(4, 48, requires_grad=True)
     model.weight.data[3] = float("nan")

@@ -57,7 +57,7 @@ class NormByOutput(FusedOperation):
         y = op.op_forward(ctx, input_)
         is_kept = ctx.may_recompute or self._always  # the next op is a linear that would keep it
         if is_kept and ctx.requires_grad and ctx.to_save[0] is not None:
-            divided = _divided(ctx, input_, y)
+            divided = _divided(ctx, input_, y, op.eps)
             if divided is not None:
                 weight, *_ = (*ctx.params, None)
                 ctx.to_save = y, weight, None, ctx.to_save[-1], *divided
@@ -81,10 +81,13 @@ class NormByOutput(FusedOperation):
         return dx, (grads,), ((),)
 
 
-def _divided(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+def _divided(
+    ctx: Any, x: Tensor, y: Tensor, eps: float
+) -> tuple[Tensor | None, Tensor | None] | None:
     """What the output times the first, plus the second, gives: the normalized values.
 
-    None where they would be less precise than the gradients need them, or nothing may be kept.
+    None where they would be less precise than the gradients need them, or nothing may be kept. The
+    mean square of a row of them is ``1 - eps rstd^2``: it is small in rows that vary less than eps.
     """
     if not x.dtype is y.dtype is torch.float32 or not may_write(x, y):
         return None
@@ -96,7 +99,9 @@ def _divided(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor | None, Tensor | No
     if bias:
         shift = torch.mul(bias[0], inverse).neg_()
         squares = squares.addcmul_(shift, shift)
-    return (inverse, shift) if squares.amax().item() <= MOST**2 else None  # no NaN is
+    rstd = ctx.to_save[-1]
+    largest = 1 - eps * rstd.amin().item() ** 2 if rstd.numel() else 1.0
+    return (inverse, shift) if squares.amax().item() <= MOST**2 * largest else None  # no NaN is
 
 
 def _scale(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
