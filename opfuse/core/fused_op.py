@@ -63,10 +63,6 @@ class FusedOperation(_Fixed, FusibleOperation):
     fusion may rely on exactly that. A joint fusion may keep anything.
 
     Attributes:
-        recomputes: Whether ``fuser_recompute`` can return the output of ``fuser_forward`` again.
-            A next op that saves this very tensor as its ``"input"`` then does not keep it, and
-            still finds it in its backward. ``fuser_forward`` agrees to that at each call, see
-            :attr:`OperationContext.may_recompute`.
         overlaps: Whether the collectives among its ops run beside other work.
         casts: Whether it performs the casts that a recipe wants between its ops. For fusions that
             are plain functions; :class:`opfuse.Fusion` has an argument for it.
@@ -88,7 +84,6 @@ class FusedOperation(_Fixed, FusibleOperation):
     kwarg_names: ClassVar[tuple[str, ...] | None] = ()
     param_names: tuple[str, ...] | None = ()
     notes: str = ""
-    recomputes: bool = False
     overlaps: bool = False
     casts: bool = False
     fallback: str = ""
@@ -135,14 +130,6 @@ class FusedOperation(_Fixed, FusibleOperation):
         If it raises, for instance because of an option's value, the user is warned and the fusion
         is not used.
         """
-
-    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
-        """Return the output of ``fuser_forward`` again, from the contexts of the backward.
-
-        Returns:
-            A new tensor that equals the output up to rounding.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 
     # The basic ops one after the other: the fallback of kernels, and the reference for their
     # results

@@ -149,6 +149,10 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             ``ctx.owns_grad_output`` of the next step.
         kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
             parameters of ``op_forward``.
+        recomputes: Whether ``fuser_recompute`` can return the output of the forward again. A next
+            op that saves this very tensor as its ``"input"`` then does not keep it, and still finds
+            it in its backward. The forward agrees to that at each call, see
+            :attr:`OperationContext.may_recompute`.
         real_numbers: Names of attributes that take only real numbers. A tensor there would get no
             gradient, and could change in place unnoticed.
     """
@@ -165,6 +169,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     casts_input: ClassVar[bool] = False
     batch_invariant: tuple[str, ...] = ()
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
+    recomputes: bool = False
     real_numbers: ClassVar[tuple[str, ...]] = ()
     # how often a method or declaration of any op was replaced; part of a plan's key
     changes: ClassVar[int] = 0
@@ -366,6 +371,14 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             of the extra inputs of each basic op.
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward pass")
+
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """Return the output of the forward again, from the contexts of the backward.
+
+        Returns:
+            A new tensor that equals the output up to rounding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 
     def _own_fuser(self) -> Any:
         """The fuser behind ``op(x)``, which lives as long as the op."""

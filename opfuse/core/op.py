@@ -63,9 +63,6 @@ class BasicOperation(FusibleOperation):
         autocast_dtype: The value of ``ctx.dtype`` under autocast, unless the next op
             ``casts_input``; None: autocast's own dtype.
         casts_input: Whether the op casts its input to ``ctx.dtype`` before anything else.
-        recomputes: Whether :meth:`op_recompute` can return the output again, so that a next op
-            that saves it as its ``"input"`` need not. Where ``ctx.may_recompute``, the forward then
-            saves what that takes, and sets ``ctx.recomputable_output`` to the output.
         needs_tools: The tools without which it does not run, such as ``"distributed"``.
         accumulates_grads: Whether :meth:`accumulate_grads` stores the gradients of parameters.
         unquantized: Why no recipe quantizes the products of the op, for reports; empty: it has
@@ -89,7 +86,6 @@ class BasicOperation(FusibleOperation):
     groups_input: ClassVar[int | None] = None
     params_in_compute_dtype: bool = False
     autocast_dtype: ClassVar[torch.dtype | None] = None
-    recomputes: ClassVar[bool] = False
     needs_tools: tuple[str, ...] = ()
     accumulates_grads: bool = False
     extras_of_any_dtype: ClassVar[bool] = False
@@ -418,17 +414,6 @@ class BasicOperation(FusibleOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Grads]:
         """Backward pass: the gradient of the input, and one gradient (or None) per parameter."""
-
-    def op_recompute(self, ctx: OperationContext) -> Tensor:
-        """Return the output of ``op_forward`` again, from the context of the backward.
-
-        Only for an op that ``recomputes``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
-
-    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
-        """Run ``op_recompute``; see :meth:`FusedOperation.fuser_recompute`."""
-        return self.op_recompute(basic_op_ctxs[0])
 
     def fuser_forward(
         self,

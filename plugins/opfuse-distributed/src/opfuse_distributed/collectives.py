@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -167,9 +167,9 @@ class AllGather(_Collective):
 
     op_backward = _Collective.op_backward
 
-    def op_recompute(self, ctx: OperationContext) -> Tensor:
-        """Gather again."""
-        (part,) = ctx.saved_tensors  # type: ignore[misc]
+    def fuser_recompute(self, basic_op_ctxs: Sequence[Any]) -> Tensor:
+        """Gather again; see :meth:`opfuse.FusibleOperation.fuser_recompute`."""
+        (part,) = basic_op_ctxs[0].saved_tensors
         return self._all_gather(part)
 
 
