@@ -261,7 +261,7 @@ def together(session: nox.Session) -> None:
     Fusing never changes the answer. Of a test with many cases a seventh run: see conftest.py.
     """
     everything(session)
-    session.env["OPFUSE_SHARE"] = "0.15"
+    session.env["OPFUSE_SHARE"] = "0.1"
     # what a converted model of a library gains comes from other plugins
     models = ROOT / "plugins" / "opfuse-plugin-transformers"
     where = [ROOT / "tests", *(folder / "tests" for folder in (*TOOLKITS, models))]

@@ -207,7 +207,7 @@ class Backward(Source):
         taken = {i for step in takers for i in range(step.start, step.stop) if i <= self._reached}
         for n, (i, *_) in enumerate(self.program.accumulating):
             if i in taken:
-                offer = self.call(self.chain.ops[i].grad_sum, at=i)
+                offer = self.bind(f"grad_sum_{i}", self.chain.ops[i].grad_sum)
                 self.add(f"c{i}.grad_sum = {offer}(wanted[{n}])")
 
     # Results
