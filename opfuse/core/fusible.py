@@ -376,7 +376,8 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         """Return the output of the forward again, from the contexts of the backward.
 
         Returns:
-            A new tensor that equals the output up to rounding.
+            A tensor that equals the output up to rounding. It stands for a saved one: nobody writes
+            to it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not compute its output again")
 

@@ -1,8 +1,7 @@
 """Products of linear layers in the faster of a CPU's two libraries, for fusions.
 
 On AMD's CPUs with AVX-512, PyTorch's default library for fp32 matrix products does not use it.
-oneDNN does, at the same fp32 accuracy. Without AVX-512 (an EPYC of family 25, model 1) oneDNN took
-1.03 to 1.4 times as long.
+oneDNN does, at the same fp32 accuracy. Without AVX-512 it was slower.
 ``torch.backends.mkldnn.flags(enabled=False)`` turns oneDNN off, here too.
 """
 

@@ -140,7 +140,7 @@ def _pays(ops: Any, env: Environment) -> bool | str:
     if env.options.get(OPTION) == "never":
         return f'the option {OPTION} is "never"'
     if env.device.type != "cpu":
-        return "its weights would be read on the host, to see whether they can be divided by"
+        return "at each call its weights are read on the host, for which a GPU would have to wait"
     if env.dtype is not torch.float32:
         return f"only in fp32 the output is precise enough, and this is {env.dtype}"
     if env.recipe is not None:
