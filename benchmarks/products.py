@@ -6,9 +6,10 @@ One part is ``gelu(x @ w.T + bias)`` in bf16, without a backward, and in the tra
 which stores the input of the GELU too: opfuse's Triton kernel in its fastest configuration, the
 library's product and opfuse's elementwise kernel, the library's own epilogue, torch.compile in its
 default mode, and the product alone. Another is what a layer of experts multiplies: the kernels
-of opfuse-plugin-moe, ``grouped_mm``, and a product for each group. Each row has microseconds, how
-far each result is from that in fp32, and the configurations that were tried, or why there is none.
-It also says whether the library's epilogues keep NaN.
+of opfuse-plugin-moe, ``grouped_mm``, and a product for each group; and of FP8 codes, each group with
+a scale of its own, ``scaled_grouped_mm``, which gets that scale for each row. Each row has
+microseconds, how far each result is from that in fp32, and the configurations that were tried, or
+why there is none. It also says whether the library's epilogues keep NaN.
 """
 
 from __future__ import annotations
@@ -211,6 +212,42 @@ def grouped(kind: str, sizes: list[int], depth: int, features: int) -> tuple[Any
     }
 
 
+def grouped_codes(sizes: list[int], depth: int, features: int) -> tuple[Any, Ways]:
+    """The same for the forward of a layer of experts under a recipe with a scale for each tensor."""
+    from opfuse_moe.kernels import library
+
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
+    codes = random(sum(sizes), depth).to(torch.float8_e4m3fn)
+    weights = random(len(sizes), features, depth).to(torch.float8_e4m3fn)
+    scales = torch.rand(len(sizes), device=DEVICE) + 0.5
+    of_weights = torch.rand(len(sizes), device=DEVICE) * depth**-0.5
+    matrices = library.matrices_of(weights)
+    wide = [x.float() * s for x, s in zip(codes.split(sizes), scales, strict=True)]
+    others = [w.float() * s for w, s in zip(weights, of_weights, strict=True)]
+
+    def pytorch() -> Tensor:
+        groups = torch.arange(len(sizes), device=DEVICE)
+        of_rows = torch.repeat_interleave(
+            groups, ends.diff(prepend=ends.new_zeros(1)), output_size=len(codes)
+        )
+        row_wise = F.ScalingType.RowWise
+        return F.scaled_grouped_mm(
+            *(codes, weights.transpose(1, 2), scales[of_rows], row_wise),
+            *(of_weights[:, None].expand(-1, features).contiguous(), row_wise),
+            offs=ends,
+            output_dtype=DTYPE,
+        )
+
+    def own(exact: bool) -> Tensor:
+        return library.coded_product((codes, scales), matrices, of_weights, ends, DTYPE, exact=exact)
+
+    return torch.cat([F.linear(*each) for each in zip(wide, others, strict=True)]), {
+        "kernel": lambda row: functools.partial(own, False),
+        "kernel, fp32 sums": lambda row: functools.partial(own, True),
+        "scaled_grouped_mm": lambda row: pytorch,
+    }
+
+
 def wrong_by(got: Any, expected: Any) -> float:
     """The relative error of the worst of several tensors."""
     if isinstance(expected, tuple):
@@ -266,6 +303,7 @@ def cases() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     for depth, features in EXPERTS if ON_GPU else TINY_EXPERTS:
         for kind in ("forward", "dx", "dw"):
             yield grouped, {"kind": kind, "sizes": sizes, "depth": depth, "features": features}
+        yield grouped_codes, {"sizes": sizes, "depth": depth, "features": features}
     for rows, depth, features in SHAPES if ON_GPU else TINY:
         for keep in (False, True):
             yield activated, {"rows": rows, "depth": depth, "features": features, "keep": keep}
@@ -278,7 +316,8 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     for row in result["rows"]:
         case = row["case"]
         rows = case.get("rows") or sum(case["sizes"])
-        kind = case.get("kind") or ("gelu, kept" if case["keep"] else "gelu")
+        kind = case.get("kind") or ("codes" if "sizes" in case else "gelu")
+        kind += ", kept" if case.get("keep") else ""
         title = f"{kind}, {rows} x {case['depth']} -> {case['features']}"
         for name in {**row["us"], **row["why"]}:
             us, why = row["us"].get(name), row["why"].get(name, "").replace("|", "/")

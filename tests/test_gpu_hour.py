@@ -214,9 +214,11 @@ def test_products_are_compared_in_a_part_of_the_hour(tmp_path):
     assert row["state"] == "done", row
     result = row["result"]
     assert result["nan"] == {"gelu": True, "relu": True} and not result["left"]
-    assert [len(each["us"]) for each in result["rows"]] == [3, 3, 3, 5, 4]
+    assert [len(each["us"]) for each in result["rows"]] == [3, 3, 3, 2, 5, 4]
     for each in result["rows"]:
-        assert not each["why"] and max(each["wrong_by"].values()) < 0.01, each
+        # torch's product of groups of codes is for CUDA alone
+        assert {*each["why"]} <= {"scaled_grouped_mm"}, each
+        assert max(each["wrong_by"].values()) < 0.01, each
     assert (tmp_path / "gpu-hour.md").read_text().count("| dw, 16 x 16 -> 32 |") == 3
 
 
