@@ -213,7 +213,6 @@ class _Forward(Recorder):
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the state of the chain's quantizers."""
-        super().record(fuser, program, given)
         ops, recipe = fuser._chain.ops, current.recipe
         quantizers = [q for op in ops for q in op._quantizers.of_mode(op, recipe, "forward")]
         self.states.append(
@@ -223,7 +222,10 @@ class _Forward(Recorder):
 
 
 class _Recompute(Recorder):
-    """Active in the recomputation; restores the forward's settings and each chain's state."""
+    """Active in the recomputation; restores the forward's settings and each chain's state.
+
+    Outer recorders are told nothing: they were in the forward.
+    """
 
     restores = True
 
@@ -234,14 +236,15 @@ class _Recompute(Recorder):
 
     def __enter__(self) -> _Recompute:
         super().__enter__()
-        self._outside = current.values, current.weights
+        current.recorders = (self,)
+        self._settings = current.values, current.weights
         current.values, current.weights = self._forward.settings, self._forward.weights
         self._states, self._used = iter(self._forward.states), iter(self._forward.casts)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__()
-        current.values, current.weights = self._outside
+        current.values, current.weights = self._settings
         while self._after:
             state, value = self._after.pop()
             put_back(state, value)
@@ -250,10 +253,7 @@ class _Recompute(Recorder):
             cache.put_back(entries)
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
-        """Restore the state that the chain started from.
-
-        An outer recorder is not called: it was in the forward.
-        """
+        """Restore the state that the chain started from."""
         for cache, entries in next(self._used):
             self._casts.append((cache, cache.entries()))
             cache.put_back(entries)

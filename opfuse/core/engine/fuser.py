@@ -148,7 +148,7 @@ class OperationFuser:
         last, program = self._last
         if key != last or (program.row_facts and _has_other_rows(program, input)):
             program = self.program_for(key, input, tensors)
-        watched = (current.recorder is not None) | profiler._is_profiler_enabled
+        watched = bool(current.recorders) | profiler._is_profiler_enabled
         if not program.is_plain or type(input) is not Tensor or basic_op_kwargs or watched:
             call = program.call if program.recipe is None else _never_traced(program.call)
             return call(self, program, input, tensors, extra_inputs, basic_op_kwargs)

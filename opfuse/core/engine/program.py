@@ -191,7 +191,7 @@ class Program:
             kwargs: Keyword arguments per basic op, or None.
             x: The chain's input.
             *tensors: The parameters, then the extra inputs that the caller gave.
-            watched: Whether the recorder of this thread is told what the forward saves.
+            watched: Whether the recorders of this thread are told what the forward saves.
         """
         if self.compiling:
             given = _distinct(tensors, self.num_params) if self.trains else tensors
@@ -265,11 +265,11 @@ def _run_call(
         checks.check_constants(program.chain, kwargs)
     for op, requires_grad in program.called_before:
         op.pre_fuser_forward(requires_grad=requires_grad)
-    if (recorder := current.recorder) is not None:
+    for recorder in current.recorders:
         recorder.record(fuser, program, (input, tensors, kwargs))
     if program.compiling:
         return program(kwargs, input, *tensors)
-    call = functools.partial(program, kwargs, input, *tensors, watched=recorder is not None)
+    call = functools.partial(program, kwargs, input, *tensors, watched=bool(current.recorders))
     if program.autocast is not None:  # the ops cast themselves
         with torch.autocast(program.autocast_device, enabled=False):
             return call()

@@ -205,7 +205,7 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; outside of training, and where a report looks, run the layer."""
-        is_watched = current.recorder is not None or torch.compiler.is_compiling()
+        is_watched = bool(current.recorders) or torch.compiler.is_compiling()
         if is_watched or not (self.layer.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         call = Call.of(args, kwargs)
