@@ -454,13 +454,11 @@ class Engine(NamedTuple):
         make_fuser: The class of fusers, for ``op(x)``.
         new_quantizer: ``new_quantizer(recipe, role, env, siblings)``, from the plugin that serves a
             recipe.
-        cache_quantizers: ``cache_quantizers(op)``: the quantizers of inputs kept in FP8.
         recipe_name: ``recipe_name(recipe)``: the name under which a recipe is registered.
     """
 
     make_fuser: Callable[..., Any]
     new_quantizer: Callable[..., Quantizer]
-    cache_quantizers: Callable[..., dict[str, Quantizer]]
     recipe_name: Callable[..., str]
 
 

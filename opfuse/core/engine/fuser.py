@@ -19,7 +19,7 @@ from ..introspection import hook_dicts, is_dtensor, own_call, why_apart
 from ..op_context import ModuleCache
 from ..overwriting import without_modes
 from ..plugins import manager
-from ..recipes import cache_quantizers, new_quantizer, recipe_name
+from ..recipes import new_quantizer, recipe_name
 from ..settings import Settings, current
 from ..tools import check_options, require, wrap_call
 from . import checks
@@ -370,4 +370,4 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
 _cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-bind_engine(Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name))
+bind_engine(Engine(OperationFuser, new_quantizer, recipe_name))

@@ -24,7 +24,7 @@ from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization.coded_tensor import brings_codes, dequantized
-from ..scale_update import current_backward, in_backward
+from ..scale_update import begin_backward, in_backward
 from ..settings import current, is_captured
 from . import checks
 from .facts import Facts, Recompute, Step
@@ -325,7 +325,7 @@ def _run_backward(ctx: Any, *grads: Any) -> Any:
             "inside opfuse.options(double_backward=True)"
         )
     if program.advances and in_backward():
-        current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
+        begin_backward(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     if (run := program.backward_of(grads)) is None:
         return (None,) * len(ctx.needs_input_grad)
     return run(ctx, *grads)

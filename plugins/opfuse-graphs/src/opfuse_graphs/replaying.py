@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 import opfuse
-from opfuse.core.scale_update import CapturedBlock, current_backward
+from opfuse.core.scale_update import begin_backward
 from opfuse.core.settings import current
+
+from .captured_block import CapturedBlock
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TENSOR = "a tensor"
@@ -274,7 +276,7 @@ class GraphedForward:
                     param.grad = param.grad.clone()
         self._replay_backward()
         for ran in self.captured.backward:
-            current_backward().add(*ran)
+            begin_backward(*ran)
         return [None if x is None else x.detach() for x in self._gradients]
 
     def __reduce__(self) -> Any:
