@@ -317,14 +317,6 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before every forward pass of a fuser."""
 
-    def get_input_quantizer(self) -> Quantizer | None:
-        """The quantizer that this op wants for its input under the current recipe."""
-        return None
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The quantizer that this op wants for the gradient of its output."""
-        return None
-
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
