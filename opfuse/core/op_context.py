@@ -117,7 +117,7 @@ QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which Transformer Engine quantizers ``op_forward`` takes: by position, by name."""
     forward = op.op_forward
-    return _asked_by(getattr(forward, "__func__", forward), "__func__" in dir(forward))
+    return _asked_by(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
 asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
@@ -139,7 +139,6 @@ class ModuleCache:
     def __init__(self) -> None:
         self.key: Any = (ModuleCache,)  # of nothing
         self.value: Any = None
-        self.separate: tuple[int, list[Any]] = (-1, [])  # see FusedOperation.run_separately
 
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
         return ModuleCache, ()
