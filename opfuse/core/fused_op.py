@@ -10,7 +10,7 @@ from torch import Tensor, nn, zeros_like
 from .environment import Environment
 from .fusible import FusibleOperation
 from .op import BasicOperation
-from .op_context import AllGrads, Extras, Outputs, in_channel, summed
+from .op_context import AllGrads, Extras, Outputs, alias, summed
 from .overwriting import may_write
 from .quantization import QuantizedTensor, Quantizer
 
@@ -163,7 +163,7 @@ class FusedOperation(_Fixed, FusibleOperation):
                 next_op_input_quantizer=next_op_input_quantizer if i == last else None,
                 basic_op_kwargs=[basic_op_kwargs[i] if basic_op_kwargs else {}],
             )
-            inside = [in_channel(tensor, ctx) for tensor in given]
+            inside = map(alias, given) if ctx.requires_grad else given
             made.update(zip(op._extra_output_channels, inside, strict=True))
             outputs.append(given)
         return x, outputs

@@ -144,11 +144,14 @@ class ModuleCache:
         return ModuleCache, ()
 
 
-def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
-    """Return the alias of an extra output that a later op gets; it says if a gradient flows."""
-    if tensor is None or not ctx.requires_grad or not tensor.is_floating_point():
-        return tensor
-    return tensor if is_dynamo_compiling() else tensor.detach().requires_grad_()
+def alias(output: Tensor | None) -> Tensor | None:
+    """What a channel gives to a later op: it says that a gradient flows.
+
+    The flag of a tensor that the caller may hold must not change.
+    """
+    if output is None or not output.is_floating_point():
+        return output
+    return (output.clone() if is_dynamo_compiling() else output.detach()).requires_grad_()
 
 
 def summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -73,7 +73,7 @@ class OperationFuser:
         run = functools.partial(OperationFuser.run, self)
         if not part and (wrapped := wrap_call(run, chain=self._chain)) is not run:
             self.run = wrapped  # type: ignore[method-assign]
-        self._width = self._chain.width  # refuses widths that do not fit
+        self._width = self._chain.width
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
