@@ -126,13 +126,9 @@ class QuantizerStates:
         """
         if recipe is None:
             return {}
-        known = self._by_recipe.get(recipe)
-        held = quantized_parameters(op) if op.param_names else {}
-        if known is not None and not held:
-            return known
-        lives = living_weights(op).items() if held else ()
+        lives = living_weights(op).items()
         theirs = {name: p.quantized.quantizer for name, p in lives if p.recipe == recipe}
-        if known is not None:
+        if (known := self._by_recipe.get(recipe)) is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
             return known
         made: dict[str, Quantizer] = {}
