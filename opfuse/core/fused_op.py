@@ -18,12 +18,12 @@ from .quantization import QuantizedTensor, Quantizer
 class _Fixed(nn.Module):
     """A module with children that are fixed: a fuser that captured them would run the old ones."""
 
-    def _is_fixed(self, name: str) -> bool:
-        raise NotImplementedError
+    _is_complete = False
 
     def _refuse(self, name: str, value: Any) -> None:
+        is_fixed = self._is_complete and (name == "basic_ops" or name.isdecimal())
         # torch's wrappers set the one that is there
-        if self._is_fixed(name) and self._modules.get(name) is not value:
+        if is_fixed and self._modules.get(name) is not value:
             raise RuntimeError("the basic ops of a fused op are fixed: make another op")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -44,10 +44,7 @@ class _BasicOps(_Fixed, nn.ModuleList):
 
     def __init__(self, ops: Iterable[nn.Module]) -> None:
         super().__init__(ops)
-        self._is_closed = True
-
-    def _is_fixed(self, name: str) -> bool:
-        return name.isdecimal() and "_is_closed" in vars(self)
+        self._is_complete = True
 
     def insert(self, index: int, module: nn.Module) -> None:
         self._refuse("0", None)
@@ -98,9 +95,7 @@ class FusedOperation(_Fixed, FusibleOperation):
                     f"{type(self).__name__} replaces basic ops, got {type(op).__name__}"
                 )
         self.basic_ops = _BasicOps(ops)
-
-    def _is_fixed(self, name: str) -> bool:
-        return name == "basic_ops" and name in vars(self).get("_modules", ())
+        self._is_complete = True
 
     def _take_name(self, name: str) -> None:
         for op in [op for op in self.basic_ops if op._name in ("", self._name)]:
