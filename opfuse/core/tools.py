@@ -59,12 +59,12 @@ class _Wrapped:
     def choose(self) -> Callable[..., Any]:
         """What the tools in use make of it; they are asked again after one comes or goes."""
         tools = manager.active_tools(selection := current.selection)
-        asked, run = self._made.get(selection, (None, self._run))
-        if asked is not tools:
-            run = wrap(tools, "opfuse_wrap_call", self._run, **self._given)
-            self._made[selection] = tools, run
-        self._latest = run
-        return run
+        made = self._made.get(selection)
+        if made is None or made[0] is not tools:
+            made = tools, wrap(tools, "opfuse_wrap_call", self._run, **self._given)
+            self._made[selection] = made
+        self._latest = made[1]
+        return made[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it; a graph is made anew where the selection is another."""
