@@ -411,7 +411,7 @@ def test_random_numbers_and_the_scope_are_as_before(linear):
     expected = torch.random.get_rng_state()
     opfuse.explain(model, x)
     assert torch.equal(torch.random.get_rng_state(), expected)
-    assert settings.current.recorder is None
+    assert not settings.current.recorders
 
     def broken(x):
         model(x)
@@ -420,7 +420,7 @@ def test_random_numbers_and_the_scope_are_as_before(linear):
     with pytest.raises(KeyError):
         opfuse.explain(broken, x)
     assert torch.equal(torch.random.get_rng_state(), expected)
-    assert settings.current.recorder is None
+    assert not settings.current.recorders
 
 
 def test_grad_and_autocast_modes_are_the_callers(linear):

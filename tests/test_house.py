@@ -206,7 +206,7 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 5640,
+    "opfuse.core": 5550,
     "opfuse.ops": 3710,  # 60 for Modulate, 300 for log-probabilities, 160 for groups of rows, 80 for samples, 70 for class weights, adapters and biases of experts
     "opfuse.report": 1040,  # 270 for isolation, 117 for replaced forwards and 55 for names, which the core had
     "opfuse.tuning": 1515,  # 380 for tables, lookup and choice, and 40 for what plans depend on, which were in the core; 50 for processes that tune together
@@ -215,7 +215,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse_triton": 3870,  # 3 for the configurations of a dropout, 266 for norms with a modulation
     "opfuse_convert": 3380,  # 70 for modulations, and views of what a chain takes
     "opfuse_memory": 1030,  # 165 for what is compiled, and how it is compared
-    "opfuse_graphs": 310,
+    "opfuse_graphs": 330,  # 20 for captured blocks, which the core had
     "opfuse_distributed": 2110,  # 1,400 of the core, the ops and the kit
     "opfuse_reproducible": 345,
     "opfuse_quantized": 1100,  # 150 for tensors over codes, which the core had

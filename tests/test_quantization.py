@@ -467,7 +467,7 @@ def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels):
     assert results[0][1] == results[1][1]
     for a, b in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(a, b)
-    assert current.recipe is None and current.recorder is None
+    assert current.recipe is None and not current.recorders
 
 
 def test_reentrant_checkpoint_with_the_recipe_inside():

@@ -47,8 +47,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         replaced = vars(self)[KEPT_AS]
-        if current.recorder is not None:
-            current.recorder.replaced(replaced, self, (x,))
+        for recorder in current.recorders:
+            recorder.replaced(replaced, self, (x,))
         return (
             self.own_operations_of(replaced, x)
             if replaced.off or replaced.fallback

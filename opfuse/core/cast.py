@@ -77,11 +77,6 @@ class Cast(PassThrough):
         """The gradient, quantized."""
         return self.quantizer(grad_output, self.usage), ()
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
-        """The gradient, quantized; a cast that no fusion took gets no context."""
-        nothing = [()] * len(basic_op_ctxs)
-        return self.quantizer(grad_output, self.usage), nothing, nothing
-
     def extra_repr(self) -> str:
         """The quantizer, and the copies it makes."""
         return f"{type(self.quantizer).__name__}, {self.usage}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .engine.chain import Chain
 from .engine.fuser import OperationFuser
 from .engine.program import Program
 from .overwriting import put_back, unseen
@@ -201,66 +202,78 @@ class autocast(Setting):
             block.end(failed=exc_info[0] is not None)
 
 
+class _State(NamedTuple):
+    """What the ops of a chain keep from one call to the next, as it was at one time.
+
+    Attributes:
+        quantizers: The tensors of their quantizers, with the values.
+        casts: The casts of their weights.
+    """
+
+    quantizers: list[tuple[Quantizer, str, Tensor]]
+    casts: list[tuple[WeightCache, Any]]
+
+    @classmethod
+    def of(cls, chain: Chain) -> _State:
+        """That of the ops of a chain now."""
+        ops, recipe = chain.ops, current.recipe
+        quantizers = [q for op in ops for q in op._quantizers.of_mode(op, recipe, "forward")]
+        named = [(q, name) for q in quantizers for name in q.state_names]
+        values = [(q, name, unseen(getattr(q, name))) for q, name in named]
+        return cls(values, [(op._weights, op._weights.entries()) for op in ops])
+
+    def put_back(self) -> None:
+        """Restore it."""
+        for quantizer, name, value in self.quantizers:
+            put_back(getattr(quantizer, name), value)
+        for cache, entries in self.casts:
+            cache.put_back(entries)
+
+
 class _Forward(Recorder):
-    """Active in a checkpointed forward; records the initial quantizer state of each chain."""
+    """Active in a checkpointed forward; records the state that each chain starts from."""
 
     restores = True
 
     def __init__(self) -> None:
         self.settings, self.weights = current.values, current.weights
-        self.states: list[list[tuple[Quantizer, str, Tensor]]] = []
-        self.casts: list[list[tuple[WeightCache, Any]]] = []
+        self.states: list[_State] = []
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
-        """Keep the state of the chain's quantizers."""
-        super().record(fuser, program, given)
-        ops, recipe = fuser._chain.ops, current.recipe
-        quantizers = [q for op in ops for q in op._quantizers.of_mode(op, recipe, "forward")]
-        self.states.append(
-            [(q, name, unseen(getattr(q, name))) for q in quantizers for name in q.state_names]
-        )
-        self.casts.append([(op._weights, op._weights.entries()) for op in ops])
+        """Keep the state of the chain."""
+        self.states.append(_State.of(fuser._chain))
 
 
 class _Recompute(Recorder):
-    """Active in the recomputation; restores the forward's settings and each chain's state."""
+    """Active in the recomputation; restores the forward's settings and each chain's state.
+
+    Outer recorders are told nothing: they were in the forward.
+    """
 
     restores = True
 
     def __init__(self, forward: _Forward) -> None:
         self._forward = forward
-        self._after: list[tuple[Tensor, Tensor]] = []
-        self._casts: list[tuple[WeightCache, Any]] = []
+        self._after: list[_State] = []
 
     def __enter__(self) -> _Recompute:
         super().__enter__()
-        self._outside = current.values, current.weights
+        current.recorders = (self,)
+        self._settings = current.values, current.weights
         current.values, current.weights = self._forward.settings, self._forward.weights
-        self._states, self._used = iter(self._forward.states), iter(self._forward.casts)
+        self._states = iter(self._forward.states)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__()
-        current.values, current.weights = self._outside
+        current.values, current.weights = self._settings
         while self._after:
-            state, value = self._after.pop()
-            put_back(state, value)
-        while self._casts:
-            cache, entries = self._casts.pop()
-            cache.put_back(entries)
+            self._after.pop().put_back()
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
-        """Restore the state that the chain started from.
-
-        An outer recorder is not called: it was in the forward.
-        """
-        for cache, entries in next(self._used):
-            self._casts.append((cache, cache.entries()))
-            cache.put_back(entries)
-        for quantizer, name, before in next(self._states):
-            state = getattr(quantizer, name)
-            self._after.append((state, unseen(state)))
-            put_back(state, before)
+        """Restore the state that the chain started from."""
+        self._after.append(_State.of(fuser._chain))
+        next(self._states).put_back()
 
 
 @contextlib.contextmanager

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn, zeros_like
-from torch.compiler import is_dynamo_compiling
 
 from .environment import Environment
 from .fusible import FusibleOperation
-from .op import BasicOperation, is_direct
-from .op_context import AllGrads, Extras, Outputs, in_channel, summed
+from .op import BasicOperation
+from .op_context import AllGrads, Extras, Outputs, alias, summed
 from .overwriting import may_write
 from .quantization import QuantizedTensor, Quantizer
 
@@ -19,12 +18,12 @@ from .quantization import QuantizedTensor, Quantizer
 class _Fixed(nn.Module):
     """A module with children that are fixed: a fuser that captured them would run the old ones."""
 
-    def _is_fixed(self, name: str) -> bool:
-        raise NotImplementedError
+    _is_complete = False
 
     def _refuse(self, name: str, value: Any) -> None:
+        is_fixed = self._is_complete and (name == "basic_ops" or name.isdecimal())
         # torch's wrappers set the one that is there
-        if self._is_fixed(name) and self._modules.get(name) is not value:
+        if is_fixed and self._modules.get(name) is not value:
             raise RuntimeError("the basic ops of a fused op are fixed: make another op")
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -45,10 +44,7 @@ class _BasicOps(_Fixed, nn.ModuleList):
 
     def __init__(self, ops: Iterable[nn.Module]) -> None:
         super().__init__(ops)
-        self._is_closed = True
-
-    def _is_fixed(self, name: str) -> bool:
-        return name.isdecimal() and "_is_closed" in vars(self)
+        self._is_complete = True
 
     def insert(self, index: int, module: nn.Module) -> None:
         self._refuse("0", None)
@@ -99,9 +95,7 @@ class FusedOperation(_Fixed, FusibleOperation):
                     f"{type(self).__name__} replaces basic ops, got {type(op).__name__}"
                 )
         self.basic_ops = _BasicOps(ops)
-
-    def _is_fixed(self, name: str) -> bool:
-        return name == "basic_ops" and name in vars(self).get("_modules", ())
+        self._is_complete = True
 
     def _take_name(self, name: str) -> None:
         for op in [op for op in self.basic_ops if op._name in ("", self._name)]:
@@ -148,16 +142,12 @@ class FusedOperation(_Fixed, FusibleOperation):
 
         Arguments, result and contexts are as for ``fuser_forward``.
         """
-        x, outputs, last = input_, [], len(basic_op_ctxs) - 1
+        ops: list[Any] = [*self.basic_ops]
+        x, outputs, last = input_, [], len(ops) - 1
         made: dict[str | None, Tensor | None] = {}
-        for i, (op, forward, _) in enumerate(self._separate_ops()):
-            ctx, kwargs = basic_op_ctxs[i], basic_op_kwargs[i] if basic_op_kwargs else {}
-            if i and isinstance(x, QuantizedTensor) and not _is_cast(self.basic_ops[i - 1]):
+        for i, (op, ctx) in enumerate(zip(ops, basic_op_ctxs, strict=True)):
+            if i and isinstance(x, QuantizedTensor) and not _is_cast(ops[i - 1]):
                 x = x.dequantize()  # Quantize passes on what is cast before it
-            if forward is not None and not kwargs:
-                x = forward(ctx, x)
-                outputs.append(())
-                continue
             pairs = zip(basic_op_extra_inputs[i], op._extra_input_channels, strict=True)
             extras = [made[channel] if extra is None else extra for extra, channel in pairs]
             x, (given,) = op.fuser_forward(
@@ -166,9 +156,9 @@ class FusedOperation(_Fixed, FusibleOperation):
                 basic_op_extra_inputs=[extras],
                 prev_op_grad_output_quantizer=prev_op_grad_output_quantizer if i == 0 else None,
                 next_op_input_quantizer=next_op_input_quantizer if i == last else None,
-                basic_op_kwargs=[kwargs],
+                basic_op_kwargs=[basic_op_kwargs[i] if basic_op_kwargs else {}],
             )
-            inside = [in_channel(tensor, ctx) for tensor in given]
+            inside = map(alias, given) if ctx.requires_grad else given
             made.update(zip(op._extra_output_channels, inside, strict=True))
             outputs.append(given)
         return x, outputs
@@ -184,53 +174,34 @@ class FusedOperation(_Fixed, FusibleOperation):
 
         Of those that no gradient reaches, none gets out: see :class:`OperationContext`.
         """
+        ops: list[Any] = [*self.basic_ops]
         dy: Tensor | None = grad_output
-        of_params: list[Any] = [None] * len(basic_op_ctxs)
-        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op, *_ in self._separate_ops()]
+        of_params: list[Any] = [None] * len(ops)
+        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op in ops]
         inside: dict[str, Tensor | None] = {}
         # with keywords a gradient may be a tensor that the caller gave
         owns, shared = basic_op_ctxs[-1].owns_grad_output, self.kwarg_names or not may_write()
-        for i, (op, _, backward) in reversed([*enumerate(self._separate_ops())]):
-            ctx, behind = basic_op_ctxs[i], self.basic_ops[i + 1 : i + 2]
+        for i, op in reversed([*enumerate(ops)]):
+            ctx, behind = basic_op_ctxs[i], ops[i + 1 : i + 2]
             if not ctx.requires_grad:  # nor does any before it
                 return None, of_params, of_extras
             if behind and isinstance(dy, QuantizedTensor) and not _is_cast(behind[0]):
                 dy = dy.dequantize()
             owned, ctx.owns_grad_output = ctx.owns_grad_output, owns
-            if backward is not None:
-                dy, of_params[i] = backward(ctx, dy)
-            else:
-                given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
-                grads = [summed(grad, inside.get(channel)) for grad, channel in given]
-                dy, (of_params[i],), (of_op,) = op.fuser_backward(
-                    [ctx], dy, basic_op_grad_extra_outputs=[grads]
-                )
-                of_extras[i] = of_op = tuple(of_op)
-                for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
-                    if channel is not None and ctx.is_reached:
-                        inside[channel] = summed(grad, inside.get(channel))
+            given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
+            grads = [summed(grad, inside.get(channel)) for grad, channel in given]
+            dy, (of_params[i],), (of_op,) = op.fuser_backward(
+                [ctx], dy, basic_op_grad_extra_outputs=[grads]
+            )
+            of_extras[i] = of_op = tuple(of_op)
+            for channel, grad in zip(op._extra_input_channels, of_op, strict=True):
+                if channel is not None and ctx.is_reached:
+                    inside[channel] = summed(grad, inside.get(channel))
             if not ctx.is_reached and dy is not None:  # 0 times what is not finite is NaN
                 dy = zeros_like(dy)
             ctx.owns_grad_output = owned
             owns = not shared and op.grad_input in ("fresh", "same")[: 1 + owns]
         return dy, of_params, of_extras
-
-    def _separate_ops(self) -> list[tuple[Any, Any, Any]]:
-        """The basic ops, with ``op_forward`` and ``op_backward`` if they define nothing else."""
-        tracing = is_dynamo_compiling()  # which allows no side effects
-        changes, known = (-1, []) if tracing else self._cache.separate
-        if changes == FusibleOperation.changes:
-            return known
-        found: list[tuple[Any, Any, Any]] = []
-        for op in self.basic_ops:
-            plain = not (op.num_extra_inputs or op.num_extra_outputs)
-            forward = plain and is_direct(op, "forward")
-            backward = plain and is_direct(op, "backward")
-            passes: Any = op.op_forward if forward else None, op.op_backward if backward else None
-            found.append((op, *passes))
-        if not tracing:
-            self._cache.separate = FusibleOperation.changes, found
-        return found
 
     def forward(
         self,

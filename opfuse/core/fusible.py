@@ -317,14 +317,6 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before every forward pass of a fuser."""
 
-    def get_input_quantizer(self) -> Quantizer | None:
-        """The quantizer that this op wants for its input under the current recipe."""
-        return None
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The quantizer that this op wants for the gradient of its output."""
-        return None
-
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -454,13 +446,11 @@ class Engine(NamedTuple):
         make_fuser: The class of fusers, for ``op(x)``.
         new_quantizer: ``new_quantizer(recipe, role, env, siblings)``, from the plugin that serves a
             recipe.
-        cache_quantizers: ``cache_quantizers(op)``: the quantizers of inputs kept in FP8.
         recipe_name: ``recipe_name(recipe)``: the name under which a recipe is registered.
     """
 
     make_fuser: Callable[..., Any]
     new_quantizer: Callable[..., Quantizer]
-    cache_quantizers: Callable[..., dict[str, Quantizer]]
     recipe_name: Callable[..., str]
 
 

@@ -189,10 +189,10 @@ def opfuse_wrap_call(chain: Any, module: Module | None, run: Run) -> Run | None:
 
     Return what is called in place of ``run``, or None.
 
-    It is asked when a chain is captured, and again after a tool was registered or removed. What it
-    returns is not called where the selection switches the tool off. For a module that runs by its
-    own call between chains, and for an op that does, ``chain`` is None, and ``module`` is that
-    module.
+    It is asked when a chain is captured, at the first call under each other selection, and again
+    after something was registered or removed. What it returns is not called where the selection
+    switches the tool off. For a module that runs by its own call between chains, and for an op that
+    does, ``chain`` is None, and ``module`` is that module.
 
     Example:
         import collections

@@ -353,11 +353,11 @@ class BasicOperation(FusibleOperation):
         return self._quantizers.get(self, mode, index)
 
     def get_input_quantizer(self) -> Quantizer | None:
-        """The first forward quantizer, if there is one."""
+        """The quantizer that this op wants for its input: the first of the forward, if any."""
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
-        """The first backward quantizer, if there is one."""
+        """The one that it wants for the gradient of its output: the first of the backward."""
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     def get_usage(self, name: str, *, dgrad: bool, wgrad: bool, backward: bool = True) -> Usage:

@@ -117,7 +117,7 @@ QUANTIZERS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 def asks_for_quantizers(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which Transformer Engine quantizers ``op_forward`` takes: by position, by name."""
     forward = op.op_forward
-    return _asked_by(getattr(forward, "__func__", forward), "__func__" in dir(forward))
+    return _asked_by(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
 asks_for_quantizers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
@@ -139,17 +139,19 @@ class ModuleCache:
     def __init__(self) -> None:
         self.key: Any = (ModuleCache,)  # of nothing
         self.value: Any = None
-        self.separate: tuple[int, list[Any]] = (-1, [])  # see FusedOperation.run_separately
 
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:
         return ModuleCache, ()
 
 
-def in_channel(tensor: Tensor | None, ctx: Any) -> Tensor | None:
-    """Return the alias of an extra output that a later op gets; it says if a gradient flows."""
-    if tensor is None or not ctx.requires_grad or not tensor.is_floating_point():
-        return tensor
-    return tensor if is_dynamo_compiling() else tensor.detach().requires_grad_()
+def alias(output: Tensor | None) -> Tensor | None:
+    """What a channel gives to a later op: it says that a gradient flows.
+
+    The flag of a tensor that the caller may hold must not change.
+    """
+    if output is None or not output.is_floating_point():
+        return output
+    return (output.clone() if is_dynamo_compiling() else output.detach()).requires_grad_()
 
 
 def summed(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -203,9 +203,7 @@ class PluginManager:
                 if not any(each.answers_to(name) for each in (*self.records, *self.tools)):
                     what = f"OPFUSE_PLUGINS names {name!r}, but no such plugin is installed, or yet"
                     self.warn_once(name, f"{what} registered in code")
-            chosen = [record for record in self.records if selection.position(record) is not None]
-            chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
-            loaded = self._loaded(chosen)
+            loaded = self._loaded(self.records, selection)
             self._warn_of_namesakes(loaded)
             return loaded
 
@@ -214,12 +212,15 @@ class PluginManager:
         found = self._tools.get(text)
         if found is None:
             with self._lock:
-                selection = PluginFilter.parse(text)
-                on = [record for record in self.tools if selection.position(record) is not None]
-                found = self._tools[text] = self._loaded(on)
+                found = self._tools[text] = self._loaded(self.tools, PluginFilter.parse(text))
         return found
 
-    def _loaded(self, chosen: Sequence[PluginRecord]) -> list[PluginRecord]:
+    def _loaded(
+        self, records: Sequence[PluginRecord], selection: PluginFilter
+    ) -> list[PluginRecord]:
+        """Those of some plugins that a selection has and that can be loaded, in its order."""
+        chosen = [record for record in records if selection.position(record) is not None]
+        chosen.sort(key=selection.position)  # type: ignore[arg-type]  # stable: sorted order inside one position
         for record in chosen:
             if record.state == "found":
                 self._add_hookspecs()

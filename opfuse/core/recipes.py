@@ -131,18 +131,6 @@ def new_quantizer(
     )
 
 
-def cache_quantizers(op: Any) -> dict[str, Quantizer]:
-    """The quantizers of an op's input kept in FP8; none, with a warning, if the plugin is off."""
-    try:
-        recipe = recipe_of(CACHE_RECIPE)
-    except ValueError as error:
-        raise ValueError(f"{type(op).__name__}(cache_quantized_input=True): {error}") from None
-    if why_off(recipe, current.selection):
-        return {}
-    role = QuantizerRole("activation", "input", op.name)
-    return {"cached": new_quantizer(recipe, role, current.environment)}
-
-
 def _owners(recipe: Recipe) -> list[PluginRecord]:
     return [r for r in manager.records if type(recipe) in r.recipes.values()]
 

@@ -60,7 +60,7 @@ class Block:
         """
         for op in chain.ops:
             states = op._quantizers
-            states.called = self.group, current.skip
+            states.called = self, current.skip
             if states.unrestored and recipe in states.unrestored:
                 states.unrestored.discard(recipe)
                 if current.observer is not CALIBRATING:  # which is to find the scales
@@ -78,6 +78,14 @@ class Block:
                     f"ranks take the maxima of the same quantizers in the same order, got a "
                     f"{type(op).__name__} without: call opfuse.assign_names(model) first"
                 )
+
+    def begin_backward(self, recipe: Recipe, chain: Any, env: Any) -> None:
+        """Note that the backward of a chain runs, whose scales advance at the end of autograd."""
+        task = torch._C._current_graph_task_id()
+        if current.backward is None or current.backward.task != task:
+            current.backward = Backward(task)
+            Variable._execution_engine.queue_callback(current.backward.end)
+        current.backward.add(recipe, chain, env, self.group)
 
     def end(self, *, failed: bool) -> None:
         """Advance the state of the ops that ran, or discard their records.
@@ -111,38 +119,6 @@ class Block:
                 _advance(recipe, of, self.group, "forward")
 
 
-class CapturedBlock(Block):
-    """Around a part of a step that a CUDA graph captures; no scale advances at its end.
-
-    Each replay adds what ran to the blocks in which it is replayed: its scales advance with those
-    of the whole step.
-
-    Attributes:
-        forward: What ran, as arguments of :meth:`begin`.
-        backward: What its backward ran, as arguments of :meth:`Backward.add`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward: list[tuple[Any, ...]] = []
-        self.backward: list[tuple[Any, ...]] = []
-
-    def begin(self, recipe: Recipe, chain: Any, env: Any, records: bool) -> None:
-        """Note that a chain runs under a recipe."""
-        super().begin(recipe, chain, env, records)
-        for op in chain.ops:
-            op._quantizers.called = self, current.skip
-        self.forward.append((recipe, chain, env, records))
-
-    def discard(self) -> None:
-        """Discard the records of both passes, since a capture is no step."""
-        self.end(failed=True)
-        for recipe, chain, *_ in self.backward:
-            for op in chain.ops:
-                for quantizer in op._quantizers.of_mode(op, recipe, "backward"):
-                    quantizer.discard()
-
-
 class Backward:
     """One run of autograd, and the ops whose gradients it casts under stateful recipes.
 
@@ -154,12 +130,9 @@ class Backward:
         self.task = task
         self._ran: dict[tuple[Recipe, Any], _Ran] = {}
 
-    def add(self, recipe: Recipe, chain: Any, env: Any) -> None:
-        """Remember the ops of a chain, which ran in a block before."""
-        group, skip = chain.ops[0]._quantizers.called
-        if isinstance(group, CapturedBlock):
-            group.backward.append((recipe, chain, env))
-            return
+    def add(self, recipe: Recipe, chain: Any, env: Any, group: Any) -> None:
+        """Remember the ops of a chain, which ran in a block of that group before."""
+        _, skip = chain.ops[0]._quantizers.called
         self._ran.setdefault((recipe, group), _Ran({}, set(), env)).add(chain, skip)
 
     def end(self) -> None:
@@ -169,13 +142,10 @@ class Backward:
             _advance(recipe, of, group, "backward")
 
 
-def current_backward() -> Backward:
-    """The run of autograd that this is called in; the scales of gradients advance at its end."""
-    task = torch._C._current_graph_task_id()
-    if current.backward is None or current.backward.task != task:
-        current.backward = Backward(task)
-        Variable._execution_engine.queue_callback(current.backward.end)
-    return current.backward  # type: ignore[no-any-return]
+def begin_backward(recipe: Recipe, chain: Any, env: Any) -> None:
+    """Tell the block in which a chain ran that its backward runs, under a recipe with state."""
+    block, _ = chain.ops[0]._quantizers.called
+    (block or Block()).begin_backward(recipe, chain, env)
 
 
 def in_backward() -> bool:

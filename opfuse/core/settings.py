@@ -1,4 +1,4 @@
-"""The settings of a thread: options, the selection of plugins, the recipe, and a recorder.
+"""The settings of a thread: options, the selection of plugins, the recipe, and recorders.
 
 The settings are part of a plan's key. They are read in forward only: a plan carries what its
 backward needs.
@@ -76,7 +76,7 @@ class ThreadSettings(threading.local):
 
     Attributes:
         values: The settings that are part of a plan's key; each can also be read from this object.
-        recorder: The recorder that is called for every call in this thread, or None.
+        recorders: Those that are told of every call in this thread, the outermost first.
         recipe_depth: Number of ``torch.utils.checkpoint`` frames in which the recipe was set.
         weights: ``"fresh"``: weights are cast in every call; ``"cached"``: the last cast may be
             used again.
@@ -96,7 +96,7 @@ class ThreadSettings(threading.local):
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
-    recorder: Recorder | None = None
+    recorders: tuple[Recorder, ...] = ()
     recipe_depth: int = 0
     weights: str = "fresh"
     block: Any = None
@@ -160,7 +160,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 class Recorder:
-    """Gets every call of a fuser in its thread, within its ``with`` block.
+    """Is told of every call of a fuser in its thread, within its ``with`` block.
 
     Attributes:
         restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a
@@ -168,22 +168,18 @@ class Recorder:
     """
 
     restores: ClassVar[bool] = False
-    _outer: Recorder | None = None
+    _outside: tuple[Recorder, ...] = ()
 
     def __enter__(self: R) -> R:
-        self._outer, current.recorder = current.recorder, self
+        self._outside = current.recorders
+        current.recorders = (*self._outside, self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        current.recorder = self._outer
-
-    @property
-    def restoring(self) -> bool:
-        """Return whether it, or an outer recorder, restores the settings."""
-        return self.restores or (self._outer is not None and self._outer.restoring)
+        current.recorders = self._outside
 
     def record(self, fuser: Any, program: Any, given: Any) -> None:
-        """Called before a chain runs; calls an outer recorder too.
+        """Called before a chain runs.
 
         Args:
             fuser: The :class:`opfuse.OperationFuser` of the chain.
@@ -191,40 +187,32 @@ class Recorder:
             given: The input, the parameters and extra inputs, and the keyword arguments per basic
                 op, or None.
         """
-        if self._outer is not None:
-            self._outer.record(fuser, program, given)
 
     def replaced(self, replaced: Any, module: nn.Module, tensors: tuple[Tensor, ...]) -> None:
-        """Called where a module's chain or its own operations run; calls an outer recorder too.
+        """Called where a module's chain or its own operations run.
 
         Args:
             replaced: What the module keeps of the two.
             module: The module.
             tensors: The chain's input and extra inputs.
         """
-        if self._outer is not None:
-            self._outer.replaced(replaced, module, tensors)
 
     def saved(self, program: Any, tensors: Any) -> None:
-        """Called with the tensors that a chain keeps; calls an outer recorder too.
+        """Called with the tensors that a chain keeps.
 
         Args:
             program: The program that ran.
             tensors: The saved tensors of each basic op.
         """
-        if self._outer is not None:
-            self._outer.saved(program, tensors)
 
     def sends(self, op: Any, forward: int, backward: int) -> None:
-        """Called where an op has collectives; calls an outer recorder too.
+        """Called where an op has collectives.
 
         Args:
             op: The op.
             forward: Bytes that this process sends in its forward.
             backward: Bytes that it will send in its backward.
         """
-        if self._outer is not None:
-            self._outer.sends(op, forward, backward)
 
 
 class Setting:

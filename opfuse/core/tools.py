@@ -37,47 +37,39 @@ def wrap_call(
     run: Callable[..., Any], *, chain: Any = None, module: nn.Module | None = None
 ) -> Callable[..., Any]:
     """What tools make of the calls of a chain, or of a module between chains."""
-    active = manager.active_tools(current.selection)
-    for record in manager.tools:
-        made = _Switched(record, run, chain, module)
-        if not any(record is each for each in active):
-            run = made if record.state in ("found", "loaded") else run  # it may be switched on
-        elif made.ask() is not run:
-            run = made
-    return run
+    wrapped, active = _Wrapped(run, chain, module), manager.active_tools(current.selection)
+    waiting = [r for r in manager.tools if r not in active and r.state in ("found", "loaded")]
+    return wrapped if waiting or wrapped.choose() is not run else run  # they may be switched on
 
 
-class _Switched:
-    """Wraps calls by one tool, and does not where the selection switches it off.
+class _Wrapped:
+    """Calls what the tools make of a call that the selection in force does not switch off.
 
     Args:
-        record: The tool.
         run: What calls a chain or a module.
         chain: The :class:`opfuse.core.engine.chain.Chain`, or None.
         module: The module, or None.
     """
 
-    def __init__(
-        self, record: PluginRecord, run: Callable[..., Any], chain: Any, module: nn.Module | None
-    ) -> None:
-        self._record, self._run, self._given = record, run, {"chain": chain, "module": module}
-        self._wrapped: Callable[..., Any] | None = None
+    def __init__(self, run: Callable[..., Any], chain: Any, module: nn.Module | None) -> None:
+        self._run, self._given = run, {"chain": chain, "module": module}
+        self._latest = run  # which a graph has
+        self._made: dict[str | None, tuple[Any, Callable[..., Any]]] = {}  # by selection
 
-    def ask(self) -> Callable[..., Any]:
-        """What the tool makes of it."""
-        self._wrapped = wrap([self._record], "opfuse_wrap_call", self._run, **self._given)
-        return self._wrapped
+    def choose(self) -> Callable[..., Any]:
+        """What the tools in use make of it; they are asked again after one comes or goes."""
+        tools = manager.active_tools(selection := current.selection)
+        made = self._made.get(selection)
+        if made is None or made[0] is not tools:
+            made = tools, wrap(tools, "opfuse_wrap_call", self._run, **self._given)
+            self._made[selection] = made
+        self._latest = made[1]
+        return made[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        wrapped = self._wrapped
-        if not is_dynamo_compiling():  # a graph is made anew where the selection is another
-            active = manager.active_tools(current.selection)
-            if not any([self._record is each for each in active]):
-                wrapped = self._run
-            elif wrapped is None:
-                wrapped = self.ask()
-        return (wrapped or self._run)(*args, **kwargs)
+        """Call it; a graph is made anew where the selection is another."""
+        run = self._latest if is_dynamo_compiling() else self.choose()
+        return run(*args, **kwargs)
 
 
 def require(tool: str, who: str, text: str | None) -> None:

@@ -18,7 +18,9 @@ from ..core.cast import PassThrough
 from ..core.introspection import PASS_METHODS
 from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import may_write
-from ..core.quantization import ROWWISE, Recipe, dequantize
+from ..core.quantization import ROWWISE, Quantizer, QuantizerRole, Recipe, dequantize
+from ..core.recipes import CACHE_RECIPE, new_quantizer, recipe_of, why_off
+from ..core.settings import current
 from ._blocks import blocks, in_blocks
 from ._common import OpGrads, RowwiseOperation, check_bool, require
 from ._samples import samples
@@ -157,7 +159,19 @@ class Activation(RowwiseOperation):
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """See :meth:`opfuse.ops.BasicOperation.reset_recipe_state`."""
         super().reset_recipe_state(recipe=recipe)
-        self._quantizers.own = self.engine.cache_quantizers(self) if self._caches else {}
+        self._quantizers.own = self._cache_quantizers() if self._caches else {}
+
+    def _cache_quantizers(self) -> dict[str, Quantizer]:
+        """The quantizer of an input kept in FP8; none, with a warning, if its plugin is off."""
+        try:
+            recipe = recipe_of(CACHE_RECIPE)
+        except ValueError as error:
+            who = f"{type(self).__name__}(cache_quantized_input=True)"
+            raise ValueError(f"{who}: {error}") from None
+        if why_off(recipe, current.selection):
+            return {}
+        role = QuantizerRole("activation", "input", self.name)
+        return {"cached": new_quantizer(recipe, role, current.environment)}
 
     def _constructed(self) -> None:
         super()._constructed()

@@ -157,7 +157,6 @@ class _Calls(Recorder):
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the plan."""
-        super().record(fuser, program, given)
         ops = tuple(op_class(op).__name__ for op in fuser.ops)
         grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
         self._params = [key for key, _ in _sizes(given[1][: program.num_params])]
@@ -167,7 +166,6 @@ class _Calls(Recorder):
 
     def sends(self, op: Any, forward: int, backward: int) -> None:
         """Keep what an op sends."""
-        super().sends(op, forward, backward)
         number, program = max(
             (n, program) for n, (_, program) in enumerate(self.ran) if op in program.chain.ops
         )
@@ -181,7 +179,6 @@ class _Calls(Recorder):
 
     def saved(self, program: Program, tensors: Mapping[int, Sequence[Any]]) -> None:
         """Keep how much each step leaves for the backward, each storage once."""
-        super().saved(program, tensors)
         seen = {*self._params}
         sizes = []
         for step in program.forward:

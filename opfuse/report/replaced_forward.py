@@ -42,7 +42,7 @@ class ReplacedForward(ABC):
     """The two ways to run one module: through a chain, or by its own operations.
 
     If both ways are possible, the forward must call the method ``replaced`` of
-    ``opfuse.core.settings.current.recorder``, if there is one. Otherwise ``opfuse.tune`` measures
+    ``opfuse.core.settings.current.recorders``, if there are any. Otherwise ``opfuse.tune`` measures
     nothing.
 
     Attributes:

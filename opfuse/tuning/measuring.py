@@ -145,7 +145,6 @@ class _Collector(Recorder):
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the candidates, and the call if there are new ones."""
-        super().record(fuser, program, given)
         if program.double_backward:
             return
         groups = [getattr(op, "collective_group", None) for op in program.chain.ops]
@@ -165,7 +164,6 @@ class _Collector(Recorder):
 
     def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:
         """Keep the two ways of a module, if it is not like one before."""
-        super().replaced(replaced, module, tensors)
         whole = Whole(replaced, module, tensors, self._compiled)
         if current.recipe is None and self._is_new(whole, whole.shape):
             self.wholes.append(whole)

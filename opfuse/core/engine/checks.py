@@ -168,8 +168,8 @@ def check_attributes(chain: Chain) -> None:
 
 def check_checkpoint(program: Program) -> None:
     """Refuse a recipe in a checkpoint that would recompute without it, or with other scales."""
-    recorder = current.recorder
-    if (recorder is not None and recorder.restoring) or not (depth := checkpoint_frames()):
+    restoring = any([recorder.restores for recorder in current.recorders])
+    if restoring or not (depth := checkpoint_frames()):
         return
     if depth != current.recipe_depth:
         raise RuntimeError(

@@ -224,20 +224,16 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         dgrad, wgrad = needs.inputs[i], any(needs.params[i])
         if (quantizer := op.get_input_quantizer()) is not None:
             usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
-            forward[i] = Cast(_recording_as_needed(quantizer, needs), usage)
+            forward[i] = Cast(quantizer, usage)
         if i < needs.first_backward or not quantized_backward:
             continue
         if (quantizer := op.get_grad_output_quantizer()) is not None:
             usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
             if any(usage):
-                backward[i + 1] = Cast(_recording_as_needed(quantizer, needs), usage)
+                backward[i + 1] = Cast(quantizer, usage)
     both = needs.grad_mode and not env.compiling
     facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
     return Edges(forward, backward, serving, unquantized, facts)
-
-
-def _recording_as_needed(quantizer: Quantizer, needs: Needs) -> Quantizer:
-    return quantizer if needs.grad_mode else quantizer.unrecorded()
 
 
 class Known(ABC):

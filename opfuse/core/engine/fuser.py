@@ -19,7 +19,7 @@ from ..introspection import hook_dicts, is_dtensor, own_call, why_apart
 from ..op_context import ModuleCache
 from ..overwriting import without_modes
 from ..plugins import manager
-from ..recipes import cache_quantizers, new_quantizer, recipe_name
+from ..recipes import new_quantizer, recipe_name
 from ..settings import Settings, current
 from ..tools import check_options, require, wrap_call
 from . import checks
@@ -73,7 +73,7 @@ class OperationFuser:
         run = functools.partial(OperationFuser.run, self)
         if not part and (wrapped := wrap_call(run, chain=self._chain)) is not run:
             self.run = wrapped  # type: ignore[method-assign]
-        self._width = self._chain.width  # refuses widths that do not fit
+        self._width = self._chain.width
         manager.fusers.add(self)
         for op in units:
             vars(op)["_captured"] = True
@@ -148,7 +148,7 @@ class OperationFuser:
         last, program = self._last
         if key != last or (program.row_facts and _has_other_rows(program, input)):
             program = self.program_for(key, input, tensors)
-        watched = (current.recorder is not None) | profiler._is_profiler_enabled
+        watched = bool(current.recorders) | profiler._is_profiler_enabled
         if not program.is_plain or type(input) is not Tensor or basic_op_kwargs or watched:
             call = program.call if program.recipe is None else _never_traced(program.call)
             return call(self, program, input, tensors, extra_inputs, basic_op_kwargs)
@@ -370,4 +370,4 @@ def _cut_untraced(fuser: OperationFuser, changes: int, *hooked: bool) -> str:
 _cut_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result
 
 
-bind_engine(Engine(OperationFuser, new_quantizer, cache_quantizers, recipe_name))
+bind_engine(Engine(OperationFuser, new_quantizer, recipe_name))

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
 from .. import quantization
 from ..cast import Cast
 from ..op import is_kind, refuse_kind
-from ..op_context import OperationContext, summed
+from ..op_context import OperationContext, alias, summed
 from ..quantization import QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import entering, plain
 from ..quantization.quantizer import same_quantizer
@@ -24,7 +23,7 @@ from .facts import Recompute, Step
 if TYPE_CHECKING:
     from .program import Program
 
-__all__ = ["entering", "plain", "summed"]
+__all__ = ["alias", "entering", "plain", "summed"]
 
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
@@ -236,16 +235,6 @@ def leaving(recipe: Recipe | None, x: QuantizedTensor) -> Tensor:
 
 
 # Extra tensors
-
-
-def alias(output: Tensor | None) -> Tensor | None:
-    """What a channel gives to a later op: it says that a gradient flows.
-
-    The flag of a tensor that the caller may hold must not change.
-    """
-    if output is None or not output.is_floating_point():
-        return output
-    return (output.clone() if is_dynamo_compiling() else output.detach()).requires_grad_()
 
 
 def checked_kind(chain: Chain, slot: Slot, tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization.coded_tensor import brings_codes, dequantized
-from ..scale_update import current_backward, in_backward
+from ..scale_update import begin_backward, in_backward
 from ..settings import current, is_captured
 from . import checks
 from .facts import Facts, Recompute, Step
@@ -191,7 +191,7 @@ class Program:
             kwargs: Keyword arguments per basic op, or None.
             x: The chain's input.
             *tensors: The parameters, then the extra inputs that the caller gave.
-            watched: Whether the recorder of this thread is told what the forward saves.
+            watched: Whether the recorders of this thread are told what the forward saves.
         """
         if self.compiling:
             given = _distinct(tensors, self.num_params) if self.trains else tensors
@@ -265,11 +265,11 @@ def _run_call(
         checks.check_constants(program.chain, kwargs)
     for op, requires_grad in program.called_before:
         op.pre_fuser_forward(requires_grad=requires_grad)
-    if (recorder := current.recorder) is not None:
+    for recorder in current.recorders:
         recorder.record(fuser, program, (input, tensors, kwargs))
     if program.compiling:
         return program(kwargs, input, *tensors)
-    call = functools.partial(program, kwargs, input, *tensors, watched=recorder is not None)
+    call = functools.partial(program, kwargs, input, *tensors, watched=bool(current.recorders))
     if program.autocast is not None:  # the ops cast themselves
         with torch.autocast(program.autocast_device, enabled=False):
             return call()
@@ -325,7 +325,7 @@ def _run_backward(ctx: Any, *grads: Any) -> Any:
             "inside opfuse.options(double_backward=True)"
         )
     if program.advances and in_backward():
-        current_backward().add(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
+        begin_backward(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     if (run := program.backward_of(grads)) is None:
         return (None,) * len(ctx.needs_input_grad)
     return run(ctx, *grads)

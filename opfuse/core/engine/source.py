@@ -39,7 +39,7 @@ class Variant(NamedTuple):
         pass_name: ``"forward"`` or ``"backward"``.
         codes: Whether what comes in is quantized already.
         ranged: Whether fused steps mark their ranges for a profiler.
-        watched: Whether the recorder of the thread is told what is saved (forward only).
+        watched: Whether the recorders of the thread are told what is saved (forward only).
         traced: Whether compiled autograd traces it (backward only).
         owns: Whether steps may overwrite gradients (backward only).
         reached: The last op that a gradient reaches; None: the main output has one (backward only).

@@ -185,7 +185,8 @@ class Forward(Source):
             found = [f"{i}: saved[{start}:{stop}]" for i, start, stop in program.saved_ranges]
             found += [f"{i}: s{i}" for i in program.undeclared]
             given = f"{self.bind('program', program)}, {{{', '.join(found)}}}"
-            self.add(f"{self.bind('settings', current)}.recorder.saved({given})")
+            recorders = f"{self.bind('settings', current)}.recorders"
+            self.add(f"for recorder in {recorders}: recorder.saved({given})")
         if program.saves_quantized:
             self.add(f"ctx.quantized = {self.call(lines.unpack)}(saved)")
         if self._watches_versions:

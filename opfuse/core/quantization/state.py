@@ -95,7 +95,7 @@ class QuantizerStates:
     Attributes:
         own: Quantizers without state, whatever the recipe.
         latest: The recipe of the last call under one.
-        called: The group of the maxima in that call, and the patterns of ops to skip.
+        called: The block around that call, and the patterns of ops to skip.
         unrestored: The recipes without state in the last checkpoint, until the user was warned.
         name: The name of the op that the quantizers know; None: there are none yet.
     """
@@ -126,13 +126,9 @@ class QuantizerStates:
         """
         if recipe is None:
             return {}
-        known = self._by_recipe.get(recipe)
-        held = quantized_parameters(op) if op.param_names else {}
-        if known is not None and not held:
-            return known
-        lives = living_weights(op).items() if held else ()
+        lives = living_weights(op).items()
         theirs = {name: p.quantized.quantizer for name, p in lives if p.recipe == recipe}
-        if known is not None:
+        if (known := self._by_recipe.get(recipe)) is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
             return known
         made: dict[str, Quantizer] = {}
@@ -232,7 +228,7 @@ class QuantizerStates:
         vars(self).update(vars(QuantizerStates()) | {"own": self.own, "_last": self._last})
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy has other quantizers, and no process group
+        # a copy has other quantizers, and ran in no block
         return {**vars(self), "_unrecorded": {}, "called": (None, ())}
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -140,7 +140,7 @@ class ConvertedForward(ReplacedForward):
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
         """Return why the chain must not run for these values, or ``""``."""
         why = self._refusal(module, *given)
-        if why and current.recorder is None:
+        if why and not current.recorders:
             return why
         if is_dynamo_compiling():  # the call may have begun in another graph
             changed = _refused_in_graph(self, module)
@@ -213,7 +213,7 @@ class ConvertedForward(ReplacedForward):
         return self.choice.refusal(module, params, self.chain, x, *extras)
 
     def _record(self, module: nn.Module, given: Any) -> None:
-        if (recorder := current.recorder) is not None:
+        for recorder in current.recorders:
             recorder.replaced(self, module, given)
 
     def _run(self, module: nn.Module, x: Any, *extras: Any) -> Any:

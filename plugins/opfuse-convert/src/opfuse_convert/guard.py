@@ -192,7 +192,7 @@ def calm(module: nn.Module) -> Iterator[None]:
         for kind in filter(torch.amp.is_autocast_available, kinds):
             stack.enter_context(torch.autocast(kind, enabled=False))
         settings = Settings(options, values.selection)
-        stack.enter_context(current.temporarily(values=settings, recorder=None))
+        stack.enter_context(current.temporarily(values=settings, recorders=()))
         yield
 
 

@@ -135,7 +135,6 @@ class _Fused(Recorder):
 
     def replaced(self, replaced: Any, module: nn.Module, tensors: Any) -> None:
         """Count a chain, or note that it does not run in graphs."""
-        super().replaced(replaced, module, tensors)
         if replaced.in_graphs() and not replaced.why_not_in_graph(module, *tensors):
             self.in_graphs[op_class(module).__name__] += 1
         else:
@@ -143,7 +142,6 @@ class _Fused(Recorder):
 
     def record(self, fuser: Any, program: Any, given: Any) -> None:
         """Count those of a call."""
-        super().record(fuser, program, given)
         for step in (*program.plan.forward, *program.plan.backward):
             if step.fusion is not None:
                 self.counts[f"{step.fusion} ({step.distribution or 'registered in code'})"] += 1

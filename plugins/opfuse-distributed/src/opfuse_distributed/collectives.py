@@ -58,9 +58,8 @@ class WithProcessGroup(BasicOperation):
             forward: Bytes in the forward.
             backward: Bytes in the backward, if there is one.
         """
-        if current.recorder is not None and self.process_group_size > 1:
-            backward = backward if ctx.requires_grad else 0
-            current.recorder.sends(self, int(forward), int(backward))
+        for recorder in current.recorders if self.process_group_size > 1 else ():
+            recorder.sends(self, int(forward), int(backward) if ctx.requires_grad else 0)
 
 
 class _Collective(WithProcessGroup):
@@ -80,7 +79,7 @@ class _Collective(WithProcessGroup):
     def op_forward(self, ctx: Any, input_: Tensor, prev_op_grad_output_quantizer: Unread = None,
                    next_op_input_quantizer: Unread = None) -> Tensor:  # fmt: skip
         """Run the collective on the input."""
-        if current.recorder is not None:
+        if current.recorders:
             there, back = type(self)._ratios(self.process_group_size)
             self.report(ctx, there * input_.nbytes, back * input_.nbytes)
         return input_ if self.process_group_size == 1 else self._there(input_)

@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 import opfuse
-from opfuse.core.scale_update import CapturedBlock, current_backward
+from opfuse.core.scale_update import begin_backward
 from opfuse.core.settings import current
+
+from .captured_block import CapturedBlock
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TENSOR = "a tensor"
@@ -205,7 +207,7 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward; outside of training, and where a report looks, run the layer."""
-        is_watched = current.recorder is not None or torch.compiler.is_compiling()
+        is_watched = bool(current.recorders) or torch.compiler.is_compiling()
         if is_watched or not (self.layer.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         call = Call.of(args, kwargs)
@@ -274,7 +276,7 @@ class GraphedForward:
                     param.grad = param.grad.clone()
         self._replay_backward()
         for ran in self.captured.backward:
-            current_backward().add(*ran)
+            begin_backward(*ran)
         return [None if x is None else x.detach() for x in self._gradients]
 
     def __reduce__(self) -> Any:

@@ -80,7 +80,7 @@ class _Overlapped(FusedOperation):
         if rows is None:  # the ops say what is wrong, or quantize what is gathered
             return self.run_separately(ctxs, input_, **given)
         y = self._forward(rows, bias)
-        if current.recorder is not None:
+        if current.recorders:
             self._report(ctxs, rows, y)
         return self._shaped(y, input_.shape, forward=True), self._no_extras
 

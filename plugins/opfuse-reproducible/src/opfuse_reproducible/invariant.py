@@ -260,7 +260,7 @@ class Blocks:
         even = torch.arange(0, BLOCK - 1, 2)
         others = [t.index_fill(0, even.to(t.device), torch.inf) if t.is_floating_point() else t
                   for t in others]  # fmt: skip
-        with current.temporarily(recorder=None):
+        with current.temporarily(recorders=()):
             one, alike = copied()
             mixed = of_block([torch.cat(pair) for pair in zip(one, others, strict=True)], 0)
             beside = [torch.cat((y[:1], other[:1])) for y, other in zip(alike, mixed, strict=True)]
