@@ -147,17 +147,14 @@ def condition_answers(
     It is asked about the chains that the pattern matches: in bf16 and fp32, with many rows and few,
     and with a backward; that of a forward also without one.
     """
-    refused: dict[str, Counter[str]] = {"cpu": Counter(), "cuda": Counter()}
     makers = {cls: make for suite in suites for cls, make in suite.makers.items()}
-    for case in _cases(subject, makers):
-        for name, reasons in refused.items():
-            for grad in (True, False) if subject.passes == "forward" else (True,):
-                reasons[_refusal(case, name, grad)] += 1
-    answers = {}
-    for name, reasons in refused.items():
-        asked, used = reasons.total(), reasons.pop("", 0)
-        counts: dict[str, Any] = {"asked": asked, "used": used}
-        answers[name] = {**counts, "refusals": [why for why, _ in reasons.most_common(3)]}
+    cases = [*_cases(subject, makers)]
+    grads = (True, False) if subject.passes == "forward" else (True,)
+    answers: dict[str, dict[str, Any]] = {}
+    for device in ("cpu", "cuda"):
+        reasons = Counter(_refusal(case, device, grad) for case in cases for grad in grads)
+        counts = {"asked": reasons.total(), "used": reasons.pop("", 0)}
+        answers[device] = {**counts, "refusals": [why for why, _ in reasons.most_common(3)]}
     return answers
 
 
