@@ -63,9 +63,7 @@ class Whole(Job):
         autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
         exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
         rule: dict[str, Any] = {"dtype": dtype or self._given[0].dtype}
-        rule["exact"] = functools.cache(
-            exact
-        )  # the gradients are the same tensors for both options
+        rule["exact"] = functools.cache(exact)  # both options get the same gradients
         clock = Clock.of(self.device)
         draw = functools.cache(clock.draw)
         rule["draw"] = lambda y, place: draw(y.shape, y.dtype, place)
