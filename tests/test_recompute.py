@@ -257,3 +257,34 @@ def test_a_loss_that_does_not_use_the_output(fused):
         both, torch.autograd.grad(y.sum() + extra.sum(), [x, *chain.parameters()]), strict=True
     ):
         torch.testing.assert_close(mine, want)
+
+
+class KeepsItsOutput(opfuse.FusedOperation):
+    """Agrees wherever it is asked, and keeps what it gives by itself."""
+
+    recomputes = True
+
+    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        (op,), (ctx,) = self.basic_ops, basic_op_ctxs
+        y = op.forward_value(input_)
+        if ctx.may_recompute:
+            ctx.recomputable_output = y
+        ctx.save_for_backward(input_, y)
+        return y, [()]
+
+    def fuser_recompute(self, basic_op_ctxs):
+        return basic_op_ctxs[0].saved_tensors[1]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        x, _ = basic_op_ctxs[0].saved_tensors
+        return self.basic_ops[0].backward_value(grad_output, x), [()], [()]
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_an_op_that_takes_no_part_in_the_backward_is_not_asked(register, needs):
+    register(joint_fusions=[opfuse.Fusion((ops.GELU,), KeepsItsOutput, name="gelu")])
+    chain, x = make(8, 4), torch.randn(3, 8, requires_grad=needs)
+    got, expected = gradients(chain, x), separate(lambda: gradients(chain, x))
+    first, *_ = opfuse.explain(chain, x).calls[0].plan.forward
+    assert first.fusion == "gelu"
+    torch.testing.assert_close(got, expected)

@@ -432,6 +432,12 @@ def test_recipes_of_a_plugin_that_is_gone_are_not_served(no_plugins):
     assert served() == testing.PerTensor()
 
 
+@pytest.mark.parametrize("weights", [None, (0.5, *[2.0] * 7)])
+def test_numbers_that_hold_a_tensor_are_compared(no_plugins, weights):
+    loss = testing.Op(ops.CrossEntropy, weight=weights)
+    testing.run("saved_state", testing.Case(subject(ops.CrossEntropy, build=OneByOne), (loss,)))
+
+
 @pytest.mark.parametrize("channels", ["hidden", "residual"])
 def test_each_extra_output_has_a_channel_of_its_own(channels):
     chain = testing.Op(ops.MakeExtraOutput), testing.Op(ops.MakeExtraOutput)

@@ -18,13 +18,12 @@ from typing import Any
 import click
 
 from ..report.lines import counted
+from ..testing.processes import fresh_environment
 from .declared import describe
 from .models import UserError, quiet_stdout
 
 OUTCOMES = "failed", "passed", "limit", "skipped"
 """What may come of a check in one of several suites or tiers, what counts first before the rest."""
-
-UNSET = "OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT"
 
 
 @click.command(name="check-plugin", short_help="Check a plugin for the plugin index.")
@@ -80,20 +79,20 @@ def run_suite(plugins: list[str], tests: str | None, quick: bool) -> dict[str, A
 
     If kernels are interpreted there, conditions are asked in a third one, where they are not.
     """
-    environ = {name: value for name, value in os.environ.items() if name not in UNSET}
-    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     request = {"plugins": plugins, "tests": tests, "quick": quick}
-    report = _process(request, environ)
-    if environ.pop("TRITON_INTERPRET", ""):
-        others = _process({**request, "collect_only": True}, environ)
+    interpreter = {name: os.environ[name] for name in ("TRITON_INTERPRET",) if name in os.environ}
+    report = _process(request, interpreter)
+    if interpreter:
+        others = _process({**request, "collect_only": True}, {})
         pairs = zip(report.get("fusions", []), others.get("fusions", []), strict=False)
         for fusion, other in pairs:
             fusion["used"] = other["used"]
     return report
 
 
-def _process(request: dict[str, Any], environ: dict[str, str]) -> dict[str, Any]:
+def _process(request: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
     """What :mod:`opfuse.cli.conformance` writes, or how its process ended."""
+    environ = fresh_environment() | variables
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "out.json"
         text = json.dumps({**request, "out": str(out)})
@@ -110,14 +109,7 @@ def add_conformance(
 ) -> None:
     """Add what came of the suite: to each fusion its own, to the report the rest."""
     results = outcome.get("results", [])
-    fusions = [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
-    of_fusions = {(each["pass"], each["name"]): each for each in outcome.get("fusions", [])}
-    for fusion in fusions:
-        key = fusion["pass"], fusion["name"]
-        fusion["used"] = of_fusions.get(key, {}).get("used", {})
-        fusion["checks"] = _by_outcome([each for each in results if each["fusion"] == [*key]])
     rest = _by_outcome([each for each in results if each["fusion"] is None])
-    del rest["names"]
     report["conformance"] = {
         "suite": "the plugin's tests" if tests else "as it comes",
         "changes": outcome.get("suites", {}),
@@ -127,9 +119,14 @@ def add_conformance(
     }
     report["failures"] += outcome.get("errors", [])
     report["failures"] += [f"rest: {name}: {why}" for name, why in rest["failed"].items()]
+    fusions = [fusion for plugin in report["plugins"] for fusion in plugin["fusions"]]
+    examined = {(each["pass"], each["name"]): each for each in outcome.get("fusions", [])}
     for fusion in fusions:
-        expected = of_fusions.get((fusion["pass"], fusion["name"]), {}).get("expected", [])
-        report["failures"] += _failures_of(fusion, expected)
+        key = fusion["pass"], fusion["name"]
+        found = examined.get(key, {"used": {}, "left_out": []})
+        fusion["used"] = found["used"]
+        fusion["checks"] = _by_outcome([each for each in results if each["fusion"] == [*key]])
+        report["failures"] += _failures_of(fusion, found["left_out"])
     passed = sum(fusion["checks"]["passed"] for fusion in fusions)
     if fusions and not passed and "results" in outcome:
         reasons = [why for fusion in fusions for why in fusion["checks"]["skipped"].values()]
@@ -142,14 +139,13 @@ def add_conformance(
         report["hardware"].append({"device": outcome["device"], **versions, "by": by, "wrong": []})
 
 
-def _failures_of(fusion: dict[str, Any], expected: list[str]) -> Iterator[str]:
+def _failures_of(fusion: dict[str, Any], left_out: list[str]) -> Iterator[str]:
     """What failed of a fusion, and which checks the tests leave out."""
-    name, checks = f"{fusion['pass']} {fusion['name']}", fusion["checks"]
-    for check, why in checks["failed"].items():
+    name = f"{fusion['pass']} {fusion['name']}"
+    for check, why in fusion["checks"]["failed"].items():
         yield f"{name}: {check}: {why}"
-    known = {*checks.pop("names"), *checks["skipped"], *checks["limits"], *checks["failed"]}
-    if absent := [check for check in expected if check not in known]:
-        yield f"{name}: the tests leave out {', '.join(absent)}; a limit would give a reason"
+    if left_out:
+        yield f"{name}: the tests leave out {', '.join(left_out)}; a limit would give a reason"
 
 
 def _by_outcome(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,8 +159,7 @@ def _by_outcome(results: list[dict[str, Any]]) -> dict[str, Any]:
         sorted_out[first][check] = by[first]
     failed, passed, _, skipped = sorted_out.values()
     limits = {check: by["limit"] for check, by in reasons.items() if "limit" in by}
-    rest = {"failed": failed, "limits": limits, "skipped": skipped}
-    return {"passed": len(passed), "names": [*passed], **rest}
+    return {"passed": len(passed), "failed": failed, "limits": limits, "skipped": skipped}
 
 
 def _record(path: pathlib.Path) -> dict[str, Any]:

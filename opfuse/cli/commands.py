@@ -162,14 +162,10 @@ def explain_command(target: str, details: bool, code: bool, as_json: bool) -> No
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """A progress bar on stderr, as a function of the number done, the total and the next name."""
-    with contextlib.ExitStack() as stack:
-        bar: Any = None
+    how: dict[str, Any] = {"label": "Measuring", "item_show_func": lambda name: name}
+    with click.progressbar(length=0, file=sys.stderr, **how) as bar:
 
         def show(done: int, of: int, what: str) -> None:
-            nonlocal bar
-            if bar is None:
-                kind: dict[str, Any] = {"label": "Measuring", "item_show_func": lambda name: name}
-                bar = stack.enter_context(click.progressbar(length=of, file=sys.stderr, **kind))
             bar.length = of
             bar.update(done - bar.pos, what)
 

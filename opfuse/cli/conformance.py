@@ -23,7 +23,7 @@ from ..core.fusion import Fusion
 from ..testing import CHECKS, FusionSuite
 from ..testing.cases import Case, Subject, has_collectives, offered
 from ..testing.failures import Failure
-from ..testing.generate import chains, environment, matched, placed, structures
+from ..testing.generate import ask, chains, matched, placed, structures
 from ..testing.machine import is_interpreting, tiers
 from ..testing.processes import PLUGIN_CHECKS
 from ..testing.recipes import recipes_for
@@ -122,8 +122,7 @@ def overrides(suite: type) -> list[str]:
     kit: Any = next(cls for cls in suite.__mro__ if Suite in cls.__bases__)
     above = suite.__mro__[: suite.__mro__.index(kit)]
     names = dict.fromkeys(name for cls in above for name in vars(cls))
-    known = "plugin", "_made", "_plans"
-    return [name for name in names if not name.startswith("__") and name not in known]
+    return [name for name in names if not name.startswith("__") and name != "plugin"]
 
 
 # Where a fusion is used
@@ -148,23 +147,19 @@ def condition_answers(
     It is asked about the chains that the pattern matches: in bf16 and fp32, with many rows and few,
     and with a backward; that of a forward also without one.
     """
-    refused: dict[str, Counter[str]] = {"cpu": Counter(), "cuda": Counter()}
     makers = {cls: make for suite in suites for cls, make in suite.makers.items()}
-    for case, width in _cases(subject, makers):
-        ops = matched(case)
-        for name, reasons in refused.items():
-            for grad in (True, False) if subject.passes == "forward" else (True,):
-                reasons[_refusal(case, ops, name, width, grad)] += 1
-    answers = {}
-    for name, reasons in refused.items():
-        asked, used = reasons.total(), reasons.pop("", 0)
-        counts: dict[str, Any] = {"asked": asked, "used": used}
-        answers[name] = {**counts, "refusals": [why for why, _ in reasons.most_common(3)]}
+    cases = [*_cases(subject, makers)]
+    grads = (True, False) if subject.passes == "forward" else (True,)
+    answers: dict[str, dict[str, Any]] = {}
+    for device in ("cpu", "cuda"):
+        reasons = Counter(_refusal(case, device, grad) for case in cases for grad in grads)
+        counts = {"asked": reasons.total(), "used": reasons.pop("", 0)}
+        answers[device] = {**counts, "refusals": [why for why, _ in reasons.most_common(3)]}
     return answers
 
 
-def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
-    """A case for each chain of a pattern, dtype and size, and its width."""
+def _cases(subject: Subject, makers: Any) -> Iterator[Case]:
+    """A case for each chain of a pattern, dtype and size."""
     fusion = subject.fusion
     if not isinstance(fusion, Fusion) or has_collectives(fusion):
         return
@@ -182,22 +177,14 @@ def _cases(subject: Subject, makers: Any) -> Iterator[tuple[Case, int]]:
                     matched(case)
                 except Exception:  # the recipe casts nothing there, or no op can be made so
                     continue
-                yield case, width
+                yield case
 
 
-def _refusal(case: Case, ops: Any, device: str, width: int, grad: bool) -> str:
+def _refusal(case: Case, device: str, grad: bool) -> str:
     """Why the condition refuses a case on a device; "" if it does not."""
-    fusion: Any = case.subject.fusion
-    rows = case.rows[0] if "rows" in fusion.needs else None
-    given = {"dtype": case.dtype, "recipe": case.recipe, "features": width, "rows": rows}
-    env = environment("cpu", **given)._replace(requires_grad=grad)
-    if device == "cuda":
-        env = env._replace(**gpu())
+    facts = gpu() if device == "cuda" else {}
     try:
-        answer = True if fusion.when is None else fusion.when(ops, env)
-        if answer is not True:
-            return str(answer or "its condition gives no reason")
-        return "" if fusion.benefit_of(ops, env) >= 0 else "it declares a negative benefit"
+        return ask(case, features=case.first_width(), requires_grad=grad, **facts)
     except Exception as error:
         return f"its condition raised {type(error).__name__}: {error}"
 
@@ -214,12 +201,18 @@ def _loads(plugin: str) -> Iterator[str]:
             yield str(failure)
 
 
-def _expected(subject: Subject, quick: bool) -> Iterator[str]:
-    """The checks that a suite has of a fusion; of one of collectives it may have none."""
-    for name, check in ({} if has_collectives(subject.fusion) else CHECKS).items():
-        slow = check.slow and is_interpreting()
-        if subject.passes in check.passes and not slow and (name in QUICK or not quick):
-            yield name
+def _left_out(subject: Subject, collector: Collector) -> list[str]:
+    """The checks that the suites lack of a fusion; of one of collectives they may have none."""
+    fusion = [subject.passes, subject.name]
+    ran = {each["check"] for each in collector.results if each["fusion"] == fusion}
+    return [
+        name
+        for name, check in ({} if has_collectives(subject.fusion) else CHECKS).items()
+        if subject.passes in check.passes
+        and not (check.slow and is_interpreting())
+        and (name in QUICK or not collector.quick)
+        and name not in ran
+    ]
 
 
 def examine(
@@ -259,7 +252,7 @@ def examine(
         "errors": [*loads, *collector.errors],
         "results": collector.results,
         "fusions": [
-            {"pass": s.passes, "name": s.name, "used": of, "expected": [*_expected(s, quick)]}
+            {"pass": s.passes, "name": s.name, "used": of, "left_out": _left_out(s, collector)}
             for s, of in zip(fusions, used, strict=True)
         ],
     }

@@ -24,10 +24,8 @@ RANGES = "opfuse", "torch", "triton"
 def describe(dist: metadata.Distribution) -> dict[str, Any]:
     """What a distribution declares: its metadata, and what its plugins offer."""
     given: Any = dist.metadata
-    urls = dict(
-        reversed(url.partition(", ")[::2]) for url in reversed(given.get_all("Project-URL") or [])
-    )
-    named = {name.lower(): url for url, name in urls.items()}
+    pairs = [each.partition(", ") for each in given.get_all("Project-URL") or []]
+    urls = {name.lower(): url for name, _, url in pairs}
     licences = [each for each in given.get_all("Classifier") or [] if each.startswith("License ::")]
     licence = given.get("License-Expression") or given.get("License") or "; ".join(licences)
     report: dict[str, Any] = {
@@ -36,9 +34,7 @@ def describe(dist: metadata.Distribution) -> dict[str, Any]:
         "version": dist.version,
         "summary": given.get("Summary") or "",
         "licence": licence.strip().partition("\n")[0],
-        "homepage": next(
-            (named[n] for n in ("homepage", "source", "repository") if n in named), ""
-        ),
+        "homepage": next((urls[n] for n in ("homepage", "source", "repository") if n in urls), ""),
         "contract": GROUP,
         "requires": {
             "python": given.get("Requires-Python") or "",

@@ -62,7 +62,8 @@ class OperationContext:
             the factor of what is in it. It returns a list, which the backward then gives for the
             weights; or None, if ``product`` returned False or was not called (backward only).
         may_recompute: On the first context of a fused op that ``recomputes``, whether the next op
-            can do without a saved input (forward only).
+            can do without a saved input; never if its first op takes no part in the backward
+            (forward only).
         recomputable_output: The output, which the forward then sets to agree to compute it again.
     """
 

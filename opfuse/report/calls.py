@@ -12,6 +12,7 @@ from ..core.engine.fuser import key_of
 from ..core.engine.plan import FusionPlan
 from ..core.engine.program import Program
 from ..core.introspection import hook_dicts, standing_for
+from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.settings import current
 
 
@@ -60,22 +61,30 @@ def saved_bytes(forward: Callable[[], Any], apart_from: Iterable[Tensor] = ()) -
     kept: dict[int, int] = {}
 
     def keep(tensor: Any) -> Any:
-        kept.update((s._cdata, s.nbytes()) for s in _storages(tensor))
+        kept.update(memory_of([tensor]))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = forward()
-    for storage in [s for tensor in apart_from for s in _storages(tensor)]:
-        kept.pop(storage._cdata, None)
+    known = memory_of(apart_from)
     del result
-    return sum(kept.values())
+    return sum(nbytes for storage, nbytes in kept.items() if storage not in known)
+
+
+def memory_of(tensors: Iterable[Any]) -> dict[int, int]:
+    """The storages of tensors, which may be quantized or None, and the bytes of each."""
+    return {int(s._cdata): s.nbytes() for tensor in tensors for s in _storages(tensor)}
 
 
 def _storages(tensor: Any) -> Iterator[Any]:
     """The storages of a tensor: those inside a subclass around others, such as a ``DTensor``."""
-    if not hasattr(tensor, "__tensor_flatten__"):
+    parts: Iterable[Any] = ()
+    tensor = tensor.quantized if isinstance(tensor, QuantizedParameter) else tensor
+    if isinstance(tensor, QuantizedTensor):
+        parts = tensor.tensors()
+    elif hasattr(tensor, "__tensor_flatten__"):  # of a DTensor, one part is the mesh
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    elif isinstance(tensor, Tensor):
         yield tensor.untyped_storage()
-        return
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    for part in [part for part in parts if isinstance(part, Tensor)]:  # or it is a mesh
+    for part in parts:
         yield from _storages(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from ..core.fused_op import FusedOperation
 from ..core.fusible import FusibleOperation
 from ..core.introspection import op_class, why_apart
 from ..core.plugins import manager
-from ..core.quantization import QuantizedParameter, QuantizedTensor
 from ..core.records import PluginFilter
 from ..core.sequential import Sequential, parts
 from ..core.settings import Recorder, current
+from .calls import memory_of
 from .isolation import isolated
 from .lines import wrap
 from .picture import draw, write
@@ -159,7 +159,7 @@ class _Calls(Recorder):
         """Keep the plan."""
         ops = tuple(op_class(op).__name__ for op in fuser.ops)
         grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
-        self._params = [key for key, _ in _sizes(given[1][: program.num_params])]
+        self._params = memory_of(given[1][: program.num_params])
         call = Call("", "", ops, program.plan, grad_enabled, why, quantized=quantized_by(program))
         self.calls.append(call)
         self.ran.append((fuser, program))
@@ -182,23 +182,13 @@ class _Calls(Recorder):
         seen = {*self._params}
         sizes = []
         for step in program.forward:
-            inside = [t for i in range(step.start, step.stop) for t in tensors.get(i, ())]
-            found = dict(_sizes(inside))
+            inside = range(step.start, step.stop)
+            found = memory_of(tensor for i in inside for tensor in tensors.get(i, ()))
             sizes.append(sum(size for key, size in found.items() if key not in seen))
             seen |= found.keys()
         # an op may have called another chain since
         number = max(n for n, call in enumerate(self.calls) if call.plan is program.plan)
         self.calls[number] = dataclasses.replace(self.calls[number], saved_bytes=tuple(sizes))
-
-
-def _sizes(tensors: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """The storages of tensors, quantized ones too, and how many bytes each has."""
-    for tensor in tensors:
-        quantized = isinstance(tensor, (QuantizedTensor, QuantizedParameter))
-        for part in tensor.tensors() if quantized else (tensor,):
-            if part is not None:
-                storage = part.untyped_storage()
-                yield int(storage._cdata), storage.nbytes()
 
 
 def _why_unfused() -> str:

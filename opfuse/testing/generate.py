@@ -320,9 +320,28 @@ def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
 
     With ``runs``, it is known that the separate ops run it; ``changes`` are of the environment.
     """
-    fusion = case.subject.fusion
-    if not isinstance(fusion, Fusion):
+    if not isinstance(case.subject.fusion, Fusion):
         return None
+    try:
+        return ask(case, **changes) or (None if runs else _declined(case))
+    except Declined as reason:
+        return str(reason)
+    except Exception:  # the check of the condition is going to tell
+        return None
+
+
+def ask(case: Case, **changes: Any) -> str:
+    """What the fusion's condition, or its benefit, says against the case; ``""``: nothing.
+
+    Args:
+        case: A case of a fusion that is no function.
+        **changes: Fields of the environment.
+
+    Raises:
+        Declined: Nothing is cast where its pattern has a cast.
+        Exception: The condition raises.
+    """
+    fusion: Any = case.subject.fusion
     basic, params, features = _parts_of(case.with_(**_SAME))
     for name, param in params.items():
         param.requires_grad_(name not in case.frozen)
@@ -331,19 +350,12 @@ def refusal(case: Case, runs: bool = False, **changes: Any) -> str | None:
     facts: Any = dict(zip(names, of_rows, strict=True), dtype=case.dtype, recipe=case.recipe)
     env = environment(case.device, features=features, **facts)
     env = env._replace(options={**env.options, "prefer": case.prefer}, **changes)
-    try:
-        ops = matched(case, basic)
-        answer = True if fusion.when is None else fusion.when(ops, env)
-        if isinstance(answer, str) and answer:
-            return answer
-        benefit = fusion.benefit_of(ops, env)
-        if benefit < 0:
-            return f"it declares a benefit of {benefit:g}"
-        return None if runs else _declined(case)
-    except Declined as reason:
-        return str(reason)
-    except Exception:  # the check of the condition is going to tell
-        return None
+    ops = matched(case, basic)
+    answer = True if fusion.when is None else fusion.when(ops, env)
+    if isinstance(answer, str) and answer:
+        return answer
+    benefit = fusion.benefit_of(ops, env)
+    return f"it declares a benefit of {benefit:g}" if benefit < 0 else ""
 
 
 @functools.cache

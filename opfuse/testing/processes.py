@@ -104,19 +104,9 @@ def plans(plugin: str, cases: Sequence[Case]) -> list[str]:
     return found
 
 
-def _first_report(plugin: str, cases: Sequence[Case]) -> dict[str, Any]:
-    """What a process says of the plugin, which is the same for all its suites."""
-    if plugin not in _FIRST:
-        _FIRST[plugin] = report(plugin, 1, tuple(cases))
-    return _FIRST[plugin]
-
-
-_FIRST: dict[str, dict[str, Any]] = {}
-
-
 def entry_point(plugin: str, cases: Sequence[Case] = ()) -> None:
     """The entry point is there, in the group of this contract, and loads without a warning."""
-    seen = _first_report(plugin, cases)
+    seen = report(plugin, 1, tuple(cases))
     if not seen["groups"]:
         where = f"entry point {plugin!r} in a group opfuse.v*"
         raise Failure(f"no installed distribution has an {where}")
@@ -132,7 +122,7 @@ def entry_point(plugin: str, cases: Sequence[Case] = ()) -> None:
 
 def imports(plugin: str, cases: Sequence[Case] = ()) -> None:
     """Finding and listing the plugin imports no triton and makes no CUDA context."""
-    seen = _first_report(plugin, cases)
+    seen = report(plugin, 1, tuple(cases))
     if seen["triton"]:
         how = "import it where a kernel is launched"
         raise Failure(f"importing it, or calling its hooks, imports triton: {how}")
@@ -142,12 +132,11 @@ def imports(plugin: str, cases: Sequence[Case] = ()) -> None:
 
 def processes(plugin: str, cases: Sequence[Case] = ()) -> None:
     """Two fresh processes make the same plans."""
-    given = tuple(cases)
-    other = report(plugin, 1, given)["plans"]
+    other = report(plugin, 1, tuple(cases))["plans"]
     with contextlib.suppress(Exception):  # what a test sets up may be in the way here
-        if plans(plugin, given) == other:
+        if plans(plugin, cases) == other:
             return
-    for one, planned in zip(report(plugin, 2, given)["plans"], other, strict=True):
+    for one, planned in zip(report(plugin, 2, tuple(cases))["plans"], other, strict=True):
         if one != planned:
             raise Failure(f"two processes plan the same chain differently\n{one}\nand\n{planned}")
 

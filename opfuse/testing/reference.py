@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor
+from ..tuning.comparing import problem_of
 from ..tuning.tolerance import TOLERANCES, code_steps, difference, skew
 from .cases import Case
 from .failures import Failure
@@ -107,15 +108,10 @@ def compare(
     Raises:
         Failure: They differ.
     """
+    if problem := problem_of(what, got, expected, values=False):
+        raise Failure(problem)
     if got is None or expected is None or truth is None:
-        if (got is None) != (expected is None):
-            kind = "None" if got is None else "a tensor"
-            raise Failure(f"{what} is {kind}, the separate ops' is not")
         return
-    for attribute in ("dtype", "device"):
-        mine, other = getattr(got, attribute), getattr(expected, attribute)
-        if mine != other:
-            raise Failure(f"{what} has {attribute} {mine} instead of {other}")
     # each op of a chain rounds its result, those around the fused one too
     dtype, around = case.compute_dtype, case.before or case.after
     roundings = 2.0 if dtype is torch.float16 or (dtype is torch.bfloat16 and around) else 1.0
@@ -128,16 +124,16 @@ def compare(
         dtype = torch.float8_e4m3fn  # a different last bit may have become a different code
     # tiny numbers are not as good as 0
     atol = min(torch.finfo(dtype).tiny, TOLERANCES[dtype][1]) if case.mixed else None
-    problem = difference(
+    wrong = difference(
         got, truth, rounded=expected, dtype=dtype, gemm=case.gemm, roundings=roundings, atol=atol
     )
     half = got.dtype.itemsize == 2 and truth.dtype is torch.float64
     # tiny numbers have few bits, and a sum behind may leave little but errors
-    if problem is None and half and not (case.mixed or around):
-        problem = skew(got, truth, expected)
-    if problem is not None:
+    if wrong is None and half and not (case.mixed or around):
+        wrong = skew(got, truth, expected)
+    if wrong is not None:
         hint = "; each read of a parameter gives another value: take those in ctx.params"
-        raise Failure(f"{what} {problem}{hint if case.parametrized else ''}")
+        raise Failure(f"{what} {wrong}{hint if case.parametrized else ''}")
 
 
 MOST_CODES = 1e-3

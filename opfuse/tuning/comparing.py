@@ -80,8 +80,10 @@ def problem_of(
     """
     if got is None or expected is None:
         return "" if got is expected else f"{what} is {'' if got is None else 'not '}None"
-    for fact in ("shape", "dtype", "device"):
-        mine, other = getattr(got, fact), getattr(expected, fact)
+    both = got, expected
+    facts: dict[str, list[Any]] = {"shape": [tuple(tensor.shape) for tensor in both]}
+    facts |= {fact: [getattr(tensor, fact) for tensor in both] for fact in ("dtype", "device")}
+    for fact, (mine, other) in facts.items():
         if mine != other:
             return f"{what} has {fact} {mine} instead of {other}"
     if not values:

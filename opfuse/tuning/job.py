@@ -31,6 +31,8 @@ class Job(ABC):
         title: Its name in progress and reports.
         device: The device on which it runs.
         subject: The subject of the entry.
+        distribution, passes, ops: For the report: its package, its pass, and what it replaces.
+        trades_time, prefer: Whether it may be slower, as for :meth:`Measurement.refusal`.
         shape: The shape of the input, known once it is measured.
         found: The measurement.
         unmeasured: Why there is no measurement, as a sentence, or ``""``.
@@ -40,6 +42,11 @@ class Job(ABC):
     title: str
     device: torch.device
     subject: Mapping[str, Any]
+    distribution: str | None
+    passes: str
+    ops: Iterable[Any]
+    trades_time: bool
+    prefer: str
     shape: Shape
     found: Measurement | None = None
     unmeasured: str = ""
@@ -67,18 +74,13 @@ class Job(ABC):
             "found": dataclasses.asdict(self.found),
         }
 
-    @abstractmethod
     def result(self) -> Result:
         """The line of the report."""
-
-    def _result(
-        self, distribution: str | None, passes: str, ops: Iterable[Any], **rule: Any
-    ) -> Result:
-        """The line of the report; ``rule`` as for ``Measurement.refusal``."""
         assert self.found is not None
-        names = tuple(op_class(op).__name__ for op in ops)
-        of = self.title, distribution, passes, names, self.shape, self.found
-        return Result(*of, self.found.refusal(**rule), self.eager)
+        names = tuple(op_class(op).__name__ for op in self.ops)
+        refusal = self.found.refusal(trades_time=self.trades_time, prefer=self.prefer)
+        of = self.title, self.distribution, self.passes, names, self.shape
+        return Result(*of, self.found, refusal, self.eager)
 
 
 def one_line(error: Exception) -> str:

@@ -19,7 +19,6 @@ from .job import Job, one_line
 from .lookup import subject_of, trades_time
 from .parts import MeasuredCall, part_program
 from .reference import InputSet, Reference
-from .report import Result
 from .table import REPEATS, THRESHOLD, Measurement
 from .timing import LEAST, TURNS, Timing, compare
 
@@ -41,9 +40,12 @@ class Trial(Job):
     def __init__(
         self, call: MeasuredCall, step: Step, reference: Callable[[], Reference] | None
     ) -> None:
-        self._whole, self._step, self._make_reference = call, step, reference
-        self.title, self.device = str(step.source.name), call.program.env.device
+        self._step, self._make_reference = step, reference
+        source, env = step.source, call.program.env
+        self.title, self.device = str(source.name), env.device
         self.subject = subject_of(call.program.facts, step)
+        self.distribution, self.passes, self.ops = source.distribution, source.passes, step.matched
+        self.trades_time, self.prefer = trades_time(source), env.options.get("prefer", "speed")
 
     def _measure(self) -> Measurement:
         assert self._make_reference is not None
@@ -53,12 +55,6 @@ class Trial(Job):
             return self.measure()
         finally:
             del self._reference, self._separate
-
-    def result(self) -> Result:
-        """The line of the report."""
-        source, prefer = self._step.source, self._whole.program.env.options.get("prefer", "speed")
-        passed = source.distribution, source.passes, self._step.matched
-        return self._result(*passed, trades_time=trades_time(source), prefer=prefer)
 
     # Judging
 

@@ -20,7 +20,6 @@ from .clock import Call, Clock
 from .comparing import as_tuple, differ, gradients, in_fp64
 from .job import Job
 from .parts import compiled
-from .report import Result
 from .table import Measurement
 from .timing import LEAST, compare
 
@@ -40,10 +39,12 @@ class Whole(Job):
     ) -> None:
         self.replaced, self._module, self._compiled = replaced, module, compiled
         self._given = _copies(given)
-        self._prefer = dict(current.options).get("prefer", "speed")
         self.title = f"conversion of {op_class(module).__name__}"
         self.device, self.shape = given[0].device, shape_of(self._given[0])
         self.subject = replaced.subject(module, given[0], compiled)
+        self.distribution, self.passes = (replaced.plugin or ("opfuse",))[0], "whole"
+        self.ops = replaced.chain or ()
+        self.trades_time, self.prefer = True, dict(current.options).get("prefer", "speed")
         kind = self.device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -62,9 +63,7 @@ class Whole(Job):
         autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
         exact = in_fp64(self._module, self.replaced.own_operations, self._given, wanted)
         rule: dict[str, Any] = {"dtype": dtype or self._given[0].dtype}
-        rule["exact"] = functools.cache(
-            exact
-        )  # the gradients are the same tensors for both options
+        rule["exact"] = functools.cache(exact)  # both options get the same gradients
         clock = Clock.of(self.device)
         draw = functools.cache(clock.draw)
         rule["draw"] = lambda y, place: draw(y.shape, y.dtype, place)
@@ -118,12 +117,6 @@ class Whole(Job):
     def declines(self) -> bool:
         """The measurements favour the module's own operations."""
         return self.found is not None and self.replaced.declines(self.found, self._compiled)
-
-    def result(self) -> Result:
-        """The line of the report."""
-        who = (self.replaced.plugin or ("opfuse",))[0]
-        chain: Any = self.replaced.chain
-        return self._result(who, "whole", chain, trades_time=True, prefer=self._prefer)
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:

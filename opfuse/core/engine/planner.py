@@ -337,6 +337,8 @@ def _recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> Recompute |
     before = next((s for s in forward if s.start < s.stop == step.start < step.stop), None)
     if before is None or not before.op.recomputes or keeps_anything:
         return ""
+    if before.start < facts.needs.first_backward:  # its contexts are not there in the backward
+        return ""
     first = facts.chain.ops[step.start]
     names, params = declared(first, "saved_names") or (), first.param_names
     only_params = params and {*names} <= {"input", *params}

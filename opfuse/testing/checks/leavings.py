@@ -239,6 +239,15 @@ def _compare_context(case: Case, who: str, got: dict[str, Any], expected: dict[s
         if shared[0] != shared[1]:
             raise Failure(f"{what} shares memory with {shared[0]}, the basic op's with {shared[1]}")
     for name, value in expected["context"].items():
-        if (mine := got["context"][name]) != value:
+        if not _is_same(mine := got["context"][name], value):
             left = f"{name}={mine!r} in the context of {who}"
             raise Failure(f"it leaves {left} instead of {value!r}")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two numbers, tensors, or tuples of them, are the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(_is_same, one, other))
+    return bool(one == other)
