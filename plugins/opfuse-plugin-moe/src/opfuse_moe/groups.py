@@ -53,20 +53,17 @@ class DeviceGroups(Groups):
 
     def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_weight_grads`."""
-        given, blocks = self._columnwise(dy, x), isinstance(x, GroupedMXTensor)
+        given = self._columnwise(dy, x)
         if given is None or dtype not in DTYPES:
             return None
-        run = library.scaled_weight_grads if blocks else library.coded_weight_grads
-        return run(*given, dtype)
+        return library.coded_weight_grads(*given, dtype)
 
     def add_coded_weight_grads(self, dy: Any, x: Any, sums: Sums, beta: float) -> bool:
         """See :meth:`opfuse.ops.grouped.Groups.add_coded_weight_grads`."""
-        given, blocks = self._columnwise(dy, x), isinstance(x, GroupedMXTensor)
-        into = self._sums(sums, beta)
+        given, into = self._columnwise(dy, x), self._sums(sums, beta)
         if given is None or into is None:
             return False
-        run = library.add_scaled_weight_grads if blocks else library.add_coded_weight_grads
-        run(*given, into, adds=beta == 1)
+        library.add_coded_weight_grads(*given, into, adds=beta == 1)
         return True
 
     def _columnwise(self, dy: Any, x: Any) -> tuple[Any, ...] | None:
