@@ -18,7 +18,7 @@ from opfuse.ops.row_groups import counts_of
 
 from . import delayed, formulas, library, twins
 from .kernels import launch, launch_groups, launch_norms, scales
-from .nvfp4 import LESS_OF_SCALES, MAE, MSE, SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer
+from .nvfp4 import SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -44,10 +44,6 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "NVFP4 16 x 16": lambda dtype, device: NVFP4Quantizer(square=True),
     "NVFP4 swizzled": lambda dtype, device: NVFP4Quantizer(signs=SIGNS, swizzles=True),
     "NVFP4 drawn": lambda dtype, device: StochasticNVFP4Quantizer(signs=SIGNS, device=device),
-    "NVFP4 at 4 or 6": lambda dtype, device: NVFP4Quantizer(four_over_six=MSE),
-    "NVFP4 16 x 16 at 4 or 6": lambda dtype, device: NVFP4Quantizer(
-        square=True, four_over_six=MAE, most_of_scales=LESS_OF_SCALES
-    ),
 }
 """The quantizers by the names that cases call them, for an FP8 dtype and a device."""
 
