@@ -150,7 +150,7 @@ def _forward(
         if op is None:
             return _outputs(library.cast(x, _into(form, _E4M3, x, usage)))
         casting = launch.Casting(_into(form, _E4M3, x, usage), shape, x.dtype, x.device)
-        launch.forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
+        launch.forward(formula, formula.functions.numbers(op.numbers_of()), x, bias, kept, casting)
         return _outputs(casting.made(), kept, casting.values if values else None)
 
     def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
@@ -188,7 +188,7 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         if not values:
             return _outputs(*library.gradient(formula, op, numbers, dy, x, sums, into))
         casting = launch.Casting(into, x.shape, dy.dtype, dy.device)
-        dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
+        dbias = launch.backward(formula, formula.functions.numbers(numbers), dy, x, sums, casting)
         return _outputs(casting.made(), dbias, casting.values)
 
     def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:

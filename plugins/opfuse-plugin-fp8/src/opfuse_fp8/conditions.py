@@ -43,10 +43,9 @@ def of_quantizer(quantizer: Any, alone: bool = False) -> str:
     """
     name = type(quantizer).__name__
     if type(quantizer) in _FP4:
-        if not alone:
-            return "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
+        late = "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
         chooses = "its kernels have the largest magnitude of a block at 6, and here it is at 4 or 6"
-        return chooses if quantizer.four_over_six else ""
+        return late if not alone else chooses if quantizer.four_over_six else ""
     if type(quantizer) not in _KNOWN:
         known = ", ".join(cls.__name__ for cls in _KNOWN)
         return f"its kernels cast as {known} do, and this is a {name}"
