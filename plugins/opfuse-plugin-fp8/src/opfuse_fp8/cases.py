@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from opfuse_quantized.swizzle import swizzled_size
 from opfuse_triton import KernelCase, Operand
+from opfuse_triton.cases import group_ends
 from torch import Tensor
 
 from opfuse import ops
@@ -270,9 +271,7 @@ def _of_groups(form: str, usage: Usage, *shapes: Any) -> KernelCase:
     multiple = 32 if in_blocks else 16
 
     def draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-        weights = torch.linspace(0.0, 2.0, groups)
-        ends = (weights.cumsum(0) / weights.sum() * (rows // multiple)).round().to(torch.int32)
-        found = {"ends": ends * multiple}
+        found = {"ends": group_ends(groups, rows, multiple)}
         return found | ({"scales": torch.rand(groups) + 1} if is_delayed else {})
 
     def run(x: Tensor, ends: Tensor, scales: Tensor | None = None) -> tuple[Tensor, ...]:

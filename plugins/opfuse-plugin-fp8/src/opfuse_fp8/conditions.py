@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from opfuse_triton import Predicted, why_no_kernel
+from opfuse_triton.calls import DTYPES, are_plain
+from opfuse_triton.calls import PLAIN as PLAIN
 from torch import Tensor
 
 from opfuse import Environment
@@ -20,12 +22,6 @@ from opfuse.ops.authoring import op_class
 from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that the kernels read and cast. They compute in fp32."""
-
-PLAIN = Tensor, torch.nn.Parameter
-"""A subclass of them has its own operations."""
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer
@@ -218,24 +214,6 @@ def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
     return True
 
 
-def are_plain(*tensors: Any) -> bool:
-    """Whether tensors, of which all but the first may be None, are plain and on one device."""
-    first = tensors[0]
-    if not isinstance(first, Tensor):
-        return False
-    for tensor in tensors:
-        if tensor is not None and not (
-            type(tensor) in PLAIN and tensor.dtype in DTYPES and tensor.device == first.device
-        ):
-            return False
-    return True
-
-
 def takes(*tensors: Any) -> bool:
     """Whether the kernels take these tensors, of which all but the first may be None."""
-    if not are_plain(*tensors) or not tensors[0].ndim or not tensors[0].numel():
-        return False
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_contiguous():
-            return False
-    return True
+    return isinstance(tensors[0], Tensor) and tensors[0].ndim > 0 and are_plain(*tensors)

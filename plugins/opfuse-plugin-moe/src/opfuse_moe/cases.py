@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import triton
 from opfuse_triton import KernelCase, Operand, Target, functions_of, is_interpreting
+from opfuse_triton.cases import group_ends
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -301,21 +302,14 @@ def _wgrad_by_liger(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dw
 
 
-def _draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-    """The ends of groups of uneven sizes, the first of them empty."""
-    weights = torch.linspace(0.0, 2.0, groups) if groups > 1 else torch.ones(1)
-    ends = (weights.cumsum(0) / weights.sum() * rows).round().to(torch.int32)
-    return {"ends": ends}
-
-
-def _draw_whole(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-    """The same of multiples of 32 rows, so that a columnwise copy has no zeros in between."""
-    return {"ends": _draw(groups, rows // 32)["ends"] * 32}
+def _draw(groups: int, rows: int, multiple: int = 1, **_: int) -> dict[str, Tensor]:
+    """Groups of uneven sizes; with multiples of 32 rows a columnwise copy is not filled up."""
+    return {"ends": group_ends(groups, rows, multiple)}
 
 
 def _draw_scaled(name: str, **shape: int) -> dict[str, Tensor]:
     """Powers of two around 1, too."""
-    found = _draw_whole(**shape)
+    found = _draw(**shape, multiple=32)
     for key, operand in _code_operands(name, True, **shape).items():
         if operand.dtype is E8M0:
             found[key] = torch.randint(-3, 4, operand.shape).float().exp2().to(E8M0)
@@ -359,7 +353,8 @@ def _codes(
     if added:
         operands, apart = _with_sums(operands), _added_apart(apart)
     small: Any = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
-    draw, dtypes = _draw_whole, (BF16,)
+    draw: Any = partial(_draw, multiple=32)
+    dtypes: Any = (BF16,)
     if in_blocks:
         small, draw = _WHOLE_BLOCKS, partial(_draw_scaled, result)
     elif result == "y":

@@ -10,16 +10,14 @@ import torch
 from opfuse_quantized.formats import MXTensor
 from opfuse_quantized.grouped import GroupedMXTensor
 from opfuse_triton import Config
+from opfuse_triton.calls import DTYPES, PLAIN
 from torch import Tensor
 
 from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops.grouped import Groups, Sums, ends_of, groups_of
 
-from .conditions import CODES, DTYPES
+from .conditions import CODES
 from .kernels import library
-
-PLAIN = Tensor, torch.nn.Parameter
-"""A subclass has operations of its own."""
 
 MOST_FEATURES = 1 << 23
 """Places in a tile have 32 bits."""
