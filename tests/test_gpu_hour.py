@@ -369,6 +369,7 @@ def test_what_was_slower_is_measured_under_the_name_that_it_has_now():
     stored = {case for case, *_ in report.timed_cases(STORED)}
     behind = [case for case in stored if case.partition(": ")[2] in report.behind_in(STORED)]
     assert len(behind) > 20
+    assert not any(name in cases for name in report.GONE for cases in here.values())
     for case in behind:
         plugin, _, name = case.partition(": ")
         assert plugin not in here or name in here[plugin], case

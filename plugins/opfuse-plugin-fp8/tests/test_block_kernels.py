@@ -41,8 +41,6 @@ FP4 = {
     "mixed": functools.partial(fp8.NVFP4Quantizer, signs=SIGNS),
     "16 x 16": functools.partial(fp8.NVFP4Quantizer, square=True),
     "drawn": lambda: fp8.StochasticNVFP4Quantizer(signs=SIGNS, device=DEVICE),
-    "at 4 or 6": lambda: fp8.NVFP4Quantizer(four_over_six="MAE", most_of_scales=256),
-    "16 x 16 at 4 or 6": lambda: fp8.NVFP4Quantizer(square=True, four_over_six="MSE"),
 }
 MX = functools.partial(fp8.MXQuantizer, torch.float8_e4m3fn, swizzles=True)
 
@@ -222,3 +220,6 @@ def test_where_nvfp4_is_cast_by_kernels():
         pass
 
     assert "this is a Own" in conditions.runs(Own(), env())
+    chooses = fp8.NVFP4Quantizer(four_over_six="MAE")
+    assert "at 4 or 6" in conditions.runs(chooses, env())
+    assert not conditions.of_quantizer(quantizer, alone=True)

@@ -227,7 +227,7 @@ def test_gradients_of_codes_match_fp64(dtypes):
         dx = library.coded_product(*given, torch.float32, exact=True)
         exact = grouped(lambda dy, w: dy @ w.T, sizes, values[0], of=(w,))
         assert_close(dx, torch.cat([y * a.double() for y, a in zip(exact, inverse, strict=True)]))
-        pairs = [(t.columnwise_data, t.scale_inv) for t in (dy, x)]
+        pairs = [library.Scaled(t.columnwise_data, t.scale_inv) for t in (dy, x)]
         dw = library.coded_weight_grads(*pairs, ends, (sum(sizes), features, depth), torch.float32)
         exact = torch.stack(grouped(lambda dy, x: dy.T @ x, sizes, *values))
         assert_close(dw, exact)
@@ -286,10 +286,10 @@ def test_gradients_of_blocks_match_fp64():
             ]
             made.append(library.Scaled(codes.view(dtype), powers.view(E8M0)))
         given = *made, ends_of(sizes), (sum(sizes), features, depth)
-        dw = library.scaled_weight_grads(*given, torch.float32)
+        dw = library.coded_weight_grads(*given, torch.float32)
         exact = torch.stack([dy @ x.T for dy, x in zip(*values, strict=True)])
         assert_close(dw, exact)
-        assert_added(partial(library.add_scaled_weight_grads, *given), exact, sizes)
+        assert_added(partial(library.add_coded_weight_grads, *given), exact, sizes)
 
 
 @needs_kernels

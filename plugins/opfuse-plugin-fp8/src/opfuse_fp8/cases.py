@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from opfuse_quantized.swizzle import swizzled_size
 from opfuse_triton import KernelCase, Operand
+from opfuse_triton.cases import group_ends
 from torch import Tensor
 
 from opfuse import ops
@@ -18,7 +19,7 @@ from opfuse.ops.row_groups import counts_of
 
 from . import delayed, formulas, library, twins
 from .kernels import launch, launch_groups, launch_norms, scales
-from .nvfp4 import LESS_OF_SCALES, MAE, MSE, SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer
+from .nvfp4 import SIGNS, NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -44,10 +45,6 @@ QUANTIZERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "NVFP4 16 x 16": lambda dtype, device: NVFP4Quantizer(square=True),
     "NVFP4 swizzled": lambda dtype, device: NVFP4Quantizer(signs=SIGNS, swizzles=True),
     "NVFP4 drawn": lambda dtype, device: StochasticNVFP4Quantizer(signs=SIGNS, device=device),
-    "NVFP4 at 4 or 6": lambda dtype, device: NVFP4Quantizer(four_over_six=MSE),
-    "NVFP4 16 x 16 at 4 or 6": lambda dtype, device: NVFP4Quantizer(
-        square=True, four_over_six=MAE, most_of_scales=LESS_OF_SCALES
-    ),
 }
 """The quantizers by the names that cases call them, for an FP8 dtype and a device."""
 
@@ -154,7 +151,7 @@ def _forward(
         if op is None:
             return _outputs(library.cast(x, _into(form, _E4M3, x, usage)))
         casting = launch.Casting(_into(form, _E4M3, x, usage), shape, x.dtype, x.device)
-        launch.forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
+        launch.forward(formula, formula.functions.numbers(op.numbers_of()), x, bias, kept, casting)
         return _outputs(casting.made(), kept, casting.values if values else None)
 
     def separate(x: Tensor, bias: Any = None) -> tuple[Tensor, ...]:
@@ -192,7 +189,7 @@ def _backward(name: str, op: Any, form: str, *shapes: Any, sums: bool = False) -
         if not values:
             return _outputs(*library.gradient(formula, op, numbers, dy, x, sums, into))
         casting = launch.Casting(into, x.shape, dy.dtype, dy.device)
-        dbias = launch.backward(formula, formula.numbers(numbers), dy, x, sums, casting)
+        dbias = launch.backward(formula, formula.functions.numbers(numbers), dy, x, sums, casting)
         return _outputs(casting.made(), dbias, casting.values)
 
     def separate(dy: Tensor, x: Any = None) -> tuple[Tensor, ...]:
@@ -249,36 +246,46 @@ def _norm(name: str, op: Any, form: str, *shapes: Any, usage: Usage = BOTH) -> K
     return _case(f"{name}, {form}", run, separate, tensors, shapes, again, what)
 
 
-def _of_groups(form: str, usage: Usage, *shapes: Any) -> KernelCase:
-    """Groups of rows, each with one scale; of multiples of 16 rows, so that none is filled up."""
-    is_delayed = form == "delayed"
+def _group_operands(
+    form: str, usage: Usage, groups: int, rows: int, features: int
+) -> dict[str, Operand]:
+    """The operands of a cast of groups; a columnwise copy has one group behind the other."""
+    vector = Operand((groups,), torch.float32, "vector")
+    found = {"x": Operand((rows, features), _BF16)}
+    found |= {"scales": vector} if form == "delayed" else {}
+    found["ends"] = Operand((groups,), torch.int32, "vector")
+    shapes = (rows, features), (rows * features,)
+    for way, used, shape in zip(("row", "column"), usage, shapes, strict=True):
+        if used:
+            found[f"{way} codes"] = Operand(shape, _E4M3, output=True)
+        if used and form == "MX":
+            sizes = *shape[:-1], shape[-1] // 32
+            found[f"{way} scales"] = Operand(sizes, torch.float8_e8m0fnu, "vector", True)
+    found |= {} if form == "MX" else {"inverse": replace(vector, output=True)}
+    return found | ({"amax": replace(vector, output=True)} if form == "delayed" else {})
 
-    def tensors(groups: int, rows: int, features: int) -> dict[str, Operand]:
-        vector, codes = (
-            Operand((groups,), torch.float32, "vector"),
-            Operand((rows, features), _E4M3),
-        )
-        found = {"x": Operand((rows, features), _BF16)}
-        found |= {"scales": vector} if is_delayed else {}
-        found["ends"] = Operand((groups,), torch.int32, "vector")
-        found["row codes"] = replace(codes, output=True)
-        if usage.columnwise:
-            found["column codes"] = Operand((rows * features,), _E4M3, output=True)
-        found["inverse"] = replace(vector, output=True)
-        return found | ({"amax": replace(vector, output=True)} if is_delayed else {})
+
+def _of_groups(form: str, usage: Usage, *shapes: Any) -> KernelCase:
+    """Groups of rows, each cast by itself; of as many rows that none is filled up."""
+    in_blocks, is_delayed = form == "MX", form == "delayed"
+    multiple = 32 if in_blocks else 16
 
     def draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-        weights = torch.linspace(0.0, 2.0, groups)
-        ends = (weights.cumsum(0) / weights.sum() * (rows // 16)).round().to(torch.int32) * 16
-        return {"ends": ends} | ({"scales": torch.rand(groups) + 1} if is_delayed else {})
+        found = {"ends": group_ends(groups, rows, multiple)}
+        return found | ({"scales": torch.rand(groups) + 1} if is_delayed else {})
 
     def run(x: Tensor, ends: Tensor, scales: Tensor | None = None) -> tuple[Tensor, ...]:
-        first = QUANTIZERS[form](_E4M3, x.device)
-        made, amax = launch_groups.cast(x, ends, usage, first, scales)
-        row, column, inverse, _ = made.tensors()
-        column = None if column is None else column[: x.numel()]
-        found = row, column, inverse, amax if is_delayed else None
-        return tuple([tensor for tensor in found if tensor is not None])
+        first, made, amax = QUANTIZERS[form](_E4M3, x.device), None, []  # type: Any
+        if in_blocks:
+            made = launch_groups.cast_mx(x, ends, usage, first)
+        else:
+            made, *amax = launch_groups.cast(x, ends, usage, first, scales)
+        found = []
+        for name, tensor in zip(made.tensor_names, made.tensors(), strict=True):
+            if tensor is not None and name.startswith("columnwise"):  # what follows is undefined
+                tensor = tensor[: x.numel() // (32 if "scale" in name else 1)]
+            found += [] if name == "ends" or tensor is None else [tensor]
+        return (*found, *(amax if is_delayed else ()))
 
     def separate(x: Tensor, ends: Tensor, scales: Tensor | None = None) -> tuple[Tensor, ...]:
         """One after the other; on the meta device groups are alike."""
@@ -290,69 +297,28 @@ def _of_groups(form: str, usage: Usage, *shapes: Any) -> KernelCase:
                 quantizer.scale = scale
         pairs = zip(quantizers, each, strict=True)
         parts: Any = [quantizer.reference(part, usage) for quantizer, part in pairs]
-        rows = [part.rowwise_data.view(torch.uint8) for part in parts]
-        found = [torch.cat(rows).view(_E4M3)]
-        if usage.columnwise:
-            columns = [part.columnwise_data.view(torch.uint8).flatten() for part in parts]
-            found.append(torch.cat(columns).view(_E4M3))
-        found.append(torch.cat([part.scale_inv for part in parts]))
+        found = []
+        for name, first in zip(parts[0].tensor_names, parts[0].tensors(), strict=True):
+            if first is None or name == "scale":
+                continue
+            of_groups = [getattr(part, name).view(torch.uint8) for part in parts]
+            flat = name.startswith("columnwise")
+            whole = torch.cat([t.flatten() if flat else t for t in of_groups])
+            found.append(whole.view(first.dtype))
         if is_delayed:
             found.append(torch.cat([quantizer.amax for quantizer in quantizers]))
         return tuple(found)
 
     def floor(groups: int, rows: int, features: int) -> int:
-        full = rows * features
-        return full * (2 * (1 if is_delayed else 2) + 1 + usage.columnwise)
+        reads = 2 if form == "current" else 1
+        return rows * features * (2 * reads + usage.rowwise + usage.columnwise)
 
-    small = [{"groups": 3, "rows": 176, "features": 256}, {"groups": 2, "rows": 32, "features": 64}]
+    small = [{"groups": 3, "rows": 160, "features": 256}, {"groups": 2, "rows": 64, "features": 96}]
     ways = "" if usage.columnwise else "rowwise "
     more: Any = {"separate": separate, "draw": draw, "exact": True, "turn": 40}
-    more["unaligned"] = [{"groups": 8, "rows": 8192, "features": 5001}]
-    name = f"{ways}cast of groups, {form}"
+    more["unaligned"] = [{"groups": 8, "rows": 8192, "features": 4224 if in_blocks else 5001}]
+    name, tensors = f"{ways}cast of groups, {form}", partial(_group_operands, form, usage)
     return KernelCase(name, run, tensors, list(shapes), small, floor, **more)
-
-
-def _of_mx_groups(*shapes: Any) -> KernelCase:
-    """Groups of rows in MX blocks; of whole blocks, so that none is filled up."""
-
-    def tensors(groups: int, rows: int, features: int) -> dict[str, Operand]:
-        found = {"x": Operand((rows, features), _BF16)}
-        found["ends"] = Operand((groups,), torch.int32, "vector")
-        for way, shape in (("row", (rows, features)), ("column", (rows * features,))):
-            found[f"{way} codes"] = Operand(shape, _E4M3, output=True)
-            scales = *shape[:-1], shape[-1] // 32
-            found[f"{way} scales"] = Operand(scales, torch.float8_e8m0fnu, "vector", True)
-        return found
-
-    def draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-        weights = torch.linspace(0.0, 2.0, groups)
-        ends = (weights.cumsum(0) / weights.sum() * (rows // 32)).round().to(torch.int32) * 32
-        return {"ends": ends}
-
-    def run(x: Tensor, ends: Tensor) -> tuple[Any, ...]:
-        made = launch_groups.cast_mx(x, ends, BOTH, QUANTIZERS["MX"](_E4M3, x.device))
-        row, row_scale, column, column_scale, _ = made.tensors()
-        assert column is not None and column_scale is not None
-        return row, row_scale, column[: x.numel()], column_scale[: x.numel() // 32]
-
-    def separate(x: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-        """One after the other; on the meta device groups are alike."""
-        alike = [len(x) // len(ends)] * len(ends)
-        each = x.split(alike if ends.is_meta else counts_of(ends))
-        quantizer = QUANTIZERS["MX"](_E4M3, x.device)
-        parts = zip(*[quantizer.reference(part, BOTH).tensors() for part in each], strict=True)
-        found = []
-        for name, tensors in zip(("row", "scale", "column", "scale"), parts, strict=True):
-            as_bytes = [t.view(torch.uint8) for t in tensors]
-            flat = len(found) > 1
-            found.append(torch.cat([t.flatten() if flat else t for t in as_bytes]))
-            found[-1] = found[-1].view(torch.float8_e8m0fnu if name == "scale" else _E4M3)
-        return tuple(found)
-
-    small = [{"groups": 3, "rows": 160, "features": 128}, {"groups": 2, "rows": 64, "features": 96}]
-    more: Any = {"separate": separate, "draw": draw, "exact": True, "turn": 40}
-    more["unaligned"] = [{"groups": 8, "rows": 8192, "features": 4224}]
-    return KernelCase("cast of groups, MX", run, tensors, list(shapes), small, **more)
 
 
 def _advance() -> KernelCase:
@@ -419,7 +385,7 @@ CASES = [
     *_each(_norm, "LayerNorm + cast", _LAYER, _MODEL, forms=("delayed", "MX")),
     *[_of_groups(form, BOTH, _EXPERTS) for form in ("delayed", "current")],
     _of_groups("delayed", ROWWISE, _EXPERTS),
-    _of_mx_groups(_EXPERTS),
+    _of_groups("MX", BOTH, _EXPERTS),
     _advance(),
 ]
 """Widths of 4096 and 16384, and of Llama 3 8B; bfloat16 in, E4M3 out, and E5M2 for gradients."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opfuse_triton.calls import DTYPES, PLAIN
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -28,7 +29,7 @@ from opfuse.core.quantization import QuantizedTensor
 from opfuse.ops import LayerNorm
 
 from . import casts, twins
-from .conditions import DTYPES, are_plain, described, has_blocks, output_shape
+from .conditions import described, has_blocks, output_shape
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer
 from .twins import Into, Normalized
 
@@ -175,8 +176,10 @@ def _called(
 
 def _takes(*tensors: Any) -> bool:
     """Whether compiled code takes these tensors, the first of which has the rows."""
-    x = tensors[0]
-    if not are_plain(*tensors) or not x.is_cpu or x.shape[:-1].numel() < 2 or not x.numel():
+    x, there = tensors[0], [tensor for tensor in tensors if tensor is not None]
+    if not all([type(each) in PLAIN and each.dtype in DTYPES and each.is_cpu for each in there]):
+        return False
+    if x.shape[:-1].numel() < 2 or not x.numel():
         return False
     # a mode must see the operations, and so must a caller's trace
     return not is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() == 0

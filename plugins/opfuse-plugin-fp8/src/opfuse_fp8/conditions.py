@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from opfuse_triton import Predicted, why_no_kernel
+from opfuse_triton.calls import DTYPES, are_plain
+from opfuse_triton.calls import PLAIN as PLAIN
 from torch import Tensor
 
 from opfuse import Environment
@@ -20,12 +22,6 @@ from opfuse.ops.authoring import op_class
 from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that the kernels read and cast. They compute in fp32."""
-
-PLAIN = Tensor, torch.nn.Parameter
-"""A subclass of them has its own operations."""
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer
@@ -44,7 +40,8 @@ def of_quantizer(quantizer: Any, alone: bool = False) -> str:
     name = type(quantizer).__name__
     if type(quantizer) in _FP4:
         late = "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
-        return "" if alone else late
+        chooses = "its kernels have the largest magnitude of a block at 6, and here it is at 4 or 6"
+        return late if not alone else chooses if quantizer.four_over_six else ""
     if type(quantizer) not in _KNOWN:
         known = ", ".join(cls.__name__ for cls in _KNOWN)
         return f"its kernels cast as {known} do, and this is a {name}"
@@ -217,24 +214,6 @@ def has_blocks(into: Into, shape: torch.Size, parts: int = 1) -> bool:
     return True
 
 
-def are_plain(*tensors: Any) -> bool:
-    """Whether tensors, of which all but the first may be None, are plain and on one device."""
-    first = tensors[0]
-    if not isinstance(first, Tensor):
-        return False
-    for tensor in tensors:
-        if tensor is not None and not (
-            type(tensor) in PLAIN and tensor.dtype in DTYPES and tensor.device == first.device
-        ):
-            return False
-    return True
-
-
 def takes(*tensors: Any) -> bool:
     """Whether the kernels take these tensors, of which all but the first may be None."""
-    if not are_plain(*tensors) or not tensors[0].ndim or not tensors[0].numel():
-        return False
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_contiguous():
-            return False
-    return True
+    return isinstance(tensors[0], Tensor) and tensors[0].ndim > 0 and are_plain(*tensors)

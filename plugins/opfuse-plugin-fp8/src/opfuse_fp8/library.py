@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opfuse_triton.elementwise.formulas import IDENTITY, Formula
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor
 
 from . import twins
 from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
-from .formulas import ActivationFormula
 from .kernels import launch_nvfp4
-from .kernels.launch import IDENTITY, Casting, PartsCasting, backward, forward, is_unaligned
+from .kernels.launch import Casting, PartsCasting, backward, forward, is_unaligned
 from .kernels.launch_norms import norm
 from .kernels.tiles import HIGHEST
 from .nvfp4 import NVFP4Quantizer
@@ -46,7 +46,7 @@ def cast_parts(parts: Sequence[Tensor], into: Into) -> QuantizedTensor | None:
 
 
 def activation(
-    formula: ActivationFormula,
+    formula: Formula,
     op: Any,
     x: Tensor,
     bias: Tensor | None,
@@ -61,12 +61,12 @@ def activation(
         return twins.activation(op, x, bias, dtype, keep, into)
     kept = torch.empty_like(x, dtype=dtype) if keep else None
     casting = Casting(into, shape, dtype, x.device)
-    forward(formula, formula.numbers(op.numbers_of()), x, bias, kept, casting)
+    forward(formula, formula.functions.numbers(op.numbers_of()), x, bias, kept, casting)
     return casting.made(), kept
 
 
 def gradient(
-    formula: ActivationFormula,
+    formula: Formula,
     op: Any,
     numbers: Any,
     dy: Tensor,
@@ -84,5 +84,5 @@ def gradient(
         return twins.gradient(op, numbers, dy, x, needs_sums, into)
 
     casting = Casting(into, shape, dy.dtype, dy.device, values=known)
-    sums = backward(formula, formula.numbers(numbers or ()), dy, x, needs_sums, casting)
+    sums = backward(formula, formula.functions.numbers(numbers or ()), dy, x, needs_sums, casting)
     return casting.made(), sums

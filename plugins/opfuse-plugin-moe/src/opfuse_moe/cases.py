@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import triton
 from opfuse_triton import KernelCase, Operand, Target, functions_of, is_interpreting
+from opfuse_triton.cases import group_ends
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -156,51 +157,42 @@ def _gradients_apart(
     return of_hidden.to(hidden.dtype), of_scales
 
 
-# Products of codes. All are of two operands, the second one transposed; ``x_inverse`` has what the
-# codes ``x`` of each group are multiplied by, and ``x_scale`` that of each 32 of them
+# Products of codes. All are of two operands, the second one transposed; ``x_scale`` has what the
+# codes ``x`` are multiplied by: those of each group, or each 32 of them
 
 
-def _names(given: Mapping[str, Tensor]) -> tuple[str, str]:
-    """The names of both operands."""
-    one, other = [name for name in given if f"{name}_inverse" in given or f"{name}_scale" in given]
-    return one, other
+def _pairs(given: Mapping[str, Tensor]) -> list[library.Scaled]:
+    """Both operands with their scales."""
+    names = [name for name in given if f"{name}_scale" in given]
+    return [library.Scaled(given[name], given[f"{name}_scale"]) for name in names]
 
 
 def _of_codes(exact: bool, ends: Tensor, bias: Tensor | None = None, **given: Tensor) -> Tensor:
     """Of rows with matrices."""
-    one, other = _names(given)
+    rows, matrices = _pairs(given)
     dtype, biases = (BF16, ()) if bias is None else (bias.dtype, bias.unbind())
-    if f"{one}_scale" in given:
-        both = [library.Scaled(given[name], given[f"{name}_scale"]) for name in (one, other)]
-        return library.scaled_product(*both, ends, dtype, biases)
-    rows, matrices = (given[one], given[f"{one}_inverse"]), library.matrices_of(given[other])
-    inverse = given[f"{other}_inverse"]
-    return library.coded_product(rows, matrices, inverse, ends, dtype, biases, exact=exact)
+    if rows.format is not None:
+        return library.scaled_product(rows, matrices, ends, dtype, biases)
+    codes, inverse = library.matrices_of(matrices.codes), matrices.scales
+    return library.coded_product(rows, codes, inverse, ends, dtype, biases, exact=exact)
 
 
 def _wgrad_of_codes(ends: Tensor, sums: Tensor | None = None, **given: Tensor) -> Tensor:
     """Of columnwise copies, which are added to sums if there are some."""
-    names = _names(given)
-    sizes = given[names[0]].shape[1], *[len(given[name]) for name in names]
-    if f"{names[0]}_scale" in given:
-        both: Any = [
-            library.Scaled(given[name].view(-1), given[f"{name}_scale"].view(-1)) for name in names
-        ]
-        fresh, adding = library.scaled_weight_grads, library.add_scaled_weight_grads
-    else:
-        both = [(given[name].view(-1), given[f"{name}_inverse"]) for name in names]
-        fresh, adding = library.coded_weight_grads, library.add_coded_weight_grads
+    dy, x = _pairs(given)
+    sizes = dy.codes.shape[1], len(dy.codes), len(x.codes)
+    flat = [library.Scaled(codes.view(-1), scales.view(-1)) for codes, scales in (dy, x)]
     if sums is None:
-        return fresh(*both, ends, sizes, BF16)
-    adding(*both, ends, sizes, _sums_of(sums))
+        return library.coded_weight_grads(*flat, ends, sizes, BF16)
+    library.add_coded_weight_grads(*flat, ends, sizes, _sums_of(sums))
     return sums
 
 
 def _codes_apart(of: GroupsOf, ends: Tensor, bias: Tensor | None = None, **given: Tensor) -> Tensor:
     """Group by group, of dequantized values; on the meta device groups are alike."""
-    names, products = _names(given), list[Tensor]()
-    columnwise = all(given[name].ndim == 2 for name in names)
-    each = zip(*[_parts(given, name, ends, columnwise) for name in names], strict=True)
+    pairs, products = _pairs(given), list[Tensor]()
+    columnwise = all(codes.ndim == 2 for codes, _ in pairs)
+    each = zip(*[_dequantized(*pair, ends, columnwise) for pair in pairs], strict=True)
     for i, (one, other) in enumerate(each):
         product = F.linear(one, other, None if bias is None else bias[i].to(one.dtype))
         exact = product.dtype is torch.float64  # the reference rounds nothing
@@ -208,31 +200,23 @@ def _codes_apart(of: GroupsOf, ends: Tensor, bias: Tensor | None = None, **given
     return torch.stack(products) if columnwise else torch.cat(products)
 
 
-def _parts(given: Mapping[str, Tensor], name: str, ends: Tensor, columnwise: bool) -> list[Tensor]:
-    """The dequantized values of each group; of columnwise copies one group is behind the other."""
-    codes, scales = given[name], given.get(f"{name}_scale")
-    high, inverses = len(codes), given.get(f"{name}_inverse")
+def _dequantized(codes: Tensor, scales: Tensor, ends: Tensor, columnwise: bool) -> list[Tensor]:
+    """The values of each group; of columnwise copies one group is behind the other."""
+    # in fp32, or where scales are the reference's in fp64
+    dtype = torch.float64 if scales.dtype is torch.float64 else torch.float32
+    values, in_blocks = codes.to(dtype), scales.ndim > 1
+    if in_blocks:
+        blocks = values.unflatten(-1, (-1, 32)) * scales.to(dtype)[..., None]
+        values = blocks.flatten(-2)
     if columnwise:
-        codes = codes.view(-1, 32) if scales is not None else codes.view(-1)
-        scales = None if scales is None else scales.view(-1, 1)
-    values = codes if scales is None else _times(codes, scales)
-    if columnwise:
-        counts = _counts(ends, given[name].shape[1])
-        blocks = values.reshape(-1).split([high * count for count in counts])
-        parts = [block.view(high, -1) for block in blocks]
+        high, counts = len(codes), _counts(ends, codes.shape[1])
+        each = values.view(-1).split([high * count for count in counts])
+        parts = [part.view(high, -1) for part in each]
     else:
         parts = list(values if values.ndim == 3 else values.split(_counts(ends, len(values))))
-    if inverses is None:
+    if in_blocks:
         return parts
-    dtype = torch.promote_types(inverses.dtype, torch.float32)
-    return [part.to(dtype) * inverse for part, inverse in zip(parts, inverses, strict=True)]
-
-
-def _times(codes: Tensor, scales: Tensor) -> Tensor:
-    """The values of MX blocks, in fp32 or where scales are the reference's in fp64."""
-    dtype = torch.float64 if scales.dtype is torch.float64 else torch.float32
-    blocks = codes.to(dtype).unflatten(-1, (-1, 32)) * scales.to(dtype)[..., None]
-    return blocks.flatten(-2)
+    return [part * scale for part, scale in zip(parts, scales, strict=True)]
 
 
 def _counts(ends: Tensor, rows: int) -> list[int]:
@@ -318,21 +302,14 @@ def _wgrad_by_liger(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dw
 
 
-def _draw(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-    """The ends of groups of uneven sizes, the first of them empty."""
-    weights = torch.linspace(0.0, 2.0, groups) if groups > 1 else torch.ones(1)
-    ends = (weights.cumsum(0) / weights.sum() * rows).round().to(torch.int32)
-    return {"ends": ends}
-
-
-def _draw_whole(groups: int, rows: int, **_: int) -> dict[str, Tensor]:
-    """The same of multiples of 32 rows, so that a columnwise copy has no zeros in between."""
-    return {"ends": _draw(groups, rows // 32)["ends"] * 32}
+def _draw(groups: int, rows: int, multiple: int = 1, **_: int) -> dict[str, Tensor]:
+    """Groups of uneven sizes; with multiples of 32 rows a columnwise copy is not filled up."""
+    return {"ends": group_ends(groups, rows, multiple)}
 
 
 def _draw_scaled(name: str, **shape: int) -> dict[str, Tensor]:
     """Powers of two around 1, too."""
-    found = _draw_whole(**shape)
+    found = _draw(**shape, multiple=32)
     for key, operand in _code_operands(name, True, **shape).items():
         if operand.dtype is E8M0:
             found[key] = torch.randint(-3, 4, operand.shape).float().exp2().to(E8M0)
@@ -354,7 +331,7 @@ def _code_operands(result: str, in_blocks: bool, **shape: int) -> Mapping[str, O
         if in_blocks:
             found[f"{name}_scale"] = Operand((*wide[:-1], wide[-1] // 32), E8M0, "vector")
         else:
-            found[f"{name}_inverse"] = Operand((groups,), torch.float32, "vector")
+            found[f"{name}_scale"] = Operand((groups,), torch.float32, "vector")
     if result == "y":
         found["bias"] = Operand((groups, features), BF16, "vector")
     found["ends"] = Operand((groups,), torch.int32, "vector")
@@ -376,7 +353,8 @@ def _codes(
     if added:
         operands, apart = _with_sums(operands), _added_apart(apart)
     small: Any = [{**shape, "rows": 32 * -(-shape["rows"] // 32)} for shape in _SMALL]
-    draw, dtypes = _draw_whole, (BF16,)
+    draw: Any = partial(_draw, multiple=32)
+    dtypes: Any = (BF16,)
     if in_blocks:
         small, draw = _WHOLE_BLOCKS, partial(_draw_scaled, result)
     elif result == "y":
@@ -515,10 +493,8 @@ CASES = [
     _codes("gradient of the matrices, of codes, added", "dw", library.CODED_WGRAD, added=True),
     _codes("grouped product of MX codes", "y", library.SCALED, True),
     _codes("its gradient of MX codes", "dx", library.SCALED, True),
-    _codes("gradient of the matrices, of MX codes", "dw", library.SCALED_WGRAD, True),
-    _codes(
-        "gradient of the matrices, of MX codes, added", "dw", library.SCALED_WGRAD, True, True
-    ),
+    _codes("gradient of the matrices, of MX codes", "dw", library.CODED_WGRAD, True),
+    _codes("gradient of the matrices, of MX codes, added", "dw", library.CODED_WGRAD, True, True),
     _case(
         "gradient of the biases", lambda dy, scales, ends: library.row_sums(dy, ends, scales),
         _sums_apart, ("dy scales ends", "sums"), _DOWN, library.SUMS,

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from opfuse_triton import Predicted, why_no_kernel
+from opfuse_triton.calls import DTYPES
 
 from opfuse import Environment
 from opfuse.ops import GroupedLinear
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernels read and write. They add up in fp32."""
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of codes that the kernels multiply."""

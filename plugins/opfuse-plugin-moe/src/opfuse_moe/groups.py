@@ -10,16 +10,14 @@ import torch
 from opfuse_quantized.formats import MXTensor
 from opfuse_quantized.grouped import GroupedMXTensor
 from opfuse_triton import Config
+from opfuse_triton.calls import DTYPES, PLAIN
 from torch import Tensor
 
 from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops.grouped import Groups, Sums, ends_of, groups_of
 
-from .conditions import CODES, DTYPES
+from .conditions import CODES
 from .kernels import library
-
-PLAIN = Tensor, torch.nn.Parameter
-"""A subclass has operations of its own."""
 
 MOST_FEATURES = 1 << 23
 """Places in a tile have 32 bits."""
@@ -53,20 +51,17 @@ class DeviceGroups(Groups):
 
     def coded_weight_grads(self, dy: Any, x: Any, dtype: torch.dtype) -> Tensor | None:
         """See :meth:`opfuse.ops.grouped.Groups.coded_weight_grads`."""
-        given, blocks = self._columnwise(dy, x), isinstance(x, GroupedMXTensor)
+        given = self._columnwise(dy, x)
         if given is None or dtype not in DTYPES:
             return None
-        run = library.scaled_weight_grads if blocks else library.coded_weight_grads
-        return run(*given, dtype)
+        return library.coded_weight_grads(*given, dtype)
 
     def add_coded_weight_grads(self, dy: Any, x: Any, sums: Sums, beta: float) -> bool:
         """See :meth:`opfuse.ops.grouped.Groups.add_coded_weight_grads`."""
-        given, blocks = self._columnwise(dy, x), isinstance(x, GroupedMXTensor)
-        into = self._sums(sums, beta)
+        given, into = self._columnwise(dy, x), self._sums(sums, beta)
         if given is None or into is None:
             return False
-        run = library.add_scaled_weight_grads if blocks else library.add_coded_weight_grads
-        run(*given, into, adds=beta == 1)
+        library.add_coded_weight_grads(*given, into, adds=beta == 1)
         return True
 
     def _columnwise(self, dy: Any, x: Any) -> tuple[Any, ...] | None:

@@ -11,7 +11,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that the kernels read and write. They compute in fp32."""
 
-_PLAIN = Tensor, torch.nn.Parameter  # a subclass may do something else
+PLAIN = Tensor, torch.nn.Parameter
+"""A subclass of them may do something else."""
 
 
 def are_plain(first: Tensor, *others: Tensor | None) -> bool:
@@ -25,7 +26,7 @@ def are_plain(first: Tensor, *others: Tensor | None) -> bool:
         return False
     for tensor in (first, *others):
         if tensor is not None and not (
-            type(tensor) in _PLAIN
+            type(tensor) in PLAIN
             and tensor.dtype in DTYPES
             and tensor.is_contiguous()
             and tensor.device == first.device

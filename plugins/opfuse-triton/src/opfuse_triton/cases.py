@@ -161,3 +161,16 @@ class KernelCase:
             return self.floor(**shape)
         operands = self.tensors(**shape).values()
         return sum(operand.nbytes for operand in operands if operand.role == "full")
+
+
+def group_ends(groups: int, rows: int, multiple: int = 1) -> Tensor:
+    """The rows at which groups of uneven sizes end, int32; the first of several is empty.
+
+    Args:
+        groups: The number of groups.
+        rows: The rows of all, a multiple of ``multiple``.
+        multiple: What divides the rows of each group.
+    """
+    weights = torch.linspace(0.0, 2.0, groups) if groups > 1 else torch.ones(1)
+    ends = weights.cumsum(0) / weights.sum() * (rows // multiple)
+    return ends.round().to(torch.int32) * multiple

@@ -8,64 +8,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from opfuse_triton.elementwise.kernels import hidden, hidden_halves, together
 
 from .emit import emit
 
 # Parts of the kernels. A tile has BLOCK_ROWS rows and BLOCK_COLUMNS features of the output.
-
-
-@triton.jit
-def _apart(woven, SIZE: tl.constexpr):
-    """The gate and the linear half of a tile in which SIZE features of each alternate."""
-    tall: tl.constexpr = woven.shape[0]
-    wide: tl.constexpr = woven.shape[1] // 2
-    parts = tl.reshape(woven, (tall, wide // SIZE, 2, SIZE))
-    gate, linear = tl.split(tl.permute(parts, (0, 1, 3, 2)))
-    return tl.reshape(gate, (tall, wide)), tl.reshape(linear, (tall, wide))
-
-
-@triton.jit
-def _together(gate, linear, SIZE: tl.constexpr):
-    """The inverse of :func:`_apart`."""
-    tall: tl.constexpr = gate.shape[0]
-    wide: tl.constexpr = gate.shape[1]
-    shape: tl.constexpr = (tall, wide // SIZE, SIZE)
-    parts = tl.join(tl.reshape(gate, shape), tl.reshape(linear, shape))
-    return tl.reshape(tl.permute(parts, (0, 1, 3, 2)), (tall, 2 * wide))
-
-
-@triton.jit
-def _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE: tl.constexpr):
-    """The input of the activation, in fp32: rounded where the separate ops round."""
-    inside = in_rows & in_columns
-    x = tl.load(x_ptr + start + column, inside, 0)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, in_columns, 0)
-        x = (x.to(tl.float32) + bias.to(tl.float32)).to(x.dtype)
-    x = x.to(DTYPE)
-    if kept_ptr is not None:
-        tl.store(kept_ptr + start + column, x, inside)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _halves(
-    x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features,
-    SIZE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The same for both halves of a gated activation; ``SIZE`` is 0, or divides a tile."""
-    start = row * (2 * features)
-    if SIZE > 0:
-        column = 2 * first + tl.arange(0, 2 * BLOCK_COLUMNS)[None, :]
-        there = column < 2 * features
-        both = _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, there, DTYPE)
-        a, b = _apart(both, SIZE)
-    else:
-        column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
-        there = column < features
-        a = _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, there, DTYPE)
-        b = _hidden(x_ptr, bias_ptr, kept_ptr, start, column + features, in_rows, there, DTYPE)
-    return a, b
 
 
 @triton.jit
@@ -128,12 +75,13 @@ def cast_forward(
     in_rows, in_columns = row < rows, column < features
     if LINEAR_VALUE is None:
         start = row * features
-        y = _hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE)
+        y = hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE)
         if VALUE is not None:
             y = VALUE(y, *numbers)
     else:
-        a, b = _halves(
-            x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS
+        a, b = hidden_halves(
+            x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features, DTYPE,
+            SIZE, SIZE > 0, BLOCK_COLUMNS,
         )  # fmt: skip
         y = VALUE(a, *numbers)
         if ROUNDS and DTYPE == tl.bfloat16:
@@ -187,13 +135,15 @@ def cast_backward(
             FORMAT, MANTISSA, POWER_OF_2, IF_INFINITE,
         )  # fmt: skip
     else:
-        a, b = _halves(x_ptr, None, None, row, in_rows, first, features, SIZE, DTYPE, BLOCK_COLUMNS)
+        a, b = hidden_halves(
+            x_ptr, None, None, row, in_rows, first, features, DTYPE, SIZE, SIZE > 0, BLOCK_COLUMNS
+        )  # fmt: skip
         da = _gate_gradient(dy, a, b, numbers, inside, DERIVATIVE, LINEAR_VALUE, ROUNDS, DTYPE)
         if SIZE > 0:
             db = _linear_gradient(
                 dy, a, b, numbers, inside, VALUE, LINEAR_DERIVATIVE, ROUNDS, DTYPE
             )
-            both = _together(da, db, SIZE)
+            both = together(da, db, SIZE)
             _column_sums(sums_ptr, both, tile, 2 * features, 2 * first)
             emit(
                 both, first_row, 2 * first, rows, 2 * features, 2 * features,

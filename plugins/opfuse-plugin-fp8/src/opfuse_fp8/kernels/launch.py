@@ -10,12 +10,12 @@ import torch
 import triton.language as tl
 from opfuse_quantized.swizzle import ROWS, SCALES, swizzled_size
 from opfuse_triton import Kernel, cdiv, current_target
+from opfuse_triton.elementwise.formulas import IDENTITY, Formula
 from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
-from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
 from ..together import room_for
 from ..twins import Into, refuse_other_device
@@ -23,7 +23,6 @@ from . import elementwise, tiles
 
 MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-IDENTITY: Any = formula_of(None)
 
 FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
 BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
@@ -261,7 +260,7 @@ def is_unaligned(x: Tensor) -> bool:
 
 
 def forward(
-    formula: ActivationFormula,
+    formula: Formula,
     numbers: tuple[float, ...],
     x: Tensor,
     bias: Tensor | None,
@@ -285,7 +284,7 @@ def forward(
 
 
 def backward(
-    formula: ActivationFormula,
+    formula: Formula,
     numbers: tuple[float, ...],
     dy: Tensor,
     x: Tensor | None,

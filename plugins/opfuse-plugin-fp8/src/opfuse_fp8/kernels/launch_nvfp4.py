@@ -24,9 +24,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """Wide tiles; for a columnwise copy with two blocks of rows, 16 bytes of its codes."""
     tall = facts.get("column_ptr", facts["SIGNS"]) is not None
     rows, columns = (32, 128) if tall else (16, 256)
-    many = facts.get("FOUR") is not None or facts.get("DTYPE") == tl.float32
-    four = facts.get("FOUR") is not None and target.arch == 100
-    if tall and many and (four or not facts.get("SQUARE", True)):
+    if tall and facts["DTYPE"] == tl.float32 and not facts.get("SQUARE", True):
         rows, columns = 64, 64  # the wide one spills registers
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns}
     return [Config(tile, 2 if target.backend == "hip" else 4)]
@@ -44,7 +42,8 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
 
     Args:
         x: Contiguous and not empty, with whole blocks in the copies that are needed.
-        into: What it is cast into, by an :class:`opfuse_fp8.NVFP4Quantizer`.
+        into: What it is cast into, by an :class:`opfuse_fp8.NVFP4Quantizer` that has the largest
+            magnitude of each block at 6.
     """
     refuse_other_device(into, x.device)
     quantizer, usage, _ = into
@@ -66,8 +65,6 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
         tiles,
         *(x, *row, *column, amax, *state, rows, columns, columns // 2, rows // 2),
         SQUARE=quantizer.square,
-        FOUR=quantizer.four_over_six,
-        MOST_OF_SCALES=quantizer.most_of_scales,
         SWIZZLED=swizzles,
         **how,
     )

@@ -80,9 +80,9 @@ def nvfp4_amax(
 
 
 @triton.jit
-def _encode(amax, MOST_OF_SCALES: tl.constexpr):
+def _encode(amax):
     """The factor of all values, see :func:`opfuse_fp8.nvfp4.tensor_scale`."""
-    scale = tl.div_rn(tl.zeros_like(amax) + 6.0 * MOST_OF_SCALES, amax)
+    scale = tl.div_rn(tl.zeros_like(amax) + 6.0 * 448.0, amax)
     scale = tl.where(scale == float("inf"), FP32_MAX, scale)
     return tl.where((amax > 0.0) & (amax < float("inf")), scale, 1.0)
 
@@ -137,78 +137,10 @@ def _drawn(size, seed_ptr, step_ptr, row, first, rows, columns, WHICH: tl.conste
 
 
 @triton.jit
-def _in_pairs(v):
-    """The even and the odd places of the last dimension."""
-    return tl.split(tl.reshape(v, (v.shape[0], v.shape[1], v.shape[2] // 2, 2)))
-
-
-@triton.jit
-def _folded(v):
-    """The sums of the first and the second half of the rows of each block."""
-    shape: tl.constexpr = (v.shape[0], 2, v.shape[1] // 2, v.shape[2])
-    one, other = tl.split(tl.permute(tl.reshape(v, shape), (0, 2, 3, 1)))
-    return one + other
-
-
-@triton.jit
-def _summed(v, SQUARE: tl.constexpr):
-    """The sums of blocks, see :func:`opfuse_fp8.nvfp4._summed`: ``(tall, across, 1)``."""
-    tall: tl.constexpr = v.shape[0]
-    across: tl.constexpr = v.shape[1]
-    even, odd = _in_pairs(v)
-    at_0, at_2 = _in_pairs(even)
-    at_1, at_3 = _in_pairs(odd)
-    a0, a4 = _in_pairs(at_0)
-    a1, a5 = _in_pairs(at_1)
-    a2, a6 = _in_pairs(at_2)
-    a3, a7 = _in_pairs(at_3)
-    v0, v8 = _in_pairs(a0)
-    v1, v9 = _in_pairs(a1)
-    v2, v10 = _in_pairs(a2)
-    v3, v11 = _in_pairs(a3)
-    v4, v12 = _in_pairs(a4)
-    v5, v13 = _in_pairs(a5)
-    v6, v14 = _in_pairs(a6)
-    v7, v15 = _in_pairs(a7)
-    total = v0 + v1 + v2 + v3 + v4 + v5 + v6 + v7 + v8 + v9 + v10 + v11 + v12 + v13 + v14 + v15
-    if SQUARE:
-        down: tl.constexpr = tall // 16
-        total = tl.reshape(total, (down, 16, across))
-        for _ in tl.static_range(4):
-            total = _folded(total)
-        total = tl.broadcast_to(tl.reshape(total, (down, 1, across)), (down, 16, across))
-    return tl.reshape(total, (tall, across, 1))
-
-
-@triton.jit
-def _candidate(
-    v, wanted, amax, decode,
-    SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
-):  # fmt: skip
-    """The code of a block's scale, and the error of the values with it."""
-    scale = codes_of(tl.minimum(wanted, 448.0), 1.0, 3)
-    value = _value_of(scale)
-    size = tl.abs(v)
-    codes = _nearest(tl.abs(_scaled(v, value, decode)))
-    low = codes.to(tl.float32) * 0.5
-    high = ((2 + (codes & 1)) << (codes > 5).to(tl.int32)).to(tl.float32)
-    full: tl.constexpr = 6.0 * MOST_OF_SCALES
-    made = tl.where(codes < 4, low, high) * value * amax
-    error = tl.div_rn(made, tl.zeros_like(made) + full) - size
-    if FOUR == "MSE":
-        error = error * error
-        error = tl.where(error < float("inf"), error, float("inf"))  # not fused with the sum
-    else:
-        error = tl.abs(error)
-    return scale, _summed(error, SQUARE)
-
-
-@triton.jit
 def _copy(
     v, first_row, first, rows, columns, pitch, data_ptr, scale_ptr, inverse_ptr, amax,
     seed_ptr, step_ptr,
-    WHICH: tl.constexpr, SQUARE: tl.constexpr, FOUR: tl.constexpr,
-    MOST_OF_SCALES: tl.constexpr, SWIZZLED: tl.constexpr,
+    WHICH: tl.constexpr, SQUARE: tl.constexpr, SWIZZLED: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile, two in a byte, the scales of its blocks, and that of the tensor.
 
@@ -226,22 +158,12 @@ def _copy(
         most = tl.reshape(tl.broadcast_to(squares, (down, 16, across)), (tall, across, 1))
         squares = tl.max(tl.reshape(endless, (down, 16, across)), 1, keep_dims=True)
         endless = tl.reshape(tl.broadcast_to(squares, (down, 16, across)), (tall, across, 1))
-    encode = _encode(amax, MOST_OF_SCALES)
+    encode = _encode(amax)
     decode = tl.div_rn(1.0, encode)
     tl.store(inverse_ptr, decode, tl.program_id(0) == 0)
     row = first_row + tl.arange(0, tall)[:, None]
-    if FOUR is not None:
-        six = tl.div_rn(most, tl.zeros_like(most) + 6.0) * encode
-        scale, error = _candidate(
-            v, six * 1.5, amax, decode, SQUARE, FOUR, MOST_OF_SCALES
-        )  # fmt: skip
-        scale_6, error_6 = _candidate(
-            v, six, amax, decode, SQUARE, FOUR, MOST_OF_SCALES
-        )  # fmt: skip
-        scale = tl.where(error < error_6, scale, scale_6)
-    else:
-        sixth: tl.constexpr = 0.1666666716337204
-        scale = codes_of(tl.minimum(most * (encode * sixth), 448.0), 1.0, 3)
+    sixth: tl.constexpr = 0.1666666716337204
+    scale = codes_of(tl.minimum(most * (encode * sixth), 448.0), 1.0, 3)
     scaled = _scaled(v, _value_of(scale), decode)
     if seed_ptr is not None:
         codes = _drawn(tl.abs(scaled), seed_ptr, step_ptr, row, first, rows, columns, WHICH)
@@ -264,8 +186,7 @@ def nvfp4_cast(
     x_ptr, row_ptr, row_scale_ptr, row_inverse_ptr,
     column_ptr, column_scale_ptr, column_inverse_ptr, amax_ptr, seed_ptr, step_ptr, arrived_ptr,
     rows, columns, row_pitch, column_pitch,
-    SQUARE: tl.constexpr, FOUR: tl.constexpr, MOST_OF_SCALES: tl.constexpr,
-    SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr,
+    SQUARE: tl.constexpr, SIGNS: tl.constexpr, MOST: tl.constexpr, DTYPE: tl.constexpr,
     SWIZZLED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both copies of a tile, with the largest magnitudes that :func:`nvfp4_amax` has left.
@@ -279,7 +200,7 @@ def nvfp4_cast(
         _copy(
             v.to(tl.float32), first_row, first, rows, columns, row_pitch, row_ptr, row_scale_ptr,
             row_inverse_ptr, tl.load(amax_ptr), seed_ptr, step_ptr,
-            0, SQUARE, FOUR, MOST_OF_SCALES, SWIZZLED,
+            0, SQUARE, SWIZZLED,
         )  # fmt: skip
     if column_ptr is not None:
         largest = amax_ptr if SIGNS is None or row_ptr is None else amax_ptr + 1
@@ -287,5 +208,5 @@ def nvfp4_cast(
         _copy(
             turned, first.to(tl.int64), first_row, columns, rows, column_pitch, column_ptr,
             column_scale_ptr, column_inverse_ptr, tl.load(largest), seed_ptr, step_ptr,
-            1, SQUARE, FOUR, MOST_OF_SCALES, SWIZZLED,
+            1, SQUARE, SWIZZLED,
         )  # fmt: skip

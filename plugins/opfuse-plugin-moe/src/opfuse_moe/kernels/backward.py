@@ -15,6 +15,7 @@ import triton.language as tl
 from opfuse_triton.grouped import filled_of, place_of, tiles_of
 
 from .forward import halves_of, matrix_of, row_product
+from .scaled import scaled_product
 
 ABSENT = tl.constexpr(-(1 << 62))
 
@@ -100,6 +101,7 @@ def store_part(
     place = tile + (row[:, None] * stride + column[None, :])
     if ADDS:
         product += tl.load(place, stored, other=0.0)
+        tl.debug_barrier()  # a thread may write where another one reads
     tl.store(place, product.to(tile.dtype.element_ty), stored)
 
 
@@ -118,6 +120,7 @@ def store_matrix(
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = product.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         store_part(left, tile, features - top, depth, depth - side, ADDS, BLOCK_M, HALF)
+        tl.debug_barrier()
         store_part(
             right, tile + HALF, features - top, depth, depth - side - HALF, ADDS, BLOCK_M, HALF
         )  # fmt: skip
@@ -163,40 +166,44 @@ def grouped_wgrad(
 
 @triton.jit
 def grouped_coded_wgrad(
-    dy, x, ends, dy_inverse, x_inverse, dw, table,
+    dy, x, ends, dy_scale, x_scale, dw, table,
     groups, rows, features, depth, dw_group,
+    DY_FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
     GROUPS: tl.constexpr, ADDS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``dw[g] = dy.T @ x`` of FP8 codes, see :func:`grouped_wgrad`.
 
     ``dy`` and ``x`` are columnwise copies: the rows of a group follow one another, filled up with
-    zeros, so that what is added up is contiguous in both, as Hopper's tensor cores need it.
+    zeros, so that what is added up is contiguous in both, as Hopper's tensor cores need it. Each
+    group has a scale; or with formats, each 32 codes have a byte.
     """
+    FILLED: tl.constexpr = 16 if X_FORMAT is None else 32
     across = tl.cdiv(depth, BLOCK_N)
     each = tl.cdiv(features, BLOCK_M) * across
     group, tile = tl.program_id(0) // each, tl.program_id(0) % each
     first, stop, _ = tiles_of(ends, groups, rows, 1, GROUPS, BLOCK_M)
-    begin, filled = filled_of(group, first, stop, groups, rows, GROUPS, 16)
+    begin, filled = filled_of(group, first, stop, groups, rows, GROUPS, FILLED)
     height = height_of(group, table, filled)
     top, side = tile // across * BLOCK_M, tile % across * BLOCK_N
-    feature = top.to(tl.int64) + tl.arange(0, BLOCK_M)
-    column = side.to(tl.int64) + tl.arange(0, BLOCK_N)
-    place = tl.arange(0, BLOCK_K)
     # beyond the last feature or column another is read again, and not stored
-    of_dy = dy + begin.to(tl.int64) * features
-    of_dy += (feature % features)[:, None] * filled + place[None, :]
-    of_x = x + begin.to(tl.int64) * depth + (column % depth)[None, :] * filled + place[:, None]
-    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(height, BLOCK_K)):
-        inside = place < height - step * BLOCK_K
-        left = tl.load(of_dy, inside[None, :], other=0.0)
-        right = tl.load(of_x, inside[:, None], other=0.0)
-        product = tl.dot(left, right, product, max_num_imprecise_acc=BLOCK_K)
-        of_dy += BLOCK_K
-        of_x += BLOCK_K
-    # one after the other: their product may be too small for fp32 where the result is not
-    product = product * tl.load(dy_inverse + group) * tl.load(x_inverse + group)
+    feature = (top.to(tl.int64) + tl.arange(0, BLOCK_M)) % features
+    column = (side.to(tl.int64) + tl.arange(0, BLOCK_N)) % depth
+    of_dy, of_x = begin.to(tl.int64) * features, begin.to(tl.int64) * depth
+    if X_FORMAT is None:
+        product = row_product(
+            dy + of_dy, x + of_x, feature, column, height, filled, filled, 1,
+            "ieee", BLOCK_M, BLOCK_N, BLOCK_K, EXACT=True,
+        )  # fmt: skip
+        # one after the other: their product may be too small for fp32 where the result is not
+        product = product * tl.load(dy_scale + group) * tl.load(x_scale + group)
+    else:
+        own, blocks = feature[:, None], filled // 32
+        product = scaled_product(
+            dy + of_dy + own * filled, dy_scale + of_dy // 32 + own * blocks,
+            x + of_x + column[None, :] * filled, x_scale + of_x // 32 + column[:, None] * blocks,
+            height, DY_FORMAT, X_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     store_matrix(
         product, dw, table, group, height, top, side, features, depth, dw_group,
         ADDS, ALIGNED, BLOCK_M, BLOCK_N,

@@ -20,7 +20,6 @@ GRADIENTS = Kernel(backward.grouped_gradients, tiles.of_gradients)
 WGRAD = Kernel(backward.grouped_wgrad, tiles.of_wgrad)
 CODED_WGRAD = Kernel(backward.grouped_coded_wgrad, tiles.of_wgrad)
 SCALED = Kernel(scaled.grouped_scaled_product, tiles.of_product)
-SCALED_WGRAD = Kernel(scaled.grouped_scaled_wgrad, tiles.of_wgrad)
 SUMS = Kernel(backward.group_sums, [Config({"BLOCK_M": 32, "BLOCK_N": 128})])
 
 Grid = Callable[[Config], tuple[int]]
@@ -55,21 +54,31 @@ class Matrices(NamedTuple):
         return self._replace(sizes=self.sizes[::-1], strides=self.strides[::-1])
 
 
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
 class Scaled(NamedTuple):
-    """Contiguous FP8 codes, with a power of two for each 32.
+    """Contiguous FP8 codes, and what they are multiplied by.
 
     Attributes:
         codes: The codes.
-        scales: float8_e8m0fnu; the last dimension has one for each 32 codes.
+        scales: fp32, one for each group; or of MX blocks, in float8_e8m0fnu, where the last
+            dimension has one for each 32 codes.
     """
 
     codes: Tensor
     scales: Tensor
 
     @property
-    def bytes(self) -> Tensor:
-        """The scales as bytes."""
-        return self.scales.view(torch.uint8)
+    def format(self) -> str | None:
+        """The kernels' name for MX blocks of these codes; None: these are none."""
+        is_mx = self.scales.dtype is torch.float8_e8m0fnu
+        return _FORMATS[self.codes.dtype] if is_mx else None
+
+    @property
+    def kernel_scales(self) -> Tensor:
+        """The scales as the kernels take them: those of MX blocks are bytes."""
+        return self.scales if self.format is None else self.scales.view(torch.uint8)
 
 
 class Activation(NamedTuple):
@@ -370,8 +379,8 @@ def add_weight_grads(
 
 
 def coded_weight_grads(
-    dy: tuple[Tensor, Tensor],
-    x: tuple[Tensor, Tensor],
+    dy: Scaled,
+    x: Scaled,
     ends: Tensor,
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
@@ -384,8 +393,8 @@ def coded_weight_grads(
 
 
 def add_coded_weight_grads(
-    dy: tuple[Tensor, Tensor],
-    x: tuple[Tensor, Tensor],
+    dy: Scaled,
+    x: Scaled,
     ends: Tensor,
     sizes: tuple[int, int, int],
     sums: Matrices,
@@ -396,8 +405,8 @@ def add_coded_weight_grads(
     """:func:`add_weight_grads` of FP8 codes.
 
     Args:
-        dy: The columnwise copy of a :class:`opfuse.ops.row_groups.GroupedTensor`, and
-            what the codes of each group are multiplied by: fp32.
+        dy: The columnwise copy of a :class:`opfuse.ops.row_groups.GroupedTensor`, or of a
+            :class:`opfuse_quantized.grouped.GroupedMXTensor`.
         x: Likewise.
         ends: The end of each group, int32.
         sizes: The rows of both, the features of ``dy``, and those of ``x``.
@@ -408,12 +417,11 @@ def add_coded_weight_grads(
     groups = ends.shape[0]
     CODED_WGRAD.launch(
         _tiles_of_matrices(groups, *sizes[1:]),
-        dy[0], x[0], ends, dy[1], x[1], sums.first, sums.table, groups, *sizes, sums.step,
-        config=config, GROUPS=next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
+        dy.codes, x.codes, ends, dy.kernel_scales, x.kernel_scales, sums.first, sums.table,
+        groups, *sizes, sums.step,
+        config=config, DY_FORMAT=dy.format, X_FORMAT=x.format,
+        GROUPS=next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
     )  # fmt: skip
-
-
-_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def scaled_product(
@@ -438,57 +446,12 @@ def scaled_product(
     y = x.codes.new_empty((rows, features), dtype=dtype)
     SCALED.launch(
         _tiles(rows, groups, features, x.codes.device),
-        x.codes, x.bytes, matrices.codes, matrices.bytes, ends, _stacked(biases), y,
+        x.codes, x.kernel_scales, matrices.codes, matrices.kernel_scales, ends, _stacked(biases), y,
         groups, rows, features, depth,
         config=config, GROUPS=next_power_of_2(groups),
-        X_FORMAT=_FORMATS[x.codes.dtype], W_FORMAT=_FORMATS[matrices.codes.dtype],
+        X_FORMAT=x.format, W_FORMAT=matrices.format,
     )  # fmt: skip
     return y
-
-
-def scaled_weight_grads(
-    dy: Scaled,
-    x: Scaled,
-    ends: Tensor,
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    config: Config | None = None,
-) -> Tensor:
-    """:func:`weight_grads` of FP8 codes in MX blocks, rounded once to ``dtype``."""
-    dw = ends.new_empty((ends.shape[0], *sizes[1:]), dtype=dtype)
-    add_scaled_weight_grads(dy, x, ends, sizes, matrices_of(dw), adds=False, config=config)
-    return dw
-
-
-def add_scaled_weight_grads(
-    dy: Scaled,
-    x: Scaled,
-    ends: Tensor,
-    sizes: tuple[int, int, int],
-    sums: Matrices,
-    *,
-    adds: bool = True,
-    config: Config | None = None,
-) -> None:
-    """:func:`add_weight_grads` of FP8 codes in MX blocks.
-
-    Args:
-        dy: The columnwise copy of a :class:`opfuse_quantized.grouped.GroupedMXTensor`.
-        x: Likewise.
-        ends: The end of each group, int32.
-        sizes: The rows of both, the features of ``dy``, and those of ``x``.
-        sums: As for :func:`add_weight_grads`.
-        adds: Likewise.
-        config: As for :func:`product`.
-    """
-    groups = ends.shape[0]
-    SCALED_WGRAD.launch(
-        _tiles_of_matrices(groups, *sizes[1:]),
-        dy.codes, dy.bytes, x.codes, x.bytes, ends, sums.first, sums.table, groups, *sizes,
-        sums.step,
-        config=config, GROUPS=next_power_of_2(groups), ADDS=adds, ALIGNED=sums.aligned,
-        X_FORMAT=_FORMATS[dy.codes.dtype], W_FORMAT=_FORMATS[x.codes.dtype],
-    )  # fmt: skip
 
 
 def row_sums(dy: Tensor, ends: Tensor, scales: Tensor | None = None) -> Tensor:

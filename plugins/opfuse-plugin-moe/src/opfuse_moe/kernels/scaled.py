@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from opfuse_triton.grouped import filled_of, place_of, tiles_of
-
-from .backward import height_of, store_matrix
+from opfuse_triton.grouped import place_of, tiles_of
 
 
 @triton.jit
@@ -68,34 +66,3 @@ def grouped_scaled_product(
         stored = (row < end)[:, None] & (feature < features)[None, :]
         within = tl.arange(0, BLOCK_M)[:, None] * features + feature[None, :]
         tl.store(y + start.to(tl.int64) * features + within, result.to(dtype), stored)
-
-
-@triton.jit
-def grouped_scaled_wgrad(
-    dy, dy_scale, x, x_scale, ends, dw, table,
-    groups, rows, features, depth, dw_group,
-    X_FORMAT: tl.constexpr, W_FORMAT: tl.constexpr, GROUPS: tl.constexpr,
-    ADDS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """``dw[g] = dy.T @ x`` of columnwise copies, whose groups are filled up to 32 rows."""
-    across = tl.cdiv(depth, BLOCK_N)
-    each = tl.cdiv(features, BLOCK_M) * across
-    group, tile = tl.program_id(0) // each, tl.program_id(0) % each
-    first, stop, _ = tiles_of(ends, groups, rows, 1, GROUPS, BLOCK_M)
-    begin, filled = filled_of(group, first, stop, groups, rows, GROUPS, 32)
-    height = height_of(group, table, filled)
-    top, side = tile // across * BLOCK_M, tile % across * BLOCK_N
-    feature = top.to(tl.int64) + tl.arange(0, BLOCK_M)
-    column = side.to(tl.int64) + tl.arange(0, BLOCK_N)
-    of_dy, of_x = begin.to(tl.int64) * features, begin.to(tl.int64) * depth
-    own, other = (feature % features)[:, None], column % depth
-    product = scaled_product(
-        dy + of_dy + own * filled, dy_scale + of_dy // 32 + own * (filled // 32),
-        x + of_x + other[None, :] * filled, x_scale + of_x // 32 + other[:, None] * (filled // 32),
-        height, X_FORMAT, W_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    store_matrix(
-        product, dw, table, group, height, top, side, features, depth, dw_group,
-        ADDS, ALIGNED, BLOCK_M, BLOCK_N,
-    )  # fmt: skip

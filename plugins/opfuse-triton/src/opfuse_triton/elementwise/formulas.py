@@ -71,12 +71,14 @@ def _formula(functions: DeviceFunctions, names: list[str], size: int, rounds: bo
         "VALUE": functions.value,
         "LINEAR_VALUE": functions.linear_value,
         "SIZE": size,
-        # shorter runs than a thread reads at once: both halves are read together
-        "WOVEN": size in (1, 2, 4),
         "ROUNDS": rounds,
     }
     slopes = {"DERIVATIVE": functions.derivative, "LINEAR_DERIVATIVE": functions.linear_derivative}
     return Formula(functions, names, size, rounds, forward, forward | slopes)
+
+
+IDENTITY = _formula(DeviceFunctions(None, None), [], 0, False)
+"""No activation, for kernels that may have one."""
 
 
 @functools.cache

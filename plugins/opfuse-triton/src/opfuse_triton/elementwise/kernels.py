@@ -1,6 +1,7 @@
 """The Triton kernels, their configurations, and the functions that launch them.
 
-One source serves every activation, by its device functions. Only this file imports Triton.
+One source serves every activation, by its device functions. Only this file imports Triton. Kernels
+of plugins have its parts without an underscore.
 """
 # ruff: noqa: ANN202  # kernels take what they are given
 
@@ -25,7 +26,7 @@ from .formulas import Formula
 
 
 @triton.jit
-def _apart(woven, SIZE: tl.constexpr):
+def apart(woven, SIZE: tl.constexpr):
     """The gate and the linear half of a tile in which SIZE features of each alternate."""
     rows: tl.constexpr = woven.shape[0]
     columns: tl.constexpr = woven.shape[1] // 2
@@ -35,8 +36,8 @@ def _apart(woven, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _together(gate, linear, SIZE: tl.constexpr):
-    """The inverse of :func:`_apart`."""
+def together(gate, linear, SIZE: tl.constexpr):
+    """The inverse of :func:`apart`."""
     rows: tl.constexpr = gate.shape[0]
     columns: tl.constexpr = gate.shape[1]
     shape: tl.constexpr = (rows, columns // SIZE, SIZE)
@@ -51,37 +52,37 @@ def _gate_at(column, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _hidden(x_ptr, bias_ptr, y_ptr, kept_ptr, start, column, in_rows, in_columns):
+def hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE: tl.constexpr):
     """The input of the activation, in fp32: rounded where the separate ops round."""
     inside = in_rows & in_columns
     x = tl.load(x_ptr + start + column, inside, 0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, in_columns, 0)
         x = (x.to(tl.float32) + bias.to(tl.float32)).to(x.dtype)
-    x = x.to(y_ptr.dtype.element_ty)
+    x = x.to(DTYPE)
     if kept_ptr is not None:
         tl.store(kept_ptr + start + column, x, inside)
     return x.to(tl.float32)
 
 
 @triton.jit
-def _hidden_halves(
-    x_ptr, bias_ptr, y_ptr, kept_ptr, row, in_rows, first, features,
+def hidden_halves(
+    x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features, DTYPE: tl.constexpr,
     SIZE: tl.constexpr, WOVEN: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for both halves of a gated activation."""
+    """The same for both halves of a gated activation; ``WOVEN``: both are read at once."""
     start = row * (2 * features)
     if WOVEN:
         column = 2 * first + tl.arange(0, 2 * BLOCK_COLUMNS)[None, :]
         there = column < 2 * features
-        both = _hidden(x_ptr, bias_ptr, y_ptr, kept_ptr, start, column, in_rows, there)
-        a, b = _apart(both, SIZE)
+        both = hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, there, DTYPE)
+        a, b = apart(both, SIZE)
     else:
         column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
         at, there = _gate_at(column, SIZE), column < features
-        a = _hidden(x_ptr, bias_ptr, y_ptr, kept_ptr, start, at, in_rows, there)
+        a = hidden(x_ptr, bias_ptr, kept_ptr, start, at, in_rows, there, DTYPE)
         at += features if SIZE == 0 else SIZE
-        b = _hidden(x_ptr, bias_ptr, y_ptr, kept_ptr, start, at, in_rows, there)
+        b = hidden(x_ptr, bias_ptr, kept_ptr, start, at, in_rows, there, DTYPE)
     return a, b
 
 
@@ -95,7 +96,7 @@ def _store_halves(
     da, db = da.to(dx_ptr.dtype.element_ty), db.to(dx_ptr.dtype.element_ty)
     if WOVEN:
         column = 2 * first + tl.arange(0, 2 * BLOCK_COLUMNS)[None, :]
-        both = _together(da, db, SIZE)
+        both = together(da, db, SIZE)
         tl.store(dx_ptr + start + column, both, in_rows & (column < 2 * features))
     else:
         column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -112,30 +113,33 @@ def _store_halves(
 def activation_forward_kernel(
     x_ptr, bias_ptr, scales_ptr, y_ptr, kept_ptr, rows, features, numbers,
     VALUE: tl.constexpr, LINEAR_VALUE: tl.constexpr,
-    SIZE: tl.constexpr, WOVEN: tl.constexpr, ROUNDS: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``act(x + bias) * scales[:, None]``, and what the activation is applied to.
 
     Without a bias, without scales or where nothing is to be kept, their pointers are None.
     """
+    # shorter runs than a thread reads at once: both halves are read together
+    WOVEN: tl.constexpr = (SIZE == 1) | (SIZE == 2) | (SIZE == 4)
     tiles = tl.cdiv(features, BLOCK_COLUMNS)
     first = tl.program_id(0) % tiles * BLOCK_COLUMNS
     row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_ROWS
     row += tl.arange(0, BLOCK_ROWS)[:, None]
     column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
     in_rows, in_columns = row < rows, column < features
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     if LINEAR_VALUE is None:
         start = row * features
-        x = _hidden(x_ptr, bias_ptr, y_ptr, kept_ptr, start, column, in_rows, in_columns)
+        x = hidden(x_ptr, bias_ptr, kept_ptr, start, column, in_rows, in_columns, DTYPE)
         y = VALUE(x, *numbers)
     else:
-        a, b = _hidden_halves(
-            x_ptr, bias_ptr, y_ptr, kept_ptr, row, in_rows, first, features,
+        a, b = hidden_halves(
+            x_ptr, bias_ptr, kept_ptr, row, in_rows, first, features, DTYPE,
             SIZE, WOVEN, BLOCK_COLUMNS,
         )  # fmt: skip
         y = VALUE(a, *numbers)
-        if ROUNDS and y_ptr.dtype.element_ty == tl.bfloat16:
+        if ROUNDS and DTYPE == tl.bfloat16:
             y = y.to(tl.bfloat16).to(tl.float32)
         y *= LINEAR_VALUE(b, *numbers)
     if scales_ptr is not None:
@@ -149,7 +153,7 @@ def activation_backward_kernel(
     dy_ptr, x_ptr, dx_ptr, sums_ptr, y_ptr, rows, features, numbers,
     VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
     LINEAR_VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr,
-    SIZE: tl.constexpr, WOVEN: tl.constexpr, ROUNDS: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``dx = act'(x) dy``, its sum over each ``STRIP`` rows, and ``act(x)``, computed in fp32.
@@ -158,6 +162,7 @@ def activation_backward_kernel(
     has one tile, and ``STRIP`` is 0. ``dx`` of an activation that is not gated, or ``y``, may be
     ``dy``: each number of it is read before one is written in its place.
     """
+    WOVEN: tl.constexpr = (SIZE == 1) | (SIZE == 2) | (SIZE == 4)
     tiles = tl.cdiv(features, BLOCK_COLUMNS)
     first = tl.program_id(0) % tiles * BLOCK_COLUMNS
     strip = (tl.program_id(0) // tiles).to(tl.int64)
@@ -180,8 +185,9 @@ def activation_backward_kernel(
             if dx_ptr is not None:
                 tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
         else:
-            a, b = _hidden_halves(
-                x_ptr, None, x_ptr, None, row, in_rows, first, features, SIZE, WOVEN, BLOCK_COLUMNS
+            a, b = hidden_halves(
+                x_ptr, None, None, row, in_rows, first, features, x_ptr.dtype.element_ty,
+                SIZE, WOVEN, BLOCK_COLUMNS,
             )  # fmt: skip
             linear, db = LINEAR_VALUE(b, *numbers), VALUE(a, *numbers)
             dx = dy * linear
@@ -214,7 +220,7 @@ def scaled_backward_kernel(
     dy_ptr, x_ptr, scales_ptr, dx_ptr, dscales_ptr, rows, numbers,
     VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
     LINEAR_VALUE: tl.constexpr, LINEAR_DERIVATIVE: tl.constexpr,
-    SIZE: tl.constexpr, WOVEN: tl.constexpr, ROUNDS: tl.constexpr,
+    SIZE: tl.constexpr, ROUNDS: tl.constexpr,
     FEATURES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``dx = act'(x) dy scales`` and ``dscales``, the sum of ``act(x) dy`` over the features.
@@ -222,6 +228,7 @@ def scaled_backward_kernel(
     A program has whole rows. ``dx_ptr`` and ``scales_ptr``, or ``dscales_ptr``, are None where
     they are not needed.
     """
+    WOVEN: tl.constexpr = (SIZE == 1) | (SIZE == 2) | (SIZE == 4)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     in_rows = row < rows
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -238,8 +245,9 @@ def scaled_backward_kernel(
                 dx = dy * scales * DERIVATIVE(x, *numbers)
                 tl.store(dx_ptr + start + column, dx.to(dx_ptr.dtype.element_ty), inside)
         else:
-            a, b = _hidden_halves(
-                x_ptr, None, x_ptr, None, row, in_rows, first, FEATURES, SIZE, WOVEN, BLOCK_COLUMNS
+            a, b = hidden_halves(
+                x_ptr, None, None, row, in_rows, first, FEATURES, x_ptr.dtype.element_ty,
+                SIZE, WOVEN, BLOCK_COLUMNS,
             )  # fmt: skip
             value, linear = VALUE(a, *numbers), LINEAR_VALUE(b, *numbers)
             total += tl.where(inside, value * linear * dy, 0.0)

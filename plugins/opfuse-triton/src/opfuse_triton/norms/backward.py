@@ -56,6 +56,7 @@ def norm_backward(
     db_ptr,
     rows,
     features,
+    groups,
     KIND: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -66,9 +67,20 @@ def norm_backward(
     """Tiles of ``ROWS`` whole rows; with ``PREFETCH`` the next one is on its way meanwhile.
 
     Without it, fewer registers are taken: the weight is read again for each tile, from the cache.
-    ``PROGRAMS`` is for the launch.
+    ``PROGRAMS`` is for the launch. If there are ``groups``, each has ``rows`` rows, and a weight of
+    its own, and every ``groups``-th program has rows of one.
     """
     step = tl.num_programs(0) * ROWS
+    if groups is not None:
+        group, step = (tl.program_id(0) % groups).to(tl.int64), step // groups
+        before = group * rows
+        dy_ptr += before * features
+        x_ptr += before * features
+        dx_ptr += before * features
+        rstd_ptr += before
+        if mean_ptr is not None:
+            mean_ptr += before
+        weight_ptr += group * features
     columns = tl.arange(0, BLOCK)[None, :]
     valid = columns < features
     if PREFETCH and weight_ptr is not None:
@@ -77,12 +89,13 @@ def norm_backward(
         dw = tl.zeros([ROWS, BLOCK], tl.float32)
     if db_ptr is not None:
         db = tl.zeros([ROWS, BLOCK], tl.float32)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    program = tl.program_id(0) if groups is None else tl.program_id(0) // groups
+    row = program * ROWS + tl.arange(0, ROWS)[:, None]
     start = row.to(tl.int64) * features
     if PREFETCH:
         x_next = tl.load(x_ptr + start + columns, (row < rows) & valid, other=0.0)
         dy_next = tl.load(dy_ptr + start + columns, (row < rows) & valid, other=0.0)
-    for _ in range(tl.program_id(0) * ROWS, rows, step):
+    for _ in range(program * ROWS, rows, step):
         some = row < rows
         inside = some & valid
         if PREFETCH:
@@ -351,7 +364,7 @@ def backward(
         _launch_wide(given, outputs, norm, (tiles, columns), config)
     else:
         constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
-        WHOLE_KERNEL.launch((tiles,), *given, *outputs, config=config, **constants)
+        WHOLE_KERNEL.launch((tiles,), *given, *outputs, None, config=config, **constants)
     if partial is None:
         return dx, None, None
     return dx, *_sum_partial(partial, x.shape[-norm.dims :], weight, needs)

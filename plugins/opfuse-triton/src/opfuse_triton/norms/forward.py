@@ -95,6 +95,7 @@ def norm_forward(
     seed_ptr,
     rows,
     features,
+    groups,
     eps,
     threshold,
     scale,
@@ -106,9 +107,22 @@ def norm_forward(
 ):
     """``ROWS`` whole rows, which stay in registers.
 
-    With ``GIVEN`` the statistics are there, and the output is computed from them once more.
+    With ``GIVEN`` the statistics are there, and the output is computed from them once more. If
+    there are ``groups``, each has ``rows`` rows, and a weight and a bias of its own.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    if groups is not None:  # a program has rows of one group
+        tiles = tl.cdiv(rows, ROWS)
+        group = (tl.program_id(0) // tiles).to(tl.int64)
+        row = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)[:, None]
+        x_ptr += group * rows * features
+        y_ptr += group * rows * features
+        if mean_ptr is not None:
+            mean_ptr += group * rows
+        if rstd_ptr is not None:
+            rstd_ptr += group * rows
+        weight_ptr += group * features
+        bias_ptr += group * features
     column = tl.arange(0, BLOCK)[None, :]
     valid = column < features
     inside = (row < rows) & valid
@@ -322,7 +336,7 @@ def _launch(
     else:
         WHOLE_KERNEL.launch(
             lambda chosen: (cdiv(rows, chosen["ROWS"]),),
-            *(*tensors, rows, features, *numbers),
+            *(*tensors, rows, features, None, *numbers),
             config=config,
             **constants,
         )

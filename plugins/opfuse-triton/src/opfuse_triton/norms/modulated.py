@@ -1,9 +1,8 @@
-"""Kernels of norms that are modulated: each group of rows has a factor and a summand of its own.
+"""Norms that are modulated: each group of rows has a factor and a summand of its own.
 
-A group is a run of rows, such as the tokens of one image. A program has rows of one group. So the
-gradients of its factor and summand stay in registers, as those of a weight in
-:mod:`opfuse_triton.norms.backward`, and the partial sums of its programs are added up by a second
-kernel, always in the same order.
+A group is a run of rows, such as the tokens of one image. The kernels are those of norms, with a
+weight and a bias for each group: a program has rows of one, so that the gradients of its factor and
+summand stay in registers, and the partial sums of its programs are added up in the same order.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
@@ -22,115 +19,12 @@ from opfuse_triton.sums import sum_strips
 
 from ..calls import are_plain
 from . import LAYER, MOST_ROWS, Norm
-from .backward import PARTIAL, PROGRAMS, REGISTERS
-from .forward import normalized, statistics
+from .backward import PARTIAL, PROGRAMS, REGISTERS, norm_backward
+from .forward import norm_forward
 from .modulation import Forward, Gradients, Shape, groups_of, rows_in_groups
 
 
-@triton.jit
-def modulated_forward(
-    x_ptr,
-    factor_ptr,
-    summand_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows,
-    features,
-    eps,
-    KIND: tl.constexpr,
-    GIVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``ROWS`` whole rows of one of the groups, which have ``rows`` rows each.
-
-    With ``GIVEN`` the statistics are there, and the output is computed from them once more.
-    """
-    tiles = tl.cdiv(rows, ROWS)
-    group = tl.program_id(0) // tiles
-    row = (tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)[:, None]
-    some = row < rows
-    row += group * rows
-    column = tl.arange(0, BLOCK)[None, :]
-    valid = column < features
-    inside = some & valid
-    at = row.to(tl.int64) * features + column
-    if GIVEN:
-        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-        if mean_ptr is not None:
-            x -= tl.load(mean_ptr + row, some, other=0.0)
-        rstd = tl.load(rstd_ptr + row, some, other=0.0)
-    else:
-        x, rstd = statistics(
-            x_ptr, None, None, mean_ptr, rstd_ptr, None, row, at, inside, some,
-            features, eps, 0.0, 1.0, KIND, BLOCK,
-        )  # fmt: skip
-    start = group.to(tl.int64) * features
-    y = normalized(x, None, rstd, factor_ptr + start, summand_ptr + start, column, valid, False)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), inside)
-
-
-@triton.jit
-def modulated_backward(
-    dy_ptr,
-    x_ptr,
-    factor_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dfactor_ptr,
-    dsummand_ptr,
-    rows,
-    groups,
-    tiles,
-    features,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
-    """Every ``tiles``-th tile of ``ROWS`` rows of one group. ``PROGRAMS`` is for the launch."""
-    group = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    column = tl.arange(0, BLOCK)[None, :]
-    valid = column < features
-    start = group.to(tl.int64) * features
-    if dfactor_ptr is not None:
-        dfactor = tl.zeros([ROWS, BLOCK], tl.float32)
-    if dsummand_ptr is not None:
-        dsummand = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(tile * ROWS, rows, tiles * ROWS):
-        row = first + tl.arange(0, ROWS)[:, None]
-        some = row < rows
-        inside = some & valid
-        row += group * rows
-        at = row.to(tl.int64) * features + column
-        x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + at, inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, some, other=0.0)
-        if mean_ptr is not None:
-            x -= tl.load(mean_ptr + row, some, other=0.0)
-        n = x * rstd
-        if dfactor_ptr is not None:
-            dfactor += dy * n
-        if dsummand_ptr is not None:
-            dsummand += dy
-        # from the cache, so that it takes no registers meanwhile
-        g = dy * tl.load(factor_ptr + start + column, valid, other=0.0)
-        dx = g - n * (tl.sum(g * n, 1, keep_dims=True) / features)
-        if KIND == "layer":
-            dx -= tl.sum(g, 1, keep_dims=True) / features
-        dx *= rstd
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), inside)
-    to = (tile * groups + group).to(tl.int64) * features + tl.arange(0, BLOCK)
-    if dfactor_ptr is not None:
-        tl.store(dfactor_ptr + to, tl.sum(dfactor, 0), tl.arange(0, BLOCK) < features)
-    if dsummand_ptr is not None:
-        tl.store(dsummand_ptr + to, tl.sum(dsummand, 0), tl.arange(0, BLOCK) < features)
-
-
-def _tile(features: int) -> tuple[dict[str, int], int]:
+def _tile(features: int) -> tuple[dict[str, Any], int]:
     """A tile of 4096 numbers or one row, and its warps, with 16 numbers per thread.
 
     Half as many, if each has its own address.
@@ -150,11 +44,13 @@ def _backward_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     numbers = constants["ROWS"] * constants["BLOCK"]
     most = max(1, min(PROGRAMS, REGISTERS[target.backend] // (8 * 4 * numbers)))
     counts = dict.fromkeys((most, 1, 2, PROGRAMS))
+    # from the cache, so that the factor takes no registers meanwhile
+    constants["PREFETCH"] = False
     return [Config({**constants, "PROGRAMS": count}, warps) for count in counts]
 
 
-FORWARD = Kernel(modulated_forward, _forward_configs)
-BACKWARD = Kernel(modulated_backward, _backward_configs)
+FORWARD = Kernel(norm_forward, _forward_configs)
+BACKWARD = Kernel(norm_backward, _backward_configs)
 
 
 MOST_FEATURES = 8192
@@ -234,10 +130,13 @@ def _launch(
     groups = groups_of(x.shape, factor.shape, summand.shape)
     rows, y = rows_in_groups(x, groups), torch.empty_like(x, dtype=dtype)
     vectors = [_for_groups(each, x.shape, groups) for each in (factor, summand)]
+    count = math.prod(groups)
     FORWARD.launch(
-        lambda config: (math.prod(groups) * cdiv(rows, config["ROWS"]),),
-        *(x, *vectors, y, mean, rstd, rows, x.shape[-1], eps),
+        lambda config: (count * cdiv(rows, config["ROWS"]),),
+        *(x, None, *vectors, y, None, mean, rstd, None),
+        *(rows, x.shape[-1], count, eps, 0.0, 1.0),
         KIND=KIND,
+        ZERO_CENTERED=False,
         GIVEN=GIVEN,
     )
     return y
@@ -282,9 +181,11 @@ def backward(
     partial = x.new_empty((sums, tiles, count, features), dtype=torch.float32)
     strips = iter(partial)
     to = [None if each is None else next(strips) for each in wanted]
-    given = dy, x, _for_groups(factor, shape, groups), mean, rstd, dx, *to
-    sizes = rows, count, tiles, features
-    BACKWARD.launch((count * tiles,), *given, *sizes, config=config, KIND=norm.kind)
+    given = dy, x, _for_groups(factor, shape, groups), mean, rstd, None, dx, *to
+    BACKWARD.launch(
+        (count * tiles,), *given, rows, features, count,
+        config=config, KIND=norm.kind, ZERO_CENTERED=False,
+    )  # fmt: skip
     if sums:
         made = partial.new_empty((sums, count, features)) if tiles > 1 else partial[:, 0]
         if tiles > 1:
