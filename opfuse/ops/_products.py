@@ -55,16 +55,21 @@ def quantized_operands(
     if shared and all([same_quantizer(first, ctx.quantizers[name]) for name in names]):
         weights = [_as_rows_of_one(ctx.weights, names, params, first, usage)]
     else:
-        weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
+        weights = []
+        for i, name in enumerate(names):
+            weights.append(ctx.quantized_weight(usage, name=name, index=i))
     if ctx.requires_grad:
-        read = _read_by_backward(override)
-        saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
+        read, saved = _read_by_backward(override), list[Any]()
+        for tensor in (x, *weights):
+            saved.append(tensor.only(read))
         if override == "high_precision":
             dtype = ctx.dtype or x.dtype
             saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
-        saved += [None] * (1 + len(names) - len(saved))
-        kept = wgrad, *[dgrad] * len(names)
-        ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
+        if not wgrad:
+            saved[0] = None
+        if not dgrad:
+            saved[1:] = [None] * len(names)
+        ctx.to_save = (*saved, *[None] * (1 + len(names) - len(saved)))
     return x, weights
 
 

@@ -15,7 +15,6 @@ from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
 from ..core.overwriting import may_write
 from ..core.quantization import QuantizedTensor, Quantizer
-from ..core.quantization.state import quantizer_names
 from ._autocast import cast_weights
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
@@ -203,7 +202,7 @@ class ParallelLinear(LinearOperation):
         matrix, all their rows.
         """
         self._check_shapes(ctx.params)
-        names = quantizer_names(self, "forward")[1:]
+        names = [*ctx.quantizers][1 : 1 + len(self.sizes)]  # behind that of the input
         rest = iter(ctx.params[len(names) :])
         biases = [next(rest) if has_bias else None for has_bias in self.biased]
         return *quantized_operands(ctx, input_, names), biases

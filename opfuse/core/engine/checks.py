@@ -269,10 +269,12 @@ def per_basic_op(
     who, count = f"{type(step.op).__name__} must give", step.stop - step.start
     if len(given) != count:
         raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
+    flat: list[Any] = []
     for i, (tensors, count) in enumerate(zip(given, counts, strict=True), step.start):
         if len(tensors) != count:
             raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
-    return [tensor for tensors in given for tensor in tensors]
+        flat += tensors
+    return flat
 
 
 def forward_of(program: Program, index: int) -> str:

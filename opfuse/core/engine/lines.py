@@ -129,7 +129,7 @@ def forward_result(
     if not is_pair or not isinstance(result[0], (Tensor, QuantizedTensor)):
         checks.refuse_result(program, step.op, method, result)
     x, outputs = result
-    if step.has_casts:
+    if step.cast_places:
         check_cast_end(step, x, step.matched[-1], method)
         outputs = without_casts(step, outputs, method)
     if not step.has_extras:
@@ -172,7 +172,7 @@ def fused_backward_result(
     if type(result) is not tuple or len(result) != 3:
         checks.refuse_result(program, step.op, method, result)
     dx, of_params, of_extras = result
-    if step.has_casts:
+    if step.cast_places:
         check_cast_end(step, dx, step.matched[0], method)
         of_params = without_casts(step, of_params, method)
         of_extras = without_casts(step, of_extras, method)
@@ -181,7 +181,10 @@ def fused_backward_result(
         raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
     grads: list[Any] = []
     for i, of_op in enumerate(of_params, step.start):
-        grads += checks.param_grads(chain, i, of_op if i <= reached else None)
+        first, last = chain.param_ranges[i]
+        if i > reached or type(of_op) is not tuple or len(of_op) != last - first:
+            of_op = checks.param_grads(chain, i, of_op if i <= reached else None)
+        grads += of_op
     if not step.has_extras:
         return dx, grads, []
     flat = checks.per_basic_op(step, of_extras, counts, chain, "extra-input gradients")
@@ -192,7 +195,9 @@ def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
     """Refuse a result of another kind than that of the cast that a fused op ends with."""
     if given is None or not isinstance(op, Cast):
         return
-    right = isinstance(given, QuantizedTensor) and same_quantizer(given.quantizer, op.quantizer)
+    right = isinstance(given, QuantizedTensor) and (
+        given.quantizer is op.quantizer or same_quantizer(given.quantizer, op.quantizer)
+    )
     if not (right and given.usage.covers(op.usage)):
         got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
         what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
@@ -204,11 +209,10 @@ def without_casts(step: Step, entries: Any, method: str) -> list[Any]:
     """The entries of a result for basic ops; those for casts must be empty."""
     if len(entries) != len(step.matched):
         return entries  # type: ignore[no-any-return]  # too many, or too few: it is refused
-    found = []
-    for op, entry in zip(step.matched, entries, strict=True):
-        if not isinstance(op, Cast):
-            found.append(entry)
-        elif entry and not all([part is None for part in entry]):
+    found = [*entries]
+    for place in step.cast_places:  # from the last on
+        entry = found.pop(place)
+        if entry and not all([part is None for part in entry]):
             what = "gave tensors for a Cast, which has no parameters and no extra tensors"
             raise RuntimeError(f"{type(step.op).__name__}: {method} {what}")
     return found

@@ -282,7 +282,7 @@ def _run_call(
 
 def _begin_under_recipe(program: Program, device: torch.device) -> None:
     """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
-    observed = getattr(current.observer, "records", False)
+    observed = getattr(current.values.observer, "records", False)
     records = program.advances and (program.grad_mode or observed)
     pairs = zip(program.chain.ops, program.facts.edges.quantizers, strict=True)
     if program.compiling and any([its and getattr(op, "reads_sizes", 0) for op, its in pairs]):

@@ -130,8 +130,12 @@ class QuantizedTensor(ABC):
     def only(self, usage: Usage) -> Self:
         """A view of this with only the copies that ``usage`` needs, to keep for a backward."""
         needless = tuple(itertools.compress(Usage._fields, map(operator.not_, usage)))
-        fields = zip(self.tensor_names, self.tensors(), strict=True)
-        kept = self.over([None if name.startswith(needless) else t for name, t in fields])
+        kept = object.__new__(type(self))
+        fields = vars(kept)
+        fields.update(vars(self))
+        for name in self.tensor_names:
+            if name.startswith(needless):
+                fields[name] = None
         return kept if kept.usage.covers(usage) else self
 
     def without_padding(self, name: str) -> Tensor | None:

@@ -282,7 +282,8 @@ class Quantizer(ABC):
             ):
                 return made
             self._refuse(made, tensor, usage)
-        if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
+        is_own = tensor.quantizer is self or same_quantizer(tensor.quantizer, self)
+        if is_own and tensor.usage.covers(usage):
             return tensor
         raise TypeError(
             f"{type(self).__name__} expected a plain tensor, or one that it quantized for {usage}, "

@@ -24,6 +24,9 @@ from .twins import Into
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernels read and cast. They compute in fp32."""
 
+ONE_SCALE = CurrentQuantizer, DelayedQuantizer
+"""Quantizers without blocks, for :func:`has_blocks`, which need not be asked then."""
+
 PLAIN = Tensor, torch.nn.Parameter
 """A subclass of them has its own operations."""
 
@@ -232,9 +235,15 @@ def are_plain(*tensors: Any) -> bool:
 
 def takes(*tensors: Any) -> bool:
     """Whether the kernels take these tensors, of which all but the first may be None."""
-    if not are_plain(*tensors) or not tensors[0].ndim or not tensors[0].numel():
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not first.ndim or not first.numel():
         return False
     for tensor in tensors:
-        if tensor is not None and not tensor.is_contiguous():
+        if tensor is not None and not (
+            type(tensor) in PLAIN
+            and tensor.dtype in DTYPES
+            and tensor.device == first.device
+            and tensor.is_contiguous()
+        ):
             return False
     return True

@@ -22,17 +22,14 @@ class ActivationFormula(NamedTuple):
         size: How many features of each half alternate; 0: the halves are contiguous.
         forward: The constants of the forward kernel.
         backward: Those of the backward kernel.
+        gated: Whether it has two halves.
     """
 
     functions: DeviceFunctions | None
     size: int
     forward: Mapping[str, Any]
     backward: Mapping[str, Any]
-
-    @property
-    def gated(self) -> bool:
-        """Whether it has two halves."""
-        return self.functions is not None and self.functions.linear_value is not None
+    gated: bool
 
     def numbers(self, values: tuple[tuple[str, Any], ...]) -> tuple[float, ...]:
         """The numbers of a call, see :meth:`opfuse_triton.DeviceFunctions.numbers`."""
@@ -55,7 +52,8 @@ def formula_of(op: Any) -> ActivationFormula | None:
     size = getattr(op, "glu_interleave_size", None) or 0
     backward = {**given, "SIZE": size, "ROUNDS": rounds}
     forward = {name: value for name, value in backward.items() if "DERIVATIVE" not in name}
-    return ActivationFormula(functions, size, forward, backward)
+    gated = given["LINEAR_VALUE"] is not None
+    return ActivationFormula(functions, size, forward, backward, gated)
 
 
 def why_not(op: Any) -> str:

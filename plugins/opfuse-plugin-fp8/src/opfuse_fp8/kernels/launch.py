@@ -16,7 +16,7 @@ from torch import Tensor
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
 from ..formulas import ActivationFormula, formula_of
-from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
+from ..quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from ..together import room_for
 from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
@@ -70,6 +70,7 @@ class Casting:
         usage: The copies that are wanted.
         values: The values, where a kernel reads or writes them in addition to their codes.
         constants: The constants of the kernel for this cast.
+        has_tiles: Whether blocks of both copies meet, so that :meth:`passes` may be several.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class Casting:
         self.rows = shape.numel() // self.columns
         self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
         self._amax: Tensor | None = None
-        how = format_of(quantizer), quantizer.dtype, quantizer.power_of_2
-        self.constants = _constants(*how, dtype)
+        form = "tensor" if type(quantizer) is DelayedQuantizer else format_of(quantizer)
+        self.constants = _constants(form, quantizer.dtype, quantizer.power_of_2, dtype)
+        self.has_tiles = form in ("block", "square")
 
     def passes(self, x: Tensor, apart: bool = False) -> list[Usage]:
         """The copies that each launch writes.
@@ -146,10 +148,11 @@ class Casting:
         row, column = self._codes
         row = None if row is None else row.view(quantizer.dtype)
         column = None if column is None else column.view(quantizer.dtype)
-        tensors: Any = row, one, column, other
-        if self.constants["FORMAT"] in ("tensor", "amax"):
+        given = self._shape, self._dtype
+        if self.constants["FORMAT"] in ("tensor", "amax"):  # the codes have this shape already
             tensors = row, column, one, *([] if other is None else [other])
-        return quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
+            return quantizer.format.known(*given, quantizer, tensors)  # type: ignore[no-any-return]
+        return quantizer.over(*given, (row, one, column, other))  # type: ignore[no-any-return]
 
     def _cast_values(self) -> None:
         """Cast values whose largest magnitude is known."""
@@ -270,7 +273,7 @@ def forward(
 ) -> None:
     """Launch ``act(x + bias)`` into a cast, and what the activation is applied to into ``kept``."""
     rows, features, config = casting.rows, casting.columns, None
-    for usage in casting.passes(x):
+    for usage in casting.passes(x) if casting.has_tiles else (casting.usage,):
         if x.storage_offset() * x.itemsize % 16:  # which no argument of the kernel shows
             facts = {**casting.facts(usage), **formula.forward, "features": features}
             config = FORWARD.pick(current_target(x.device), {**facts, "unaligned": True})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from . import L2, LAYER, RMS, Norm
 from .drop import Drop
 
 _KINDS = {RMSNorm: RMS, LayerNorm: LAYER, L2Normalization: L2}
-_PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
+_PLACES = ("input", "weight", "mean", "rstd")
 
 
 class NormPasses:
@@ -38,7 +39,11 @@ class NormPasses:
         self.kind = next(kind for cls, kind in _KINDS.items() if isinstance(op, cls))
         self.shape: tuple[int, ...] = getattr(op, "normalized_shape", (0,))
         self.has_kernels = False
-        self._saved = [_PLACES[name] for name in op.saved_names]
+        places = [_PLACES.index(name) for name in op.saved_names]
+        self._kept = operator.itemgetter(*places)
+        # behind what was saved comes None, for what is not
+        known = [places.index(i) if i in places else len(places) for i in range(len(_PLACES))]
+        self._placed = operator.itemgetter(*known)
 
     def plan(self, env: Environment, **configurations: Mapping[str, Any] | None) -> str:
         """Choose between kernels and twins for an environment.
@@ -72,7 +77,10 @@ class NormPasses:
         dims = len(self.shape)
         if dims > 1 and x.shape[-dims:] != self.shape:
             return False
-        return all([param.shape == self.shape for param in ctx.params])
+        for param in ctx.params:
+            if param.shape != self.shape:
+                return False
+        return True
 
     def forward(
         self,
@@ -105,21 +113,15 @@ class NormPasses:
         y, total, mean, rstd = self._forward(*call, into=into, drop=drop)
         x = x if extra is None else total
         if ctx.requires_grad:
-            saved = x, weight if needs_x else None, mean, rstd
-            ctx.to_save = tuple([saved[i] if save else None for i in self._saved])
+            saved = (x, weight if needs_x else None, mean, rstd) if save else (None,) * 4
+            ctx.to_save = self._kept(saved)
             if self.kind != L2:
                 ctx.zero_centered_gamma = zero_centered
         return y, x
 
     def saved(self, ctx: Any) -> Sequence[Any]:
         """What a forward has saved: the input, the weight, the mean and ``rstd``, or None."""
-        return self._placed(ctx.saved_tensors)
-
-    def _placed(self, saved: Sequence[Any]) -> list[Any]:
-        found: list[Any] = [None] * 4
-        for place, tensor in zip(self._saved, saved, strict=True):
-            found[place] = tensor
-        return found
+        return self._placed((*ctx.saved_tensors, None))  # type: ignore[no-any-return]
 
     def backward(
         self, ctx: Any, dy: Tensor, extra: Tensor | None = None, owns: bool = False
@@ -134,7 +136,8 @@ class NormPasses:
         """
         of_params = ctx.param_requires_grad
         needs = (ctx.input_requires_grad, *of_params, False, False)[:3]
-        call = *self.saved(ctx), extra if needs[0] else None, self._norm(ctx), needs
+        saved = self._placed((*ctx.saved_tensors, None))
+        call = *saved, extra if needs[0] else None, self._norm(ctx), needs
         dx, *grads = self._backward(dy, *call, owns=owns)
         return dx, tuple(grads[: len(of_params)])
 
@@ -146,7 +149,7 @@ class NormPasses:
             saved: What its forward has saved, the input among it.
             params: Its weight and its bias as they were; None: there is none.
         """
-        x, _, mean, rstd = self._placed(saved)
+        x, _, mean, rstd = self._placed((*saved, None))
         return self._again(x, *params, mean, rstd, self._norm(ctx), ctx.dtype)
 
     def _norm(self, ctx: Any) -> Norm:
