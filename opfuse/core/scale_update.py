@@ -222,9 +222,12 @@ def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in ran.skips)}
     found: dict[int, tuple[Quantizer, Any]] = {}
     for op in ops:
+        states = op._quantizers
+        if not (states.own or states._by_recipe.get(recipe, True)):
+            continue  # it quantizes nothing
         if mode == "forward":
-            op._quantizers.use(op, recipe, ran.env)
-        for quantizer in op._quantizers.of_mode(op, recipe, mode):
+            states.use(op, recipe, ran.env)
+        for quantizer in states.of_mode(op, recipe, mode):
             if quantizer.pending_names:  # ops may share one
                 found[id(quantizer)] = quantizer, op
     if found:

@@ -59,7 +59,8 @@ def quantized_operands(
         for i, name in enumerate(names):
             weights.append(ctx.quantized_weight(usage, name=name, index=i))
     if ctx.requires_grad:
-        read, saved = _read_by_backward(override), list[Any]()
+        read = _read_by_backward(override)
+        saved: list[Any] = []
         for tensor in (x, *weights):
             saved.append(tensor.only(read))
         if override == "high_precision":

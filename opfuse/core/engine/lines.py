@@ -75,6 +75,9 @@ def in_range(title: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return ranged
 
 
+_OF_CASTS = vars(OperationContext())
+
+
 class CastContext(OperationContext):
     """The context of a cast inside of a fused op.
 
@@ -86,15 +89,16 @@ class CastContext(OperationContext):
     """
 
     def __init__(self, step: Step, pass_name: str, quantizer: Quantizer, usage: Usage) -> None:
-        super().__init__()
-        self.who = f"{type(step.op).__name__}: fuser_{pass_name}"
-        self.quantizer, self.usage = quantizer, usage
+        # not by the __init__ of the class above, since there are as many as casts
+        vars(self).update(_OF_CASTS, quantizer=quantizer, usage=usage)
+        self.step, self.pass_name = step, pass_name
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Refuse what a fused op saves for a cast."""
         if tensors:
             what = "gave tensors to save_for_backward of a Cast, which saves nothing"
-            raise RuntimeError(f"{self.who} {what}: they would be lost")
+            who = f"{type(self.step.op).__name__}: fuser_{self.pass_name}"
+            raise RuntimeError(f"{who} {what}: they would be lost")
 
 
 def attributes_left(ctx: Any) -> dict[str, Any]:
@@ -198,7 +202,7 @@ def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
     right = isinstance(given, QuantizedTensor) and (
         given.quantizer is op.quantizer or same_quantizer(given.quantizer, op.quantizer)
     )
-    if not (right and given.usage.covers(op.usage)):
+    if not (right and given.covers(op.usage)):
         got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
         what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
         who = f"{type(step.op).__name__}: {method} expected to give"
@@ -262,8 +266,9 @@ def checked_kind(chain: Chain, slot: Slot, tensor: Tensor) -> Tensor:
 
 def shape_of(x: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
     """Shape, dtype and device of the gradient of a main output."""
-    parts = x.tensors() if isinstance(x, QuantizedTensor) else (x,)
-    return x.shape, x.dtype, next(part.device for part in parts if part is not None)
+    if not isinstance(x, QuantizedTensor):
+        return x.shape, x.dtype, x.device
+    return x.shape, x.dtype, next(part.device for part in x.tensors() if part is not None)
 
 
 def refuse_overwritten(
@@ -292,12 +297,17 @@ def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
     PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
     its matrix in the shape of the input, which is such a view; the separate ops do not.
     """
-    views = [type(each) is Tensor and each._is_view() for each in outputs]
-    if any(views):
-        owned = [_memory(each) for each in (*outputs, *others) if isinstance(each, Tensor)]
-        for k, (is_view, each) in enumerate(zip(views, tuple(outputs), strict=True)):
-            if is_view and owned.count(_memory(each)) == 1:
-                outputs[k] = torch.ops.aten._unsafe_view.default(each, each.shape)
+    owned: list[int] = []
+    for k, each in enumerate(tuple(outputs)):
+        if type(each) is not Tensor or not each._is_view():
+            continue
+        if not owned:
+            for one in (*outputs, *others):
+                if isinstance(one, Tensor):
+                    strided = one.layout is torch.strided  # as in `_memory`
+                    owned.append(one.untyped_storage()._cdata if strided else id(one))
+        if owned.count(_memory(each)) == 1:
+            outputs[k] = torch.ops.aten._unsafe_view.default(each, each.shape)
     return outputs
 
 

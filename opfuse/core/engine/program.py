@@ -197,7 +197,8 @@ class Program:
             given = _distinct(tensors, self.num_params) if self.trains else tensors
             return self.run(kwargs, x, *given)
         codes = type(x) is not Tensor and brings_codes(x, self.entry_casts["forward"])
-        run = self.function("forward", codes, profiler._is_profiler_enabled, watched)
+        variant = "forward", codes, profiler._is_profiler_enabled, watched
+        run = self._functions.get(variant) or self.function(*variant)
         return run(kwargs, x, *tensors)
 
     def backward_of(
@@ -219,7 +220,8 @@ class Program:
             codes = brings_codes(grads[0], self.entry_casts["backward"])
         owns = traced or not (dispatch_modes() or function_modes()) or may_write()
         ranged = profiler._is_profiler_enabled and not traced
-        return self.function("backward", codes, ranged, False, traced, owns, reached)
+        variant = "backward", codes, ranged, False, traced, owns, reached
+        return self._functions.get(variant) or self.function(*variant)
 
     def function(self, *variant: Any) -> Callable[..., Any]:
         """The function of a pass for calls of a kind; for its arguments see :class:`Variant`."""

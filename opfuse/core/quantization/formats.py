@@ -96,6 +96,14 @@ class QuantizedTensor(ABC):
     def usage(self) -> Usage:
         """The copies that are here: those that :meth:`dequantize` can read."""
 
+    def covers(self, usage: Usage) -> bool:
+        """Return whether every copy that ``usage`` needs is here.
+
+        Args:
+            usage: The copies.
+        """
+        return self.usage.covers(usage)
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensor fields, in the order of ``tensor_names``; None where a copy is missing."""
         return tuple(map(functools.partial(getattr, self), self.tensor_names))
@@ -136,7 +144,7 @@ class QuantizedTensor(ABC):
         for name in self.tensor_names:
             if name.startswith(needless):
                 fields[name] = None
-        return kept if kept.usage.covers(usage) else self
+        return kept if kept.covers(usage) else self
 
     def without_padding(self, name: str) -> Tensor | None:
         """One of its tensors, without the elements that represent no value."""
@@ -287,6 +295,11 @@ class ScaledTensor(QuantizedTensor):
         """Both, if there is any copy: their values are the same."""
         here = self.rowwise_data is not None or self.columnwise_data is not None
         return Usage(here, here)
+
+    def covers(self, usage: Usage) -> bool:
+        """See :meth:`QuantizedTensor.covers`."""
+        here = self.rowwise_data is not None or self.columnwise_data is not None
+        return here or not any(usage)
 
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32, or in float64 if the data are that."""

@@ -278,12 +278,12 @@ class Quantizer(ABC):
                 isinstance(made, QuantizedTensor)
                 and (made.quantizer is self or same_quantizer(made.quantizer, self))
                 and (made.shape == tensor.shape and made.dtype == tensor.dtype)
-                and made.usage.covers(usage)
+                and made.covers(usage)
             ):
                 return made
             self._refuse(made, tensor, usage)
         is_own = tensor.quantizer is self or same_quantizer(tensor.quantizer, self)
-        if is_own and tensor.usage.covers(usage):
+        if is_own and tensor.covers(usage):
             return tensor
         raise TypeError(
             f"{type(self).__name__} expected a plain tensor, or one that it quantized for {usage}, "

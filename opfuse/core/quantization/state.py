@@ -127,8 +127,6 @@ class QuantizerStates:
         if recipe is None:
             return {}
         known = self._by_recipe.get(recipe)
-        if known is not None and not known:  # it quantizes nothing
-            return known
         held = quantized_parameters(op) if op.param_names else {}
         if known is not None and not held:
             return known
@@ -186,8 +184,6 @@ class QuantizerStates:
     def of_mode(self, op: Any, recipe: Recipe | None, mode: str) -> list[Quantizer]:
         """The quantizers of :meth:`of` that the forward uses, or the backward."""
         known = self._by_recipe.get(recipe) or self.own  # type: ignore[arg-type]  # as `of` has it
-        if not known:
-            return []
         by_mode = self._names.get(recipe)  # type: ignore[arg-type]
         names = by_mode[mode] if by_mode else quantizer_names(op, mode)
         return [known[name] for name in names if name in known]

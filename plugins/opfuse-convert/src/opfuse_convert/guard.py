@@ -65,8 +65,11 @@ class Guard:
 
         The third says whether the dtype may be another than that of the rest.
         """
-        found = [(of in self._apart, of._parameters.get(key)) for _, of, _, key, _ in self._params]
-        return tuple([p is None or (p.dtype, p.requires_grad, apart) for apart, p in found])
+        found: list[Any] = []
+        for _, of, attributes, key, _ in self._params:
+            param = attributes["_parameters"].get(key)
+            found.append(param is None or (param.dtype, param.requires_grad, of in self._apart))
+        return tuple(found)
 
     def placements(self) -> tuple[Any, ...]:
         """Where the parameters are split among processes, to be compared."""
