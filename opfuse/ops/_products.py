@@ -66,11 +66,10 @@ def quantized_operands(
         if override == "high_precision":
             dtype = ctx.dtype or x.dtype
             saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
-        if not wgrad:
-            saved[0] = None
-        if not dgrad:
-            saved[1:] = [None] * len(names)
-        ctx.to_save = (*saved, *[None] * (1 + len(names) - len(saved)))
+        of_x, *of_weights = saved
+        of_weights = of_weights if dgrad else []
+        rest = [None] * (len(names) - len(of_weights))
+        ctx.to_save = (of_x if wgrad else None, *of_weights, *rest)
     return x, weights
 
 

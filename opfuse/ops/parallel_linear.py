@@ -318,7 +318,7 @@ class ParallelLinear(LinearOperation):
         """
         wants = zip(parts, ctx.param_requires_grad, strict=False)
         grads = [of_weight(dy) if wanted else None for dy, wanted in wants]
-        return (*grads, *self._sums(ctx, summed or parts))
+        return (*grads, *(self._sums(ctx, summed or parts) if any(self.biased) else ()))
 
     def bias_grads(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the biases that need one, from a gradient that is not quantized."""

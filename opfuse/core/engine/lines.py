@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ from .. import quantization
 from ..cast import Cast
 from ..op import is_kind, refuse_kind
 from ..op_context import OperationContext, summed
-from ..quantization import QuantizedTensor, Quantizer, Recipe, Usage
+from ..quantization import BOTH, QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import entering, plain
 from ..quantization.quantizer import same_quantizer
 from . import checks
@@ -135,10 +136,12 @@ def forward_result(
     x, outputs = result
     if step.cast_places:
         check_cast_end(step, x, step.matched[-1], method)
-        outputs = without_casts(step, outputs, method)
+        (outputs,) = without_casts(step, method, outputs)
     if not step.has_extras:
         return x, []
-    flat = checks.per_basic_op(step, outputs, counts, chain, "extra outputs")
+    if [*map(len, outputs)] != counts:
+        checks.refuse_counts(step, outputs, counts, chain, "extra outputs")
+    flat = [*itertools.chain.from_iterable(outputs)]
     for number, (i, k) in used:
         if flat[number] is None:
             what = f"gave None for extra output {k} of {chain.name(i)}"
@@ -178,8 +181,7 @@ def fused_backward_result(
     dx, of_params, of_extras = result
     if step.cast_places:
         check_cast_end(step, dx, step.matched[0], method)
-        of_params = without_casts(step, of_params, method)
-        of_extras = without_casts(step, of_extras, method)
+        of_params, of_extras = without_casts(step, method, of_params, of_extras)
     if len(of_params) != step.stop - step.start:
         who, count = type(step.op).__name__, step.stop - step.start
         raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
@@ -191,8 +193,9 @@ def fused_backward_result(
         grads += of_op
     if not step.has_extras:
         return dx, grads, []
-    flat = checks.per_basic_op(step, of_extras, counts, chain, "extra-input gradients")
-    return dx, grads, flat
+    if [*map(len, of_extras)] != counts:
+        checks.refuse_counts(step, of_extras, counts, chain, "extra-input gradients")
+    return dx, grads, [*itertools.chain.from_iterable(of_extras)]
 
 
 def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
@@ -202,23 +205,25 @@ def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
     right = isinstance(given, QuantizedTensor) and (
         given.quantizer is op.quantizer or same_quantizer(given.quantizer, op.quantizer)
     )
-    if not (right and given.covers(op.usage)):
+    if not right or not ((here := given.usage) == BOTH or here.covers(op.usage)):
         got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
         what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
         who = f"{type(step.op).__name__}: {method} expected to give"
         raise TypeError(f"{who} {what}, since it ends with a Cast; got {got}")
 
 
-def without_casts(step: Step, entries: Any, method: str) -> list[Any]:
-    """The entries of a result for basic ops; those for casts must be empty."""
-    if len(entries) != len(step.matched):
-        return entries  # type: ignore[no-any-return]  # too many, or too few: it is refused
-    found = [*entries]
-    for place in step.cast_places:  # from the last on
-        entry = found.pop(place)
-        if entry and not all([part is None for part in entry]):
-            what = "gave tensors for a Cast, which has no parameters and no extra tensors"
-            raise RuntimeError(f"{type(step.op).__name__}: {method} {what}")
+def without_casts(step: Step, method: str, *results: Any) -> list[Any]:
+    """The entries of results for basic ops; those for casts must be empty."""
+    found = []
+    for entries in results:
+        if len(entries) == len(step.matched):  # else there are too many, or too few: it is refused
+            entries = [*entries]
+            for place in step.cast_places:  # from the last on
+                entry = entries.pop(place)
+                if entry and not all([part is None for part in entry]):
+                    what = "gave tensors for a Cast, which has no parameters and no extra tensors"
+                    raise RuntimeError(f"{type(step.op).__name__}: {method} {what}")
+        found.append(entries)
     return found
 
 

@@ -173,6 +173,11 @@ class Program:
         """What tools make of what runs a pass."""
         return self.facts.wrap("opfuse_wrap_pass", run, program=self, pass_name=pass_name)
 
+    @functools.cached_property
+    def untraced_call(self) -> Any:
+        """What runs a call that torch.compile must not trace alone after it gave up on the caller."""
+        return torch.compiler.disable(self.call)
+
     @property
     def code(self) -> str:
         """The source of both passes, as an ordinary call runs them."""

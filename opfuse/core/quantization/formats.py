@@ -47,6 +47,8 @@ class Usage(NamedTuple):
 
 
 _ROWWISE = Usage()
+BOTH = Usage(True, True)
+"""What covers any usage."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -96,14 +98,6 @@ class QuantizedTensor(ABC):
     def usage(self) -> Usage:
         """The copies that are here: those that :meth:`dequantize` can read."""
 
-    def covers(self, usage: Usage) -> bool:
-        """Return whether every copy that ``usage`` needs is here.
-
-        Args:
-            usage: The copies.
-        """
-        return self.usage.covers(usage)
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensor fields, in the order of ``tensor_names``; None where a copy is missing."""
         return tuple(map(functools.partial(getattr, self), self.tensor_names))
@@ -144,7 +138,8 @@ class QuantizedTensor(ABC):
         for name in self.tensor_names:
             if name.startswith(needless):
                 fields[name] = None
-        return kept if kept.covers(usage) else self
+        here = kept.usage
+        return kept if here == BOTH or here.covers(usage) else self
 
     def without_padding(self, name: str) -> Tensor | None:
         """One of its tensors, without the elements that represent no value."""
@@ -295,11 +290,6 @@ class ScaledTensor(QuantizedTensor):
         """Both, if there is any copy: their values are the same."""
         here = self.rowwise_data is not None or self.columnwise_data is not None
         return Usage(here, here)
-
-    def covers(self, usage: Usage) -> bool:
-        """See :meth:`QuantizedTensor.covers`."""
-        here = self.rowwise_data is not None or self.columnwise_data is not None
-        return here or not any(usage)
 
     def dequantize(self, usage: Usage = _ROWWISE) -> Tensor:
         """The values in ``dtype``, computed in float32, or in float64 if the data are that."""

@@ -73,7 +73,7 @@ class WeightCache:
         if current.weights == "cached":
             found = self.reusable(name, weight, quantizer)
         if found is not None:
-            if found.covers(usage):
+            if found.usage.covers(usage):
                 return found
             usage = Usage(*map(max, usage, found.usage))  # so that all are of one scale
         made = quantizer(weight if part is None else weight[part], usage)

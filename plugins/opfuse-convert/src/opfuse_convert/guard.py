@@ -97,15 +97,11 @@ class Guard:
         for cls, forward, call in self._methods:
             if cls.forward is not forward or cls.__call__ is not call:
                 return f"{cls.__name__} got another forward"
-        return self._of_places() or self._of_parameters()
-
-    def _of_places(self) -> str:
-        """Describe a change of what was looked up, as a sentence, or ``""``."""
         for get, name, value, place in self._places:
             now = get(name, MISSING)
             if now is not value and not is_same(now, value):
                 return place.change()
-        return ""
+        return self._of_parameters()
 
     def depends_on(self, owner: Any, name: str) -> bool:
         """Whether something was looked up under this name in the attributes of an object."""

@@ -17,7 +17,7 @@ from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_pow
 from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
-from .layouts import Angles, Heads, Layout, layout_of
+from .layouts import Angles, Heads, layout_of
 
 PROGRAMS = 4
 """Programs of a backward on each multiprocessor, as many as registers hold on an H100."""
@@ -318,12 +318,7 @@ ROPE = Kernel(rope_kernel, _configs)
 NORM_BACKWARD = Kernel(rope_norm_backward_kernel, _backward_configs)
 
 
-def _layout(x: Tensor) -> Layout:
-    found = layout_of(x.shape, x.stride())
-    assert found is not None  # takes has looked
-    return found
-
-
+_layout_of: Any = layout_of  # of tensors that `takes` has looked at, which have one
 def _of_angles(angles: Angles, tokens: int) -> tuple[Any, ...]:
     """The arguments for angles."""
     cos, sin, frequencies, inner, period, *_ = angles
@@ -364,7 +359,7 @@ def forward(
     moves, heads, tokens = [], [], 0
     partly = 2 * angles.half < given[0].x.shape[-1]
     for one in given:
-        tokens, count, *strides = _layout(one.x)
+        tokens, count, *strides = _layout_of(one.x.shape, one.x.stride())
         heads.append(count)
         y = one.x.new_empty(one.x.shape, dtype=one.dtype) if one.into is None else one.into
         rstd = None
@@ -408,7 +403,7 @@ def norm_backward(
         angles: As there.
         config: The configuration; None: the first.
     """
-    constants, layouts = _constants(given, angles), [_layout(one.x) for one in given]
+    constants, layouts = _constants(given, angles), [_layout_of(one.x.shape, one.x.stride()) for one in given]
     tokens, heads = layouts[0].tokens, [layout.heads for layout in layouts]
     target = current_target(given[0].x.device)
     if config is None:

@@ -17,7 +17,7 @@ from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
 from ..formulas import ActivationFormula, formula_of
 from ..quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
-from ..together import room_for
+from ..together import room_for, waiting
 from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
 
@@ -173,7 +173,10 @@ class Casting:
         rows, columns, device = self.rows, self.columns, self._device
         row = column = row_scale = column_scale = None
         if self.usage.rowwise:
-            row = room_for(self._quantizer, self._shape, device)
+            waits = waiting.get() is not None
+            row = room_for(self._quantizer, self._shape, device) if waits else None
+            if row is None:
+                row = torch.empty(self._shape, dtype=torch.uint8, device=device)
         if self.usage.columnwise:
             column = torch.empty((columns, rows), dtype=torch.uint8, device=device)
         form = self.constants["FORMAT"]
