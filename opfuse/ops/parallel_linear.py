@@ -265,7 +265,8 @@ class ParallelLinear(LinearOperation):
             return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], -1)
         rows = rows_of(x)
         y = x.new_empty((rows.shape[0], sum(self.sizes)))
-        for place, weight, bias in zip(self.split(y), weights, biases, strict=True):
+        places = torch.split_with_sizes(y, self.sizes, -1)
+        for place, weight, bias in zip(places, weights, biases, strict=True):
             if bias is None:
                 torch.mm(rows, weight.t(), out=place)
             else:
@@ -299,7 +300,7 @@ class ParallelLinear(LinearOperation):
     def parts_of(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor]:
         """The gradient of each linear's output, with one row dimension, in the compute dtype."""
         dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
-        return self.split(rows_of(dy))
+        return torch.split_with_sizes(rows_of(dy), self.sizes, -1)
 
     def param_grads(
         self,

@@ -175,8 +175,9 @@ class Program:
 
     @functools.cached_property
     def untraced_call(self) -> Any:
-        """What runs a call that torch.compile must not trace alone after it gave up on the caller."""
-        return torch.compiler.disable(self.call)
+        """:attr:`call`, for callers that ``torch.compile`` gave up on: it does not trace this."""
+        disable: Any = torch.compiler.disable
+        return disable(self.call)
 
     @property
     def code(self) -> str:

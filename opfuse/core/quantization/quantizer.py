@@ -138,6 +138,7 @@ def _plain(value: Any) -> Any:
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 
+
 class Quantizer(ABC):
     """Casts a tensor into one of the formats of :mod:`opfuse.core.quantization.formats`.
 

@@ -135,7 +135,8 @@ class ConvertedForward(ReplacedForward):
             self._refuse(why)
             return None
         follow(site.dropouts)
-        self._say("")
+        if not is_dynamo_compiling():
+            self.fallback = ""
         return site.results(values, self._through_chain(module, *given))
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:

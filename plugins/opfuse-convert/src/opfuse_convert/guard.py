@@ -78,7 +78,12 @@ class Guard:
 
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""
-        if self._calls and _hooked_everywhere():
+        if self._calls and (
+            everywhere._global_forward_hooks
+            or everywhere._global_forward_pre_hooks
+            or everywhere._global_backward_hooks
+            or everywhere._global_backward_pre_hooks
+        ):
             return "there are hooks on every module"
         for name, of, cls, written in self._classes:
             if type(of) is not cls and op_class(of) is not written:
@@ -162,16 +167,6 @@ def _of_constants(module: nn.Module, constants: Sequence[tuple[str, str]]) -> It
 
 def _named(owner: Any) -> str:
     return op_class(owner).__name__ if isinstance(owner, nn.Module) else type(owner).__name__
-
-
-def _hooked_everywhere() -> bool:
-    """Whether there are hooks that run when any module is called."""
-    return bool(
-        everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-    )
 
 
 @contextlib.contextmanager

@@ -50,12 +50,14 @@ class _Side:
             return None
         return Heads(x, dtype, self.kind, weight, zero_centered, eps, saves)
 
-    def save(self, ctxs: Ctxs, extras: Extras, heads: Heads, rstd: Tensor | None) -> None:
+    def save(
+        self, ctxs: Ctxs, extras: Extras, heads: Heads, rotation: Any, rstd: Tensor | None
+    ) -> None:
         """Leave on the contexts what the ops leave."""
         ctx: Any = ctxs[self.rope]
         if ctx.requires_grad:
             given = tuple(extras[self.rope])
-            ctx.rotation = self.op.rotation
+            ctx.rotation = rotation
             ctx.to_save = given if ctx.input_requires_grad else (None,) * len(given)
         if self.norm is None or not ctxs[self.norm].requires_grad:
             return
@@ -133,12 +135,12 @@ class ForwardRoPE(_Fused):
         found = self._call(basic_op_ctxs, tensors, extras)
         if found is None:
             return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=extras, **given)
-        heads, calls = found
+        heads, rotations, calls = found
         made: list[Any] = []
         for call in calls:
             made += self._run.forward(*call, config=self._config)
-        for side, one, (_, rstd) in zip(self._sides, heads, made, strict=True):
-            side.save(basic_op_ctxs, extras, one, rstd)
+        for side, *one, (_, rstd) in zip(self._sides, heads, rotations, made, strict=True):
+            side.save(basic_op_ctxs, extras, *one, rstd)
         if self._swap is None:
             return made[0][0], self._nothing
         ctx: Any = basic_op_ctxs[self._swap]
@@ -150,8 +152,8 @@ class ForwardRoPE(_Fused):
         return y, outputs
 
     def _call(self, ctxs: Ctxs, tensors: Sequence[Tensor], extras: Extras) -> Any:
-        """The heads of each side, and the calls that compute them; None: the ops do."""
-        heads, angles = [], []
+        """The heads and rotation of each side, and the calls that compute them; None: the ops."""
+        heads, rotations, angles = [], [], []
         for side, x in zip(self._sides, tensors, strict=True):
             one, given = side.heads(ctxs, x), extras[side.rope]
             if one is None:
@@ -160,13 +162,14 @@ class ForwardRoPE(_Fused):
                 for tensor in given:
                     if tensor is not None and tensor.requires_grad:
                         return None
-            op, lead = side.op, x.shape[:-2]
-            found = layouts.angles_of(op, op.rotation, given, lead, self._frequencies_of)
+            rotation, lead = side.op.rotation, x.shape[:-2]
+            found = layouts.angles_of(side.op, rotation, given, lead, self._frequencies_of)
             if found is None:
                 return None
             heads.append(one)
+            rotations.append(rotation)
             angles.append(found)
-        return heads, _together(heads, angles)
+        return heads, rotations, _together(heads, angles)
 
 
 class BackwardRoPE(_Fused):

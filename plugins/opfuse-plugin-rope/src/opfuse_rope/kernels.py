@@ -319,11 +319,6 @@ NORM_BACKWARD = Kernel(rope_norm_backward_kernel, _backward_configs)
 
 
 _layout_of: Any = layout_of  # of tensors that `takes` has looked at, which have one
-def _of_angles(angles: Angles, tokens: int) -> tuple[Any, ...]:
-    """The arguments for angles."""
-    cos, sin, frequencies, inner, period, *_ = angles
-    stride = cos.stride(0) if frequencies is None else 1
-    return cos, sin, frequencies, tokens, inner, period, stride
 
 
 def _constants(given: Sequence[Heads], angles: Angles) -> dict[str, Any]:
@@ -377,9 +372,10 @@ def forward(
             groups += -(-count // tile["HEADS"])
         return -(-tokens // tile["TOKENS"]), groups
 
+    stride = angles.cos.stride(0) if angles.frequencies is None else 1
     ROPE.launch(
         grid,
-        *(*args, *_of_angles(angles, tokens)),
+        *(*args, *angles[:3], tokens, *angles[3:5], stride),
         config=config,
         BACK=back,
         Q_MOVES=moves[0],
@@ -403,7 +399,10 @@ def norm_backward(
         angles: As there.
         config: The configuration; None: the first.
     """
-    constants, layouts = _constants(given, angles), [_layout_of(one.x.shape, one.x.stride()) for one in given]
+    constants, layouts = (
+        _constants(given, angles),
+        [_layout_of(one.x.shape, one.x.stride()) for one in given],
+    )
     tokens, heads = layouts[0].tokens, [layout.heads for layout in layouts]
     target = current_target(given[0].x.device)
     if config is None:
@@ -427,8 +426,12 @@ def norm_backward(
         made.append((dx, sums))
     if len(given) == 1:
         args += [None, None, None, None, None, None, 0, 0, 0]
+    stride = angles.cos.stride(0) if angles.frequencies is None else 1
     NORM_BACKWARD.launch(
-        (programs, sum(groups)), *(*args, *_of_angles(angles, tokens)), config=config, **constants
+        (programs, sum(groups)),
+        *(*args, *angles[:3], tokens, *angles[3:5], stride),
+        config=config,
+        **constants,
     )
     return [
         (dx, None if sums is None else sum_strips(sums, _like_weight(one)))

@@ -252,4 +252,3 @@ def _remember(table: dict[Key, Ready], key: Key, ready: Ready) -> None:
     if len(table) >= MOST_KEYS:
         table.clear()
     table[key] = ready
-

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
+from opfuse_triton import Config, Kernel, Target, current_target, next_power_of_2
 from opfuse_triton.sums import sum_strips
 from opfuse_triton.targets import LATENCY
 
@@ -334,22 +334,14 @@ def backward(
         dtype = x.dtype if extra is None else normalized_dtype(x, extra)
         dx = dy if owns and dy.dtype is dtype else torch.empty_like(x, dtype=dtype)
     target = current_target(x.device)
-    if config is None:
-        facts = {"dy_ptr": dy.dtype, "x_ptr": x.dtype, "features": features, "KIND": norm.kind}
-        config = kernel_of(features, norm.kind).pick(target, facts)
-    elif not isinstance(config, Config):
-        config = Config(**config)
+    config = _config(config, target, dy, x, features, norm)
     tile = config.constants
     columns = -(-features // tile["BLOCK"])
     tiles = -(-rows // tile["ROWS"])
     partial = of_weight = of_bias = None
     if sums:
         each: int = -(-target.multiprocessors // columns)
-        moved = dy.itemsize + x.itemsize
-        for tensor in (extra, dx):
-            moved += 0 if tensor is None else tensor.itemsize
-        # sums in fp32, which are written and read
-        most = int(PARTIAL * rows * moved / (2 * 4 * sums)) // each
+        most = _most_tiles(rows, sums, (dy, x, extra, dx)) // each
         tiles = min(tiles, max(1, min(tile["PROGRAMS"], most)) * each)
         partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
         of_weight = partial[0] if needs[1] else None
@@ -363,17 +355,23 @@ def backward(
         WHOLE_KERNEL.launch((tiles,), *given, *outputs, config=config, **constants)
     if partial is None:
         return dx, None, None
-    dw = db = None  # autograd casts them to the parameter's dtype
-    if needs[1]:
-        dtype = torch.float32 if weight is None else weight.dtype
-        dw = x.new_empty(x.shape[-norm.dims :], dtype=dtype)
-    if needs[2]:
-        db = partial.new_empty(x.shape[-norm.dims :])
-    if dw is None:
-        sum_strips(partial, db)
-    else:
-        sum_strips(partial, dw, db)
-    return dx, dw, db
+    return dx, *_sum_partial(partial, x.shape[-norm.dims :], weight, needs)
+
+
+def _config(given: Any, target: Target, dy: Tensor, x: Tensor, features: int, norm: Norm) -> Config:
+    """The configuration that was given, or that of a launch."""
+    if given is not None:
+        return given if isinstance(given, Config) else Config(**given)
+    facts = {"dy_ptr": dy.dtype, "x_ptr": x.dtype, "features": features, "KIND": norm.kind}
+    return kernel_of(features, norm.kind).pick(target, facts)
+
+
+def _most_tiles(rows: int, sums: int, tensors: Sequence[Tensor | None]) -> int:
+    """The number of tiles whose sums, in fp32, are written and read in few bytes."""
+    moved = 0
+    for tensor in tensors:
+        moved += 0 if tensor is None else rows * tensor.itemsize
+    return int(PARTIAL * moved / (2 * 4 * sums))
 
 
 def kernel_of(features: int, kind: str) -> Kernel:
@@ -405,3 +403,17 @@ def _launch_wide(
         ROWS_KERNEL.launch((rows,), *given, *sums, **constants)
     constants = {"ZERO_CENTERED": norm.zero_centered}
     TILES_KERNEL.launch(grid, *given, product, total, *outputs, config=config, **constants)
+
+
+def _sum_partial(
+    partial: Tensor, shape: tuple[int, ...], weight: Tensor | None, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias; autograd casts them to the parameter's dtype."""
+    dw = db = None
+    if needs[1]:
+        dtype = torch.float32 if weight is None else weight.dtype
+        dw = partial.new_empty(shape, dtype=dtype)
+    if needs[2]:
+        db = partial.new_empty(shape)
+    sum_strips(partial, *filter(torch.is_tensor, (dw, db)))
+    return dw, db

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
+from opfuse_triton import Config, Kernel, Target, next_power_of_2
 
 from . import LAYER, Norm, normalized_dtype
 from .drop import Drop

@@ -121,7 +121,7 @@ class NormPasses:
 
     def saved(self, ctx: Any) -> Sequence[Any]:
         """What a forward has saved: the input, the weight, the mean and ``rstd``, or None."""
-        return self._placed((*ctx.saved_tensors, None))  # type: ignore[no-any-return]
+        return self._placed((*ctx.saved_tensors, None))
 
     def backward(
         self, ctx: Any, dy: Tensor, extra: Tensor | None = None, owns: bool = False
@@ -137,7 +137,9 @@ class NormPasses:
         of_params = ctx.param_requires_grad
         needs = (ctx.input_requires_grad, *of_params, False, False)[:3]
         saved = self._placed((*ctx.saved_tensors, None))
-        call = *saved, extra if needs[0] else None, self._norm(ctx), needs
+        zero_centered = getattr(ctx, "zero_centered_gamma", False)
+        norm = Norm(self.kind, len(self.shape), zero_centered)
+        call = *saved, extra if needs[0] else None, norm, needs
         dx, *grads = self._backward(dy, *call, owns=owns)
         return dx, tuple(grads[: len(of_params)])
 
@@ -150,7 +152,6 @@ class NormPasses:
             params: Its weight and its bias as they were; None: there is none.
         """
         x, _, mean, rstd = self._placed((*saved, None))
-        return self._again(x, *params, mean, rstd, self._norm(ctx), ctx.dtype)
-
-    def _norm(self, ctx: Any) -> Norm:
-        return Norm(self.kind, len(self.shape), getattr(ctx, "zero_centered_gamma", False))
+        zero_centered = getattr(ctx, "zero_centered_gamma", False)
+        norm = Norm(self.kind, len(self.shape), zero_centered)
+        return self._again(x, *params, mean, rstd, norm, ctx.dtype)
