@@ -417,8 +417,7 @@ def unpack(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
     found = []
     for place, entry in enumerate(tuple(saved)):
         if isinstance(entry, QuantizedTensor):
-            parts = entry.tensors()
-            shell = entry.over((None,) * len(parts))
+            shell, parts = entry.apart()
             found.append((place, shell, len(saved), len(saved) + len(parts)))
             saved[place] = None
             saved.extend(parts)

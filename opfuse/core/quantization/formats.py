@@ -117,6 +117,16 @@ class QuantizedTensor(ABC):
         fields: dict[str, Any] = dict(zip(self.tensor_names, tensors, strict=True))
         return dataclasses.replace(self, **fields)
 
+    def apart(self) -> tuple[Self, list[Tensor | None]]:
+        """A copy of this whose tensors are None, and :meth:`tensors`."""
+        shell, tensors = object.__new__(type(self)), []
+        fields = vars(shell)
+        fields.update(vars(self))
+        for name in self.tensor_names:
+            tensors.append(getattr(self, name))
+            fields[name] = None
+        return shell, tensors
+
     def without_data(self) -> Self:
         """The scales alone: a copy of this whose values are None."""
         return self.over(

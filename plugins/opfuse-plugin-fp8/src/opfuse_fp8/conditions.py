@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import numbers
 import os
 import shutil
@@ -44,16 +45,23 @@ def of_quantizer(quantizer: Any, alone: bool = False) -> str:
         quantizer: The quantizer.
         alone: Whether nothing but a cast is fused.
     """
-    name = type(quantizer).__name__
-    if type(quantizer) in _FP4:
+    square = getattr(quantizer, "square", False)
+    return of_kind(type(quantizer), getattr(quantizer, "dtype", None), square, alone)
+
+
+@functools.lru_cache
+def of_kind(kind: type, dtype: Any, square: bool, alone: bool) -> str:
+    """The same by the class of the quantizer, and by what decides it of its attributes."""
+    name = kind.__name__
+    if kind in _FP4:
         late = "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
         return "" if alone else late
-    if type(quantizer) not in _KNOWN:
+    if kind not in _KNOWN:
         known = ", ".join(cls.__name__ for cls in _KNOWN)
         return f"its kernels cast as {known} do, and this is a {name}"
-    if quantizer.dtype not in _CODES:
-        return f"its kernels make E4M3 and E5M2, and the {name} makes {quantizer.dtype}"
-    if getattr(quantizer, "square", False):
+    if dtype not in _CODES:
+        return f"its kernels make E4M3 and E5M2, and the {name} makes {dtype}"
+    if square:
         return "its kernels have a scale for 1 x 32 values, and here 32 x 32 share one"
     return ""
 
