@@ -64,10 +64,8 @@ def may_write(*tensors: Tensor | None) -> bool:
         return False
     records = torch.is_grad_enabled()
     for tensor in tensors:
-        if tensor is None:
-            continue
-        plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
-        if not plain or (records and tensor.requires_grad):
+        plain = tensor is None or type(tensor) is Tensor or type(tensor) is nn.Parameter
+        if not plain or (records and tensor is not None and tensor.requires_grad):
             return False
     return True
 

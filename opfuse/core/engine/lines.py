@@ -302,17 +302,14 @@ def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
     PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
     its matrix in the shape of the input, which is such a view; the separate ops do not.
     """
-    owned: list[int] = []
-    for k, each in enumerate(tuple(outputs)):
-        if type(each) is not Tensor or not each._is_view():
-            continue
-        if not owned:
-            for one in (*outputs, *others):
-                if isinstance(one, Tensor):
-                    strided = one.layout is torch.strided  # as in `_memory`
-                    owned.append(one.untyped_storage()._cdata if strided else id(one))
-        if owned.count(_memory(each)) == 1:
-            outputs[k] = torch.ops.aten._unsafe_view.default(each, each.shape)
+    views = [k for k, each in enumerate(outputs) if type(each) is Tensor and each._is_view()]
+    if views:
+        every = [each for each in (*outputs, *others) if isinstance(each, Tensor)]
+        # `_memory`, which is not called for each
+        owned = [t.untyped_storage()._cdata if t.layout is torch.strided else id(t) for t in every]
+        for k in views:
+            if owned.count(_memory(each := outputs[k])) == 1:
+                outputs[k] = torch.ops.aten._unsafe_view.default(each, each.shape)
     return outputs
 
 

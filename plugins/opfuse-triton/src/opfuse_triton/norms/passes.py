@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,11 +38,10 @@ class NormPasses:
         self.kind = next(kind for cls, kind in _KINDS.items() if isinstance(op, cls))
         self.shape: tuple[int, ...] = getattr(op, "normalized_shape", (0,))
         self.has_kernels = False
-        places = [_PLACES.index(name) for name in op.saved_names]
-        self._kept = operator.itemgetter(*places)
+        self._saved = [_PLACES.index(name) for name in op.saved_names]
         # behind what was saved comes None, for what is not
-        known = [places.index(i) if i in places else len(places) for i in range(len(_PLACES))]
-        self._placed = operator.itemgetter(*known)
+        names = op.saved_names
+        self._known = [names.index(n) if n in names else len(names) for n in _PLACES]
 
     def plan(self, env: Environment, **configurations: Mapping[str, Any] | None) -> str:
         """Choose between kernels and twins for an environment.
@@ -114,14 +112,21 @@ class NormPasses:
         x = x if extra is None else total
         if ctx.requires_grad:
             saved = (x, weight if needs_x else None, mean, rstd) if save else (None,) * 4
-            ctx.to_save = self._kept(saved)
+            kept = []
+            for i in self._saved:
+                kept.append(saved[i])
+            ctx.to_save = tuple(kept)
             if self.kind != L2:
                 ctx.zero_centered_gamma = zero_centered
         return y, x
 
     def saved(self, ctx: Any) -> Sequence[Any]:
         """What a forward has saved: the input, the weight, the mean and ``rstd``, or None."""
-        return self._placed((*ctx.saved_tensors, None))
+        return self._placed(ctx.saved_tensors)
+
+    def _placed(self, saved: Sequence[Any]) -> list[Any]:
+        saved = *saved, None
+        return [saved[i] for i in self._known]
 
     def backward(
         self, ctx: Any, dy: Tensor, extra: Tensor | None = None, owns: bool = False
@@ -136,7 +141,8 @@ class NormPasses:
         """
         of_params = ctx.param_requires_grad
         needs = (ctx.input_requires_grad, *of_params, False, False)[:3]
-        saved = self._placed((*ctx.saved_tensors, None))
+        known, (i, j, k, n) = (*ctx.saved_tensors, None), self._known
+        saved = known[i], known[j], known[k], known[n]
         zero_centered = getattr(ctx, "zero_centered_gamma", False)
         norm = Norm(self.kind, len(self.shape), zero_centered)
         call = *saved, extra if needs[0] else None, norm, needs
@@ -151,7 +157,7 @@ class NormPasses:
             saved: What its forward has saved, the input among it.
             params: Its weight and its bias as they were; None: there is none.
         """
-        x, _, mean, rstd = self._placed((*saved, None))
+        x, _, mean, rstd = self._placed(saved)
         zero_centered = getattr(ctx, "zero_centered_gamma", False)
         norm = Norm(self.kind, len(self.shape), zero_centered)
         return self._again(x, *params, mean, rstd, norm, ctx.dtype)
