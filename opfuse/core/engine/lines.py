@@ -302,7 +302,10 @@ def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
     PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
     its matrix in the shape of the input, which is such a view; the separate ops do not.
     """
-    views = [k for k, each in enumerate(outputs) if type(each) is Tensor and each._is_view()]
+    views = []
+    for k, each in enumerate(outputs):
+        if type(each) is Tensor and each._is_view():
+            views.append(k)
     if views:
         every = [each for each in (*outputs, *others) if isinstance(each, Tensor)]
         # `_memory`, which is not called for each
