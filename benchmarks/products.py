@@ -6,8 +6,8 @@ One part is ``gelu(x @ w.T + bias)`` in bf16, without a backward, and in the tra
 which stores the input of the GELU too: opfuse's Triton kernel in its fastest configuration, the
 library's product and opfuse's elementwise kernel, the library's own epilogue, torch.compile in its
 default mode, and the product alone. Another is what a layer of experts multiplies: the kernels
-of opfuse-plugin-moe, ``grouped_mm``, and a product for each group; and of FP8 codes, each group with
-a scale of its own, ``scaled_grouped_mm``, which gets that scale for each row. Each row has
+of opfuse-plugin-moe, ``grouped_mm``, and a product for each group. For FP8 codes, where each group
+has a scale, it is ``scaled_grouped_mm``, which gets that scale for each row. Each row has
 microseconds, how far each result is from that in fp32, and the configurations that were tried, or
 why there is none. It also says whether the library's epilogues keep NaN.
 """
@@ -213,7 +213,7 @@ def grouped(kind: str, sizes: list[int], depth: int, features: int) -> tuple[Any
 
 
 def grouped_codes(sizes: list[int], depth: int, features: int) -> tuple[Any, Ways]:
-    """The same for the forward of a layer of experts under a recipe with a scale for each tensor."""
+    """The same for the forward of a layer of experts whose tensors have a scale each."""
     from opfuse_moe.kernels import library
 
     ends = torch.tensor(sizes, device=DEVICE).cumsum(0, dtype=torch.int32)
@@ -239,7 +239,8 @@ def grouped_codes(sizes: list[int], depth: int, features: int) -> tuple[Any, Way
         )
 
     def own(exact: bool) -> Tensor:
-        return library.coded_product((codes, scales), matrices, of_weights, ends, DTYPE, exact=exact)
+        given = (codes, scales), matrices, of_weights, ends, DTYPE
+        return library.coded_product(*given, exact=exact)
 
     return torch.cat([F.linear(*each) for each in zip(wide, others, strict=True)]), {
         "kernel": lambda row: functools.partial(own, False),

@@ -62,10 +62,12 @@ def may_write(*tensors: Tensor | None) -> bool:
             return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in given]):
-        return False
-    return all([type(tensor) is Tensor or type(tensor) is nn.Parameter for tensor in given])
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        plain = tensor is None or type(tensor) is Tensor or type(tensor) is nn.Parameter
+        if not plain or (records and tensor is not None and tensor.requires_grad):
+            return False
+    return True
 
 
 def _is_default_device(mode: Any) -> bool:

@@ -58,18 +58,19 @@ class Block:
         Raises:
             RuntimeError: The maxima are taken over a group, and the model is not prepared.
         """
+        skip, observer = current.values.skip, current.values.observer
         for op in chain.ops:
             states = op._quantizers
-            states.called = self, current.skip
+            states.called = self, skip
             if states.unrestored and recipe in states.unrestored:
                 states.unrestored.discard(recipe)
-                if current.observer is not CALIBRATING:  # which is to find the scales
+                if observer is not CALIBRATING:  # which is to find the scales
                     self._unrestored.setdefault(recipe, []).append(op)
         if not records:  # grad mode is off, and nothing is calibrated
             return
-        self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, current.skip)
+        self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, skip)
         self._captured |= current.captured
-        if current.observer is not None and current.observer.records:
+        if observer is not None and observer.records:
             self._calibrating.add(recipe)
         for op in chain.ops if self.group is not None else ():
             if not op._prepared.ops():
@@ -191,9 +192,12 @@ def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in ran.skips)}
     found: dict[int, tuple[Quantizer, Any]] = {}
     for op in ops:
+        states = op._quantizers
+        if not (states.own or states._by_recipe.get(recipe, True)):
+            continue  # it quantizes nothing
         if mode == "forward":
-            op._quantizers.use(op, recipe, ran.env)
-        for quantizer in op._quantizers.of_mode(op, recipe, mode):
+            states.use(op, recipe, ran.env)
+        for quantizer in states.of_mode(op, recipe, mode):
             if quantizer.pending_names:  # ops may share one
                 found[id(quantizer)] = quantizer, op
     if found:

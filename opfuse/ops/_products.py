@@ -55,16 +55,21 @@ def quantized_operands(
     if shared and all([same_quantizer(first, ctx.quantizers[name]) for name in names]):
         weights = [_as_rows_of_one(ctx.weights, names, params, first, usage)]
     else:
-        weights = [ctx.quantized_weight(usage, name=name, index=i) for i, name in enumerate(names)]
+        weights = []
+        for i, name in enumerate(names):
+            weights.append(ctx.quantized_weight(usage, name=name, index=i))
     if ctx.requires_grad:
         read = _read_by_backward(override)
-        saved: list[Any] = [tensor.only(read) for tensor in (x, *weights)]
+        saved: list[Any] = []
+        for tensor in (x, *weights):
+            saved.append(tensor.only(read))
         if override == "high_precision":
             dtype = ctx.dtype or x.dtype
             saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]
-        saved += [None] * (1 + len(names) - len(saved))
-        kept = wgrad, *[dgrad] * len(names)
-        ctx.to_save = tuple([t if keep else None for t, keep in zip(saved, kept, strict=True)])
+        of_x, *of_weights = saved
+        of_weights = of_weights if dgrad else []
+        rest = [None] * (len(names) - len(of_weights))
+        ctx.to_save = (of_x if wgrad else None, *of_weights, *rest)
     return x, weights
 
 

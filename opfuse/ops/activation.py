@@ -217,6 +217,8 @@ class Activation(RowwiseOperation):
         """
         if self.number_names is None:
             return () if is_dynamo_compiling() else _plain_values(self)  # one graph has both passes
+        if not self.number_names:
+            return ()
         return tuple([(name, getattr(self, name)) for name in self.number_names])
 
     def with_numbers(self, values: tuple[tuple[str, Any], ...]) -> Activation:

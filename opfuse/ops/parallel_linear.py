@@ -15,7 +15,6 @@ from ..core.introspection import hook_dicts, hook_kinds, op_class
 from ..core.op_context import Grads, OperationContext, Unread
 from ..core.overwriting import may_write
 from ..core.quantization import QuantizedTensor, Quantizer
-from ..core.quantization.state import quantizer_names
 from ._autocast import cast_weights
 from ._common import OpGrads, rows_of
 from ._products import quantized_backward, quantized_operands, tiled
@@ -203,7 +202,7 @@ class ParallelLinear(LinearOperation):
         matrix, all their rows.
         """
         self._check_shapes(ctx.params)
-        names = quantizer_names(self, "forward")[1:]
+        names = [*ctx.quantizers][1 : 1 + len(self.sizes)]  # behind that of the input
         rest = iter(ctx.params[len(names) :])
         biases = [next(rest) if has_bias else None for has_bias in self.biased]
         return *quantized_operands(ctx, input_, names), biases
@@ -266,7 +265,8 @@ class ParallelLinear(LinearOperation):
             return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], -1)
         rows = rows_of(x)
         y = x.new_empty((rows.shape[0], sum(self.sizes)))
-        for place, weight, bias in zip(self.split(y), weights, biases, strict=True):
+        places = torch.split_with_sizes(y, self.sizes, -1)
+        for place, weight, bias in zip(places, weights, biases, strict=True):
             if bias is None:
                 torch.mm(rows, weight.t(), out=place)
             else:
@@ -300,7 +300,7 @@ class ParallelLinear(LinearOperation):
     def parts_of(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor]:
         """The gradient of each linear's output, with one row dimension, in the compute dtype."""
         dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
-        return self.split(rows_of(dy))
+        return torch.split_with_sizes(rows_of(dy), self.sizes, -1)
 
     def param_grads(
         self,
@@ -319,7 +319,7 @@ class ParallelLinear(LinearOperation):
         """
         wants = zip(parts, ctx.param_requires_grad, strict=False)
         grads = [of_weight(dy) if wanted else None for dy, wanted in wants]
-        return (*grads, *self._sums(ctx, summed or parts))
+        return (*grads, *(self._sums(ctx, summed or parts) if any(self.biased) else ()))
 
     def bias_grads(self, ctx: OperationContext, grad_output: Tensor) -> Sequence[Tensor | None]:
         """The gradients of the biases that need one, from a gradient that is not quantized."""

@@ -36,6 +36,7 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
     """The base of both ops: they rotate pairs of features, and the backward rotates them back."""
 
     context_names = ("rotation",)
+    base: float = 0.0
     _turns: Callable[..., Turns]  # from the extra inputs, the rotation, and the dtype of its input
 
     def __init__(
@@ -63,7 +64,7 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
     @property
     def rotation(self) -> Rotation:
         """The rotation, as a forward leaves it for the backward."""
-        return Rotation(getattr(self, "base", 0.0), self.interleaved, self.rotary_dim)
+        return Rotation(self.base, self.interleaved, self.rotary_dim)
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **_: Any) -> AllGrads:
         """The gradient, rotated back."""

@@ -227,7 +227,7 @@ def without_parts(name):
 
 
 GUARDS = {
-    "places": without(guard.Guard, "_of_places"),
+    "places": without_parts("_places"),
     **{
         f"places: {kind}": without_places(kind)
         for kind in "functions cells objects modules globals classes keys".split()
@@ -235,7 +235,7 @@ GUARDS = {
     "classes of modules": without_parts("_classes"),
     "hooks": without_parts("_hooked"),
     "forwards of classes": without_parts("_methods"),
-    "hooks on every module": without(guard, "_hooked_everywhere", False),
+    "hooks on every module": without_parts("_calls"),
     "parameters": without(guard.Guard, "_of_parameters"),
     "arguments": without(site.Site, "refusal"),
     "the forward itself": without(site.Site, "change"),

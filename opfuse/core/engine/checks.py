@@ -262,17 +262,16 @@ def refuse_unset(program: Program, error: AttributeError, contexts: Mapping[int,
     raise RuntimeError(f"{what}, but the forward of {by} did not leave it") from None
 
 
-def per_basic_op(
+def refuse_counts(
     step: Step, given: Sequence[Sequence[Any]], counts: Sequence[int], chain: Chain, what: str
-) -> list[Any]:
-    """The extra results of a step's basic ops, of which each must have declared so many."""
+) -> None:
+    """Refuse extra results of a step of which a basic op has others than it declared."""
     who, count = f"{type(step.op).__name__} must give", step.stop - step.start
     if len(given) != count:
         raise RuntimeError(f"{who} {what} for {count} basic ops, gave {len(given)}")
     for i, (tensors, count) in enumerate(zip(given, counts, strict=True), step.start):
         if len(tensors) != count:
             raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
-    return [tensor for tensors in given for tensor in tensors]
 
 
 def forward_of(program: Program, index: int) -> str:

@@ -60,7 +60,7 @@ class Step:
         env: The environment that was passed to its fusion; None: that of the plan.
         op: The basic op, or the fused op; None until it is built.
         has_extras: Whether one of its basic ops has extra tensors.
-        has_casts: Whether it covers a cast.
+        cast_places: Where in ``matched`` casts are, the last one first.
         note: Further remarks for reports.
     """
 
@@ -75,11 +75,12 @@ class Step:
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
     has_extras: bool = dataclasses.field(init=False)
-    has_casts: bool = dataclasses.field(init=False)
+    cast_places: tuple[int, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.start, self.stop = self.begin // 2, self.end // 2
-        self.has_casts = len(self.matched) > self.stop - self.start
+        places = reversed(range(len(self.matched)))
+        self.cast_places = tuple([p for p in places if isinstance(self.matched[p], Cast)])
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
 
     def remark(self, text: str) -> None:

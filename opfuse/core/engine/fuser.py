@@ -150,7 +150,9 @@ class OperationFuser:
             program = self.program_for(key, input, tensors)
         watched = bool(current.recorders) | profiler._is_profiler_enabled
         if not program.is_plain or type(input) is not Tensor or basic_op_kwargs or watched:
-            call = program.call if program.recipe is None else _never_traced(program.call)
+            call = program.call
+            if program.recipe is not None and "torch._dynamo" in sys.modules:
+                call = program.untraced_call
             return call(self, program, input, tensors, extra_inputs, basic_op_kwargs)
         try:
             return program.run(None, input, *tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +14,7 @@ from .. import quantization
 from ..cast import Cast
 from ..op import is_kind, refuse_kind
 from ..op_context import OperationContext, alias, summed
-from ..quantization import QuantizedTensor, Quantizer, Recipe, Usage
+from ..quantization import BOTH, QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import entering, plain
 from ..quantization.quantizer import same_quantizer
 from . import checks
@@ -74,6 +75,9 @@ def in_range(title: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return ranged
 
 
+_OF_CASTS = vars(OperationContext())
+
+
 class CastContext(OperationContext):
     """The context of a cast inside of a fused op.
 
@@ -85,15 +89,16 @@ class CastContext(OperationContext):
     """
 
     def __init__(self, step: Step, pass_name: str, quantizer: Quantizer, usage: Usage) -> None:
-        super().__init__()
-        self.who = f"{type(step.op).__name__}: fuser_{pass_name}"
-        self.quantizer, self.usage = quantizer, usage
+        # not by the __init__ of the class above, since there are as many as casts
+        vars(self).update(_OF_CASTS, quantizer=quantizer, usage=usage)
+        self.step, self.pass_name = step, pass_name
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Refuse what a fused op saves for a cast."""
         if tensors:
             what = "gave tensors to save_for_backward of a Cast, which saves nothing"
-            raise RuntimeError(f"{self.who} {what}: they would be lost")
+            who = f"{type(self.step.op).__name__}: fuser_{self.pass_name}"
+            raise RuntimeError(f"{who} {what}: they would be lost")
 
 
 def attributes_left(ctx: Any) -> dict[str, Any]:
@@ -128,12 +133,14 @@ def forward_result(
     if not is_pair or not isinstance(result[0], (Tensor, QuantizedTensor)):
         checks.refuse_result(program, step.op, method, result)
     x, outputs = result
-    if step.has_casts:
+    if step.cast_places:
         check_cast_end(step, x, step.matched[-1], method)
-        outputs = without_casts(step, outputs, method)
+        (outputs,) = without_casts(step, method, outputs)
     if not step.has_extras:
         return x, []
-    flat = checks.per_basic_op(step, outputs, counts, chain, "extra outputs")
+    if [*map(len, outputs)] != counts:
+        checks.refuse_counts(step, outputs, counts, chain, "extra outputs")
+    flat = [*itertools.chain.from_iterable(outputs)]
     for number, (i, k) in used:
         if flat[number] is None:
             what = f"gave None for extra output {k} of {chain.name(i)}"
@@ -171,45 +178,51 @@ def fused_backward_result(
     if type(result) is not tuple or len(result) != 3:
         checks.refuse_result(program, step.op, method, result)
     dx, of_params, of_extras = result
-    if step.has_casts:
+    if step.cast_places:
         check_cast_end(step, dx, step.matched[0], method)
-        of_params = without_casts(step, of_params, method)
-        of_extras = without_casts(step, of_extras, method)
+        of_params, of_extras = without_casts(step, method, of_params, of_extras)
     if len(of_params) != step.stop - step.start:
         who, count = type(step.op).__name__, step.stop - step.start
         raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
     grads: list[Any] = []
     for i, of_op in enumerate(of_params, step.start):
-        grads += checks.param_grads(chain, i, of_op if i <= reached else None)
+        first, last = chain.param_ranges[i]
+        if i > reached or type(of_op) is not tuple or len(of_op) != last - first:
+            of_op = checks.param_grads(chain, i, of_op if i <= reached else None)
+        grads += of_op
     if not step.has_extras:
         return dx, grads, []
-    flat = checks.per_basic_op(step, of_extras, counts, chain, "extra-input gradients")
-    return dx, grads, flat
+    if [*map(len, of_extras)] != counts:
+        checks.refuse_counts(step, of_extras, counts, chain, "extra-input gradients")
+    return dx, grads, [*itertools.chain.from_iterable(of_extras)]
 
 
 def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
     """Refuse a result of another kind than that of the cast that a fused op ends with."""
     if given is None or not isinstance(op, Cast):
         return
-    right = isinstance(given, QuantizedTensor) and same_quantizer(given.quantizer, op.quantizer)
-    if not (right and given.usage.covers(op.usage)):
+    right = isinstance(given, QuantizedTensor) and (
+        given.quantizer is op.quantizer or same_quantizer(given.quantizer, op.quantizer)
+    )
+    if not right or not ((here := given.usage) == BOTH or here.covers(op.usage)):
         got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
         what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
         who = f"{type(step.op).__name__}: {method} expected to give"
         raise TypeError(f"{who} {what}, since it ends with a Cast; got {got}")
 
 
-def without_casts(step: Step, entries: Any, method: str) -> list[Any]:
-    """The entries of a result for basic ops; those for casts must be empty."""
-    if len(entries) != len(step.matched):
-        return entries  # type: ignore[no-any-return]  # too many, or too few: it is refused
+def without_casts(step: Step, method: str, *results: Any) -> list[Any]:
+    """The entries of results for basic ops; those for casts must be empty."""
     found = []
-    for op, entry in zip(step.matched, entries, strict=True):
-        if not isinstance(op, Cast):
-            found.append(entry)
-        elif entry and not all([part is None for part in entry]):
-            what = "gave tensors for a Cast, which has no parameters and no extra tensors"
-            raise RuntimeError(f"{type(step.op).__name__}: {method} {what}")
+    for entries in results:
+        if len(entries) == len(step.matched):  # else there are too many, or too few: it is refused
+            entries = [*entries]
+            for place in step.cast_places:  # from the last on
+                entry = entries.pop(place)
+                if entry and not all([part is None for part in entry]):
+                    what = "gave tensors for a Cast, which has no parameters and no extra tensors"
+                    raise RuntimeError(f"{type(step.op).__name__}: {method} {what}")
+        found.append(entries)
     return found
 
 
@@ -247,8 +260,9 @@ def checked_kind(chain: Chain, slot: Slot, tensor: Tensor) -> Tensor:
 
 def shape_of(x: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
     """Shape, dtype and device of the gradient of a main output."""
-    parts = x.tensors() if isinstance(x, QuantizedTensor) else (x,)
-    return x.shape, x.dtype, next(part.device for part in parts if part is not None)
+    if not isinstance(x, QuantizedTensor):
+        return x.shape, x.dtype, x.device
+    return x.shape, x.dtype, next(part.device for part in x.tensors() if part is not None)
 
 
 def refuse_overwritten(
@@ -277,11 +291,16 @@ def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
     PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
     its matrix in the shape of the input, which is such a view; the separate ops do not.
     """
-    views = [type(each) is Tensor and each._is_view() for each in outputs]
-    if any(views):
-        owned = [_memory(each) for each in (*outputs, *others) if isinstance(each, Tensor)]
-        for k, (is_view, each) in enumerate(zip(views, tuple(outputs), strict=True)):
-            if is_view and owned.count(_memory(each)) == 1:
+    views = []
+    for k, each in enumerate(outputs):
+        if type(each) is Tensor and each._is_view():
+            views.append(k)
+    if views:
+        every = [each for each in (*outputs, *others) if isinstance(each, Tensor)]
+        # `_memory`, which is not called for each
+        owned = [t.untyped_storage()._cdata if t.layout is torch.strided else id(t) for t in every]
+        for k in views:
+            if owned.count(_memory(each := outputs[k])) == 1:
                 outputs[k] = torch.ops.aten._unsafe_view.default(each, each.shape)
     return outputs
 
@@ -387,8 +406,7 @@ def unpack(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
     found = []
     for place, entry in enumerate(tuple(saved)):
         if isinstance(entry, QuantizedTensor):
-            parts = entry.tensors()
-            shell = entry.over((None,) * len(parts))
+            shell, parts = entry.apart()
             found.append((place, shell, len(saved), len(saved) + len(parts)))
             saved[place] = None
             saved.extend(parts)

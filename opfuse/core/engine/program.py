@@ -173,6 +173,12 @@ class Program:
         """What tools make of what runs a pass."""
         return self.facts.wrap("opfuse_wrap_pass", run, program=self, pass_name=pass_name)
 
+    @functools.cached_property
+    def untraced_call(self) -> Any:
+        """:attr:`call`, for callers that ``torch.compile`` gave up on: it does not trace this."""
+        disable: Any = torch.compiler.disable
+        return disable(self.call)
+
     @property
     def code(self) -> str:
         """The source of both passes, as an ordinary call runs them."""
@@ -197,7 +203,8 @@ class Program:
             given = _distinct(tensors, self.num_params) if self.trains else tensors
             return self.run(kwargs, x, *given)
         codes = type(x) is not Tensor and brings_codes(x, self.entry_casts["forward"])
-        run = self.function("forward", codes, profiler._is_profiler_enabled, watched)
+        variant = "forward", codes, profiler._is_profiler_enabled, watched
+        run = self._functions.get(variant) or self.function(*variant)
         return run(kwargs, x, *tensors)
 
     def backward_of(
@@ -219,7 +226,8 @@ class Program:
             codes = brings_codes(grads[0], self.entry_casts["backward"])
         owns = traced or not (dispatch_modes() or function_modes()) or may_write()
         ranged = profiler._is_profiler_enabled and not traced
-        return self.function("backward", codes, ranged, False, traced, owns, reached)
+        variant = "backward", codes, ranged, False, traced, owns, reached
+        return self._functions.get(variant) or self.function(*variant)
 
     def function(self, *variant: Any) -> Callable[..., Any]:
         """The function of a pass for calls of a kind; for its arguments see :class:`Variant`."""
@@ -282,7 +290,7 @@ def _run_call(
 
 def _begin_under_recipe(program: Program, device: torch.device) -> None:
     """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
-    observed = getattr(current.observer, "records", False)
+    observed = getattr(current.values.observer, "records", False)
     records = program.advances and (program.grad_mode or observed)
     pairs = zip(program.chain.ops, program.facts.edges.quantizers, strict=True)
     if program.compiling and any([its and getattr(op, "reads_sizes", 0) for op, its in pairs]):

@@ -102,7 +102,7 @@ class Forward(Source):
             bound = quantizer and self.bind(f"{name}_{step.begin}", quantizer)
             self.add(f"    {name}={bound},")
         self.add(")")
-        if step.has_extras or step.has_casts:
+        if step.has_extras or step.cast_places:
             self.add(f"x, y = {result}(y)")
         else:
             is_wrong = "type(y) is not tuple or len(y) != 2 or type(y[0]) is not Tensor"

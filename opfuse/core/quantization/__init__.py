@@ -10,9 +10,8 @@ import sys
 from typing import Any
 
 from .coded_tensor import CodedTensor, QuantizedParameter
-from .formats import QuantizedTensor, Usage
+from .formats import BOTH, QuantizedTensor, Usage
 from .quantizer import (
-    BOTH,
     COLUMNWISE,
     ROWWISE,
     Quantizer,

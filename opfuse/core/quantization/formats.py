@@ -47,6 +47,8 @@ class Usage(NamedTuple):
 
 
 _ROWWISE = Usage()
+BOTH = Usage(True, True)
+"""What covers any usage."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -115,6 +117,16 @@ class QuantizedTensor(ABC):
         fields: dict[str, Any] = dict(zip(self.tensor_names, tensors, strict=True))
         return dataclasses.replace(self, **fields)
 
+    def apart(self) -> tuple[Self, list[Tensor | None]]:
+        """A copy of this whose tensors are None, and :meth:`tensors`."""
+        shell, tensors = object.__new__(type(self)), []
+        fields = vars(shell)
+        fields.update(vars(self))
+        for name in self.tensor_names:
+            tensors.append(getattr(self, name))
+            fields[name] = None
+        return shell, tensors
+
     def without_data(self) -> Self:
         """The scales alone: a copy of this whose values are None."""
         return self.over(
@@ -130,9 +142,14 @@ class QuantizedTensor(ABC):
     def only(self, usage: Usage) -> Self:
         """A view of this with only the copies that ``usage`` needs, to keep for a backward."""
         needless = tuple(itertools.compress(Usage._fields, map(operator.not_, usage)))
-        fields = zip(self.tensor_names, self.tensors(), strict=True)
-        kept = self.over([None if name.startswith(needless) else t for name, t in fields])
-        return kept if kept.usage.covers(usage) else self
+        kept = object.__new__(type(self))
+        fields = vars(kept)
+        fields.update(vars(self))
+        for name in self.tensor_names:
+            if name.startswith(needless):
+                fields[name] = None
+        here = kept.usage
+        return kept if here == BOTH or here.covers(usage) else self
 
     def without_padding(self, name: str) -> Tensor | None:
         """One of its tensors, without the elements that represent no value."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .formats import QuantizedTensor, ScaledTensor, Usage
+from .formats import BOTH, QuantizedTensor, ScaledTensor, Usage
 
 _OVERRIDES = (None, "high_precision", "dequantized")
 
@@ -137,7 +137,6 @@ def _plain(value: Any) -> Any:
 
 
 ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
-BOTH = Usage(True, True)
 
 
 class Quantizer(ABC):
@@ -278,12 +277,13 @@ class Quantizer(ABC):
                 isinstance(made, QuantizedTensor)
                 and (made.quantizer is self or same_quantizer(made.quantizer, self))
                 and (made.shape == tensor.shape and made.dtype == tensor.dtype)
-                and made.usage.covers(usage)
+                and ((here := made.usage) == BOTH or here.covers(usage))
             ):
                 return made
             self._refuse(made, tensor, usage)
-        if same_quantizer(tensor.quantizer, self) and tensor.usage.covers(usage):
-            return tensor
+        if tensor.quantizer is self or same_quantizer(tensor.quantizer, self):
+            if (here := tensor.usage) == BOTH or here.covers(usage):
+                return tensor
         raise TypeError(
             f"{type(self).__name__} expected a plain tensor, or one that it quantized for {usage}, "
             f"got {tensor!r} of {type(tensor.quantizer).__name__} for {tensor.usage}: a cast "

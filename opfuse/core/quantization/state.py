@@ -179,10 +179,10 @@ class QuantizerStates:
 
     def of_mode(self, op: Any, recipe: Recipe | None, mode: str) -> list[Quantizer]:
         """The quantizers of :meth:`of` that the forward uses, or the backward."""
-        known = self.of(recipe)
+        known = self._by_recipe.get(recipe) or self.own  # type: ignore[arg-type]  # as `of` has it
         by_mode = self._names.get(recipe)  # type: ignore[arg-type]
         names = by_mode[mode] if by_mode else quantizer_names(op, mode)
-        return [known[name] for name in names if name in known]
+        return [*filter(None, map(known.get, names))]
 
     def in_force(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""

@@ -69,7 +69,9 @@ class WeightCache:
         """
         if isinstance(weight, QuantizedParameter) and part is None:
             return weight.for_call(current.recipe, usage, f"the parameter {name}")
-        found = self.reusable(name, weight, quantizer)
+        found = None
+        if current.weights == "cached":
+            found = self.reusable(name, weight, quantizer)
         if found is not None:
             if found.usage.covers(usage):
                 return found

@@ -450,7 +450,7 @@ def test_the_tables_are_bounded(calls, monkeypatch):
     kernel = Kernel(scale, by_size)
     for count in itertools.chain(range(2048, 4096, 16), [4096]):
         run(kernel, count=count)
-    (form,) = kernel._launcher._forms.values()
+    (form,) = kernel._forms.values()
     assert len(form.exact) <= 4 and calls.jit == 1
 
 

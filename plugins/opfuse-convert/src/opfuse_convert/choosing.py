@@ -168,7 +168,9 @@ class MeasuredChoice:
         if not (_is_ordinary(x) and x.ndim and all(map(_is_ordinary, extras))):
             return fits(params, chain, x, *extras)
         kind, rows = x.device.type, x.shape[:-1]
-        shapes = [(e.dtype, e.shape[-1:], _alike(e.shape[:-1], rows)) for e in extras]
+        shapes = []
+        for each in extras:
+            shapes.append((each.dtype, each.shape[-1:], _alike(each.shape[:-1], rows)))
         key = (
             x.dtype, x.shape[-1], rows.numel().bit_length(), x.is_contiguous(), *shapes,
             x.requires_grad, params, torch.is_grad_enabled(), kind, module.training,

@@ -111,7 +111,8 @@ class ConvertedForward(ReplacedForward):
         if not is_dynamo_compiling() and (why := self._guard.why_not()):
             self._refuse(why)
             return NotImplemented
-        self._say("")
+        if not is_dynamo_compiling():
+            self.fallback = ""
         run = functools.partial(self._run, module)
         result = forward(module, run, *args, **kwargs)
         why = getattr(forward, "why", "")
@@ -134,7 +135,8 @@ class ConvertedForward(ReplacedForward):
             self._refuse(why)
             return None
         follow(site.dropouts)
-        self._say("")
+        if not is_dynamo_compiling():
+            self.fallback = ""
         return site.results(values, self._through_chain(module, *given))
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
@@ -210,7 +212,8 @@ class ConvertedForward(ReplacedForward):
         if is_dynamo_compiling():
             return self.why_not_in_graph(module, x, *extras)
         params = self._guard.parameters()  # type: ignore[union-attr]
-        return self.choice.refusal(module, params, self.chain, x, *extras)
+        chain: Any = self._conversion.chain  # type: ignore[union-attr]
+        return self.choice.refusal(module, params, chain, x, *extras)
 
     def _record(self, module: nn.Module, given: Any) -> None:
         for recorder in current.recorders:
@@ -221,15 +224,17 @@ class ConvertedForward(ReplacedForward):
         made: Any = self._conversion
         if made.separate is not None:
             why = self._refusal(module, x, *extras)
-            self._record(module, (x, *extras))
-            self._say(why)
+            if current.recorder is not None:
+                self._record(module, (x, *extras))
+            if not is_dynamo_compiling():
+                self.fallback = why
             if why:
                 return made.separate(module, x, *extras)
         return self._through_chain(module, x, *extras)
 
     def _through_chain(self, module: nn.Module, *given: Any) -> Any:
         """Run the chain, as a memory plan says."""
-        chain: Any = self.chain
+        chain: Any = self._conversion.chain  # type: ignore[union-attr]
         memory = vars(module).get(MEMORY)
         return chain(*given) if memory is None else memory.call_chain(module, chain, given)
 

@@ -65,8 +65,11 @@ class Guard:
 
         The third says whether the dtype may be another than that of the rest.
         """
-        found = [(of in self._apart, of._parameters.get(key)) for _, of, _, key, _ in self._params]
-        return tuple([p is None or (p.dtype, p.requires_grad, apart) for apart, p in found])
+        found: list[Any] = []
+        for _, of, attributes, key, _ in self._params:
+            param = attributes["_parameters"].get(key)
+            found.append(param is None or (param.dtype, param.requires_grad, of in self._apart))
+        return tuple(found)
 
     def placements(self) -> tuple[Any, ...]:
         """Where the parameters are split among processes, to be compared."""
@@ -75,7 +78,12 @@ class Guard:
 
     def why_not(self) -> str:
         """Describe what has changed, as a sentence; ``""``: nothing."""
-        if self._calls and _hooked_everywhere():
+        if self._calls and (
+            everywhere._global_forward_hooks
+            or everywhere._global_forward_pre_hooks
+            or everywhere._global_backward_hooks
+            or everywhere._global_backward_pre_hooks
+        ):
             return "there are hooks on every module"
         for name, of, cls, written in self._classes:
             if type(of) is not cls and op_class(of) is not written:
@@ -94,15 +102,11 @@ class Guard:
         for cls, forward, call in self._methods:
             if cls.forward is not forward or cls.__call__ is not call:
                 return f"{cls.__name__} got another forward"
-        return self._of_places() or self._of_parameters()
-
-    def _of_places(self) -> str:
-        """Describe a change of what was looked up, as a sentence, or ``""``."""
         for get, name, value, place in self._places:
             now = get(name, MISSING)
             if now is not value and not is_same(now, value):
                 return place.change()
-        return ""
+        return self._of_parameters()
 
     def depends_on(self, owner: Any, name: str) -> bool:
         """Whether something was looked up under this name in the attributes of an object."""
@@ -163,16 +167,6 @@ def _of_constants(module: nn.Module, constants: Sequence[tuple[str, str]]) -> It
 
 def _named(owner: Any) -> str:
     return op_class(owner).__name__ if isinstance(owner, nn.Module) else type(owner).__name__
-
-
-def _hooked_everywhere() -> bool:
-    """Whether there are hooks that run when any module is called."""
-    return bool(
-        everywhere._global_forward_hooks
-        or everywhere._global_forward_pre_hooks
-        or everywhere._global_backward_hooks
-        or everywhere._global_backward_pre_hooks
-    )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from opfuse.report.replaced_forward import KEPT_AS
 
 from .converter import Conversion
-from .grammar import Place, table
+from .grammar import MISSING, Place, table
 from .grammar.stretches import NOT_NONE, Span, object_of
 
 
@@ -72,6 +72,7 @@ class Site:
         self._results = [*span.results.values()]
         self.dropouts, self.again = dropouts, again
         self._origin, self._defaults = origin, defaults
+        self._looked_up = [(place.where.get, place.name, place.value, place) for place in origin[2]]
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         """The results as a tuple, or None: the statements run."""
@@ -97,10 +98,14 @@ class Site:
 
     def change(self) -> str:
         """Describe a change of the forward itself, as a sentence, or ``""``."""
-        cls, forward, places = self._origin
+        cls, forward, _ = self._origin
         if cls.forward is not forward:
             return f"{cls.__name__} got another forward"
-        return next((place.change() for place in places if not place.is_same), "")
+        for get, name, value, place in self._looked_up:
+            now = get(name, MISSING)
+            if now is not value and not table.is_same(now, value):
+                return place.change()
+        return ""
 
     def facts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the first call, if they are not as assumed; otherwise nothing."""

@@ -29,6 +29,8 @@ def by_groups(run: Callable[..., None]) -> Callable[[Update], None]:
     """
 
     def run_by_groups(update: Update) -> None:
+        if update.group is None and _is_alone():
+            return run(update)
         parts: dict[Any, list[tuple[Any, Any]]] = {}
         for quantizer, op in update.quantizers:
             group = update.group or _group_of(update, op)
@@ -67,9 +69,14 @@ def _agree(update: Update, group: Any) -> None:
         talk.take_turn(of, turn)
 
 
+def _is_alone() -> bool:
+    """Whether there is no other process."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def _group_of(update: Update, op: Any) -> Any:
     """The process group over which the maxima of an op are taken if none is given, or None."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return None
     world: Any = dist.group.WORLD
     found = None

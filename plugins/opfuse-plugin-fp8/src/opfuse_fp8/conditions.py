@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import numbers
 import os
 import shutil
@@ -23,6 +24,9 @@ from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
+ONE_SCALE = CurrentQuantizer, DelayedQuantizer
+"""Quantizers without blocks, for :func:`has_blocks`, which need not be asked then."""
+
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer
 _CODES = torch.float8_e4m3fn, torch.float8_e5m2
@@ -37,17 +41,25 @@ def of_quantizer(quantizer: Any, alone: bool = False) -> str:
         quantizer: The quantizer.
         alone: Whether nothing but a cast is fused.
     """
-    name = type(quantizer).__name__
-    if type(quantizer) in _FP4:
+    dtype, square = getattr(quantizer, "dtype", None), getattr(quantizer, "square", False)
+    chooses = bool(getattr(quantizer, "four_over_six", None))
+    return of_kind(type(quantizer), dtype, square, chooses, alone)
+
+
+@functools.lru_cache
+def of_kind(kind: type, dtype: Any, square: bool, chooses: bool, alone: bool) -> str:
+    """The same by the class of the quantizer, and by what decides it of its attributes."""
+    name = kind.__name__
+    if kind in _FP4:
         late = "NVFP4 needs the largest magnitude of the whole tensor first, and it is cast alone"
-        chooses = "its kernels have the largest magnitude of a block at 6, and here it is at 4 or 6"
-        return late if not alone else chooses if quantizer.four_over_six else ""
-    if type(quantizer) not in _KNOWN:
+        either = "its kernels have the largest magnitude of a block at 6, and here it is at 4 or 6"
+        return late if not alone else either if chooses else ""
+    if kind not in _KNOWN:
         known = ", ".join(cls.__name__ for cls in _KNOWN)
         return f"its kernels cast as {known} do, and this is a {name}"
-    if quantizer.dtype not in _CODES:
-        return f"its kernels make E4M3 and E5M2, and the {name} makes {quantizer.dtype}"
-    if getattr(quantizer, "square", False):
+    if dtype not in _CODES:
+        return f"its kernels make E4M3 and E5M2, and the {name} makes {dtype}"
+    if square:
         return "its kernels have a scale for 1 x 32 values, and here 32 x 32 share one"
     return ""
 

@@ -54,18 +54,21 @@ class GemmOperand(NamedTuple):
             TypeError: PyTorch does not multiply this format.
             ValueError: The copy is missing.
         """
-        way = "rowwise" if usage.rowwise else "columnwise"
-        data = getattr(tensor, f"{way}_data", None)
         columns = tensor.shape[-1] if tensor.shape else 1
         sides = tensor.shape[:-1].numel(), columns
         sides = sides if usage.rowwise else sides[::-1]
-        more: Any = {"swizzled": getattr(tensor, "swizzled", False)}
+        way = "rowwise" if usage.rowwise else "columnwise"
         if isinstance(tensor, ScaledTensor):
-            if data is None:
-                other: Any = tensor.columnwise_data if usage.rowwise else tensor.rowwise_data
-                data = None if other is None else other.reshape(sides[::-1]).t().contiguous()
-            scale, kind = tensor.scale_inv, ScalingType.TensorWise
-        elif isinstance(tensor, (BlockScaledTensor, MXTensor)):
+            data, other = tensor.rowwise_data, tensor.columnwise_data
+            data, other = (data, other) if usage.rowwise else (other, data)
+            if data is None and other is not None:
+                data = other.reshape(sides[::-1]).t().contiguous()
+            if data is None or tensor.scale_inv is None:
+                raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
+            return cls(data.reshape(sides), tensor.scale_inv, ScalingType.TensorWise)
+        data = getattr(tensor, f"{way}_data", None)
+        more: Any = {"swizzled": getattr(tensor, "swizzled", False)}
+        if isinstance(tensor, (BlockScaledTensor, MXTensor)):
             scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x32
             if isinstance(tensor, BlockScaledTensor):
                 wide = tensor.block[0] > 1
@@ -154,14 +157,13 @@ class GemmOperand(NamedTuple):
 
         Where each has one scale, every row has that of its part. None may have two levels of them.
         """
-        parts = [part.plain() for part in parts]
-        kind, scales = parts[0].kind, [part.scale for part in parts]
-        codes = [part.data for part in parts]
+        kind, codes = parts[0].kind, [part.data for part in parts]
         data = as_one(codes)
         data = _joined(codes, 0) if data is None else data
         if kind is ScalingType.TensorWise:
             rows = [part.scale.reshape(1).expand(len(part.data)) for part in parts]
             return cls(data, torch.cat(rows)[:, None], ScalingType.RowWise)
+        scales = [part.plain().scale for part in parts]
         return cls(data, _joined(scales, 1 if kind is ScalingType.BlockWise1x128 else 0), kind)
 
     @classmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from opfuse.core.quantization import QuantizedTensor
 
 from . import twins
-from .conditions import DTYPES, PLAIN, has_blocks, output_shape, takes
+from .conditions import DTYPES, ONE_SCALE, PLAIN, has_blocks, output_shape, takes
 from .kernels import launch_nvfp4
 from .kernels.launch import Casting, PartsCasting, backward, forward, is_unaligned
 from .kernels.launch_norms import norm
@@ -27,7 +27,7 @@ def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
     if type(x) in PLAIN and not x.is_contiguous():
         x = x.contiguous()
-    if not (takes(x) and has_blocks(into, x.shape)):
+    if not (takes(x) and (isinstance(into.quantizer, ONE_SCALE) or has_blocks(into, x.shape))):
         return twins.cast(x, into)
     if isinstance(into.quantizer, NVFP4Quantizer):
         return launch_nvfp4.cast(x, into)

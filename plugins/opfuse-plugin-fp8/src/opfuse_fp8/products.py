@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -33,6 +34,7 @@ class _Product(FusedOperation):
 
     grad_input = "fresh"
     _fast = _adds_bias = _is_one = False
+    _sizes: tuple[int, ...] = ()
 
     def planned(self, env: Environment) -> None:
         """See :meth:`opfuse.FusedOperation.planned`."""
@@ -42,6 +44,7 @@ class _Product(FusedOperation):
         self._fast = tensor_wise and env.dtype is not torch.float32
         self._adds_bias = not _bias_apart(env)
         self._is_one = is_one_product(self.basic_ops[0], env)
+        self._sizes = _sizes(self.basic_ops[0])
 
 
 class ForwardProduct(_Product):
@@ -55,20 +58,23 @@ class ForwardProduct(_Product):
         op: Any = self.basic_ops[0]
         ctx, *biased = basic_op_ctxs
         if isinstance(op, ParallelLinear):
-            named = ctx.quantizers.items()
-            of_weights = [each for name, each in named if name.startswith("weight")]
+            # behind that of the input
+            of_weights = [*ctx.quantizers.values()][1 : 1 + len(op.sizes)]
             apart = self._is_one and not is_compiling() and of_weights[0] is not of_weights[-1]
             with side_by_side(of_weights, op.sizes) if apart else nullcontext():
                 x, weights, biases = op.quantized_operands(ctx, input_)
         else:
             x, weight = BasicLinear.quantized_operands(ctx, input_)
             weights, biases = [weight], [biased[0].params[0] if biased else None]
-        dtype, left = ctx.dtype or x.dtype, GemmOperand.of(x, ROWWISE)
-        rights = [GemmOperand.of(weight, ROWWISE) for weight in weights]
+        dtype, left, rights = ctx.dtype or x.dtype, GemmOperand.of(x, ROWWISE), []
+        for weight in weights:
+            rights.append(GemmOperand.of(weight, ROWWISE))
         if self._is_one or len(rights) < len(biases):  # weights with one quantizer are one matrix
             biases = [_joined_bias(biases, op.sizes)]
             rights = rights if len(rights) == 1 else [GemmOperand.stacked(rights)]
-        parts = [self._part(left, *pair, dtype) for pair in zip(rights, biases, strict=True)]
+        parts = []
+        for right, bias in zip(rights, biases, strict=True):
+            parts.append(self._part(left, right, bias, dtype))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
 
@@ -103,7 +109,7 @@ class BackwardProduct(_Product):
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         op: Any = self.basic_ops[0]
         ctx = basic_op_ctxs[0]
-        dx, grads = gradients(ctx, grad_output, _sizes(op))
+        dx, grads = gradients(ctx, grad_output, self._sizes)
         if isinstance(op, ParallelLinear):
             grads = *grads, *op.bias_grads(ctx, grad_output)
         return dx, (grads,), ((),)
@@ -128,12 +134,16 @@ def gradients(
     dgrad, wgrad = weights[0] is not None, x is not None
     dtype = ctx.dtype or grad_output.dtype
     dy = ctx.quantizers["grad_output"](grad_output, Usage(dgrad, wgrad))
-    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    spans = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-    dx, grads = None, [None] * len(sizes)
+    stops = [*itertools.accumulate(sizes)]
+    spans = [*zip((0, *stops), stops, strict=False)]
+    dx: Tensor | None = None
+    grads: list[Tensor | None] = [None] * len(sizes)
     if dgrad:
         left = GemmOperand.of(dy, ROWWISE)
-        rights = [GemmOperand.of(weight, COLUMNWISE) for weight in weights if weight is not None]
+        rights = []
+        for weight in weights:
+            if weight is not None:
+                rights.append(GemmOperand.of(weight, COLUMNWISE))
         if len(rights) > 1 and not rights[0].stands_alone:
             rights = [GemmOperand.chained(rights)]
         wide = dtype if len(rights) == 1 else torch.float32
@@ -145,9 +155,10 @@ def gradients(
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
         left, right = GemmOperand.of(dy, COLUMNWISE), GemmOperand.of(x, COLUMNWISE)
-        parts = [left.outer(*span) for span in spans]  # a product each: no two share memory
-        wants = zip(parts, ctx.param_requires_grad, strict=False)  # biases come after the weights
-        grads = [multiply(part, right, dtype) if wanted else None for part, wanted in wants]
+        for i, span in enumerate(spans):  # a product each: no two share memory
+            if ctx.param_requires_grad[i]:  # biases come after the weights
+                part = left if len(spans) == 1 else left.outer(*span)
+                grads[i] = multiply(part, right, dtype)
     return dx, tuple(grads)
 
 

@@ -95,17 +95,15 @@ class BaseQuantizer(Quantizer):
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None
     ) -> QuantizedTensor:
         """See :meth:`opfuse.Quantizer.quantize`."""
+        if out is not None:  # a copy that stays would be of other values
+            usage = Usage(*map(max, usage, out.copies))
+        made = None if _by_kernels is None else _by_kernels(tensor, Into(self, usage))
+        if made is None:
+            made = self.reference(tensor, usage)
         if out is None:
-            return self._cast(Into(self, usage), tensor)
-        usage = Usage(*map(max, usage, out.copies))  # a copy that stays would be of other values
-        made = self._cast(Into(self, usage), tensor)
+            return made
         with torch.no_grad():
             return _written(made, out)
-
-    def _cast(self, into: Into, tensor: Tensor) -> QuantizedTensor:
-        """The cast by the kernels where they run, and elsewhere by PyTorch's operations."""
-        made = None if _by_kernels is None else _by_kernels(tensor, into)
-        return self.reference(tensor, into.usage, into.again) if made is None else made
 
     def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
         """The cast by PyTorch's operations, wherever the tensor is: kernels are compared with it.
@@ -385,7 +383,8 @@ class DelayedQuantizer(_TensorQuantizer):
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Cast again with the earlier scale; see :meth:`opfuse.Quantizer.requantize`."""
-        return self._cast(Into(self, usage, scales), tensor)
+        made = None if _by_kernels is None else _by_kernels(tensor, Into(self, usage, scales))
+        return self.reference(tensor, usage, scales) if made is None else made
 
     def reference(self, tensor: Tensor, usage: Usage, again: Any = None) -> QuantizedTensor:
         """See :meth:`BaseQuantizer.reference`."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-_waiting: ContextVar[_Rows | None] = ContextVar("opfuse_fp8_rows", default=None)
+waiting: ContextVar[_Rows | None] = ContextVar("opfuse_fp8_rows", default=None)
+"""The rows that wait for codes; None: codes go anywhere."""
 
 
 class _Rows:
@@ -50,23 +51,22 @@ class side_by_side:
         self._rows = _Rows(quantizers, sizes)
 
     def __enter__(self) -> None:
-        self._token = _waiting.set(self._rows)
+        self._token = waiting.set(self._rows)
 
     def __exit__(self, *exc_info: object) -> None:
-        _waiting.reset(self._token)
+        waiting.reset(self._token)
 
 
-def room_for(quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor:
-    """Memory for the rowwise codes that a quantizer's kernel writes, as bytes.
+def room_for(quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """Memory for the rowwise codes that a quantizer's kernel writes, as bytes; None: any.
 
     Args:
         quantizer: The quantizer.
         shape: The shape of the codes.
         device: Their device.
     """
-    waiting = _waiting.get()
-    rows = None if waiting is None else waiting.take(quantizer, shape, device)
-    return torch.empty(shape, dtype=torch.uint8, device=device) if rows is None else rows
+    rows = waiting.get()
+    return None if rows is None else rows.take(quantizer, shape, device)
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:

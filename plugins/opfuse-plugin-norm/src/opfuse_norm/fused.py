@@ -111,7 +111,7 @@ class BackwardNorm(_Fused):
     ) -> tuple[Tensor | None, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
         ctx = basic_op_ctxs[-1]
-        if self._norm.saved(ctx)[0] is None:  # the gradient of a LayerNorm's bias alone
+        if ctx.saved_tensors[0] is None:  # the gradient of a LayerNorm's bias alone
             return self.run_separately_backward(
                 *(basic_op_ctxs, grad_output),
                 basic_op_grad_extra_outputs=basic_op_grad_extra_outputs,

@@ -50,12 +50,14 @@ class _Side:
             return None
         return Heads(x, dtype, self.kind, weight, zero_centered, eps, saves)
 
-    def save(self, ctxs: Ctxs, extras: Extras, heads: Heads, rstd: Tensor | None) -> None:
+    def save(
+        self, ctxs: Ctxs, extras: Extras, heads: Heads, rotation: Any, rstd: Tensor | None
+    ) -> None:
         """Leave on the contexts what the ops leave."""
         ctx: Any = ctxs[self.rope]
         if ctx.requires_grad:
             given = tuple(extras[self.rope])
-            ctx.rotation = self.op.rotation
+            ctx.rotation = rotation
             ctx.to_save = given if ctx.input_requires_grad else (None,) * len(given)
         if self.norm is None or not ctxs[self.norm].requires_grad:
             return
@@ -95,6 +97,7 @@ class _Fused(FusedOperation):
         self._sides = tuple([_Side(basic_ops, rope, norm) for rope, norm in pairs])
         self._swap = ropes[0] + 1 if len(ropes) > 1 else None
         self._nothing = ((),) * len(basic_ops)
+        self._no_extras: list[Any] = [(None,) * op.num_extra_inputs for op in basic_ops]
         self._frequencies: dict[Any, Tensor] = {}
 
     def planned(self, env: Environment) -> None:
@@ -106,9 +109,6 @@ class _Fused(FusedOperation):
         else:
             from . import kernels as run  # type: ignore[no-redef]
         self._run = run
-
-    def _angles(self, side: _Side, rotation: Any, given: Any, x: Tensor) -> Angles | None:
-        return layouts.angles_of(side.op, rotation, given, x.shape[:-2], self._frequencies_of)
 
     def _frequencies_of(self, rotation: Any, device: torch.device) -> Tensor:
         key = rotation, device
@@ -135,10 +135,12 @@ class ForwardRoPE(_Fused):
         found = self._call(basic_op_ctxs, tensors, extras)
         if found is None:
             return self.run_separately(basic_op_ctxs, input_, basic_op_extra_inputs=extras, **given)
-        heads, calls = found
-        made = [pair for call in calls for pair in self._run.forward(*call, config=self._config)]
-        for side, one, (_, rstd) in zip(self._sides, heads, made, strict=True):
-            side.save(basic_op_ctxs, extras, one, rstd)
+        heads, rotations, calls = found
+        made: list[Any] = []
+        for call in calls:
+            made += self._run.forward(*call, config=self._config)
+        for side, *one, (_, rstd) in zip(self._sides, heads, rotations, made, strict=True):
+            side.save(basic_op_ctxs, extras, *one, rstd)
         if self._swap is None:
             return made[0][0], self._nothing
         ctx: Any = basic_op_ctxs[self._swap]
@@ -150,18 +152,24 @@ class ForwardRoPE(_Fused):
         return y, outputs
 
     def _call(self, ctxs: Ctxs, tensors: Sequence[Tensor], extras: Extras) -> Any:
-        """The heads of each side, and the calls that compute them; None: the ops do."""
-        heads, angles = [], []
+        """The heads and rotation of each side, and the calls that compute them; None: the ops."""
+        heads, rotations, angles = [], [], []
         for side, x in zip(self._sides, tensors, strict=True):
             one, given = side.heads(ctxs, x), extras[side.rope]
-            if one is None or (ctxs[side.rope].requires_grad and _require_grad(given)):
+            if one is None:
                 return None
-            found = self._angles(side, side.op.rotation, given, x)
+            if ctxs[side.rope].requires_grad:
+                for tensor in given:
+                    if tensor is not None and tensor.requires_grad:
+                        return None
+            rotation, lead = side.op.rotation, x.shape[:-2]
+            found = layouts.angles_of(side.op, rotation, given, lead, self._frequencies_of)
             if found is None:
                 return None
             heads.append(one)
+            rotations.append(rotation)
             angles.append(found)
-        return heads, _together(heads, angles)
+        return heads, rotations, _together(heads, angles)
 
 
 class BackwardRoPE(_Fused):
@@ -185,7 +193,7 @@ class BackwardRoPE(_Fused):
                 basic_op_grad_extra_outputs=basic_op_grad_extra_outputs,
             )
         of_params = list(self._nothing)
-        of_extras: list[Any] = [(None,) * op.num_extra_inputs for op in self.basic_ops]
+        of_extras = list(self._no_extras)
         dxs = []
         for side, (dx, dw) in zip(self._sides, found, strict=True):
             dxs.append(dx)
@@ -208,7 +216,8 @@ class BackwardRoPE(_Fused):
             one = side.saved(ctxs, whole, owned or (whole is not dy and may_write(whole)))
             if one is None:
                 return None
-            found = self._angles(side, ctx.rotation, saved, whole)
+            given_angles = ctx.rotation, saved, whole.shape[:-2], self._frequencies_of
+            found = layouts.angles_of(side.op, *given_angles)
             if found is None:
                 return None
             heads.append(one)
@@ -216,22 +225,22 @@ class BackwardRoPE(_Fused):
             given.append(whole)
         made: list[Any] = []
         for some, of in _together(heads, angles):
-            if any(one.norm is not None for one in some):
+            if some[0].norm or some[-1].norm:
                 dys = given[len(made) : len(made) + len(some)]
                 made += self._run.norm_backward(some, dys, of)
             else:
-                made += [(dx, None) for dx, _ in self._run.forward(some, of, True)]
+                made += self._run.forward(some, of, True)
         return made
 
 
 def _together(heads: list[Heads], angles: list[Angles]) -> list[tuple[list[Heads], Angles]]:
     """Both sides in one call if their angles are the same, or else one by one."""
-    if len(heads) == 1 or (
-        heads[0].tokens == heads[1].tokens
-        and heads[0].x.shape[-1] == heads[1].x.shape[-1]
-        and heads[0].x.device == heads[1].x.device
-        and _same(*angles)
-    ):
+    if len(heads) == 1:
+        return [(heads, angles[0])]
+    x, other = heads[0].x, heads[1].x
+    tokens = x.shape[:-2].numel(), other.shape[:-2].numel()
+    alike = tokens[0] == tokens[1] and x.shape[-1] == other.shape[-1] and x.device == other.device
+    if alike and _same(*angles):
         return [(heads, angles[0])]
     return [([one], of) for one, of in zip(heads, angles, strict=True)]
 
@@ -240,16 +249,12 @@ def _same(one: Angles, other: Angles) -> bool:
     """Return whether two sides turn by the same angles, out of the same memory."""
     if one.frequencies is not other.frequencies or one[3:] != other[3:]:
         return False
-    pairs = zip(one[:2], other[:2], strict=True)
-    return all([_where(a) == _where(b) for a, b in pairs])
-
-
-def _where(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _require_grad(given: Sequence[Tensor | None]) -> bool:
-    return any([tensor is not None and tensor.requires_grad for tensor in given])
+    for a, b in zip(one[:2], other[:2], strict=True):
+        if a.data_ptr() != b.data_ptr() or a.dtype is not b.dtype:
+            return False
+        if a.shape != b.shape or a.stride() != b.stride():
+            return False
+    return True
 
 
 def _why_not(ops: Sequence[Any], env: Environment) -> str:

@@ -17,7 +17,7 @@ from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_pow
 from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
-from .layouts import Angles, Heads
+from .layouts import Angles, Heads, layout_of
 
 PROGRAMS = 4
 """Programs of a backward on each multiprocessor, as many as registers hold on an H100."""
@@ -318,6 +318,9 @@ ROPE = Kernel(rope_kernel, _configs)
 NORM_BACKWARD = Kernel(rope_norm_backward_kernel, _backward_configs)
 
 
+_layout_of: Any = layout_of  # of tensors that `takes` has looked at, which have one
+
+
 def _constants(given: Sequence[Heads], angles: Angles) -> dict[str, Any]:
     first, last = given[0], given[-1]
     return {
@@ -348,25 +351,31 @@ def forward(
     """
     made: list[tuple[Tensor, Tensor | None]] = []
     args: list[Any] = []
+    moves, heads, tokens = [], [], 0
+    partly = 2 * angles.half < given[0].x.shape[-1]
     for one in given:
+        tokens, count, *strides = _layout_of(one.x.shape, one.x.stride())
+        heads.append(count)
         y = one.x.new_empty(one.x.shape, dtype=one.dtype) if one.into is None else one.into
         rstd = None
         if one.saves:
             rstd = one.x.new_empty((*one.x.shape[:-1], 1), dtype=torch.float32)
-        args += [one.x, y, one.weight, rstd, one.heads, *one.strides, one.eps]
+        args += [one.x, y, one.weight, rstd, count, *strides, one.eps]
         made.append((y, rstd))
+        moves.append(partly and y is not one.x)
     if len(given) == 1:
         args += [None, None, None, None, 0, 0, 0, 0.0]
 
     def grid(config: Config) -> tuple[int, int]:
-        groups = sum([cdiv(one.heads, config["HEADS"]) for one in given])
-        return cdiv(given[0].tokens, config["TOKENS"]), groups
+        tile, groups = config.constants, 0
+        for count in heads:
+            groups += -(-count // tile["HEADS"])
+        return -(-tokens // tile["TOKENS"]), groups
 
-    partly = 2 * angles.half < given[0].x.shape[-1]
-    moves = [partly and y is not one.x for one, (y, _) in zip(given, made, strict=True)]
+    stride = angles.cos.stride(0) if angles.frequencies is None else 1
     ROPE.launch(
         grid,
-        *(*args, *angles.arguments(given[0].tokens)),
+        *(*args, *angles[:3], tokens, *angles[3:5], stride),
         config=config,
         BACK=back,
         Q_MOVES=moves[0],
@@ -390,8 +399,11 @@ def norm_backward(
         angles: As there.
         config: The configuration; None: the first.
     """
-    constants, tokens = _constants(given, angles), given[0].tokens
-    heads = [one.heads for one in given]
+    constants, layouts = (
+        _constants(given, angles),
+        [_layout_of(one.x.shape, one.x.stride()) for one in given],
+    )
+    tokens, heads = layouts[0].tokens, [layout.heads for layout in layouts]
     target = current_target(given[0].x.device)
     if config is None:
         facts = {**constants, "q_heads": heads[0], "k_heads": sum(heads[1:]), "tokens": tokens}
@@ -403,19 +415,23 @@ def norm_backward(
     programs = min(programs, cdiv(tokens, config["TOKENS"]))
     made: list[tuple[Tensor | None, Tensor | None]] = []
     args: list[Any] = []
-    for one, dy, count in zip(given, grads, groups, strict=True):
+    for one, dy, count, (_, *layout) in zip(given, grads, groups, layouts, strict=True):
         dx = sums = None
         if one.needs[0]:
             dx = one.x.new_empty(one.x.shape) if one.into is None else one.into
         if one.needs[1]:
             shape = programs * count, one.x.shape[-1]
             sums = one.x.new_empty(shape, dtype=torch.float32)
-        args += [dy, one.x, dx, one.weight, one.rstd, sums, one.heads, *one.strides]
+        args += [dy, one.x, dx, one.weight, one.rstd, sums, *layout]
         made.append((dx, sums))
     if len(given) == 1:
         args += [None, None, None, None, None, None, 0, 0, 0]
+    stride = angles.cos.stride(0) if angles.frequencies is None else 1
     NORM_BACKWARD.launch(
-        (programs, sum(groups)), *(*args, *angles.arguments(tokens)), config=config, **constants
+        (programs, sum(groups)),
+        *(*args, *angles[:3], tokens, *angles[3:5], stride),
+        config=config,
+        **constants,
     )
     return [
         (dx, None if sums is None else sum_strips(sums, _like_weight(one)))

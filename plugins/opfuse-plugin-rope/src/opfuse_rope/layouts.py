@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,23 +47,6 @@ class Heads(NamedTuple):
     into: Tensor | None = None
     needs: tuple[bool, bool] = (True, False)
 
-    @property
-    def heads(self) -> int:
-        """The number of heads of a token."""
-        return self.x.shape[-2]
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens."""
-        return self.x.shape[:-2].numel()
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """Elements from one token to the next, and from one head to the next."""
-        by_token = flat_stride(self.x)
-        assert by_token is not None  # takes has looked
-        return by_token, self.x.stride(-2)
-
 
 class Angles(NamedTuple):
     """The angles of a token's pairs: a row of tables, or a position times frequencies.
@@ -89,29 +73,48 @@ class Angles(NamedTuple):
     interleaved: bool
     whole: bool
 
-    def arguments(self, tokens: int) -> tuple[Any, ...]:
-        """The arguments of the kernels."""
-        stride = self.cos.stride(0) if self.frequencies is None else 1
-        return self.cos, self.sin, self.frequencies, tokens, self.inner, self.period, stride
+
+class Layout(NamedTuple):
+    """Where the heads of tokens are.
+
+    Attributes:
+        tokens: The number of tokens.
+        heads: The number of heads of a token.
+        by_token: Elements from one token to the next.
+        by_head: Elements from one head to the next.
+    """
+
+    tokens: int
+    heads: int
+    by_token: int
+    by_head: int
 
 
-def flat_stride(x: Tensor) -> int | None:
-    """Elements from one token to the next in ``(..., heads, head_dim)``; None: they differ."""
-    found, expected = 0, None
-    for size, stride in zip(reversed(x.shape[:-2]), reversed(x.stride()[:-2]), strict=True):
+@functools.lru_cache(1024)
+def layout_of(shape: torch.Size, strides: tuple[int, ...]) -> Layout | None:
+    """The layout of ``(..., heads, head_dim)``; None: the kernels do not take it.
+
+    Args:
+        shape: The shape.
+        strides: The strides of all dimensions.
+    """
+    if len(shape) < 2 or not shape.numel() or strides[-1] != 1:
+        return None
+    by_token, expected = 0, None
+    for size, stride in zip(reversed(shape[:-2]), reversed(strides[:-2]), strict=True):
         if size == 1:
             continue
         if expected is None:
-            found = stride
+            by_token = stride
         elif stride != expected:
             return None
         expected = stride * size
-    return found
+    return Layout(shape[:-2].numel(), shape[-2], by_token, strides[-2])
 
 
 def takes(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether the kernels take a tensor with heads, and contiguous ones with it."""
-    if x.ndim < 2 or not x.numel() or x.stride(-1) != 1 or flat_stride(x) is None:
+    if layout_of(x.shape, x.stride()) is None:
         return False
     for tensor in (x, *others):
         if tensor is not None and not (
@@ -136,35 +139,49 @@ def angles_of(
         lead: The dimensions before the heads.
         frequencies: Called with the rotation and the device, for the frequencies.
     """
-    tables, half = isinstance(op, ApplyRoPE), rotation.rotary_dim // 2
-    whole = False
-    if tables:
-        if not all(type(t) in _PLAIN and t.dtype in DTYPES for t in given):
+    half, one, other = rotation.rotary_dim // 2, given[0], given[-1]
+    tables = isinstance(op, ApplyRoPE)
+    for table in given if tables else ():
+        if type(table) not in _PLAIN or table.dtype not in DTYPES or table.shape != one.shape:
             return None
-        cos, sin = given
-        if cos.shape != sin.shape or cos.shape[-1:] not in ((half,), (2 * half,)):
-            return None
-        whole = cos.shape[-1] == 2 * half
-    shape = given[0].shape[:-1] if tables else given[0].shape
-    if len(shape) > len(lead) or not half:
+    features = one.shape[-1:] if tables else one.shape[:0]
+    if tables and features not in ((half,), (2 * half,)):
+        return None
+    rows = _rows_of(one.shape[:-1] if tables else one.shape, lead)
+    if rows is None or not half:
+        return None
+    expands, inner, period = rows
+    if expands:
+        one, other = one.expand(*lead, *features), other.expand(*lead, *features)
+    if not tables:
+        one = one.reshape(-1).contiguous()
+        found = frequencies(rotation, one.device)
+        return Angles(one, one, found, inner, period, half, rotation.interleaved, False)
+    one, other = one.detach().reshape(-1, *features), other.detach().reshape(-1, *features)
+    if one.stride() != other.stride() or one.stride(1) != 1:
+        one, other = one.contiguous(), other.contiguous()
+    whole = features == (2 * half,)
+    return Angles(one, other, None, inner, period, half, rotation.interleaved, whole)
+
+
+@functools.lru_cache(1024)
+def _rows_of(shape: torch.Size, lead: torch.Size) -> tuple[bool, int, int] | None:
+    """How angles are broadcast to tokens; None: they are not.
+
+    Returns:
+        Whether they are expanded first, and ``inner`` and ``period`` of :class:`Angles`.
+    """
+    if len(shape) > len(lead):
         return None
     padded = (*(1,) * (len(lead) - len(shape)), *shape)
     own = [i for i, size in enumerate(padded) if size != 1]
     if any(padded[i] != lead[i] for i in own):
         return None
     first, last = (own[0], own[-1] + 1) if own else (len(lead), len(lead))
-    if any(padded[i] != lead[i] for i in range(first, last)):  # ones between others
-        every = (*lead, *given[0].shape[-1:]) if tables else lead
-        given, first, last = [t.expand(every) for t in given], 0, len(lead)
-    inner, period = lead[last:].numel(), lead[first:last].numel()
-    if tables:
-        given = [t.detach().reshape(-1, t.shape[-1]) for t in given]
-        if given[0].stride() != given[1].stride() or given[0].stride(1) != 1:
-            given = [t.contiguous() for t in given]
-        return Angles(given[0], given[1], None, inner, period, half, rotation.interleaved, whole)
-    positions = given[0].reshape(-1).contiguous()
-    found = frequencies(rotation, positions.device)
-    return Angles(positions, positions, found, inner, period, half, rotation.interleaved, False)
+    expands = any(padded[i] != lead[i] for i in range(first, last))  # ones between others
+    if expands:
+        first, last = 0, len(lead)
+    return expands, lead[last:].numel(), lead[first:last].numel()
 
 
 def frequencies_of(rotation: Any, device: torch.device) -> Tensor:

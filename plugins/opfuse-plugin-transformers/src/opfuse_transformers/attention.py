@@ -336,16 +336,18 @@ def _circumstances(x: Tensor, linears: Sequence[Any]) -> tuple[Any, ...]:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current.values
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     modes += autocast, autocast and torch.get_autocast_dtype(x.device.type)
-    return _version(x), modes, [_state_of(linear) for linear in linears]
-
-
-def _state_of(linear: Any) -> tuple[Any, ...]:
-    """The class and forward of a linear, its parameters, and the hooks that its call would run."""
-    params = [param for param in linear._parameters.values() if param is not None]
-    hooks = linear._forward_hooks, linear._forward_pre_hooks
-    hooks += linear._backward_hooks, linear._backward_pre_hooks
-    values = [(id(param), _version(param), param.requires_grad) for param in params]
-    return type(linear), vars(linear).get("forward"), values, [*map(len, hooks)]
+    found: list[Any] = [_version(x), modes]
+    for linear in linears:
+        # its class and forward, the hooks that its call would run, and its parameters
+        own = vars(linear)
+        hooks = own["_forward_hooks"], own["_forward_pre_hooks"]
+        hooks += own["_backward_hooks"], own["_backward_pre_hooks"]
+        found += type(linear), own.get("forward"), *map(len, hooks)
+        for param in own["_parameters"].values():
+            if param is not None:
+                version = 0 if param.is_inference() else param._version
+                found += id(param), version, param.requires_grad
+    return tuple(found)
 
 
 def _version(tensor: Tensor) -> int:

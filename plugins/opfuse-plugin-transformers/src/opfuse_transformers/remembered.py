@@ -33,18 +33,21 @@ class Remembered:
             kwargs: Its numbers.
             *facts: What the answer depends on besides.
         """
-        if any([type(x) is not Tensor for x in args]):
-            return None
-        if any([type(x) is not int for x in kwargs.values()]):
-            return None
+        of_args: list[Any] = []
+        for x in args:
+            if type(x) is not Tensor:
+                return None
+            of_args.append((x.shape, x.dtype, x.requires_grad))
+        for number in kwargs.values():
+            if type(number) is not int:
+                return None
         if torch._C._are_functorch_transforms_active():
             return None
-        of_args = tuple([(x.shape, x.dtype, x.requires_grad) for x in args])
         of = args[0].device
         autocast: Any = of.type != "meta" and torch.is_autocast_enabled(of.type)
         autocast = autocast and torch.get_autocast_dtype(of.type)
         modes = torch.is_grad_enabled(), autocast, current.values, manager.generation
-        key = of_args, (*kwargs.items(),), of, modes, facts
+        key = *of_args, (*kwargs.items(),), of, modes, facts
         if key not in self._known:
             if len(self._known) >= _MOST:
                 self._known.clear()

@@ -11,7 +11,7 @@ import triton
 
 from . import config_tables
 from .configs import Config
-from .launcher import Launcher, on_device
+from .launcher import Grid, Launcher, on_device
 from .launches import Launch, asked, facts_of
 from .machine import recorded
 from .targets import Target, current_target
@@ -19,11 +19,10 @@ from .targets import Target, current_target
 MOST_CANDIDATES = 8
 """Configurations of one kernel that are worth measuring: each is compiled first."""
 
-Grid = tuple[int, ...] | Callable[[Config], tuple[int, ...]]
 Configs = Sequence[Config] | Callable[[Target, Mapping[str, Any]], Sequence[Config]]
 
 
-class Kernel:
+class Kernel(Launcher):
     """A kernel that can be launched, recorded and tuned.
 
     Everything that a plugin launches goes through one: then the checks see every launch.
@@ -45,14 +44,11 @@ class Kernel:
                 f"{fn.__name__} has a parameter {taken.pop()!r}, which means something else in "
                 "Kernel.launch: rename it"
             )
-        self.fn = fn
+        super().__init__(fn)
         self.name: str = fn.__name__
         self.full_name = f"{fn.fn.__module__}.{self.name}"
         self._configs = configs
         self._interpreted = not isinstance(fn, triton.JITFunction)
-        self._launcher = Launcher(fn)
-        # an attribute of its own: each look-up counts
-        self._launch_again = self._launcher.launch
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
@@ -120,27 +116,6 @@ class Kernel:
         finally:
             del self.launch, self.pick
 
-    def launch(
-        self,
-        grid: Grid,
-        *args: Any,
-        config: Config | Mapping[str, Any] | None = None,
-        **constants: Any,
-    ) -> None:
-        """Launch the kernel on the device of its tensors, on the current stream.
-
-        Args:
-            grid: Number of programs, in one to three dimensions, or a function of the configuration
-                that returns it.
-            *args: Tensors and numbers, in the order of the kernel's parameters.
-            config: The configuration, or one of :meth:`candidates`; None: :meth:`pick`.
-            **constants: ``tl.constexpr`` arguments that the configuration does not have.
-        """
-        if config is not None and not isinstance(config, Config):
-            config = Config(**config)
-        if not self._launch_again(grid, args, config, constants):
-            self._launch(grid, args, config, constants)
-
     def _launch(
         self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
     ) -> None:
@@ -153,8 +128,10 @@ class Kernel:
             launches.append(Launch(self, args, constants, picked, size, target))
         elif self._interpreted:
             self.fn[size](*args, **constants, **picked.constants)
-        elif not self._launcher.launch(grid, args, config, constants, picked):
+        elif self.knows_alike(args, config, constants, picked):
+            Launcher.launch(self, grid, *args, config=config, **constants)
+        else:
             with on_device(first.get_device()):
                 options = {**picked.constants, **picked.compiler_options()}
                 compiled = self.fn[size](*args, **constants, **options)
-            self._launcher.keep(args, config, constants, picked, compiled)
+            self.keep(args, config, constants, picked, compiled)

@@ -14,11 +14,13 @@ to 1.23 times the CPU time on an AMD EPYC (bf16 of 8192 x 4096, `python -m bench
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime.driver import driver
 
 from .configs import Config
@@ -28,12 +30,18 @@ MOST_KEYS = 1024
 """Keys that are remembered for arguments of the same types. One more: all are forgotten."""
 
 Key = tuple[Any, ...]
+Grid = tuple[int, ...] | Callable[[Config], tuple[int, ...]]
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _KNOWN = _TENSORS | {int, float, tuple, type(None)}
 _FLOAT = frozenset({float})
 _HIP = torch.version.hip is not None
 _TESTED = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 """What is used of Triton here is private to it: other versions launch by themselves."""
+_watching = operator.attrgetter(
+    *[f"runtime.launch_{which}_hook.calls" for which in ("enter", "exit")],
+    *("runtime.debug", "runtime.add_stages_inspection_hook", "compilation.instrumentation_mode"),
+)
+"""Gives the hooks that watch Triton launch, and the settings that change how it compiles."""
 _LARGEST_RANGE = 2**31 - 1
 """On HIP Triton addresses a tensor of at most so many bytes by 32 bits."""
 
@@ -86,7 +94,10 @@ class _Form:
         for place in self._functions:
             found[place] = found[place].fn
         for place in self._tuples:
-            found.append(_count_floats(args[place]))
+            numbers = args[place]
+            if not _FLOAT.issuperset(map(type, numbers)):
+                raise TypeError("only floats")
+            found.append(len(numbers))
         for place in self._tensors:
             tensor = args[place]
             found += tensor.dtype, tensor.data_ptr() % 16 == 0
@@ -96,7 +107,7 @@ class _Form:
 
 
 class Launcher:
-    """The tables of one kernel.
+    """The tables of one kernel, and how it is launched.
 
     Anything that is not in a key is ignored: if a global of the kernel changes after the first
     launch, that has no effect, where the JIT would raise an error.
@@ -106,44 +117,40 @@ class Launcher:
     """
 
     def __init__(self, fn: Any) -> None:
-        self._fn = fn
+        self.fn = fn
         self._forms: dict[Key, _Form] = {}
 
     def launch(
         self,
-        grid: Any,
-        args: tuple[Any, ...],
-        config: Config | None,
-        constants: Mapping[str, Any],
-        picked: Config | None = None,
-    ) -> bool:
-        """Launch what is known for these arguments; False: nothing is.
+        grid: Grid,
+        *args: Any,
+        config: Config | Mapping[str, Any] | None = None,
+        **constants: Any,
+    ) -> None:
+        """Launch the kernel on the device of its tensors, on the current stream.
 
         Args:
-            grid: As for :meth:`opfuse_triton.Kernel.launch`.
-            args: The arguments before the constants.
-            config: The configuration that the caller gave.
-            constants: The other constants.
-            picked: The configuration if it is known: integers that are new are then looked up by
-                what they are to Triton.
+            grid: Number of programs, in one to three dimensions, or a function of the configuration
+                that returns it.
+            *args: Tensors and numbers, in the order of the kernel's parameters.
+            config: The configuration, or one of :meth:`Kernel.candidates`; None:
+                :meth:`Kernel.pick`.
+            **constants: ``tl.constexpr`` arguments that the configuration does not have.
         """
-        # under a simulated target, and so while launches are recorded, nothing is known
-        if pretended.get() is not None or _disturbed(self._fn):
-            return False
+        if config is not None and not isinstance(config, Config):
+            config = Config(**config)
         values = constants.values()
         try:
             form = self._forms[(*map(type, args), *map(type, values), *constants)]
             described, integers = form.describe(args, values)
-            ready = form.exact.get((config, described, integers))
-        # arguments of new types; a constant without a hash, or a tuple of others than floats
-        except (KeyError, TypeError):
-            return False
-        if ready is None:
-            alike = (picked, described, *map(_to_triton, integers))
-            ready = None if picked is None else form.alike.get(alike)
-            if ready is None:
-                return False
-            _remember(form.exact, (config, described, integers), ready)
+            ready = form.exact[config, described, integers]
+            watched = any(_watching(knobs)) or self.fn.pre_run_hooks or pretended.get()
+        # new arguments; a constant without a hash, or a tuple of others than floats
+        except (KeyError, TypeError, AttributeError):
+            watched = True
+        # under a simulated target, and so while launches are recorded, nothing is known
+        if watched:
+            return self._launch(grid, args, config, constants)
         chosen, run, function, metadata, behind, _ = ready
         x, y, z = ((*grid(chosen), 1, 1) if callable(grid) else (*grid, 1, 1))[:3]
         active, device = driver.active, described[0]
@@ -154,7 +161,44 @@ class Launcher:
         else:
             with torch.cuda.device(device):
                 run(x, y, z, stream, function, metadata, None, None, None, *args, *behind)
-        return True
+
+    def _launch(
+        self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
+    ) -> None:
+        """Launch for arguments of which nothing is known, or while somebody watches."""
+        raise NotImplementedError
+
+    def _is_watched(self) -> bool:
+        """Return whether hooks or settings forbid what :meth:`launch` does; see there."""
+        try:
+            return bool(any(_watching(knobs)) or self.fn.pre_run_hooks or pretended.get())
+        except AttributeError:  # a function in place of Triton's chain of hooks
+            return True
+
+    def knows_alike(
+        self,
+        args: tuple[Any, ...],
+        config: Config | None,
+        constants: Mapping[str, Any],
+        picked: Config,
+    ) -> bool:
+        """Return whether :meth:`launch` now knows these arguments, by what they are to Triton.
+
+        Args:
+            args: The arguments before the constants.
+            config: The configuration that the caller gave.
+            constants: The other constants.
+            picked: The configuration.
+        """
+        values = constants.values()
+        try:
+            form = self._forms[(*map(type, args), *map(type, values), *constants)]
+            described, integers = form.describe(args, values)
+            ready = form.alike[(picked, described, *map(_to_triton, integers))]
+        except (KeyError, TypeError):
+            return False
+        _remember(form.exact, (config, described, integers), ready)
+        return not self._is_watched()
 
     def keep(
         self,
@@ -173,8 +217,8 @@ class Launcher:
             picked: The configuration.
             compiled: What the JIT gave.
         """
-        behind = self._fn.params[len(args) :]
-        usual = _TESTED and pretended.get() is None and not _disturbed(self._fn)
+        behind = self.fn.params[len(args) :]
+        usual = _TESTED and not self._is_watched()
         compiled_now = isinstance(compiled, triton.compiler.CompiledKernel)
         own = tuple(map(type, args))
         known = _KNOWN.issuperset(own) and not _TENSORS.isdisjoint(own)
@@ -204,29 +248,7 @@ def _to_triton(number: int) -> tuple[Any, ...]:
     return number == 1, number % 16 == 0, -(2**31) <= number < 2**31, number >= 2**63
 
 
-def _count_floats(numbers: tuple[Any, ...]) -> int:
-    if not _FLOAT.issuperset(map(type, numbers)):
-        raise TypeError("only floats")
-    return len(numbers)
-
-
 def _remember(table: dict[Key, Ready], key: Key, ready: Ready) -> None:
     if len(table) >= MOST_KEYS:
         table.clear()
     table[key] = ready
-
-
-def _disturbed(fn: Any) -> bool:
-    """Return whether hooks watch Triton launch, or settings change how it compiles."""
-    runtime = triton.knobs.runtime
-    try:
-        return bool(
-            runtime.launch_enter_hook.calls
-            or runtime.launch_exit_hook.calls
-            or runtime.debug
-            or runtime.add_stages_inspection_hook
-            or triton.knobs.compilation.instrumentation_mode
-            or fn.pre_run_hooks
-        )
-    except AttributeError:  # a function in place of Triton's chain of hooks
-        return True

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import Config, cdiv, next_power_of_2
+from .configs import Config, next_power_of_2
 from .kernels import Kernel
 from .targets import Target
 
@@ -54,7 +54,7 @@ def sum_strips(sums: Tensor, first: Tensor, second: Tensor | None = None) -> Ten
     """
     strips, width = sums.shape[-2:]
     COLUMN_SUMS.launch(
-        lambda config: (cdiv(width, config["BLOCK"]), 1 if second is None else 2),
+        lambda config: (-(-width // config.constants["BLOCK"]), 1 if second is None else 2),
         *(sums, first, second, strips, width),
     )
     return first

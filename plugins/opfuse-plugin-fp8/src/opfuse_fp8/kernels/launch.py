@@ -16,8 +16,8 @@ from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 
-from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
-from ..together import room_for
+from ..quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
+from ..together import room_for, waiting
 from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
 
@@ -69,6 +69,7 @@ class Casting:
         usage: The copies that are wanted.
         values: The values, where a kernel reads or writes them in addition to their codes.
         constants: The constants of the kernel for this cast.
+        has_tiles: Whether blocks of both copies meet, so that :meth:`passes` may be several.
     """
 
     def __init__(
@@ -79,16 +80,21 @@ class Casting:
         device: torch.device,
         values: Tensor | None = None,
     ) -> None:
-        refuse_other_device(into, device)
         quantizer, self.usage, self._again = into
         self._quantizer = quantizer
+        here = self._again is None
+        for name in quantizer.state_names:
+            here = here and getattr(quantizer, name).device == device
+        if not here:
+            refuse_other_device(into, device)
         self._shape, self._dtype, self._device = shape, dtype, device
         self.columns, self.values = shape[-1], values
         self.rows = shape.numel() // self.columns
-        self._codes = self._scales = (None, None)  # type: tuple[Any, Any]
+        self._codes: tuple[Any, Any] | None = None
         self._amax: Tensor | None = None
-        how = format_of(quantizer), quantizer.dtype, quantizer.power_of_2
-        self.constants = _constants(*how, dtype)
+        form = "tensor" if type(quantizer) is DelayedQuantizer else format_of(quantizer)
+        self.constants = _constants(form, quantizer.dtype, quantizer.power_of_2, dtype)
+        self.has_tiles = form in ("block", "square")
 
     def passes(self, x: Tensor, apart: bool = False) -> list[Usage]:
         """The copies that each launch writes.
@@ -115,22 +121,36 @@ class Casting:
         They are the values, the rowwise codes and their scales, the columnwise ones and theirs, the
         scale, and the largest magnitude so far.
         """
-        quantizer, wide, scale, amax = self._quantizer, None, None, None
-        if self.constants["FORMAT"] == "none":
-            self._amax = amax = torch.zeros(1, dtype=torch.float32, device=self._device)
+        quantizer, form, device = self._quantizer, self.constants["FORMAT"], self._device
+        wide = scale = amax = row = column = row_scale = column_scale = None
+        if form == "none":
+            self._amax = amax = torch.zeros(1, dtype=torch.float32, device=device)
             if self.values is None:
-                wide = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+                wide = torch.empty(self._shape, dtype=self._dtype, device=device)
                 self.values = wide
             return wide, None, None, None, None, None, amax
-        if self._codes == (None, None):
-            self._allocate()
-        if self.constants["FORMAT"] == "tensor":
-            if self._again is None:
-                quantizer.note_capture()
-                scale, amax = quantizer.scale, quantizer.amax
+        if self._codes is not None:
+            (row, column), (row_scale, column_scale) = self._codes, self._scales
+        else:
+            if self.usage.rowwise:
+                row = room_for(quantizer, self._shape, device) if waiting.get() else None
+                if row is None:
+                    row = torch.empty(self._shape, dtype=torch.uint8, device=device)
+            if self.usage.columnwise:
+                shape = self.columns, self.rows
+                column = torch.empty(shape, dtype=torch.uint8, device=device)
+            if form in ("tensor", "amax"):  # the inverse, and the scale to cast again
+                row_scale = torch.empty(1, dtype=torch.float32, device=device)
+                column_scale = torch.empty_like(row_scale) if form == "tensor" else None
             else:
-                scale = self._again.scale
-        (row, column), (row_scale, column_scale) = self._codes, self._scales
+                row_scale = self._room(self.rows, self.columns) if row is not None else None
+                column_scale = self._room(self.columns, self.rows) if column is not None else None
+            self._codes, self._scales = (row, column), (row_scale, column_scale)
+        if form == "tensor" and self._again is None:
+            quantizer.note_capture()
+            scale, amax = quantizer.scale, quantizer.amax
+        elif form == "tensor":
+            scale = self._again.scale
         if usage != self.usage and usage.rowwise:
             column = column_scale = None
         elif usage != self.usage:
@@ -141,20 +161,21 @@ class Casting:
         """The quantized tensor, once the kernel is launched."""
         if self.constants["FORMAT"] == "none":
             self._cast_values()
-        quantizer, (one, other) = self._quantizer, self._scales
-        row, column = self._codes
+        assert self._codes is not None
+        quantizer, (one, other), (row, column) = self._quantizer, self._scales, self._codes
         row = None if row is None else row.view(quantizer.dtype)
         column = None if column is None else column.view(quantizer.dtype)
-        tensors: Any = row, one, column, other
-        if self.constants["FORMAT"] in ("tensor", "amax"):
+        given = self._shape, self._dtype
+        if self.constants["FORMAT"] in ("tensor", "amax"):  # the codes have this shape already
             tensors = row, column, one, *([] if other is None else [other])
-        return quantizer.over(self._shape, self._dtype, tensors)  # type: ignore[no-any-return]
+            return quantizer.format.known(*given, quantizer, tensors)  # type: ignore[no-any-return]
+        return quantizer.over(*given, (row, one, column, other))  # type: ignore[no-any-return]
 
     def _cast_values(self) -> None:
         """Cast values whose largest magnitude is known."""
         assert self._amax is not None and self.values is not None
         self.constants = {**self.constants, "FORMAT": "amax"}
-        (row, column), (inverse, _) = self._allocate()
+        _, row, inverse, column, *_ = self.pointers(self.usage)
         FORWARD.launch(
             functools.partial(tiles.grid, self.rows, self.columns),
             *(self.values, None, None, None, row, inverse, column, None),
@@ -163,24 +184,6 @@ class Casting:
             **self.constants,
             **IDENTITY.forward,
         )
-
-    def _allocate(self) -> tuple[Any, Any]:
-        """Make room for codes and scales, as the format has them; return these, two of each."""
-        rows, columns, device = self.rows, self.columns, self._device
-        row = column = row_scale = column_scale = None
-        if self.usage.rowwise:
-            row = room_for(self._quantizer, self._shape, device)
-        if self.usage.columnwise:
-            column = torch.empty((columns, rows), dtype=torch.uint8, device=device)
-        form = self.constants["FORMAT"]
-        if form in ("tensor", "amax"):  # the inverse, and the scale to cast again
-            row_scale = torch.empty(1, dtype=torch.float32, device=device)
-            column_scale = torch.empty_like(row_scale) if form == "tensor" else None
-        else:
-            row_scale = self._room(rows, columns) if self.usage.rowwise else None
-            column_scale = self._room(columns, rows) if self.usage.columnwise else None
-        self._codes, self._scales = (row, column), (row_scale, column_scale)
-        return self._codes, self._scales
 
     def _room(self, outer: int, inner: int) -> Tensor:
         """Room for the scales of a copy whose blocks lie along ``inner``."""
@@ -214,7 +217,7 @@ class PartsCasting(Casting):
 
     def _cast_values(self) -> None:
         self.constants = {**self.constants, "FORMAT": "amax"}
-        (row, column), (inverse, _) = self._allocate()
+        _, row, inverse, column, *_ = self.pointers(self.usage)
         count = self._quantizer.counter(self._device)
         self._launch((None, row, inverse, column, None, self._amax, count))
 
@@ -269,7 +272,7 @@ def forward(
 ) -> None:
     """Launch ``act(x + bias)`` into a cast, and what the activation is applied to into ``kept``."""
     rows, features, config = casting.rows, casting.columns, None
-    for usage in casting.passes(x):
+    for usage in casting.passes(x) if casting.has_tiles else (casting.usage,):
         if x.storage_offset() * x.itemsize % 16:  # which no argument of the kernel shows
             facts = {**casting.facts(usage), **formula.forward, "features": features}
             config = FORWARD.pick(current_target(x.device), {**facts, "unaligned": True})

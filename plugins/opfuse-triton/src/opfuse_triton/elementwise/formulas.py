@@ -24,6 +24,7 @@ class Formula(NamedTuple):
             what PyTorch's kernel for the gate gives.
         forward: The constants of the forward kernel for this.
         backward: Those of the backward kernels.
+        gated: Whether it has two halves.
     """
 
     functions: DeviceFunctions
@@ -32,11 +33,7 @@ class Formula(NamedTuple):
     rounds: bool
     forward: Mapping[str, Any]
     backward: Mapping[str, Any]
-
-    @property
-    def gated(self) -> bool:
-        """True if it has two halves."""
-        return self.functions.linear_value is not None
+    gated: bool
 
 
 def formula_of(op: Any, scaled: bool = False) -> Formula | None:
@@ -74,7 +71,8 @@ def _formula(functions: DeviceFunctions, names: list[str], size: int, rounds: bo
         "ROUNDS": rounds,
     }
     slopes = {"DERIVATIVE": functions.derivative, "LINEAR_DERIVATIVE": functions.linear_derivative}
-    return Formula(functions, names, size, rounds, forward, forward | slopes)
+    gated = functions.linear_value is not None
+    return Formula(functions, names, size, rounds, forward, forward | slopes, gated)
 
 
 IDENTITY = _formula(DeviceFunctions(None, None), [], 0, False)

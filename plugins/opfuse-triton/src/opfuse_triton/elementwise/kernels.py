@@ -318,9 +318,10 @@ def _scaled_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     ]
 
 
-def _programs(rows: int, features: int, config: Config, strip: int = 0) -> int:
-    height, width = strip or config["BLOCK_ROWS"], config["BLOCK_COLUMNS"]
-    return cdiv(rows, height) * cdiv(features, width)
+def _grid(rows: int, features: int, strip: int, config: Config) -> tuple[int]:
+    tile = config.constants
+    height = strip or tile["BLOCK_ROWS"]
+    return (-(-rows // height) * -(-features // tile["BLOCK_COLUMNS"]),)
 
 
 FORWARD, BACKWARD = (
@@ -376,7 +377,7 @@ def forward(
     y = x.new_empty((*x.shape[:-1], features), dtype=dtype)
     kept = torch.empty_like(x, dtype=dtype) if keep else None
     FORWARD.launch(
-        lambda config: (_programs(rows, features, config),),
+        functools.partial(_grid, rows, features, 0),
         *(x, bias, scales, y, kept, rows, features, numbers),
         config=config,
         **formula.forward,
@@ -414,7 +415,7 @@ def backward(
         if strips > 1:
             sums = x.new_empty((strips, width), dtype=torch.float32)
     BACKWARD.launch(
-        lambda config: (_programs(rows, features, config, strip),),
+        functools.partial(_grid, rows, features, strip),
         *(dy, x, dx, sums, y, rows, features, numbers),
         config=config,
         STRIP=strip,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target, cdiv, current_target, next_power_of_2
+from opfuse_triton import Config, Kernel, Target, current_target, next_power_of_2
 from opfuse_triton.sums import sum_strips
 from opfuse_triton.targets import LATENCY
 
@@ -302,7 +302,7 @@ def _programs(target: Target, tile: int, prefetched: int) -> int:
 
 def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """See :func:`_whole_configs`."""
-    size = max([facts[name].itemsize for name in ("dy_ptr", "x_ptr")])
+    size = max(facts["dy_ptr"].itemsize, facts["x_ptr"].itemsize)
     return _whole_configs(target, facts["features"], size, facts["KIND"])
 
 
@@ -344,23 +344,24 @@ def backward(
     rows, sums = x.numel() // features, sum(needs[1:])
     dx = None
     if needs[0]:
-        dtype = normalized_dtype(x, extra)
+        dtype = x.dtype if extra is None else normalized_dtype(x, extra)
         dx = dy if owns and dy.dtype is dtype else torch.empty_like(x, dtype=dtype)
     target = current_target(x.device)
     config = _config(config, target, dy, x, features, norm)
-    columns = cdiv(features, config["BLOCK"])
-    tiles = cdiv(rows, config["ROWS"])
+    tile = config.constants
+    columns = -(-features // tile["BLOCK"])
+    tiles = -(-rows // tile["ROWS"])
     partial = of_weight = of_bias = None
     if sums:
-        each: int = cdiv(target.multiprocessors, columns)
+        each: int = -(-target.multiprocessors // columns)
         most = _most_tiles(rows, sums, (dy, x, extra, dx)) // each
-        tiles = min(tiles, max(1, min(config["PROGRAMS"], most)) * each)
+        tiles = min(tiles, max(1, min(tile["PROGRAMS"], most)) * each)
         partial = x.new_empty((sums, tiles, features), dtype=torch.float32)
         of_weight = partial[0] if needs[1] else None
         of_bias = partial[-1] if needs[2] else None
     given = dy, x, weight, mean, rstd
     outputs = extra if needs[0] else None, dx, of_weight, of_bias, rows, features
-    if "PREFETCH" not in config.constants:
+    if "PREFETCH" not in tile:
         _launch_wide(given, outputs, norm, (tiles, columns), config)
     else:
         constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered}
@@ -380,7 +381,9 @@ def _config(given: Any, target: Target, dy: Tensor, x: Tensor, features: int, no
 
 def _most_tiles(rows: int, sums: int, tensors: Sequence[Tensor | None]) -> int:
     """The number of tiles whose sums, in fp32, are written and read in few bytes."""
-    moved = rows * sum([tensor.dtype.itemsize for tensor in tensors if tensor is not None])
+    moved = 0
+    for tensor in tensors:
+        moved += 0 if tensor is None else rows * tensor.itemsize
     return int(PARTIAL * moved / (2 * 4 * sums))
 
 
@@ -425,6 +428,5 @@ def _sum_partial(
         dw = partial.new_empty(shape, dtype=dtype)
     if needs[2]:
         db = partial.new_empty(shape)
-    results = [sums for sums in (dw, db) if sums is not None]
-    sum_strips(partial, *results)
+    sum_strips(partial, *filter(torch.is_tensor, (dw, db)))
     return dw, db

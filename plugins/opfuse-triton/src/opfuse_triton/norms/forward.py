@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opfuse_triton import Config, Kernel, Target, cdiv, next_power_of_2
+from opfuse_triton import Config, Kernel, Target, next_power_of_2
 
 from . import LAYER, Norm, normalized_dtype
 from .drop import Drop
@@ -277,11 +277,11 @@ def forward(
     """
     features = math.prod(x.shape[-norm.dims :])
     rows = x.numel() // features
-    total = into
+    total, normalized = into, x.dtype if extra is None else normalized_dtype(x, extra, into)
     # the second pass over a wide row reads the sum that the first one wrote
     if extra is not None and into is None and (keep or features > WHOLE):
-        total = torch.empty_like(x, dtype=normalized_dtype(x, extra))
-    y = torch.empty_like(x, dtype=dtype or normalized_dtype(x, extra, into))
+        total = torch.empty_like(x, dtype=normalized)
+    y = torch.empty_like(x, dtype=dtype or normalized)
     mean = rstd = None
     if save:
         shape = (*x.shape[: -norm.dims], *(1,) * norm.dims)
@@ -331,11 +331,11 @@ def _launch(
     config: Config | Mapping[str, Any] | None = None,
 ) -> None:
     constants = {"KIND": norm.kind, "ZERO_CENTERED": norm.zero_centered, "GIVEN": given}
-    if kernel_of(features) is WIDE_KERNEL:
+    if features > WHOLE:
         WIDE_KERNEL.launch((rows,), *tensors, features, *numbers, config=config, **constants)
     else:
         WHOLE_KERNEL.launch(
-            lambda chosen: (cdiv(rows, chosen["ROWS"]),),
+            lambda chosen: (-(-rows // chosen.constants["ROWS"]),),
             *(*tensors, rows, features, None, *numbers),
             config=config,
             **constants,

@@ -16,7 +16,7 @@ from . import L2, LAYER, RMS, Norm
 from .drop import Drop
 
 _KINDS = {RMSNorm: RMS, LayerNorm: LAYER, L2Normalization: L2}
-_PLACES = {"input": 0, "weight": 1, "mean": 2, "rstd": 3}
+_PLACES = ("input", "weight", "mean", "rstd")
 
 
 class NormPasses:
@@ -38,7 +38,10 @@ class NormPasses:
         self.kind = next(kind for cls, kind in _KINDS.items() if isinstance(op, cls))
         self.shape: tuple[int, ...] = getattr(op, "normalized_shape", (0,))
         self.has_kernels = False
-        self._saved = [_PLACES[name] for name in op.saved_names]
+        self._saved = [_PLACES.index(name) for name in op.saved_names]
+        # behind what was saved comes None, for what is not
+        names = op.saved_names
+        self._known = [names.index(n) if n in names else len(names) for n in _PLACES]
 
     def plan(self, env: Environment, **configurations: Mapping[str, Any] | None) -> str:
         """Choose between kernels and twins for an environment.
@@ -72,7 +75,10 @@ class NormPasses:
         dims = len(self.shape)
         if dims > 1 and x.shape[-dims:] != self.shape:
             return False
-        return all([param.shape == self.shape for param in ctx.params])
+        for param in ctx.params:
+            if param.shape != self.shape:
+                return False
+        return True
 
     def forward(
         self,
@@ -105,8 +111,11 @@ class NormPasses:
         y, total, mean, rstd = self._forward(*call, into=into, drop=drop)
         x = x if extra is None else total
         if ctx.requires_grad:
-            saved = x, weight if needs_x else None, mean, rstd
-            ctx.to_save = tuple([saved[i] if save else None for i in self._saved])
+            saved = (x, weight if needs_x else None, mean, rstd) if save else (None,) * 4
+            kept = []
+            for i in self._saved:
+                kept.append(saved[i])
+            ctx.to_save = tuple(kept)
             if self.kind != L2:
                 ctx.zero_centered_gamma = zero_centered
         return y, x
@@ -116,10 +125,8 @@ class NormPasses:
         return self._placed(ctx.saved_tensors)
 
     def _placed(self, saved: Sequence[Any]) -> list[Any]:
-        found: list[Any] = [None] * 4
-        for place, tensor in zip(self._saved, saved, strict=True):
-            found[place] = tensor
-        return found
+        saved = *saved, None
+        return [saved[i] for i in self._known]
 
     def backward(
         self, ctx: Any, dy: Tensor, extra: Tensor | None = None, owns: bool = False
@@ -134,7 +141,11 @@ class NormPasses:
         """
         of_params = ctx.param_requires_grad
         needs = (ctx.input_requires_grad, *of_params, False, False)[:3]
-        call = *self.saved(ctx), extra if needs[0] else None, self._norm(ctx), needs
+        known, (i, j, k, n) = (*ctx.saved_tensors, None), self._known
+        saved = known[i], known[j], known[k], known[n]
+        zero_centered = getattr(ctx, "zero_centered_gamma", False)
+        norm = Norm(self.kind, len(self.shape), zero_centered)
+        call = *saved, extra if needs[0] else None, norm, needs
         dx, *grads = self._backward(dy, *call, owns=owns)
         return dx, tuple(grads[: len(of_params)])
 
@@ -147,7 +158,6 @@ class NormPasses:
             params: Its weight and its bias as they were; None: there is none.
         """
         x, _, mean, rstd = self._placed(saved)
-        return self._again(x, *params, mean, rstd, self._norm(ctx), ctx.dtype)
-
-    def _norm(self, ctx: Any) -> Norm:
-        return Norm(self.kind, len(self.shape), getattr(ctx, "zero_centered_gamma", False))
+        zero_centered = getattr(ctx, "zero_centered_gamma", False)
+        norm = Norm(self.kind, len(self.shape), zero_centered)
+        return self._again(x, *params, mean, rstd, norm, ctx.dtype)
