@@ -29,7 +29,16 @@ from torch import Tensor, fx, nn
 
 from . import table
 from .frame import Frame, bound
-from .reads import MISSING, Place, attribute_places, behind_places, function_places, key_place
+from .reads import (
+    MISSING,
+    Attributes,
+    Place,
+    attribute_places,
+    behind_places,
+    class_places,
+    function_places,
+    key_place,
+)
 from .source import Unreadable, result_of_call, tree_of
 from .values import Bound, Callee, Held, Mode, Parts, Thing
 
@@ -255,9 +264,27 @@ class Reader:
             module: Any = vars(value.of.module)
             self.places.append(Place(module, "training", module["training"], "training"))
             return bool(module["training"])
-        if table.is_plain(value) or isinstance(value, tuple):
+        if isinstance(value, Held) and isinstance(value.module, _LISTS):
+            return bool(self.members(value))
+        if isinstance(value, (Held, Thing)):
+            return self._is_true(value)
+        if table.is_plain(value) or type(value) in (tuple, dict, Bound, Callee):
             return bool(value)
         raise Unreadable("it branches on a value")
+
+    def _is_true(self, value: Held | Thing) -> bool:
+        """Whether an object counts as true: it does if its class does not say otherwise."""
+        owner: Any = value.module if isinstance(value, Held) else value.value
+        what = value.path or "it" if isinstance(value, Held) else value.what
+        cls = self.class_of(type(owner)) if isinstance(value, Held) else type(owner)
+        if isinstance(value, Thing):
+            self.places.append(Place(Attributes(owner), "__class__", cls, what))
+        for name in ("__bool__", "__len__"):
+            found, places = class_places(cls, name, what)
+            self.places += places
+            if found is not MISSING:
+                raise Unreadable(f"it branches on {what}, which may be empty")
+        return True
 
     def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A node of the graph."""
