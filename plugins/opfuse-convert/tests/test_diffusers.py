@@ -120,33 +120,41 @@ def test_an_adaptive_norm_of_embeddings():
     compare(lambda: normalization.AdaLayerNorm(D, num_embeddings=10), given, [MODULATED])
 
 
+FEED_FORWARD = ("BasicLinear", "Bias", "GELU", "Dropout", "BasicLinear", "Bias")
+WHOLE = (*MODULATED, *FEED_FORWARD)
+
 BLOCKS = {
     "PixArt": (
         lambda: attention.BasicTransformerBlock(
-            D, 2, 8, norm_type="ada_norm_single", norm_elementwise_affine=False
+            D,
+            2,
+            8,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            activation_fn="gelu-approximate",
         ),
         {"hidden_states": (*ROWS, D), "timestep": (2, 6 * D)},
-        1,
+        [WHOLE],
     ),
     "Flux": (
         lambda: transformer_flux.FluxTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        3,
+        [WHOLE, MODULATED, MODULATED],
     ),
     "Flux, single": (
         lambda: transformer_flux.FluxSingleTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        1,
+        [MODULATED],
     ),
     "SD3": (
         lambda: attention.JointTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        3,
+        [WHOLE, MODULATED, MODULATED],
     ),
     "SD3, the last one": (
         lambda: attention.JointTransformerBlock(D, 2, 8, context_pre_only=True),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        3,
+        [WHOLE, MODULATED, MODULATED],
     ),
 }
 
@@ -154,10 +162,52 @@ BLOCKS = {
 @needs_diffusers
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name):
-    """Of a block's own forward one chain: the norm before the feed-forward and what modulates it."""
-    build, shapes, count = BLOCKS[name]
+    """A chain of a block's own forward begins at a norm, and ends with the feed-forward."""
+    build, shapes, ops = BLOCKS[name]
     given = dict(zip(shapes, drawn(*shapes.values()), strict=True))
-    compare(build, given, [MODULATED] * count)
+    compare(build, given, ops)
+
+
+FEED_FORWARDS = {
+    "gelu": FEED_FORWARD,
+    "gelu-approximate": FEED_FORWARD,
+    "linear-silu": ("BasicLinear", "Bias", "SiLU", "Dropout", "BasicLinear", "Bias"),
+}
+
+
+def feed_forward(kind, dropout=0.0, final=False):
+    return attention.FeedForward(D, dropout=dropout, activation_fn=kind, final_dropout=final)
+
+
+@needs_diffusers
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_feed_forwards(kind, final):
+    """Its own forward has positional arguments that it ignores, and asks for a keyword."""
+    module = made(lambda: feed_forward(kind, 0.5, final))
+    other = copy.deepcopy(module)
+    report = opfuse.convert(other)
+    ops = {row.cls: row.ops for row in report.converted}["FeedForward"]
+    assert ops == (*FEED_FORWARDS[kind], *["Dropout"] * final)
+    given = {"hidden_states": drawn((*ROWS, D))[0]}
+    for training in (False, True, False):
+        found = []
+        for each in (module, other):
+            torch.manual_seed(3)
+            found.append(step(each.train(training), given))
+        for got, wanted in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+        assert converted(other)[""] == ""
+    with pytest.warns(FutureWarning, match="scale"):
+        expected = module(given["hidden_states"], scale=2.0)
+    with pytest.warns(FutureWarning, match="scale"):
+        torch.testing.assert_close(other(given["hidden_states"], scale=2.0), expected)
+    seen = []
+    other.net[0].proj.register_forward_hook(lambda *of: seen.append(of[-1]))
+    torch.testing.assert_close(other(**given), module(**given))
+    assert len(seen) == 1 and "hooks" in converted(other)[""]
+    opfuse.revert(other)
+    torch.testing.assert_close(other(**given), module(**given))
 
 
 @needs_diffusers
@@ -179,11 +229,10 @@ def test_a_whole_dit():
             num_embeds_ada_norm=10,
         ),
         given,
-        [MODULATED] * 2,
+        [WHOLE, MODULATED] * 2,
         std=0.1,  # larger errors of bf16 would grow from block to block
     )
-    left = {row.cls: row.reason for row in report.left}
-    assert "Timesteps cannot be recognised" in left["BasicTransformerBlock"]
+    assert {row.cls for row in report.converted} >= {"BasicTransformerBlock", "FeedForward"}
 
 
 @needs_diffusers

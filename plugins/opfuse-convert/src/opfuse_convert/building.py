@@ -57,7 +57,8 @@ def by_reading(
         tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
         leaf, reasons = functools.cache(leaf_of), dict[str, str]()
-        reader = functools.partial(StretchReader, leaf, reasons, known)
+        device = next((param.device.type for param in module.parameters()), None)
+        reader = functools.partial(StretchReader, leaf, reasons, known, device)
         survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
         return f"its forward cannot be read: {error}"

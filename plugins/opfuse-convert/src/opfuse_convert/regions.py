@@ -353,13 +353,20 @@ class StretchReader(Reader):
         leaf_of: The ops of a module.
         reasons: Gets the reasons why modules without children are not ops, by dotted name.
         known: See :class:`opfuse_convert.grammar.Reader`.
+        device: See there.
         graph: Gets the nodes.
     """
 
     def __init__(
-        self, leaf_of: _LeafOf, reasons: dict[str, str], known: Mapping[Any, Any], graph: fx.Graph
+        self,
+        leaf_of: _LeafOf,
+        reasons: dict[str, str],
+        known: Mapping[Any, Any],
+        device: str | None,
+        graph: fx.Graph,
     ) -> None:
-        super().__init__(graph, lambda of: isinstance(leaf_of(of), Leaf), known, original_class)
+        is_leaf = lambda of: isinstance(leaf_of(of), Leaf)  # noqa: E731
+        super().__init__(graph, is_leaf, known, original_class, device)
         self._leaf_of, self._reasons = leaf_of, reasons
 
     def _call_module(self, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -70,6 +70,7 @@ class Site:
         self._same = [len(names) for names in span.same]
         self._first, self._views = len(self.assumed) + sum(self._same), views
         self._results = [*span.results.values()]
+        self._tests = [(test.names, test.is_one) for test in span.device_tests]
         self.dropouts, self.again = dropouts, again
         self._origin, self._defaults = origin, defaults
 
@@ -93,6 +94,10 @@ class Site:
             if any([value is not values[begin] for value in values[begin : begin + count]]):
                 return "the chain is for one value where it has two"
             begin += count
+        for names, is_one in self._tests:
+            for value in values[begin:]:
+                if isinstance(value, Tensor) and (value.device.type in names) is not is_one:
+                    return f"its input is on {value.device.type}"
         return ""
 
     def change(self) -> str:

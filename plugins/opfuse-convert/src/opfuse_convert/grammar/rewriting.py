@@ -13,6 +13,7 @@ from .source import compiled_like, like
 from .statements import TEMP
 
 _SITE, _RESULT = f"{TEMP}site", f"{TEMP}result"
+_GIVEN, _NOT_SET = f"{TEMP}given", f"{TEMP}not_set"
 
 
 def rewritten(
@@ -42,7 +43,7 @@ def rewritten(
     for made in new:
         ast.copy_location(made, inside[0])
     body[begin : end + 1] = new
-    return compiled_like(function, tree, **{_SITE: site})
+    return compiled_like(function, tree, **{_SITE: site, _NOT_SET: UnboundLocalError})
 
 
 def _freeing(steps: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -70,7 +71,10 @@ def _asking(
     found: Any, own: str, written: Sequence[ast.stmt], inside: Sequence[ast.stmt]
 ) -> list[ast.stmt]:
     given = [own, *found.assumed, *[n for names in found.same for n in names], *found.entering]
-    call = ast.Call(_read(_SITE), [_read(name) for name in given], [])
+    values: list[ast.expr] = [_read(name) for name in given]
+    asked: list[ast.stmt] = [_setting(_RESULT, ast.Call(_read(_SITE), values, []))]
+    if not found.is_sure:
+        asked = _asking_if_set(values)
     names: list[ast.expr] = [ast.Name(name, ast.Store()) for name in found.results]
     made = {name for step in inside for name in statements.stores(step)}
     used = {name for step in inside for name in statements.loads(step)}
@@ -78,10 +82,23 @@ def _asking(
     taken = ast.Assign([ast.Tuple(names, ast.Store())], _read(_RESULT))
     refused = ast.Compare(_read(_RESULT), [ast.Is()], [ast.Constant(None)])
     return [
-        ast.Assign([ast.Name(_RESULT, ast.Store())], call),
+        *asked,
         ast.If(refused, [*written], [taken, *_deleting(freed, inside[0])]),
         ast.Delete([ast.Name(_RESULT, ast.Del())]),
     ]
+
+
+def _asking_if_set(values: Sequence[ast.expr]) -> list[ast.stmt]:
+    """The call of the site, unless one of the names that it is given has no value."""
+    made = _setting(_GIVEN, ast.Tuple([*values], ast.Load()))
+    missing = ast.ExceptHandler(_read(_NOT_SET), None, [_setting(_RESULT, ast.Constant(None))])
+    call = ast.Call(_read(_SITE), [ast.Starred(_read(_GIVEN), ast.Load())], [])
+    freed = ast.Delete([ast.Name(_GIVEN, ast.Del())])
+    return [ast.Try([made], [missing], [_setting(_RESULT, call), freed], [])]
+
+
+def _setting(name: str, value: ast.expr) -> ast.stmt:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
 def _read(name: str) -> ast.Name:
