@@ -61,7 +61,7 @@ class ByHelper(Base):
 class ByOther(Base):
     def forward(self, x):
         h = self.fc1(x)
-        if "cpu" != h.device.type:  # noqa: SIM300
+        if "cpu" != h.device.type:
             h = h[..., :3]
         return self.fc2(F.silu(h))
 
@@ -213,7 +213,7 @@ class InALoop(Sometimes):
                 y = self.norm(x) * (1 + scale[:, None]) + shift[:, None]  # noqa: F821
                 x = self.fc2(F.silu(self.fc1(y)))
             if self.kind == "modulated":
-                scale, shift = self.split(c)
+                scale, shift = self.split(c)  # noqa: RUF059
         return x
 
 

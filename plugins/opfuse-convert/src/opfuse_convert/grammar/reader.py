@@ -262,7 +262,8 @@ class Reader:
     def _compared_device(self, function: Any, *values: Any) -> bool:
         """The result of a comparison of the type of a device, which is noted."""
         a, b = values if len(values) == 2 else (None, None)
-        device, other = (b, a) if isinstance(b, DeviceType) else (a, b)
+        pair: tuple[Any, Any] = (b, a) if isinstance(b, DeviceType) else (a, b)
+        device, other = pair
         is_in = function is operator.contains and device is b and type(other) is tuple
         if not table.is_plain(other) or not (is_in or function in (operator.eq, operator.ne)):
             raise Unreadable("it does more with the type of a device than compare it")
