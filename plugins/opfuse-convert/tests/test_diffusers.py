@@ -134,12 +134,12 @@ BLOCKS = {
             activation_fn="gelu-approximate",
         ),
         {"hidden_states": (*ROWS, D), "timestep": (2, 6 * D)},
-        [WHOLE],
+        [(*WHOLE, *MODULATED)],
     ),
     "Flux": (
         lambda: transformer_flux.FluxTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        [WHOLE, MODULATED, MODULATED],
+        [(*WHOLE, *MODULATED), MODULATED, MODULATED],
     ),
     "Flux, single": (
         lambda: transformer_flux.FluxSingleTransformerBlock(D, 2, 8),
@@ -149,7 +149,7 @@ BLOCKS = {
     "SD3": (
         lambda: attention.JointTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        [WHOLE, MODULATED, MODULATED],
+        [(*WHOLE, *MODULATED), MODULATED, MODULATED],
     ),
     "SD3, the last one": (
         lambda: attention.JointTransformerBlock(D, 2, 8, context_pre_only=True),
@@ -162,7 +162,7 @@ BLOCKS = {
 @needs_diffusers
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name):
-    """A chain of a block's own forward begins at a norm, and ends with the feed-forward."""
+    """A chain begins at a norm, and ends with a feed-forward; the other norm has a chain, too."""
     build, shapes, ops = BLOCKS[name]
     given = dict(zip(shapes, drawn(*shapes.values()), strict=True))
     compare(build, given, ops)

@@ -108,6 +108,13 @@ class Region:
         return len(self.covered) > 1 and bool(much)
 
     @property
+    def is_stateless(self) -> bool:
+        """Whether its chain has no quantizers, draws nothing, and needs no comparison."""
+        every = [op for step in self.steps for op in step.ops]
+        draws = any(isinstance(op, ops.Dropout) or op.num_quantizers("forward") for op in every)
+        return not draws and not any(step.probed for step in self.steps)
+
+    @property
     def keeps_more(self) -> bool:
         """Whether it keeps its input for the backward where the author's own code does not.
 
@@ -148,9 +155,10 @@ class Parser:
         self._module, self._stretch, self._leaf_of = module, stretch, leaf_of
         self._lines: dict[fx.Node, Region] = {}
 
-    def best(self) -> Found | None:
-        """The region that replaces most, or None."""
-        return largest([self._kept(self.line(node)) for node in self._stretch.graph.nodes])
+    def found(self) -> list[Found]:
+        """The regions that chains can replace, at most one that ends at each node."""
+        kept = [self._kept(self.line(node)) for node in self._stretch.graph.nodes]
+        return [each for each in kept if each is not None]
 
     def line(self, node: fx.Node) -> Region:
         """The steps that lead to a node's value, from the first one that they can begin with."""
@@ -345,6 +353,11 @@ class Found(NamedTuple):
     span: Span
     modes: Mapping[fx.Node, Held]
 
+    def is_apart(self, other: Found) -> bool:
+        """Whether the two share neither statements nor modules."""
+        own, others = ({*map(id, each.span.statements())} for each in (self, other))
+        return own.isdisjoint(others) and {*self.span.called}.isdisjoint(other.span.called)
+
 
 class StretchReader(Reader):
     """Records which modules are not ops, and the places that the others look up.
@@ -381,9 +394,24 @@ class StretchReader(Reader):
         return super()._call_module(held, args, kwargs)
 
 
-def largest(found: Iterable[Found | None]) -> Found | None:
-    """The region that replaces most, or None."""
-    return max(filter(None, found), key=lambda each: each.region.weight, default=None)
+def chosen(found: Iterable[Found]) -> list[Found]:
+    """The regions that replace most together: apart from each other, and one of them with state.
+
+    The first is that one, if there is one.
+    """
+    ordered = sorted(found, key=lambda each: (-each.region.weight, each.span.line))
+    with_state = [each for each in ordered if not each.region.is_stateless]
+    ways = [_with_others(first, ordered) for first in (*ordered[:1], *with_state[:1])]
+    return max(ways, key=lambda way: sum(each.region.weight for each in way), default=[])
+
+
+def _with_others(first: Found, others: Iterable[Found]) -> list[Found]:
+    """A region, and those without state that are apart from it and from each other."""
+    kept = [first]
+    for each in others:
+        if each.region.is_stateless and all(map(each.is_apart, kept)):
+            kept.append(each)
+    return kept
 
 
 def dropout_arguments(node: fx.Node) -> dict[str, Any]:

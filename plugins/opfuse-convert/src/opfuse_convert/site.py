@@ -51,10 +51,12 @@ class Site:
 
     Attributes:
         forward: The rewritten forward.
+        further: Conversions of other statements of it, each with a site of its own as ``call``.
         settled: Whether the chain is known to be for the arguments of calls.
     """
 
     forward: Any = None
+    further: Sequence[Conversion] = ()
     settled = False
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -82,6 +83,22 @@ class Span(NamedTuple):
     places: Sequence[Place]
     device_tests: Sequence[DeviceTest]
     is_sure: bool
+
+    @property
+    def line(self) -> int:
+        """Where it begins in the source."""
+        return self.block.body[self.numbers[0]].lineno
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The numbers of the first and the last statement."""
+        return self.block.parts[self.first][1], self.block.parts[self.last][1]
+
+    def statements(self) -> list[ast.AST]:
+        """Its statements, and those in them."""
+        begin, end = self.numbers
+        found = itertools.chain.from_iterable(map(ast.walk, self.block.body[begin : end + 1]))
+        return [node for node in found if isinstance(node, ast.stmt)]
 
 
 class _Frame(Frame):
