@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opfuse
+from opfuse.report.calls import saved_bytes
 
 D, ROWS = 16, (2, 5)
 
@@ -120,8 +121,7 @@ def test_an_adaptive_norm_of_embeddings():
     compare(lambda: normalization.AdaLayerNorm(D, num_embeddings=10), given, [MODULATED])
 
 
-FEED_FORWARD = ("BasicLinear", "Bias", "GELU", "Dropout", "BasicLinear", "Bias")
-WHOLE = (*MODULATED, *FEED_FORWARD)
+WHOLE = (*MODULATED, "BasicLinear", "Bias", "GELU", "BasicLinear", "Bias")
 
 BLOCKS = {
     "PixArt": (
@@ -169,10 +169,13 @@ def test_blocks(name):
 
 
 FEED_FORWARDS = {
-    "gelu": FEED_FORWARD,
-    "gelu-approximate": FEED_FORWARD,
-    "linear-silu": ("BasicLinear", "Bias", "SiLU", "Dropout", "BasicLinear", "Bias"),
+    "gelu": "GELU",
+    "gelu-approximate": "GELU",
+    "linear-silu": "SiLU",
+    "geglu": "GEGLUGateLast",
+    "swiglu": "SwiGLUGateLast",
 }
+"""The activation of each kind; those of diffusers have the gate in the second half."""
 
 
 def feed_forward(kind, dropout=0.0, final=False):
@@ -188,7 +191,8 @@ def test_feed_forwards(kind, final):
     other = copy.deepcopy(module)
     report = opfuse.convert(other)
     ops = {row.cls: row.ops for row in report.converted}["FeedForward"]
-    assert ops == (*FEED_FORWARDS[kind], *["Dropout"] * final)
+    linear = "BasicLinear", "Bias"
+    assert ops == (*linear, FEED_FORWARDS[kind], "Dropout", *linear, *["Dropout"] * final)
     given = {"hidden_states": drawn((*ROWS, D))[0]}
     for training in (False, True, False):
         found = []
@@ -252,6 +256,41 @@ def test_a_whole_dit():
 def test_what_is_left_says_why(build, why):
     report = opfuse.convert(build())
     assert not report.converted and [row.reason for row in report.left] == [why]
+
+
+@needs_diffusers
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_feed_forwards_in_each_dtype(kind):
+    report = compare(lambda: feed_forward(kind), {"hidden_states": drawn((*ROWS, D))[0]}, [])
+    assert "FeedForward" in {row.cls for row in report.converted}
+
+
+@needs_diffusers
+@pytest.mark.parametrize(("kind", "numbers"), [("gelu-approximate", 5), ("geglu", 9)])
+def test_what_a_feed_forward_keeps(kind, numbers):
+    """Multiples of its width: its input, and the input of the activation."""
+    module, (x,) = made(lambda: feed_forward(kind)), drawn((*ROWS, D))
+    opfuse.convert(module)
+    with opfuse.options(prefer="memory"):
+        kept = saved_bytes(lambda: module(x.requires_grad_()), module.parameters())
+    assert kept == numbers * x.nbytes
+
+
+@needs_diffusers
+@pytest.mark.parametrize("before", [0.0, 0.5])
+def test_a_dropout_whose_probability_changes(before):
+    """One of probability 0 is in no chain."""
+    module, (x,) = made(lambda: feed_forward("gelu", before)).train(), drawn((*ROWS, D))
+    opfuse.convert(module)
+    own = opfuse.revert(copy.deepcopy(module))
+    for p in (before, 0.25, 0.0):
+        found = []
+        for each in (module, own):
+            each.net[1].p = p
+            torch.manual_seed(3)
+            found.append(each(x))
+        torch.testing.assert_close(*found)
+        assert (converted(module)[""] == "") == (bool(before) or not p)
 
 
 # The same, as others write it

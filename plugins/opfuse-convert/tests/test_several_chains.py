@@ -185,12 +185,12 @@ class InBranches(Block):
         else:
             x = self.norm2(x) * (1 + scale) + shift
         x = x.cumsum(1)
-        return self.fc2(F.gelu(self.fc1(x)))
+        return x + self.fc2(F.gelu(self.fc1(F.silu(x))))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_chains_in_branches(sign):
-    module, own = pair(InBranches, ops=(*MLP, *NORM, *NORM))
+    module, own = pair(InBranches, ops=("SiLU", *MLP, "AddExtraInput", *NORM, *NORM))
     x, c = drawn()
     given = sign * x.abs(), c
     for one, other in zip(step(module, given), step(own, given), strict=True):

@@ -18,7 +18,7 @@ from opfuse.core.op import BasicOperation
 from .grammar import Held, Reader
 from .grammar.stretches import Span, Stretch
 from .layers import is_patched, original_class
-from .leaves import function_op, gated
+from .leaves import function_op, gate_last, gated
 from .probing import Leaf
 
 _ADDS = operator.add, torch.add
@@ -280,6 +280,8 @@ class Parser:
             if gate is None or {*one.users, *other.users} != {node} or set(inner.users) != {one}:
                 continue
             linears = self._two_linears(inner, other) or self._halves(inner, other)
+            if linears is None and (linears := self._halves(other, inner)) is not None:
+                gate = gate_last(gate)
             if linears is not None:
                 x, step = linears
                 covers = [*step.covers, inner, one, other, node]
@@ -333,8 +335,9 @@ class Parser:
 
 def _part_of(name: str, leaf: Leaf, node: fx.Node) -> RegionPart:
     """The part of a chain for a module of some name, and its node."""
-    constants = [(name, attribute) for attribute in leaf.constants if attribute != "p"]
     dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
+    followed = ["p"] if dropouts else []
+    constants = [(name, attribute) for attribute in leaf.constants if attribute not in followed]
     dropouts += [(op, f"{name}.{below}", False) for op, below in leaf.dropouts]
     reads = [name, *[f"{name}.{below}" for below in leaf.reads]]
     return RegionPart(leaf.ops, [node], (), reads, constants, dropouts, 1, leaf.probed)
@@ -395,21 +398,10 @@ class StretchReader(Reader):
 
 
 def chosen(found: Iterable[Found]) -> list[Found]:
-    """The regions that replace most together: apart from each other, and one of them with state.
-
-    The first is that one, if there is one.
-    """
-    ordered = sorted(found, key=lambda each: (-each.region.weight, each.span.line))
-    with_state = [each for each in ordered if not each.region.is_stateless]
-    ways = [_with_others(first, ordered) for first in (*ordered[:1], *with_state[:1])]
-    return max(ways, key=lambda way: sum(each.region.weight for each in way), default=[])
-
-
-def _with_others(first: Found, others: Iterable[Found]) -> list[Found]:
-    """A region, and those without state that are apart from it and from each other."""
-    kept = [first]
-    for each in others:
-        if each.region.is_stateless and all(map(each.is_apart, kept)):
+    """The region that replaces most, and then others apart from it that have no state."""
+    kept: list[Found] = []
+    for each in sorted(found, key=lambda each: (-each.region.weight, each.span.line)):
+        if not kept or (each.region.is_stateless and all(map(each.is_apart, kept))):
             kept.append(each)
     return kept
 
