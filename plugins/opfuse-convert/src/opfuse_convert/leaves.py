@@ -167,7 +167,8 @@ def _class_with_gate_last(cls: Any) -> Any:
 def gate_last(op: Any) -> Any:
     """The op that does the same where the second half of the features is the gate."""
     more = {"approximate": op.approximate} if isinstance(op, ops.GEGLU) else {}
-    return _class_with_gate_last(type(op))(**more)
+    cls: Any = type(op)
+    return _class_with_gate_last(cls)(**more)
 
 
 def function_op(function: Any, kwargs: dict[str, Any]) -> BasicOperation | None:
