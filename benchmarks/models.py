@@ -11,21 +11,20 @@ python -m benchmarks --suite models --models dit,sd3,flux --ways untuned,untuned
 
 The models are those of transformers and diffusers, with random weights: two layers of width 512,
 512 tokens (a ViT: 4 images of 197 patches). For each model and dtype one process tunes the
-converted model, into a table of its own. Then each way is timed in a process of its own, in rounds with eager: at least
-20, until half the width of a 95 % interval of the median speed is at most 0.02. ``--together``
-times all ways of a model and dtype in the same rounds of one process: so they can be compared with
-each other, and plans share what they compiled and measured. A step is a forward with the loss, and
-the backward. Bytes are what the forward keeps for the backward, apart from parameters. With one
-thread the time is CPU time of the process. The models of a process share their weights, so that it
-does not matter where these lie in memory. ``first_s`` is the first call with its backward, on the
-clock; it is of interest with ``--cold``, where no process finds anything compiled. ``budget-0.5``
-is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it models with a
-cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile layers or the
-model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible. ``untuned``
-is the converted model as it is before ``opfuse.tune``, and ``untuned-memory`` the same under
-``prefer="memory"``. With
-``--adapters fp32`` PEFT puts adapters of rank 16 on all linear layers but the head, and they alone
-train; eager is then eager PEFT.
+converted model, into a table of its own. Then each way is timed in a process of its own, in rounds
+with eager: at least 20, until half the width of a 95 % interval of the median speed is at most
+0.02. ``--together`` times all ways of a model and dtype in the same rounds of one process: so they
+can be compared with each other, and plans share what they compiled and measured. A step is a
+forward with the loss, and the backward. Bytes are what the forward keeps for the backward, apart
+from parameters. With one thread the time is CPU time of the process. The models of a process share
+their weights, so that it does not matter where these lie in memory. ``first_s`` is the first call
+with its backward, on the clock; it is of interest with ``--cold``, where no process finds anything
+compiled. ``budget-0.5`` is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``;
+beside it models with a cache are told not to use it. In ``budget-0.5-compiled`` the plan may also
+compile layers or the model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is
+possible. ``untuned`` is the converted model as it is before ``opfuse.tune``, and ``untuned-memory``
+the same under ``prefer="memory"``. With ``--adapters fp32`` PEFT puts adapters of rank 16 on all
+linear layers but the head, and they alone train; eager is then eager PEFT.
 """
 
 from __future__ import annotations

@@ -79,6 +79,8 @@ def test_each_chain_runs(affine):
     given = drawn()
     torch.testing.assert_close(step(module, given), step(own, given), rtol=1e-10, atol=1e-10)
     assert converted(module)[""] == "" and chains_of(module, given) == 2
+    calls = opfuse.explain(module, *given).calls
+    assert [call.owner for call in calls] == ["Block"] * 2
     torch.testing.assert_close(step(module.eval(), given), step(own.eval(), given))
     assert module.state_dict().keys() == own.state_dict().keys()
     opfuse.revert(module)

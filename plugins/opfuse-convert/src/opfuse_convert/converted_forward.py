@@ -53,6 +53,11 @@ class ConvertedForward(ReplacedForward):
         return None if self._conversion is None else self._conversion.chain
 
     @property
+    def chains(self) -> Sequence[Any]:
+        """That chain, and those of other statements."""
+        return self.chain, *[each.chain for each in self._further]
+
+    @property
     def is_out_of_date(self) -> bool:
         """Whether the module has changed since, so that its own forward runs."""
         if self._guard is None:
