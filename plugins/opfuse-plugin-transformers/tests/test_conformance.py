@@ -36,10 +36,7 @@ CONVERTED = {
         "BertSelfOutput": ("BasicLinear", "Bias", "AddExtraInput", "LayerNorm"),
         "BertSelfAttention": QKV,
     },
-    "vit": {
-        "ViTLayer": (*ADD_NORM, "LayerNorm", *MLP, "AddExtraInput"),
-        "ViTAttention": QKV,
-    },
+    "vit": {"ViTLayer": (*ADD_NORM, "LayerNorm", *MLP, "AddExtraInput"), "ViTAttention": QKV},
     "t5": {},
 }
 MODES = {"fp32": 1e-5, "bf16": 0.05, "autocast": 0.05}
