@@ -7,23 +7,24 @@ python -m benchmarks --suite models --ways budget-0.5,compile-0.5
 python -m benchmarks --suite models --models llama,qwen3 --ways converted,memory --adapters fp32
 python -m benchmarks --suite models --together --ways budget-0.5-compiled,budget-least-compiled
 python -m benchmarks --suite models --models bert,roberta,clip --dtypes fp32 --ways untuned
+python -m benchmarks --suite models --models dit,sd3,flux --ways untuned,untuned-memory
 
-The models are those of transformers, with random weights: two layers of width 512, 512 tokens (a
-ViT: 4 images of 197 patches). For each model and dtype one process tunes the converted model, into
-a table of its own. Then each way is timed in a process of its own, in rounds with eager: at least
-20, until half the width of a 95 % interval of the median speed is at most 0.02. ``--together``
-times all ways of a model and dtype in the same rounds of one process: so they can be compared with
-each other, and plans share what they compiled and measured. A step is a forward with the loss, and
-the backward. Bytes are what the forward keeps for the backward, apart from parameters. With one
-thread the time is CPU time of the process. The models of a process share their weights, so that it
-does not matter where these lie in memory. ``first_s`` is the first call with its backward, on the
-clock; it is of interest with ``--cold``, where no process finds anything compiled. ``budget-0.5``
-is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``; beside it models with a
-cache are told not to use it. In ``budget-0.5-compiled`` the plan may also compile layers or the
-model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is possible. ``untuned``
-is the converted model as it is before ``opfuse.tune``. With
-``--adapters fp32`` PEFT puts adapters of rank 16 on all linear layers but the head, and they alone
-train; eager is then eager PEFT.
+The models are those of transformers and diffusers, with random weights: two layers of width 512,
+512 tokens (a ViT: 4 images of 197 patches). For each model and dtype one process tunes the
+converted model, into a table of its own. Then each way is timed in a process of its own, in rounds
+with eager: at least 20, until half the width of a 95 % interval of the median speed is at most
+0.02. ``--together`` times all ways of a model and dtype in the same rounds of one process: so they
+can be compared with each other, and plans share what they compiled and measured. A step is a
+forward with the loss, and the backward. Bytes are what the forward keeps for the backward, apart
+from parameters. With one thread the time is CPU time of the process. The models of a process share
+their weights, so that it does not matter where these lie in memory. ``first_s`` is the first call
+with its backward, on the clock; it is of interest with ``--cold``, where no process finds anything
+compiled. ``budget-0.5`` is the converted model with the plan of ``opfuse.plan_memory(budget=0.5)``;
+beside it models with a cache are told not to use it. In ``budget-0.5-compiled`` the plan may also
+compile layers or the model, with one of ``SHARES``; ``budget-least`` is the lowest budget that is
+possible. ``untuned`` is the converted model as it is before ``opfuse.tune``, and ``untuned-memory``
+the same under ``prefer="memory"``. With ``--adapters fp32`` PEFT puts adapters of rank 16 on all
+linear layers but the head, and they alone train; eager is then eager PEFT.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ sys.path.insert(0, str(ROOT))
 WIDTH, LAYERS, TOKENS, VOCABULARY = 512, 2, 512, 2048
 MODELS = ("llama", "gpt2", "vit", "bert", "mixtral")
 ENCODERS = ("roberta", "modernbert", "clip", "siglip", "wav2vec2")
-MORE = ("qwen3", "mistral", *ENCODERS)
+DIFFUSION = ("dit", "pixart", "sd3", "flux")
+MORE = ("qwen3", "mistral", *ENCODERS, *DIFFUSION)
 """Models that run if they are named."""
 DTYPES = ("fp32", "bf16", "autocast")
 WAYS = ("converted", "memory", "compile", "compile-0.8", "compile-0.5", "converted-compile")
-OTHERS = "untuned, compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
-KNOWN = r"untuned|compile-(0|1|[01]\.\d+)|budget-(least|1|0\.\d+)(-compiled)?"
+OTHERS = (
+    "untuned, untuned-memory, compile-0.35, budget-0.5, budget-0.5-compiled, budget-least-compiled"
+)
+KNOWN = r"untuned(-memory)?|compile-(0|1|[01]\.\d+)|budget-(least|1|0\.\d+)(-compiled)?"
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.0)
 """The budgets with which a plan of ``budget-0.5-compiled`` may compile."""
 
@@ -101,7 +105,8 @@ def measured(model: str, dtype: str, options: argparse.Namespace) -> list[dict[s
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {"OPFUSE_TUNING": folder}
         ways = [options.ways] if options.together else options.ways.split(",")
-        for part in (*["tune"] * (ways != ["untuned"]), *ways):
+        tuned = any(not way.startswith("untuned") for way in ways)
+        for part in (*["tune"] * tuned, *ways):
             command = [sys.executable, __file__, "--part", part, "--threads", str(options.threads)]
             command += ["--models", model, "--dtypes", dtype]
             command += ["--adapters", options.adapters, "--dropout", str(options.dropout)]
@@ -200,11 +205,10 @@ class Ready:
         import opfuse
 
         how: Any = contextlib.nullcontext()
-        if self._way == "memory":
-            how = opfuse.options(prefer="memory")
-        elif self._way == "untuned":
+        if self._way.startswith("untuned"):
             how = opfuse.plugins.using("-tuning")
-        with how, self._cast:
+        prefer: Any = "memory" if self._way.endswith("memory") else "speed"
+        with how, opfuse.options(prefer=prefer), self._cast:
             return loss_of(self._called(**self._inputs))
 
     def step(self) -> None:
@@ -301,7 +305,40 @@ def built(name: str) -> tuple[Any, dict[str, Any]]:
         return t.ViTForImageClassification(config), images
     if name in ENCODERS:
         return encoder(name, common | wide, still, x)
+    if name in DIFFUSION:
+        return diffusion(name)
     raise SystemExit(f"no model {name!r}: there are {', '.join((*MODELS, *MORE))}")
+
+
+def diffusion(name: str) -> tuple[Any, dict[str, Any]]:
+    """The same for one of ``DIFFUSION``: two latent images of 256 patches, or one of 512."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import diffusers
+    import torch
+
+    sizes = {"num_layers": LAYERS, "num_attention_heads": 8, "attention_head_dim": WIDTH // 8}
+    inputs = {"hidden_states": torch.randn(2, 4, 32, 32), "timestep": torch.tensor([1, 9])}
+    latent = sizes | {"in_channels": 4, "sample_size": 32, "patch_size": 2}
+    words = {"encoder_hidden_states": torch.randn(2, 64, WIDTH)}
+    if name == "dit":
+        inputs |= {"class_labels": torch.tensor([3, 4])}
+        return diffusers.DiTTransformer2DModel(**latent, out_channels=8), inputs
+    if name == "pixart":
+        latent |= {"cross_attention_dim": WIDTH, "caption_channels": WIDTH, "out_channels": 8}
+        made = diffusers.PixArtTransformer2DModel(**latent, use_additional_conditions=False)
+        return made, inputs | words
+    several = {"joint_attention_dim": WIDTH, "pooled_projection_dim": WIDTH}
+    if name == "sd3":
+        latent |= several | {"caption_projection_dim": WIDTH, "pos_embed_max_size": 32}
+        pooled = {"pooled_projections": torch.randn(2, WIDTH)}
+        return diffusers.SD3Transformer2DModel(**latent, out_channels=4), inputs | words | pooled
+    sizes |= several | {"num_single_layers": LAYERS, "in_channels": 16, "patch_size": 1}
+    flux = diffusers.FluxTransformer2DModel(**sizes, axes_dims_rope=(16, 24, 24))
+    inputs = {"hidden_states": torch.randn(1, TOKENS, 16), "timestep": torch.tensor([0.5])}
+    inputs |= {"encoder_hidden_states": words["encoder_hidden_states"][:1]}
+    inputs |= {"pooled_projections": torch.randn(1, WIDTH)}
+    places = {"img_ids": torch.zeros(TOKENS, 3), "txt_ids": torch.zeros(64, 3)}
+    return flux, inputs | places
 
 
 def encoder(name: str, sizes: Any, still: Any, x: Any) -> tuple[Any, dict[str, Any]]:

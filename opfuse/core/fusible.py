@@ -147,6 +147,9 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             ``"fresh"``: newly allocated, no alias anywhere. ``"same"``: ``grad_output`` itself, or
             fresh. ``"shared"`` (default): may alias something the caller sees. It determines
             ``ctx.owns_grad_output`` of the next step.
+        keeps_input_as_first: Whether a fused op of both passes keeps its input only as its first
+            op does, in the same place of that op's context. A step before that ``recomputes`` then
+            computes it again.
         kwarg_names: Names of the keyword arguments it takes through ``op_kwargs``; None: the named
             parameters of ``op_forward``.
         recomputes: Whether ``fuser_recompute`` can return the output of the forward again. A next
@@ -168,6 +171,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
     keeps_rows: bool = False
     casts_input: ClassVar[bool] = False
     batch_invariant: tuple[str, ...] = ()
+    keeps_input_as_first: ClassVar[bool] = False
     kwarg_names: ClassVar[tuple[str, ...] | None] = None
     recomputes: bool = False
     real_numbers: ClassVar[tuple[str, ...]] = ()

@@ -221,7 +221,11 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     found: list[tuple[str, Any, nn.Module]] = []
     if isinstance(model, nn.Module):
         found += [(path, module, module) for path, module in model.named_modules()]
-        found += [(path, each.chain, module) for path, module, each in replaced_forwards(model)]
+        found += [
+            (path, chain, module)
+            for path, module, each in replaced_forwards(model)
+            for chain in each.chains
+        ]
     for path, module, owner in found:
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue

@@ -204,6 +204,11 @@ class ReplacedForward(ABC):
     def chain(self) -> nn.Sequential | None:
         """The chain, an :class:`opfuse.Sequential`; None before the first call makes it."""
 
+    @property
+    def chains(self) -> Sequence[Any]:
+        """All chains that a call of the module runs; :attr:`chain` is the first."""
+        return (self.chain,)
+
     @abstractmethod
     def own_operations(self, module: nn.Module, *given: Tensor) -> Any:
         """Compute the result of the chain by the module's own operations.

@@ -359,6 +359,13 @@ def drop_recomputable(cast: Cast | None, ctx: Any, kept: Any) -> tuple[Any, Usag
     return None, Usage()
 
 
+def drop_among(how: Recompute, ctx: Any, kept: Sequence[Any]) -> tuple[Any, Usage | None]:
+    """The same for an op of a fused op that has not declared what it keeps: all of it comes."""
+    before, rest = kept[: how.place], kept[how.place :]
+    entry, dropped = drop_recomputable(how.cast, ctx, rest[0] if rest else None)
+    return (*before, entry, *rest[1:]) if rest else kept, dropped
+
+
 def recompute(how: Recompute, contexts: Contexts, ctx: Any, usage: Usage) -> None:
     """Restore an input that was not kept.
 

@@ -333,7 +333,8 @@ def _recompute(step: Step, facts: Facts, forward: Sequence[Step]) -> Recompute |
     Returns:
         A note for reports if it cannot: only where the cast of the input is in the way.
     """
-    keeps_anything = step.source and step.passes == "joint"
+    is_joint = step.source and step.passes == "joint"
+    keeps_anything = is_joint and not step.op.keeps_input_as_first
     before = next((s for s in forward if s.start < s.stop == step.start < step.stop), None)
     if before is None or not before.op.recomputes or keeps_anything:
         return ""

@@ -167,6 +167,9 @@ class Forward(Source):
             self.add(f"except AttributeError as error: {refuse}(error, {contexts})")
         for i in program.undeclared:
             self.add(f"s{i} = c{i}.to_save or ()")
+            if (how := program.recomputing.get(i)) is not None:
+                drop = self.call(lines.drop_among, how, at=i)
+                self.add(f"s{i}, ctx.dropped_{i} = {drop}(c{how.step.start}, s{i})")
             self.add(f"ctx.left_{i} = {self.call(lines.attributes_left)}(c{i}), len(s{i})")
             parts.append(f"*s{i}")
         flat = ", ".join(parts)
@@ -174,7 +177,7 @@ class Forward(Source):
             self.add(f"saved = [{flat}]")
             flat = "*saved"
         firsts = {i: first for i, first, _ in program.saved_ranges}
-        for i, how in program.recomputing.items():
+        for i, how in [each for each in program.recomputing.items() if each[0] in firsts]:
             drop = self.call(lines.drop_recomputable, how.cast, at=i)
             at = f"saved[{firsts[i] + how.place}]"
             self.add(f"{at}, ctx.dropped_{i} = {drop}(c{how.step.start}, {at})")

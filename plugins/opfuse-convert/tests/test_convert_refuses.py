@@ -248,6 +248,43 @@ def test_what_a_forward_reads_may_change(monkeypatch):
         assert_same(model, twin, an_input())
 
 
+class Long(Base):
+    def __len__(self):
+        return 0
+
+
+@pytest.mark.parametrize(
+    "held", [{}, [], (), "", nn.ModuleList(), nn.Sequential(), Long(), {"a": 1}, nn.Identity()]
+)
+def test_what_is_empty_counts_as_false(held):
+    def forward(self, x):
+        y = self.a(x)
+        y = F.silu(y) if self.held else F.relu(y)
+        return self.b(y)
+
+    module = model_of(forward)()
+    module.held = held
+    x = an_input()
+    expected = module(x)
+    opfuse.convert(module)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_a_list_that_gets_empty():
+    def forward(self, x):
+        y = self.a(x)
+        y = F.silu(y) if self.layers else F.relu(y)
+        return self.b(y)
+
+    module, x = model_of(forward)(), an_input()
+    opfuse.convert(module)
+    for _ in range(3):
+        own = copy.deepcopy(module)
+        opfuse.revert(own)
+        torch.testing.assert_close(module(x), own(x))
+        del module.layers[-1:]
+
+
 def test_another_layer_and_other_shapes():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
     opfuse.convert(model)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opfuse
+from opfuse.report.calls import saved_bytes
 
 D, ROWS = 16, (2, 5)
 
@@ -120,33 +121,40 @@ def test_an_adaptive_norm_of_embeddings():
     compare(lambda: normalization.AdaLayerNorm(D, num_embeddings=10), given, [MODULATED])
 
 
+WHOLE = (*MODULATED, "BasicLinear", "Bias", "GELU", "BasicLinear", "Bias")
+
 BLOCKS = {
     "PixArt": (
         lambda: attention.BasicTransformerBlock(
-            D, 2, 8, norm_type="ada_norm_single", norm_elementwise_affine=False
+            D,
+            2,
+            8,
+            norm_type="ada_norm_single",
+            norm_elementwise_affine=False,
+            activation_fn="gelu-approximate",
         ),
         {"hidden_states": (*ROWS, D), "timestep": (2, 6 * D)},
-        1,
+        [(*WHOLE, *MODULATED)],
     ),
     "Flux": (
         lambda: transformer_flux.FluxTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        3,
+        [(*WHOLE, *MODULATED), MODULATED, MODULATED],
     ),
     "Flux, single": (
         lambda: transformer_flux.FluxSingleTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        1,
+        [MODULATED],
     ),
     "SD3": (
         lambda: attention.JointTransformerBlock(D, 2, 8),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        3,
+        [(*WHOLE, *MODULATED), MODULATED, MODULATED],
     ),
     "SD3, the last one": (
         lambda: attention.JointTransformerBlock(D, 2, 8, context_pre_only=True),
         {"hidden_states": (*ROWS, D), "encoder_hidden_states": (2, 3, D), "temb": (2, D)},
-        3,
+        [WHOLE, MODULATED, MODULATED],
     ),
 }
 
@@ -154,10 +162,56 @@ BLOCKS = {
 @needs_diffusers
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name):
-    """Of a block's own forward one chain: the norm before the feed-forward and what modulates it."""
-    build, shapes, count = BLOCKS[name]
+    """A chain begins at a norm, and ends with a feed-forward; the other norm has a chain, too."""
+    build, shapes, ops = BLOCKS[name]
     given = dict(zip(shapes, drawn(*shapes.values()), strict=True))
-    compare(build, given, [MODULATED] * count)
+    compare(build, given, ops)
+
+
+FEED_FORWARDS = {
+    "gelu": "GELU",
+    "gelu-approximate": "GELU",
+    "linear-silu": "SiLU",
+    "geglu": "GEGLUGateLast",
+    "swiglu": "SwiGLUGateLast",
+}
+"""The activation of each kind; those of diffusers have the gate in the second half."""
+
+
+def feed_forward(kind, dropout=0.0, final=False):
+    return attention.FeedForward(D, dropout=dropout, activation_fn=kind, final_dropout=final)
+
+
+@needs_diffusers
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_feed_forwards(kind, final):
+    """Its own forward has positional arguments that it ignores, and asks for a keyword."""
+    module = made(lambda: feed_forward(kind, 0.5, final))
+    other = copy.deepcopy(module)
+    report = opfuse.convert(other)
+    ops = {row.cls: row.ops for row in report.converted}["FeedForward"]
+    linear = "BasicLinear", "Bias"
+    assert ops == (*linear, FEED_FORWARDS[kind], "Dropout", *linear, *["Dropout"] * final)
+    given = {"hidden_states": drawn((*ROWS, D))[0]}
+    for training in (False, True, False):
+        found = []
+        for each in (module, other):
+            torch.manual_seed(3)
+            found.append(step(each.train(training), given))
+        for got, wanted in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+        assert converted(other)[""] == ""
+    with pytest.warns(FutureWarning, match="scale"):
+        expected = module(given["hidden_states"], scale=2.0)
+    with pytest.warns(FutureWarning, match="scale"):
+        torch.testing.assert_close(other(given["hidden_states"], scale=2.0), expected)
+    seen = []
+    other.net[0].proj.register_forward_hook(lambda *of: seen.append(of[-1]))
+    torch.testing.assert_close(other(**given), module(**given))
+    assert len(seen) == 1 and "hooks" in converted(other)[""]
+    opfuse.revert(other)
+    torch.testing.assert_close(other(**given), module(**given))
 
 
 @needs_diffusers
@@ -179,11 +233,10 @@ def test_a_whole_dit():
             num_embeds_ada_norm=10,
         ),
         given,
-        [MODULATED] * 2,
+        [WHOLE, MODULATED] * 2,
         std=0.1,  # larger errors of bf16 would grow from block to block
     )
-    left = {row.cls: row.reason for row in report.left}
-    assert "Timesteps cannot be recognised" in left["BasicTransformerBlock"]
+    assert {row.cls for row in report.converted} >= {"BasicTransformerBlock", "FeedForward"}
 
 
 @needs_diffusers
@@ -203,6 +256,48 @@ def test_a_whole_dit():
 def test_what_is_left_says_why(build, why):
     report = opfuse.convert(build())
     assert not report.converted and [row.reason for row in report.left] == [why]
+
+
+@needs_diffusers
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_feed_forwards_in_each_dtype(kind):
+    report = compare(lambda: feed_forward(kind), {"hidden_states": drawn((*ROWS, D))[0]}, [])
+    assert "FeedForward" in {row.cls for row in report.converted}
+
+
+@needs_diffusers
+@pytest.mark.parametrize(
+    ("kind", "eager", "numbers"), [("gelu-approximate", 9, 5), ("geglu", 17, 9)]
+)
+def test_what_a_feed_forward_keeps(kind, eager, numbers):
+    """Multiples of its width: its input, and the input of the activation."""
+    module, (x,) = made(lambda: feed_forward(kind)), drawn((*ROWS, D))
+
+    def kept():
+        count = saved_bytes(lambda: module(x.requires_grad_()), module.parameters())
+        return count / x.nbytes
+
+    assert kept() == eager
+    opfuse.convert(module)
+    with opfuse.options(prefer="memory"):
+        assert kept() == numbers
+
+
+@needs_diffusers
+@pytest.mark.parametrize("before", [0.0, 0.5])
+def test_a_dropout_whose_probability_changes(before):
+    """One of probability 0 is in no chain."""
+    module, (x,) = made(lambda: feed_forward("gelu", before)).train(), drawn((*ROWS, D))
+    opfuse.convert(module)
+    own = opfuse.revert(copy.deepcopy(module))
+    for p in (before, 0.25, 0.0):
+        found = []
+        for each in (module, own):
+            each.net[1].p = p
+            torch.manual_seed(3)
+            found.append(each(x))
+        torch.testing.assert_close(*found)
+        assert (converted(module)[""] == "") == (bool(before) or not p)
 
 
 # The same, as others write it

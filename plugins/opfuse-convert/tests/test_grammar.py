@@ -94,7 +94,12 @@ def values(self, x):
     return self.act(y) * self.gain, self.width
 
 
+def asks_whether_there_is_one(self, x):
+    return self.a(x) if self.a and self.layers and self.act and self.config else x
+
+
 READ = {
+    asks_whether_there_is_one: ["a"],
     straight: ["a", "silu", "b"],
     loops: ["0", "mul", "1", "mul", *["0", "1"], *["1", "0"], "1"],
     helpers: ["a", "add", "mul", "mul", "add"],
@@ -207,6 +212,10 @@ def asks_a_list(self, x):
     return x if self.number in self.numbers else -x
 
 
+def asks_whether_a_list_is_empty(self, x):
+    return x if self.numbers else -x
+
+
 def goes_too_deep(self, x):
     return goes_too_deep(self, x)
 
@@ -219,6 +228,7 @@ LEFT = [
     reads_what_is_gone,
     deletes_an_attribute,
     asks_a_list,
+    asks_whether_a_list_is_empty,
     sets_an_attribute,
     catches,
     asks_a_value,

@@ -96,6 +96,11 @@ def check(chain, x):
         (swiglu(ops.RMSNorm(WIDTH)), WIDTH + 1 + 2 * INNER),
         (plain(ops.LayerNorm(WIDTH)), WIDTH + 2 + INNER),
         (swiglu(ops.RMSNorm(WIDTH), first=side_by_side()), WIDTH + 1 + 2 * INNER),
+        # what is before computes the input of the first linear again
+        (swiglu(ops.SiLU()), WIDTH + 2 * INNER),
+        (swiglu(ops.SiLU(), first=side_by_side()), WIDTH + 2 * INNER),
+        (plain(ops.GELU(approximate="none")), WIDTH + INNER),
+        (swiglu(ops.SiLU(), ops.RMSNorm(WIDTH)), WIDTH + 1 + 2 * INNER),
     ],
 )
 def test_the_numbers_kept_per_row(chain, numbers):

@@ -30,16 +30,13 @@ CONVERTED = {
     "phi3": {"Phi3Attention": TURNS, "Phi3MLP": ("BasicLinear", "SwiGLU", "BasicLinear")},
     "mixtral": {"MixtralAttention": (*QKV, *TURNS), "MixtralExperts": EXPERTS},
     "qwen3_moe": {"Qwen3MoeAttention": (*QKV, *TURNS), "Qwen3MoeExperts": EXPERTS},
-    "gpt2": {"GPT2Block": (*ADD_NORM, "LayerNorm", *MLP, "Dropout", "AddExtraInput")},
+    "gpt2": {"GPT2Block": (*ADD_NORM, "LayerNorm", *MLP, "AddExtraInput")},
     "bert": {
-        "BertLayer": ("MakeExtraOutput", *MLP, "Dropout", "AddExtraInput", "LayerNorm"),
-        "BertSelfOutput": ("BasicLinear", "Bias", "Dropout", "AddExtraInput", "LayerNorm"),
+        "BertLayer": ("MakeExtraOutput", *MLP, "AddExtraInput", "LayerNorm"),
+        "BertSelfOutput": ("BasicLinear", "Bias", "AddExtraInput", "LayerNorm"),
         "BertSelfAttention": QKV,
     },
-    "vit": {
-        "ViTLayer": ("Dropout", *ADD_NORM, "LayerNorm", *MLP, "Dropout", "AddExtraInput"),
-        "ViTAttention": QKV,
-    },
+    "vit": {"ViTLayer": (*ADD_NORM, "LayerNorm", *MLP, "AddExtraInput"), "ViTAttention": QKV},
     "t5": {},
 }
 MODES = {"fp32": 1e-5, "bf16": 0.05, "autocast": 0.05}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,11 @@ from .converter import Conversion
 from .grammar import Unreadable, function_places, parameters_of, table, tree_of
 from .grammar.rewriting import rewritten, unwrapped, wrapped
 from .grammar.stretches import NOT_NONE, UNKNOWN, Survey
+from .guard import unreadable
 from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .probing import Leaf
-from .regions import Found, Parser, Region, StretchReader, dropout_arguments, largest
+from .regions import Found, Parser, Region, StretchReader, chosen, dropout_arguments
 from .site import Site, View
 
 NOTHING = "there is nothing to fuse in it"
@@ -37,7 +39,7 @@ def by_reading(
     facts: Mapping[str, Any] = types.MappingProxyType({}),
     leaf_of: Callable[[nn.Module], Leaf | str] = leaf_of,
 ) -> Conversion | str:
-    """Convert the largest part of a module's forward that ops can compute.
+    """Convert the largest part of a module's forward that ops can compute, and others beside it.
 
     Its forward is read by :mod:`opfuse_convert.grammar`. It runs as its author wrote it, apart from
     the statements that the chain replaces.
@@ -57,28 +59,39 @@ def by_reading(
         tree = copy.deepcopy(tree_of(function))
         names = _parameters(function, facts)
         leaf, reasons = functools.cache(leaf_of), dict[str, str]()
-        reader = functools.partial(StretchReader, leaf, reasons, known)
+        device = next((param.device.type for param in module.parameters()), None)
+        reader = functools.partial(StretchReader, leaf, reasons, known, device)
         survey = Survey(module, function, tree, names, reader)
     except Unreadable as error:
         return f"its forward cannot be read: {error}"
-    found = largest([Parser(module, stretch, leaf).best() for stretch in survey.stretches])
-    if found is None:
+    parsers = [Parser(module, stretch, leaf) for stretch in survey.stretches]
+    found = chosen([each for parser in parsers for each in parser.found()])
+    if not found:
         return next((f"{name}: {why}" for name, why in reasons.items()), NOTHING)
-    drops = [each for step in found.region.steps for each in step.dropouts]
-    dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
     places += [place for each in (function, *around) for place in function_places(each)]
     cls = original_class(type(module))
-    defaults = {name: value for name, value in names.items() if value is not UNKNOWN}
-    site = Site(
-        found.span,
-        [[View.of(node) for node in extra.views] for extra in found.region.extras],
-        dropouts,
+    site_of = functools.partial(
+        _site_of,
+        module,
         (cls, cls.forward, places),
         lambda facts: by_reading(module, known=known, facts=facts, leaf_of=leaf_of),
-        defaults,
+        {name: value for name, value in names.items() if value is not UNKNOWN},
     )
-    site.forward = wrapped(rewritten(function, tree, found.span, survey.own, site), around)
-    return _conversion(found, site, lambda name: leaf(module.get_submodule(name)))
+    sites = [site_of(each) for each in found]
+    spans = [each.span for each in found]
+    sites[0].forward = wrapped(rewritten(function, tree, spans, survey.own, sites), around)
+    of = lambda name: leaf(module.get_submodule(name))  # noqa: E731
+    first, *others = [_conversion(*pair, of) for pair in zip(found, sites, strict=True)]
+    sites[0].further = [each for each in others if not unreadable(module, each.reads)]
+    return dataclasses.replace(first, also=[each.chain for each in sites[0].further])
+
+
+def _site_of(module: nn.Module, origin: Any, again: Any, defaults: Any, found: Found) -> Site:
+    """The site of a chain; see there."""
+    drops = [each for step in found.region.steps for each in step.dropouts]
+    dropouts = [(op, module.get_submodule(name), has_p) for op, name, has_p in drops]
+    views = [[View.of(node) for node in extra.views] for extra in found.region.extras]
+    return Site(found.span, views, dropouts, origin, again, defaults)
 
 
 def _conversion(found: Found, site: Site, leaf: Callable[[str], Any]) -> Conversion:

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
-from opfuse.report.replaced_forward import MEMORY, ReplacedForward
+from opfuse.report.replaced_forward import KEPT_AS, MEMORY, ReplacedForward
 from opfuse.tuning.table import Measurement
 
 from . import choosing
@@ -44,12 +44,18 @@ class ConvertedForward(ReplacedForward):
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
         self._converter, self.plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
+        self._further: list[ConvertedForward] = []  # each with one of the other chains
         self.choice = choosing.MeasuredChoice(converter.name, plugin)
 
     @property
     def chain(self) -> nn.Sequential | None:
         """The chain; None in a copy until its first call."""
         return None if self._conversion is None else self._conversion.chain
+
+    @property
+    def chains(self) -> Sequence[Any]:
+        """That chain, and those of other statements."""
+        return self.chain, *[each.chain for each in self._further]
 
     @property
     def is_out_of_date(self) -> bool:
@@ -87,6 +93,10 @@ class ConvertedForward(ReplacedForward):
         self._title = choosing.title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
+        of_call = getattr(self._conversion.call, "further", ())
+        self._further = [ConvertedForward(self._converter, self.plugin, each) for each in of_call]
+        for each in self._further:
+            each.seal(module)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module's forward through the chain, or NotImplemented."""
@@ -125,10 +135,10 @@ class ConvertedForward(ReplacedForward):
     def at_site(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
         """Compute the results of some statements of a rewritten forward by the chain, or None."""
         made: Any = self._conversion
-        if self.off or made is None or made.call is not site or self._guard is None:
+        if self.off or made is None or self._guard is None or self._guard.module is not module:
             return None
-        if self._guard.module is not module:
-            return None
+        if made.call is not site:
+            return self._at_further(site, module, values)
         given = site.taken(values)
         why = site.refusal(values) or self._changed_or_refused(module, *given)
         if why:
@@ -138,6 +148,13 @@ class ConvertedForward(ReplacedForward):
         if not is_dynamo_compiling():
             self.fallback = ""
         return site.results(values, self._through_chain(module, *given))
+
+    def _at_further(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
+        """The same for one of the further chains, if it is the site of one."""
+        for each in self._further:
+            if each._conversion.call is site:  # type: ignore[union-attr]
+                return each.at_site(site, module, values)
+        return None
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
         """Return why the chain must not run for these values, or ``""``."""
@@ -224,7 +241,7 @@ class ConvertedForward(ReplacedForward):
         made: Any = self._conversion
         if made.separate is not None:
             why = self._refusal(module, x, *extras)
-            if current.recorder is not None:
+            if current.recorders:
                 self._record(module, (x, *extras))
             if not is_dynamo_compiling():
                 self.fallback = why
@@ -235,7 +252,8 @@ class ConvertedForward(ReplacedForward):
     def _through_chain(self, module: nn.Module, *given: Any) -> Any:
         """Run the chain, as a memory plan says."""
         chain: Any = self._conversion.chain  # type: ignore[union-attr]
-        memory = vars(module).get(MEMORY)
+        is_first = vars(module).get(KEPT_AS) is self  # a plan for memory is for that one
+        memory = vars(module).get(MEMORY) if is_first else None
         return chain(*given) if memory is None else memory.call_chain(module, chain, given)
 
     def in_graphs(self) -> bool:

@@ -114,7 +114,8 @@ _KNOWN: dict[type, Any] = {
     nn.GELU: lambda module: Leaf([ops.GELU(approximate=module.approximate)]),
     nn.SiLU: lambda module: Leaf([ops.SiLU()]),
     nn.ReLU: lambda module: Leaf([ops.ReLU()]),
-    nn.Dropout: lambda module: Leaf([ops.Dropout(module.p)]),
+    # one that drops nothing would only stand between ops that are fused
+    nn.Dropout: lambda module: Leaf([ops.Dropout(module.p)] if module.p else ()),
     nn.Identity: lambda module: Leaf(()),
 }
 
@@ -141,6 +142,33 @@ def gated(act: Any) -> BasicOperation | None:
         return ops.GEGLU(approximate=act.approximate)
     cls = GATED.get(type(act))
     return None if cls is None else cls()
+
+
+class _GateLast(ops.GatedActivation):
+    """A gated activation whose gate is the second half, as in diffusers."""
+
+    deterministic = True
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gate and the linear half."""
+        linear, gate = super().split(x)
+        return gate, linear
+
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        """The inverse of that."""
+        return super().join(b, a)
+
+
+@functools.cache
+def _class_with_gate_last(cls: Any) -> Any:
+    return type(f"{cls.__name__}GateLast", (_GateLast, cls), {"__module__": __name__})
+
+
+def gate_last(op: Any) -> Any:
+    """The op that does the same where the second half of the features is the gate."""
+    more = {"approximate": op.approximate} if isinstance(op, ops.GEGLU) else {}
+    cls: Any = type(op)
+    return _class_with_gate_last(cls)(**more)
 
 
 def function_op(function: Any, kwargs: dict[str, Any]) -> BasicOperation | None:

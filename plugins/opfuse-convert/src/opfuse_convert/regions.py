@@ -18,7 +18,7 @@ from opfuse.core.op import BasicOperation
 from .grammar import Held, Reader
 from .grammar.stretches import Span, Stretch
 from .layers import is_patched, original_class
-from .leaves import function_op, gated
+from .leaves import function_op, gate_last, gated
 from .probing import Leaf
 
 _ADDS = operator.add, torch.add
@@ -108,6 +108,13 @@ class Region:
         return len(self.covered) > 1 and bool(much)
 
     @property
+    def is_stateless(self) -> bool:
+        """Whether its chain has no quantizers, draws nothing, and needs no comparison."""
+        every = [op for step in self.steps for op in step.ops]
+        draws = any(isinstance(op, ops.Dropout) or op.num_quantizers("forward") for op in every)
+        return not draws and not any(step.probed for step in self.steps)
+
+    @property
     def keeps_more(self) -> bool:
         """Whether it keeps its input for the backward where the author's own code does not.
 
@@ -148,9 +155,10 @@ class Parser:
         self._module, self._stretch, self._leaf_of = module, stretch, leaf_of
         self._lines: dict[fx.Node, Region] = {}
 
-    def best(self) -> Found | None:
-        """The region that replaces most, or None."""
-        return largest([self._kept(self.line(node)) for node in self._stretch.graph.nodes])
+    def found(self) -> list[Found]:
+        """The regions that chains can replace, at most one that ends at each node."""
+        kept = [self._kept(self.line(node)) for node in self._stretch.graph.nodes]
+        return [each for each in kept if each is not None]
 
     def line(self, node: fx.Node) -> Region:
         """The steps that lead to a node's value, from the first one that they can begin with."""
@@ -272,6 +280,8 @@ class Parser:
             if gate is None or {*one.users, *other.users} != {node} or set(inner.users) != {one}:
                 continue
             linears = self._two_linears(inner, other) or self._halves(inner, other)
+            if linears is None and (linears := self._halves(other, inner)) is not None:
+                gate = gate_last(gate)
             if linears is not None:
                 x, step = linears
                 covers = [*step.covers, inner, one, other, node]
@@ -325,8 +335,9 @@ class Parser:
 
 def _part_of(name: str, leaf: Leaf, node: fx.Node) -> RegionPart:
     """The part of a chain for a module of some name, and its node."""
-    constants = [(name, attribute) for attribute in leaf.constants if attribute != "p"]
     dropouts = [(op, name, True) for op in leaf.ops if isinstance(op, ops.Dropout)]
+    followed = ["p"] if dropouts else []
+    constants = [(name, attribute) for attribute in leaf.constants if attribute not in followed]
     dropouts += [(op, f"{name}.{below}", False) for op, below in leaf.dropouts]
     reads = [name, *[f"{name}.{below}" for below in leaf.reads]]
     return RegionPart(leaf.ops, [node], (), reads, constants, dropouts, 1, leaf.probed)
@@ -345,6 +356,11 @@ class Found(NamedTuple):
     span: Span
     modes: Mapping[fx.Node, Held]
 
+    def is_apart(self, other: Found) -> bool:
+        """Whether the two share neither statements nor modules."""
+        own, others = ({*map(id, each.span.statements())} for each in (self, other))
+        return own.isdisjoint(others) and {*self.span.called}.isdisjoint(other.span.called)
+
 
 class StretchReader(Reader):
     """Records which modules are not ops, and the places that the others look up.
@@ -353,13 +369,20 @@ class StretchReader(Reader):
         leaf_of: The ops of a module.
         reasons: Gets the reasons why modules without children are not ops, by dotted name.
         known: See :class:`opfuse_convert.grammar.Reader`.
+        device: See there.
         graph: Gets the nodes.
     """
 
     def __init__(
-        self, leaf_of: _LeafOf, reasons: dict[str, str], known: Mapping[Any, Any], graph: fx.Graph
+        self,
+        leaf_of: _LeafOf,
+        reasons: dict[str, str],
+        known: Mapping[Any, Any],
+        device: str | None,
+        graph: fx.Graph,
     ) -> None:
-        super().__init__(graph, lambda of: isinstance(leaf_of(of), Leaf), known, original_class)
+        is_leaf = lambda of: isinstance(leaf_of(of), Leaf)  # noqa: E731
+        super().__init__(graph, is_leaf, known, original_class, device)
         self._leaf_of, self._reasons = leaf_of, reasons
 
     def _call_module(self, held: Held, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -374,9 +397,13 @@ class StretchReader(Reader):
         return super()._call_module(held, args, kwargs)
 
 
-def largest(found: Iterable[Found | None]) -> Found | None:
-    """The region that replaces most, or None."""
-    return max(filter(None, found), key=lambda each: each.region.weight, default=None)
+def chosen(found: Iterable[Found]) -> list[Found]:
+    """The region that replaces most, and then others apart from it that have no state."""
+    kept: list[Found] = []
+    for each in sorted(found, key=lambda each: (-each.region.weight, each.span.line)):
+        if not kept or (each.region.is_stateless and all(map(each.is_apart, kept))):
+            kept.append(each)
+    return kept
 
 
 def dropout_arguments(node: fx.Node) -> dict[str, Any]:

@@ -51,10 +51,12 @@ class Site:
 
     Attributes:
         forward: The rewritten forward.
+        further: Conversions of other statements of it, each with a site of its own as ``call``.
         settled: Whether the chain is known to be for the arguments of calls.
     """
 
     forward: Any = None
+    further: Sequence[Conversion] = ()
     settled = False
 
     def __init__(
@@ -70,6 +72,7 @@ class Site:
         self._same = [len(names) for names in span.same]
         self._first, self._views = len(self.assumed) + sum(self._same), views
         self._results = [*span.results.values()]
+        self._tests = [(test.names, test.is_one) for test in span.device_tests]
         self.dropouts, self.again = dropouts, again
         self._origin, self._defaults = origin, defaults
         self._looked_up = [(place.where.get, place.name, place.value, place) for place in origin[2]]
@@ -94,6 +97,10 @@ class Site:
             if any([value is not values[begin] for value in values[begin : begin + count]]):
                 return "the chain is for one value where it has two"
             begin += count
+        for names, is_one in self._tests:
+            for value in values[begin:]:
+                if isinstance(value, Tensor) and (value.device.type in names) is not is_one:
+                    return f"its input is on {value.device.type}"
         return ""
 
     def change(self) -> str:

@@ -44,6 +44,7 @@ class MLP(FusedOperation):
     """
 
     grad_input = "fresh"
+    keeps_input_as_first = True
 
     def __init__(self, basic_ops: Sequence[Any]) -> None:
         super().__init__(basic_ops)

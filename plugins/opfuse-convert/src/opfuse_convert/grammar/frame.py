@@ -174,7 +174,13 @@ class Frame:
         name = node.attr
         if name.startswith("__") and not name.endswith("__"):
             raise Unreadable(f"it has a private name ({name})")
-        return self.reader.attribute(self.expression(node.value), name)
+        of = node.value
+        if name == "type" and isinstance(of, ast.Attribute) and of.attr == "device":
+            owner = self.expression(of.value)
+            if isinstance(owner, fx.Node):
+                return self.reader.device_type(owner)
+            return self.reader.attribute(self.reader.attribute(owner, of.attr), name)
+        return self.reader.attribute(self.expression(of), name)
 
     def _of_tuple(self, node: ast.Tuple) -> Any:
         found = self._of_list(node)
@@ -217,7 +223,8 @@ class Frame:
         if kind in ("Is", "IsNot"):
             return self._is_none(a, b) is (kind == "Is")
         if kind in ("In", "NotIn"):
-            found = self.reader.computed(operator.contains, tuple(b) if type(b) is list else b, a)
+            b = tuple(b) if type(b) in (list, dict) else b
+            found = self.reader.computed(operator.contains, b, a)
             return found if kind == "In" else not self.reader.decided(found)
         return self.reader.computed(_operator(node.ops[0]), a, b)
 

@@ -10,10 +10,10 @@ stays as it was:
 - attributes of modules and objects that are plain values, parameters, buffers or functions, found
   where attributes are kept: no property, no ``__getattr__``;
 - plain values and functions in globals, in enclosing functions and in modules;
-- conditions on such values, on whether they are in a literal tuple or list, and on whether an
-  argument is None;
+- conditions on such values, on whether they are in a literal tuple or list, on whether an argument
+  is None, and on the type of the device of a value, as in ``x.device.type == "mps"``;
 - functions, methods and ``functools.partial`` whose code is in the grammar, and ``**kwargs`` that
-  are passed on.
+  are passed on, or asked for a key.
 
 Branches that are not taken are not read.
 """
@@ -21,6 +21,7 @@ Branches that are not taken are not read.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,9 +30,18 @@ from torch import Tensor, fx, nn
 
 from . import table
 from .frame import Frame, bound
-from .reads import MISSING, Place, attribute_places, behind_places, function_places, key_place
+from .reads import (
+    MISSING,
+    Attributes,
+    Place,
+    attribute_places,
+    behind_places,
+    class_places,
+    function_places,
+    key_place,
+)
 from .source import Unreadable, result_of_call, tree_of
-from .values import Bound, Callee, Held, Mode, Parts, Thing
+from .values import Bound, Callee, DeviceTest, DeviceType, Held, Mode, Parts, Thing
 
 _DEEPEST = 16
 _MOST_WAYS = 64
@@ -46,11 +56,13 @@ class Reader:
         is_leaf: Whether a call of a module stays a call; the code of other modules is read.
         known: Functions that have their own readers: each gets the reader and the values given.
         class_of: The class of a module as its author wrote it.
+        device: The type of the device on which values are taken to be; None: it is unknown.
 
     Attributes:
         places: Where everything was looked up.
         called: Dotted names of the modules that are called.
         modes: Nodes whose argument ``training`` is the mode of a module.
+        device_tests: Comparisons that were decided by ``device``.
         is_rough: Whether a value may replace its parts in a tuple and among arguments.
     """
 
@@ -62,11 +74,14 @@ class Reader:
         is_leaf: Callable[[nn.Module], bool],
         known: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
         class_of: Callable[[type], type] = lambda cls: cls,
+        device: str | None = None,
     ) -> None:
         self.graph, self.is_leaf, self.known, self.class_of = graph, is_leaf, known, class_of
         self.places: list[Place] = []
         self.called: list[str] = []
         self.modes: dict[fx.Node, Held] = {}
+        self.device_tests: list[DeviceTest] = []
+        self._device = device
         self._depth = 0
 
     # Functions
@@ -86,6 +101,10 @@ class Reader:
         function, own = callee
         if isinstance(own, fx.Node):
             return self.node("call_method", function, [own, *args], kwargs)
+        if isinstance(own, dict):
+            if kwargs or len(args) not in (1, 2) or type(args[0]) is not str:
+                raise Unreadable("it asks for an unknown key")
+            return own.get(*args)
         if own is not MISSING:
             args = [own, *args]
         if function in self.known:
@@ -219,6 +238,8 @@ class Reader:
             raise Unreadable(f"it asks a value for .{name}")
         if isinstance(value, Held):
             return self._of_module(value, name)
+        if type(value) is dict and name == "get":
+            return Callee(name, value)
         if not isinstance(value, (types.ModuleType, Thing)):
             raise Unreadable(f"it asks for an unknown attribute .{name}")
         owner, of = value if isinstance(value, Thing) else (value, value.__name__)
@@ -227,6 +248,28 @@ class Reader:
         if isinstance(found, types.FunctionType) and found is not vars(owner).get(name):
             raise Unreadable(f"it calls {what}()")
         return self.value(found, what)
+
+    def device_type(self, value: fx.Node) -> DeviceType:
+        """The type of the device of a value.
+
+        Raises:
+            Unreadable: It is unknown.
+        """
+        if self._device is None:
+            raise Unreadable("it asks on which device a value is")
+        return DeviceType(value)
+
+    def _compared_device(self, function: Any, *values: Any) -> bool:
+        """The result of a comparison of the type of a device, which is noted."""
+        a, b = values if len(values) == 2 else (None, None)
+        pair: tuple[Any, Any] = (b, a) if isinstance(b, DeviceType) else (a, b)
+        device, other = pair
+        is_in = function is operator.contains and device is b and type(other) is tuple
+        if not table.is_plain(other) or not (is_in or function in (operator.eq, operator.ne)):
+            raise Unreadable("it does more with the type of a device than compare it")
+        names = other if is_in else (other,)
+        self.device_tests.append(DeviceTest(device.of, names, self._device in names))
+        return (self._device in names) is not (function is operator.ne)
 
     def _of_module(self, held: Held, name: str) -> Any:
         what, module = f"{held.path}.{name}".lstrip("."), held.module
@@ -255,9 +298,27 @@ class Reader:
             module: Any = vars(value.of.module)
             self.places.append(Place(module, "training", module["training"], "training"))
             return bool(module["training"])
-        if table.is_plain(value) or isinstance(value, tuple):
+        if isinstance(value, Held) and isinstance(value.module, _LISTS):
+            return bool(self.members(value))
+        if isinstance(value, (Held, Thing)):
+            return self._is_true(value)
+        if table.is_plain(value) or type(value) in (tuple, dict, Bound, Callee):
             return bool(value)
         raise Unreadable("it branches on a value")
+
+    def _is_true(self, value: Held | Thing) -> bool:
+        """Whether an object counts as true: it does if its class does not say otherwise."""
+        owner: Any = value.module if isinstance(value, Held) else value.value
+        what = value.path or "it" if isinstance(value, Held) else value.what
+        cls = self.class_of(type(owner)) if isinstance(value, Held) else type(owner)
+        if isinstance(value, Thing):
+            self.places.append(Place(Attributes(owner), "__class__", cls, what))
+        for name in ("__bool__", "__len__"):
+            found, places = class_places(cls, name, what)
+            self.places += places
+            if found is not MISSING:
+                raise Unreadable(f"it branches on {what}, which may be empty")
+        return True
 
     def node(self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A node of the graph."""
@@ -278,6 +339,8 @@ class Reader:
 
     def computed(self, function: Any, *values: Any) -> Any:
         """The result of an operator, or its node."""
+        if any(isinstance(value, DeviceType) for value in values):
+            return self._compared_device(function, *values)
         if any(isinstance(value, fx.Node) for value in values):
             return self.node("call_function", function, values, {})
         if not all(map(table.is_plain, values)):

@@ -13,10 +13,11 @@ from .source import compiled_like, like
 from .statements import TEMP
 
 _SITE, _RESULT = f"{TEMP}site", f"{TEMP}result"
+_GIVEN, _NOT_SET = f"{TEMP}given", f"{TEMP}not_set"
 
 
 def rewritten(
-    function: types.FunctionType, tree: ast.FunctionDef, found: Any, own: str, site: Any
+    function: types.FunctionType, tree: ast.FunctionDef, spans: Sequence[Any], own: str, sites: Any
 ) -> Any:
     """Rewrite a function so that it asks a site before some statements.
 
@@ -26,23 +27,33 @@ def rewritten(
     Args:
         function: The function.
         tree: Its tree, which is changed.
-        found: The :class:`~opfuse_convert.grammar.stretches.Span` of these statements. Its body is
-            a list of the tree.
+        spans: A :class:`~opfuse_convert.grammar.stretches.Span` of statements for each site. Their
+            bodies are lists of the tree. They share no statements.
         own: The name of ``self``.
-        site: The site.
+        sites: The sites.
     """
+    cells = {f"{_SITE}_{number}": site for number, site in enumerate(sites)}
+    # from the last one on, so that the numbers of statements before it stay
+    for span, name in sorted(zip(spans, cells, strict=True), key=lambda pair: pair[0].numbers)[
+        ::-1
+    ]:
+        _replace(span, own, name)
+    return compiled_like(function, tree, **cells, **{_NOT_SET: UnboundLocalError})
+
+
+def _replace(found: Any, own: str, site: str) -> None:
+    """Ask a site, by its name, in front of the statements of a span."""
     (body, parts, _), first, last = found.block, found.first, found.last
-    begin, end = parts[first][1], parts[last][1]
+    begin, end = found.numbers
     numbers = [n for n, (_, origin) in enumerate(parts) if begin <= origin <= end]
     ahead = [parts[n][0] for n in numbers if n < first]
     inside = [parts[n][0] for n in range(first, last + 1)]
     behind = [parts[n][0] for n in numbers if n > last]
     written = _freeing(inside) if ahead or behind else body[begin : end + 1]
-    new = [*_freeing(ahead), *_asking(found, own, written, inside), *_freeing(behind)]
+    new = [*_freeing(ahead), *_asking(found, own, site, written, inside), *_freeing(behind)]
     for made in new:
         ast.copy_location(made, inside[0])
     body[begin : end + 1] = new
-    return compiled_like(function, tree, **{_SITE: site})
 
 
 def _freeing(steps: Sequence[ast.stmt]) -> list[ast.stmt]:
@@ -67,10 +78,13 @@ def _deleting(names: Sequence[str], at: ast.stmt) -> list[ast.stmt]:
 
 
 def _asking(
-    found: Any, own: str, written: Sequence[ast.stmt], inside: Sequence[ast.stmt]
+    found: Any, own: str, site: str, written: Sequence[ast.stmt], inside: Sequence[ast.stmt]
 ) -> list[ast.stmt]:
     given = [own, *found.assumed, *[n for names in found.same for n in names], *found.entering]
-    call = ast.Call(_read(_SITE), [_read(name) for name in given], [])
+    values: list[ast.expr] = [_read(name) for name in given]
+    asked: list[ast.stmt] = [_setting(_RESULT, ast.Call(_read(site), values, []))]
+    if not found.is_sure:
+        asked = _asking_if_set(site, values)
     names: list[ast.expr] = [ast.Name(name, ast.Store()) for name in found.results]
     made = {name for step in inside for name in statements.stores(step)}
     used = {name for step in inside for name in statements.loads(step)}
@@ -78,10 +92,23 @@ def _asking(
     taken = ast.Assign([ast.Tuple(names, ast.Store())], _read(_RESULT))
     refused = ast.Compare(_read(_RESULT), [ast.Is()], [ast.Constant(None)])
     return [
-        ast.Assign([ast.Name(_RESULT, ast.Store())], call),
+        *asked,
         ast.If(refused, [*written], [taken, *_deleting(freed, inside[0])]),
         ast.Delete([ast.Name(_RESULT, ast.Del())]),
     ]
+
+
+def _asking_if_set(site: str, values: Sequence[ast.expr]) -> list[ast.stmt]:
+    """The call of the site, unless one of the names that it is given has no value."""
+    made = _setting(_GIVEN, ast.Tuple([*values], ast.Load()))
+    missing = ast.ExceptHandler(_read(_NOT_SET), None, [_setting(_RESULT, ast.Constant(None))])
+    call = ast.Call(_read(site), [ast.Starred(_read(_GIVEN), ast.Load())], [])
+    freed = ast.Delete([ast.Name(_GIVEN, ast.Del())])
+    return [ast.Try([made], [missing], [_setting(_RESULT, call), freed], [])]
+
+
+def _setting(name: str, value: ast.expr) -> ast.stmt:
+    return ast.Assign([ast.Name(name, ast.Store())], value)
 
 
 def _read(name: str) -> ast.Name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,10 +16,13 @@ from .reader import Reader
 from .reads import MISSING, Place
 from .source import Unreadable
 from .statements import TEMP, Flattener, Loop
-from .values import Callee, Held, Thing
+from .values import Callee, DeviceTest, Held, Thing
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "some value"})()
 """Marks a local name whose value is unknown."""
+
+MAYBE_SET: Any = type("MaybeSet", (), {"__repr__": lambda self: "some value, or none"})()
+"""Marks a local name that may not have a value."""
 
 NOT_NONE: Any = type("NotNone", (), {"__repr__": lambda self: "another value"})()
 """Marks one that is known not to be None."""
@@ -37,6 +41,7 @@ class Read(NamedTuple):
         asked: Names that it compares with None.
         called: Dotted names of the modules that it calls.
         places: Where it looked things up.
+        device_tests: The comparisons of devices that it depends on.
     """
 
     node: ast.stmt
@@ -45,6 +50,7 @@ class Read(NamedTuple):
     asked: Sequence[str]
     called: Sequence[str]
     places: Sequence[Place]
+    device_tests: Sequence[DeviceTest]
 
 
 class Span(NamedTuple):
@@ -61,6 +67,8 @@ class Span(NamedTuple):
         gone: Names that have a value before it, and none after it.
         called: Dotted names of the modules that are called in it.
         places: Where things were looked up.
+        device_tests: Comparisons of the devices of values that it takes or computes.
+        is_sure: Whether all names that it takes have values whenever it is reached.
     """
 
     block: CodeBlock
@@ -73,6 +81,24 @@ class Span(NamedTuple):
     gone: Sequence[str]
     called: Sequence[str]
     places: Sequence[Place]
+    device_tests: Sequence[DeviceTest]
+    is_sure: bool
+
+    @property
+    def line(self) -> int:
+        """Where it begins in the source."""
+        return self.block.body[self.numbers[0]].lineno
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The numbers of the first and the last statement."""
+        return self.block.parts[self.first][1], self.block.parts[self.last][1]
+
+    def statements(self) -> list[ast.AST]:
+        """Its statements, and those in them."""
+        begin, end = self.numbers
+        found = itertools.chain.from_iterable(map(ast.walk, self.block.body[begin : end + 1]))
+        return [node for node in found if isinstance(node, ast.stmt)]
 
 
 class _Frame(Frame):
@@ -82,6 +108,7 @@ class _Frame(Frame):
         self.reader, self.function, self.names = reader, function, {}
         self._local = local
         self.not_none: dict[fx.Node, str] = {}
+        self.maybe_set: set[fx.Node] = set()
         self.asked: list[str] = []
 
     def _is_none(self, a: Any, b: Any) -> bool:
@@ -113,10 +140,12 @@ class Stretch:
         self._reader, self._own = survey.reader(self.graph), survey.own
         self._frame = _Frame(self._reader, survey.function, survey.local)
         for name, value in names.items():
-            if value is UNKNOWN or value is NOT_NONE:
+            if any(value is mark for mark in (UNKNOWN, NOT_NONE, MAYBE_SET)):
                 node = self.graph.placeholder(name)
                 if value is NOT_NONE:
                     self._frame.not_none[node] = name
+                elif value is MAYBE_SET:
+                    self._frame.maybe_set.add(node)
                 value = node
             self._frame.names[name] = value
         self.names, self.modes = self._frame.names, self._reader.modes
@@ -126,14 +155,14 @@ class Stretch:
         """Read a step if it is in the grammar, and return whether it is."""
         reader, frame = self._reader, self._frame
         before, count = dict(frame.names), len(self.graph.nodes)
-        reader.places, reader.called, frame.asked = [], [], []
+        reader.places, reader.called, reader.device_tests, frame.asked = [], [], [], []
         try:
             fits = frame.statement(node) is MISSING
         except (Unreadable, RecursionError):
             fits = False
         nodes = [*self.graph.nodes][count:]
         if fits:
-            kept = tuple(frame.asked), tuple(reader.called), tuple(reader.places)
+            kept = frame.asked, reader.called, reader.places, reader.device_tests
             self._reads.append(Read(node, nodes, before, *kept))
             return True
         self._erase(nodes)
@@ -164,14 +193,16 @@ class Stretch:
             return found
         sure = statements.surely([node]) or frozenset()
         for name in statements.stores(node):
-            if name in found or name in sure:
-                found[name] = UNKNOWN
+            is_set = name in sure or found.get(name, MAYBE_SET) is not MAYBE_SET
+            found[name] = UNKNOWN if is_set else MAYBE_SET
         for name in statements.deletes(node):
             found.pop(name, None)
         return found
 
     def _carried(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
+            if value in self._frame.maybe_set:
+                return MAYBE_SET
             return NOT_NONE if value in self._frame.not_none else UNKNOWN
         return UNKNOWN if object_of(value) is MISSING else value
 
@@ -204,7 +235,9 @@ class Stretch:
         after = self._reads[last + 1].before if last + 1 < len(self._reads) else self.names
         assumed, known = self._taken(span, before)
         unknown = any(object_of(value) is MISSING for value in assumed.values())
-        if unknown or not known.keys() >= {*enters}:
+        tests = [test for read in span for test in read.device_tests]
+        here = covered | {*enters}
+        if unknown or not known.keys() >= {*enters} or not all(test.of in here for test in tests):
             return None
         entering = [known[node][0] for node in enters]
         live = self._block.lives[self._first + last + 1]
@@ -222,6 +255,8 @@ class Stretch:
             sorted(before.keys() - after.keys()),
             [name for read in span for name in read.called],
             [place for read in span for place in read.places],
+            tests,
+            self._frame.maybe_set.isdisjoint(known),
         )
 
     def _taken(
@@ -388,7 +423,9 @@ class Survey:
         """Look into a block of a statement."""
         if isinstance(step, (ast.For, ast.While)):
             again = statements.stores(step)
-            names = {k: UNKNOWN if k in again else v for k, v in names.items()}
+            loose = {k for k, v in names.items() if k in again and v is not MAYBE_SET}
+            rest = dict.fromkeys(again, MAYBE_SET)  # set in an earlier round, if there was one
+            names = {**rest, **names, **dict.fromkeys(loose, UNKNOWN)}
             if body is step.body:
                 loop = statements.live_at_loop(step, after)
                 if isinstance(step, ast.For):

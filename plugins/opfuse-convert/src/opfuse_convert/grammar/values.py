@@ -27,6 +27,26 @@ class Mode(NamedTuple):
     of: Held
 
 
+class DeviceType(NamedTuple):
+    """The type of the device of a value, such as ``"cuda"``; it may only be compared."""
+
+    of: fx.Node
+
+
+class DeviceTest(NamedTuple):
+    """A comparison of the type of the device of a value.
+
+    Attributes:
+        of: The value.
+        names: The types that it is compared with.
+        is_one: Whether it is one of them.
+    """
+
+    of: fx.Node
+    names: tuple[Any, ...]
+    is_one: bool
+
+
 class Parts(NamedTuple):
     """The items of a value, however many there are."""
 
