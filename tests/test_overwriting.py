@@ -248,7 +248,7 @@ ALLOWED = {
     "opfuse.ops.token_log_prob._of_rows": GIVEN,
     "opfuse.ops.token_log_prob.cooled": GIVEN,
     "opfuse_distributed.vocab_parallel_log_prob.LogProbPart.row_gradients": GIVEN,
-    "opfuse_convert.grammar.rewriting.rewritten": LIST,
+    "opfuse_convert.grammar.rewriting._replace": LIST,
     "opfuse_fp8.delayed.ScaleBuffer.__init__": STATE,
     "opfuse_fp8.delayed.advance": STATE,
     "opfuse_fp8.kernels.launch_groups.cast_mx": LIST,

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.ops.row_groups import RowGroups
 
-from .conditions import DTYPES, PLAIN, of_kind
+from .conditions import DTYPES, PLAIN, of_quantizer
 from .quantizers import DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -96,5 +96,4 @@ def by_kernels(x: Tensor, quantizer: Any) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    dtype, square = getattr(quantizer, "dtype", None), getattr(quantizer, "square", False)
-    return kernels_run(x.device) and not of_kind(type(quantizer), dtype, square, True)
+    return kernels_run(x.device) and not of_quantizer(quantizer, alone=True)

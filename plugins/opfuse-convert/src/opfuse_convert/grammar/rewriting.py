@@ -33,10 +33,8 @@ def rewritten(
         sites: The sites.
     """
     cells = {f"{_SITE}_{number}": site for number, site in enumerate(sites)}
-    # from the last one on, so that the numbers of statements before it stay
-    for span, name in sorted(zip(spans, cells, strict=True), key=lambda pair: pair[0].numbers)[
-        ::-1
-    ]:
+    in_order = sorted(zip(spans, cells, strict=True), key=lambda pair: pair[0].numbers)
+    for span, name in reversed(in_order):  # so that the numbers of statements before it stay
         _replace(span, own, name)
     return compiled_like(function, tree, **cells, **{_NOT_SET: UnboundLocalError})
 
