@@ -1,8 +1,11 @@
-"""An activation that is computed again by default: what is kept, its gradients, and where it declines."""
+"""An activation that is computed again, in fp32 by default: what is kept, its gradients, and where it declines."""
+
+import contextlib
 
 import opfuse_mlp
 import pytest
 import torch
+from opfuse_mlp import activation
 
 import opfuse
 from opfuse import ops
@@ -17,6 +20,17 @@ ACTIVATIONS = {"GELU by erf": lambda: ops.GELU(approximate="none"), "SiLU": ops.
 def alone():
     with opfuse.plugins.using("mlp"):
         yield
+
+
+@contextlib.contextmanager
+def where_memory_is_asked_for():
+    """The fusion by itself: others of its plugin go first then."""
+    registered = opfuse.register_forward_backward_fusion(*activation.JOINT)
+    try:
+        with opfuse.plugins.using(""), opfuse.options(prefer="memory"):
+            yield
+    finally:
+        registered.unregister()
 
 
 def mlp(act, *behind, dtype=torch.float32):
@@ -44,8 +58,11 @@ def grads(chain, x):
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_output_is_not_kept_and_the_gradients_are_the_same_bits(kind, dtype):
     chain, x = mlp(ACTIVATIONS[kind](), dtype=dtype), batch(dtype)
-    assert kept(chain, x) == WIDTH + INNER
-    found = grads(chain, x)
+    half = dtype in (torch.bfloat16, torch.float16)
+    assert kept(chain, x) == WIDTH + (2 if half else 1) * INNER
+    with where_memory_is_asked_for() if half else contextlib.nullcontext():
+        assert kept(chain, x) == WIDTH + INNER
+        found = grads(chain, x)
     with opfuse.plugins.using(""):
         assert kept(chain, x) == WIDTH + 2 * INNER
         expected = grads(chain, x)
@@ -73,9 +90,13 @@ def test_what_is_frozen_is_not_computed_again(frozen):
 def test_under_autocast_it_is_computed_again_in_the_same_dtype():
     chain, x = mlp(ops.GELU(approximate="none")), batch()
     with torch.autocast("cpu", torch.bfloat16):
-        now, found = kept(chain, x), grads(chain, x)
+        by_default = kept(chain, x)
         with opfuse.plugins.using(""):
-            before, expected = kept(chain, x), grads(chain, x)
+            assert kept(chain, x) == by_default
+            with opfuse.options(prefer="memory"):  # which casts weights again
+                before, expected = kept(chain, x), grads(chain, x)
+        with where_memory_is_asked_for():
+            now, found = kept(chain, x), grads(chain, x)
     assert before - now == INNER / 2
     for mine, its in zip(found, expected, strict=True):
         assert torch.equal(mine, its)

@@ -1,7 +1,8 @@
 """An activation whose output is computed again in the backward, so that no linear keeps it.
 
 Where PyTorch has one kernel for the activation, that costs less than a hundredth of the products
-beside it, on a CPU. Other activations are compiled, or are part of a fusion of the whole MLP.
+beside it in fp32 on a CPU. In half precision, where the products are faster, it is more. Other
+activations are compiled, or are part of a fusion of the whole MLP.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opfuse import Environment, FusedOperation, Fusion, OneOf, Optional, has_same_math
@@ -68,6 +70,9 @@ def _pays(ops: Any, env: Environment) -> bool | str:
         return "computing it again was measured on CPUs only"
     if env.compiling:
         return "torch.compile merges what is computed twice, so that nothing less would be kept"
+    asked_for = env.options.get("prefer") == "memory" or env.measured is not None
+    if env.dtype in (torch.bfloat16, torch.float16) and not asked_for:
+        return 'in half precision it takes time: see opfuse tune, or prefer="memory"'
     if env.recipe is not None:
         return f"{type(env.recipe).__name__} quantizes what a linear keeps"
     act, *drops = ops
