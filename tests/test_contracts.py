@@ -1,6 +1,7 @@
 """What the core promises whatever the cover: what is saved, what is kept, what lasts, and in which thread."""
 
 import copy
+import functools
 import gc
 import os
 import pathlib
@@ -91,32 +92,23 @@ class Watching(chains.Forwarding):
 
     seen: list
 
-    def _separate_ops(self):
-        return [(Spy(op, self.seen), None, backward) for op, _, backward in super()._separate_ops()]
+    def fuser_forward(self, *args, **given):
+        watched = {*self.basic_ops}
+        for op in watched:  # not by setattr, which makes plans anew
+            vars(op)["fuser_forward"] = functools.partial(self.watch, op, op.fuser_forward)
+        try:
+            return super().fuser_forward(*args, **given)
+        finally:
+            for op in watched:
+                del vars(op)["fuser_forward"]
 
-
-class Spy:
-    """Takes the place of an op, and writes down what its forward got and gave."""
-
-    def __init__(self, op, seen):
-        self.op, self.seen = op, seen
-
-    def __getattr__(self, name):
-        return getattr(self.op, name)
-
-    def fuser_forward(self, ctxs, input_, **given):
-        result = self.op.fuser_forward(ctxs, input_, **given)
+    def watch(self, op, forward, ctxs, input_, **given):
+        result = forward(ctxs, input_, **given)
         kept = [input_, result[0], *given["basic_op_extra_inputs"][0]]
         to_save = ctxs[0].to_save
         saved = to_save and [t if t is None else t.detach().clone() for t in to_save]
-        self.seen.append(
-            (
-                self.op,
-                ctxs[0],
-                saved,
-                *[t.detach().clone().requires_grad_(t.requires_grad) for t in kept],
-            )
-        )
+        copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in kept]
+        self.seen.append((op, ctxs[0], saved, *copies))
         return result
 
 

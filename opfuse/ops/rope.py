@@ -36,7 +36,7 @@ class _Rotary(RowwiseOperation, ExtraTensorOperation):
     """The base of both ops: they rotate pairs of features, and the backward rotates them back."""
 
     context_names = ("rotation",)
-    base: float = 0.0
+    base: float
     _turns: Callable[..., Turns]  # from the extra inputs, the rotation, and the dtype of its input
 
     def __init__(
@@ -163,6 +163,7 @@ class ApplyRoPE(_Rotary):
         RuntimeError: In a call, ``cos`` or ``sin`` that requires grad.
     """
 
+    base = 0.0  # it has no wavelengths of its own
     num_extra_inputs = 2
     saved_names = ("cos", "sin")
     batch_invariant = ("exact",)

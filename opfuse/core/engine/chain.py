@@ -6,6 +6,7 @@ is refused here. A chain is cut at ops that run through their own ``__call__``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -104,8 +105,6 @@ class Chain:
         ]
         self.needs_tools = sorted({tool for op in self.ops for tool in op.needs_tools})
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.ops)
-        self.widths, self.later_widths = self._flow()
-        self.width = self.later_widths.pop(0, None)
 
     def _bind_channels(self, part: bool) -> None:
         """Bind extra inputs to the producers of their channels."""
@@ -202,6 +201,15 @@ class Chain:
             source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
         )
 
+    # found when they are needed: a tool that knows why they do not fit refuses the chain before
+
+    widths: Any = functools.cached_property(lambda self: self._flow[0])
+    width: Any = functools.cached_property(lambda self: self._flow[1].get(0))
+    later_widths: Any = functools.cached_property(
+        lambda self: {i: width for i, width in self._flow[1].items() if i}
+    )
+
+    @functools.cached_property
     def _flow(self) -> tuple[list[int | None], dict[int, int]]:
         """The last dimension on each edge, and what ops demand of those that are not determined.
 
