@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import re
+import threading
 
 import pytest
 import torch
@@ -253,3 +254,51 @@ def test_what_calibrating_saw_is_no_cast_to_use_again():
         assert torch.equal(quantized, other(x)) and not torch.equal(quantized, plain)
     with opfuse.autocast(enabled=False, calibrating=True, recipe=STATELESS, weights="cached"):
         assert torch.equal(made(x), plain)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        lambda: (opfuse.options(prefer="memory"), opfuse.options(double_backward=True)),
+        lambda: (opfuse.plugins.using(""), opfuse.plugins.using("-a")),
+        lambda: (opfuse.autocast(Rounding()), opfuse.autocast(enabled=False)),
+    ],
+    ids=["options", "plugins", "recipes"],
+)
+def test_blocks_that_end_in_another_order_are_refused(blocks):
+    """Otherwise the settings of one would stay."""
+    before = current.values
+    outer, inner = blocks()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(RuntimeError, match="expected blocks to end in the reverse order"):
+        outer.__exit__(None, None, None)
+    current.values = before
+    current.block = None
+
+
+def test_a_block_that_ends_in_another_thread_is_refused():
+    block, found = opfuse.options(prefer="memory"), []
+
+    def end():
+        with pytest.raises(RuntimeError, match="in the thread that began them"):
+            block.__exit__(None, None, None)
+        found.append(current.options)
+
+    block.__enter__()
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    current.values = current.values._replace(options=())
+    assert found == [()]
+
+
+def test_blocks_of_different_settings_may_cross():
+    before = current.values
+    options, plugins = opfuse.options(prefer="memory"), opfuse.plugins.using("")
+    options.__enter__()
+    plugins.__enter__()
+    options.__exit__(None, None, None)
+    assert current.values == before._replace(selection="")
+    plugins.__exit__(None, None, None)
+    assert current.values == before

@@ -126,8 +126,9 @@ class autocast(Setting):
             must be prepared, see :func:`opfuse.assign_names`.
         weights: ``"fresh"`` casts each weight in every call. ``"cached"`` reuses the last cast if
             the Parameter and its version are the same; it is for several microbatches between two
-            optimizer steps. The first must be "fresh", since fused optimizers change weights
-            without raising their version. One cast of each weight stays in memory.
+            optimizer steps. The first must be "fresh", since fused optimizers, and whatever writes
+            to ``weight.data``, change weights without raising their version. One cast of each
+            weight stays in memory.
         skip: Names of ops that are not quantized: patterns such as ``["head", "blocks.0.*"]``, in
             which ``*`` matches anything, including dots. A pattern that matches the name of a
             module covers all ops below it. Ops get names from :func:`opfuse.assign_names` or from

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -224,15 +225,19 @@ class Setting:
 
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
-        self._before: list[Settings] = []
+        self._blocks: list[tuple[Settings, Settings]] = []  # what was there, and what it made of it
 
     def __enter__(self) -> None:
         before = current.values
-        self._before.append(before)
         current.values = before._replace(**self._changes_after(before))
+        self._blocks.append((before, current.values))
 
     def __exit__(self, *exc_info: object) -> None:
-        before = self._before.pop()
+        before, inside = self._blocks.pop()
+        for name in () if is_dynamo_compiling() else self._changes:
+            if getattr(current.values, name) != getattr(inside, name):
+                what = "expected blocks to end in the reverse order, in the thread that began them"
+                raise RuntimeError(f"opfuse.{type(self).__name__} {what}: the {name} are another's")
         restored = {name: getattr(before, name) for name in self._changes}
         current.values = current.values._replace(**restored)
 

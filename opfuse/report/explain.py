@@ -287,9 +287,9 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
     if not isinstance(model, nn.Module):
         return Explanation(calls)
     own = [
-        (path, op_class(module).__name__, replaced.fallback)
+        (path, op_class(module).__name__, replaced.reason)
         for path, module, replaced in replaced_forwards(model)
-        if replaced.fallback
+        if replaced.reason
     ]
     unconverted = 0 if calls or own else _convertible(model)
     return Explanation(calls, tuple(own), unconverted, _planned(model))

@@ -209,6 +209,11 @@ class ReplacedForward(ABC):
         """All chains that a call of the module runs; :attr:`chain` is the first."""
         return (self.chain,)
 
+    @property
+    def reason(self) -> str:
+        """Why its own forward, or a part of it, ran at the latest call; ``""``: chains ran."""
+        return self.fallback
+
     @abstractmethod
     def own_operations(self, module: nn.Module, *given: Tensor) -> Any:
         """Compute the result of the chain by the module's own operations.

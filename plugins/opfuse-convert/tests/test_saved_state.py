@@ -12,6 +12,7 @@ import saved_state
 import torch
 from saved_state import RECIPES, WAYS, build, same, state_of, train
 from torch import nn
+from torch.nn import functional
 
 import opfuse
 from opfuse import ops
@@ -413,3 +414,29 @@ def test_processes_with_other_models_are_refused_and_one_alone_is_told_so():
     for says in gloo.together(saved_state.other_models):
         assert "rank 0 and rank 1 differ in the model whose maxima they take together" in says
         assert "'0.0' against '0'" in says or "0.0 against 0" in says
+
+
+class ByMode(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x, mode="a"):
+        h = self.up(x)
+        h = functional.gelu(h) if mode == "a" else functional.silu(h)
+        return self.down(h)
+
+
+def test_a_chain_that_does_not_run_under_a_recipe_is_warned_of_once():
+    """Its module computes in full precision, and scales that were loaded are of no use."""
+    model, x = ByMode(), torch.randn(4, 32)
+    opfuse.convert(model)
+    with torch.no_grad():
+        model(x, "b")
+    said = "a converted ByMode runs its own forward, in which .* quantizes nothing: mode is 'a'"
+    with opfuse.autocast("fp8-current"):
+        with pytest.warns(opfuse.PluginWarning, match=said):
+            model(x, "a")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x, "a")

@@ -95,7 +95,9 @@ def test_hooks_stop_the_chain_of_the_module_that_has_them():
         module.get_submodule(name).register_forward_hook(lambda *of: seen.append(of[-1]))
         torch.testing.assert_close(step(module, given), step(own, given))
         assert chains_of(module, given) == count
-    assert len(seen) == 2 * (1 + 2)
+        assert converted(module) == {"": f"{name} has forward hooks"}
+        assert f"{name} has forward hooks" in str(opfuse.explain(module, *given))
+    assert len(seen) == 3 * (1 + 2)
 
 
 def test_what_a_chain_depends_on_may_change():

@@ -790,3 +790,21 @@ def test_a_bias_that_cublas_would_misread_is_copied(made, monkeypatch):
     gemm.multiply(operand, operand, torch.bfloat16, bias=bias)
     (passed,) = seen
     assert torch.equal(passed, bias) and passed.is_contiguous() and passed.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_is_multiplied_in_fp8_while_quantizers_calibrate(recipe, grad):
+    torch.manual_seed(0)
+    chain, x = opfuse.Sequential(ops.Linear(32, 64), ops.Linear(64, 32)), torch.randn(16, 32)
+    with opfuse.options(**NATIVE), torch.set_grad_enabled(grad):
+        plain = chain(x)
+        with opfuse.autocast(enabled=False, calibrating=True, recipe=recipe):
+            y = chain(x)
+            told = str(opfuse.explain(chain, x))
+        with opfuse.autocast(recipe):
+            quantized = chain(x)
+    assert torch.equal(y, plain) and not torch.equal(quantized, plain)
+    assert "nothing is quantized where quantizers calibrate" in told
+    if grad:
+        y.sum().backward()

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from opfuse import BasicOperation
+from opfuse.core.introspection import op_class
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
@@ -56,6 +58,11 @@ class ConvertedForward(ReplacedForward):
     def chains(self) -> Sequence[Any]:
         """That chain, and those of other statements."""
         return self.chain, *[each.chain for each in self._further]
+
+    @property
+    def reason(self) -> str:
+        """See :attr:`opfuse.report.replaced_forward.ReplacedForward.reason`."""
+        return next(filter(None, [self.fallback, *[each.fallback for each in self._further]]), "")
 
     @property
     def is_out_of_date(self) -> bool:
@@ -117,6 +124,8 @@ class ConvertedForward(ReplacedForward):
             if facts := forward.facts(args, kwargs):
                 forward = self._for_these(module, forward, facts)
             self._say("its forward did not reach the statements that the chain replaces")
+            for each in self._further:
+                each._say("")
             return forward.forward(module, *args, **kwargs)
         if not is_dynamo_compiling() and (why := self._guard.why_not()):
             self._refuse(why)
@@ -190,8 +199,18 @@ class ConvertedForward(ReplacedForward):
         """Note why the module's own forward runs, and whether there may be another chain for it."""
         self._say(why)
         if not is_dynamo_compiling():
+            if (recipe := current.recipe) is not None and self._quantizes():
+                owner: Any = self._guard
+                who = f"a converted {op_class(owner.module).__name__} runs its own forward"
+                text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
+                manager.warn_once(text, text)
             placed = self._guard.placements()  # type: ignore[union-attr]
             self._is_stale, self._placed = placed != self._placed, placed
+
+    def _quantizes(self) -> bool:
+        """Whether an op of the chain quantizes anything under a recipe."""
+        ops = [] if self.chain is None else self.chain.modules()
+        return any(isinstance(op, BasicOperation) and op.num_quantizers("forward") for op in ops)
 
     def _make_again(self, module: nn.Module) -> None:
         """Make the chain for parameters that have been split among processes since, if possible."""

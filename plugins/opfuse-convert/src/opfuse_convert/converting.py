@@ -238,11 +238,11 @@ def converted(model: nn.Module | Any) -> dict[str, str]:
         model: The model, or what else :func:`convert` takes.
 
     Returns:
-        For each, a sentence that says why its own forward ran at its latest call; ``""`` if its
-        chain ran, or it was not called. Empty: nothing is converted.
+        For each, a sentence that says why its own forward, or a part of it, ran at its latest call;
+        ``""`` if its chains ran, or it was not called. Empty: nothing is converted.
     """
     model = as_module(model, "opfuse_convert.converted")
-    return {name: replaced.fallback for name, _, replaced in replaced_forwards(model)}
+    return {name: replaced.reason for name, _, replaced in replaced_forwards(model)}
 
 
 def revert(model: nn.Module | Any) -> Any:

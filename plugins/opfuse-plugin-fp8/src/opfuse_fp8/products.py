@@ -207,6 +207,9 @@ def _emulated(ops: Any, env: Environment) -> str:
     kind = "" if env.recipe is None else hardware.kind_of(type(env.recipe))
     if not kind:
         return f"emulated: this plugin has no product for what {name} quantizes to"
+    first = ops[0].get_quantizer("forward", 0)
+    if first is not None and not first.quantizes:
+        return "emulated: nothing is quantized where quantizers calibrate"
     if wanted == EMULATED:
         return "emulated, as the option fp8.products says"
     why = hardware.why_no_gemm(kind, here)

@@ -138,9 +138,9 @@ class watch_quantization(Setting, Observer):
     def __enter__(self) -> watch_quantization:  # type: ignore[override]
         if is_compiling():
             raise RuntimeError("opfuse.watch_quantization cannot be traced by torch.compile")
+        around = current.observer
+        self._around = around if isinstance(around, watch_quantization) else None
         super().__enter__()
-        before = self._before[-1].observer
-        self._around = before if isinstance(before, watch_quantization) else None
         return self
 
     def wrap(self, quantizer: Quantizer, op: Any, tensor: str) -> Quantizer:
