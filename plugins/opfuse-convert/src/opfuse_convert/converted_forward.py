@@ -16,7 +16,7 @@ from opfuse.core.introspection import op_class
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
-from opfuse.report.replaced_forward import KEPT_AS, MEMORY, ReplacedForward
+from opfuse.report.replaced_forward import KEPT_AS, MEMORY, ReplacedForward, replaced_forwards
 from opfuse.tuning.table import Measurement
 
 from . import choosing
@@ -47,6 +47,7 @@ class ConvertedForward(ReplacedForward):
         self._converter, self.plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
         self._further: list[ConvertedForward] = []  # each with one of the other chains
+        self._warned_of = ""
         self.choice = choosing.MeasuredChoice(converter.name, plugin)
 
     @property
@@ -199,18 +200,19 @@ class ConvertedForward(ReplacedForward):
         """Note why the module's own forward runs, and whether there may be another chain for it."""
         self._say(why)
         if not is_dynamo_compiling():
-            if (recipe := current.recipe) is not None and self._quantizes():
-                owner: Any = self._guard
-                who = f"a converted {op_class(owner.module).__name__} runs its own forward"
-                text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
-                manager.warn_once(text, text)
+            self._warn_of_recipe(why)
             placed = self._guard.placements()  # type: ignore[union-attr]
             self._is_stale, self._placed = placed != self._placed, placed
 
-    def _quantizes(self) -> bool:
-        """Whether an op of the chain quantizes anything under a recipe."""
-        ops = [] if self.chain is None else self.chain.modules()
-        return any(isinstance(op, BasicOperation) and op.num_quantizers("forward") for op in ops)
+    def _warn_of_recipe(self, why: str) -> None:
+        """Warn that a recipe quantizes nothing in the module, neither here nor in a part of it."""
+        if (recipe := current.recipe) is None or why == self._warned_of:
+            return
+        self._warned_of, module = why, self._guard.module  # type: ignore[union-attr]
+        if [each for _, _, each in replaced_forwards(module) if _quantizes(each)] == [self]:
+            who = f"a converted {op_class(module).__name__} runs its own forward"
+            text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
+            manager.warn_once(text, text)
 
     def _make_again(self, module: nn.Module) -> None:
         """Make the chain for parameters that have been split among processes since, if possible."""
@@ -334,3 +336,9 @@ def _refused_in_graph(state: ConvertedForward, module: nn.Module) -> str:
 
 
 _refused_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _quantizes(replaced: ReplacedForward) -> bool:
+    """Whether an op of a module's chain quantizes anything under a recipe."""
+    ops = () if replaced.chain is None else replaced.chain.modules()
+    return any(isinstance(op, BasicOperation) and op.num_quantizers("forward") > 0 for op in ops)
