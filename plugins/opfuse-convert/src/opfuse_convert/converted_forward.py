@@ -47,7 +47,7 @@ class ConvertedForward(ReplacedForward):
         self._converter, self.plugin, self._conversion = converter, plugin, conversion
         self._guard: Guard | None = None
         self._further: list[ConvertedForward] = []  # each with one of the other chains
-        self._warned_of = ""
+        self._told_of_recipe = False
         self.choice = choosing.MeasuredChoice(converter.name, plugin)
 
     @property
@@ -205,10 +205,10 @@ class ConvertedForward(ReplacedForward):
             self._is_stale, self._placed = placed != self._placed, placed
 
     def _warn_of_recipe(self, why: str) -> None:
-        """Warn that a recipe quantizes nothing in the module, neither here nor in a part of it."""
-        if (recipe := current.recipe) is None or why == self._warned_of:
+        """Warn once that a recipe quantizes nothing in the module, here or in a part of it."""
+        if (recipe := current.recipe) is None or self._told_of_recipe:
             return
-        self._warned_of, module = why, self._guard.module  # type: ignore[union-attr]
+        self._told_of_recipe, module = True, self._guard.module  # type: ignore[union-attr]
         if [each for _, _, each in replaced_forwards(module) if _quantizes(each)] == [self]:
             who = f"a converted {op_class(module).__name__} runs its own forward"
             text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
