@@ -237,7 +237,8 @@ class Setting:
         for name in () if is_dynamo_compiling() else self._changes:
             if getattr(current.values, name) != getattr(inside, name):
                 what = "expected blocks to end in the reverse order, in the thread that began them"
-                raise RuntimeError(f"opfuse.{type(self).__name__} {what}: the {name} are another's")
+                who = f"opfuse.{type(self).__name__}"
+                raise RuntimeError(f"{who} {what}: another block has set the {name} since")
         restored = {name: getattr(before, name) for name in self._changes}
         current.values = current.values._replace(**restored)
 
