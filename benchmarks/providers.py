@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse.core.quantization import Usage
-from opfuse.core.recipes import new_quantizer
+from opfuse.core.recipe_lookup import new_quantizer
 
 from . import hand
 from .chains import FP8_SCALE, PLAIN, Cast, Layer, Work, parse, plain, widths

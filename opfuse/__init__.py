@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import ops
 from .core import plugins
-from .core.context_managers import autocast, checkpoint_contexts, options
 from .core.engine.fuser import OperationFuser
 from .core.engine.plan import FusionPlan
 from .core.environment import Environment
@@ -19,6 +18,7 @@ from .core.hookspecs import hookimpl
 from .core.introspection import has_same_math
 from .core.op import BasicOperation
 from .core.op_context import OperationContext
+from .core.options import options
 from .core.plugins import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -26,6 +26,8 @@ from .core.plugins import (
 )
 from .core.quantization import Quantizer, QuantizerRole, Recipe
 from .core.sequential import Sequential
+from .recipes.autocast import autocast
+from .recipes.checkpoint import checkpoint_contexts
 
 if TYPE_CHECKING:
     from .report.assign_names import assign_names

@@ -17,7 +17,7 @@ else:
 pytestmark = pytest.mark.alone
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("core", "ops", "report", "tuning", "testing", "cli")
+FOLDERS = ("core", "recipes", "ops", "report", "tuning", "testing", "cli")
 """Of opfuse, the lowest first: one knows those before it."""
 TOOLKITS = (
     "opfuse_triton",

@@ -17,7 +17,7 @@ import opfuse
 from opfuse import Fusion, PluginWarning
 from opfuse.core import plugins, settings
 from opfuse.core.plugins import PluginManager
-from opfuse.core.recipes import new_quantizer
+from opfuse.core.recipe_lookup import new_quantizer
 from opfuse.core.records import PluginFilter, metadata
 
 

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
-from opfuse.core import engine
 from opfuse.core.quantization import ROWWISE
 from opfuse.core.quantization.formats import ScaledTensor
 
@@ -722,7 +721,7 @@ def test_fresh_is_right_where_no_version_tells(change, counting):
 
 def capture(patch, captured=True):
     """As while a CUDA graph is captured, but for what makes the state."""
-    for module in (engine.program, opfuse.core.scale_update):
+    for module in (opfuse.recipes.tool, opfuse.recipes.scale_update):
         patch.setattr(module, "is_captured", lambda device: captured)
 
 

@@ -17,7 +17,7 @@ from fakes import make_plugin
 import opfuse
 from opfuse import ops, testing
 from opfuse.core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
-from opfuse.core.recipes import CACHE_RECIPE
+from opfuse.core.recipe_lookup import CACHE_RECIPE
 from opfuse.testing import interpreter, machine, report
 from opfuse.testing import suite as suites
 from opfuse.testing.checks import calls
@@ -420,14 +420,14 @@ def test_an_answer_that_is_none_is_told_for_any_chain(no_plugins, when, says):
 def test_recipes_of_a_plugin_that_is_gone_are_not_served(no_plugins):
     def served():
         with testing.recipes.offered(), opfuse.plugins.using(testing.recipes.NAME):
-            return opfuse.core.recipes.recipe_of(CACHE_RECIPE)
+            return opfuse.core.recipe_lookup.recipe_of(CACHE_RECIPE)
 
     class Own(opfuse.Recipe):
         pass
 
     with opfuse.plugins.isolated(), opfuse.plugins.using("own"):
         opfuse.plugins.register(make_plugin(recipes={CACHE_RECIPE: Own}), name="own")
-        assert opfuse.core.recipes.recipe_of(CACHE_RECIPE) == Own()
+        assert opfuse.core.recipe_lookup.recipe_of(CACHE_RECIPE) == Own()
         assert served() == Own()
     assert served() == testing.PerTensor()
 

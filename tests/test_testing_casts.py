@@ -130,7 +130,7 @@ def test_own_recipes_come_first_with_sizes_that_they_take(register):
 def quantizer(recipe, tensor_type="input"):
     role = opfuse.QuantizerRole("linear", tensor_type)
     with only():
-        return opfuse.core.recipes.new_quantizer(recipe, role, None)
+        return opfuse.core.recipe_lookup.new_quantizer(recipe, role, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

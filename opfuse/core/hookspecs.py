@@ -293,7 +293,7 @@ def opfuse_wrap_update(run: Run) -> Run | None:
     """Wrap the update of a recipe's quantizers, after a forward or a backward. None leaves it.
 
     It is asked for each update, once per step of training. The update is called with an
-    :class:`opfuse.core.scale_update.Update`, and may be called for parts of it.
+    :class:`opfuse.recipes.scale_update.Update`, and may be called for parts of it.
 
     Example:
         @opfuse.hookimpl

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -61,6 +60,7 @@ class Settings(NamedTuple):
         recipe: The quantization recipe, or None.
         skip: Name patterns of ops that the recipe does not quantize.
         observer: The observer of each tensor that the recipe quantizes, or None.
+        tools: The tools without which no plan is made.
     """
 
     options: Options = ()
@@ -68,6 +68,7 @@ class Settings(NamedTuple):
     recipe: Any = None
     skip: tuple[str, ...] = ()
     observer: Any = None
+    tools: tuple[str, ...] = ()
 
 
 class ThreadSettings(threading.local):
@@ -78,11 +79,9 @@ class ThreadSettings(threading.local):
     Attributes:
         values: The settings that are part of a plan's key; each can also be read from this object.
         recorders: Those that are told of every call in this thread, the outermost first.
-        recipe_depth: Number of ``torch.utils.checkpoint`` frames in which the recipe was set.
         weights: ``"fresh"``: weights are cast in every call; ``"cached"``: the last cast may be
             used again.
-        block: The outermost :class:`opfuse.autocast` block, or None.
-        backward: The last run of autograd that cast gradients under a recipe with state, or None.
+        block: The outermost block of a recipe, or None.
         recording: Whether the running forward may advance the scales of a recipe.
         in_forward: Whether a forward is planned, or runs an op that may ask for its quantizers.
         captured: Whether the running forward under a recipe is captured into a CUDA graph.
@@ -98,10 +97,8 @@ class ThreadSettings(threading.local):
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
     recorders: tuple[Recorder, ...] = ()
-    recipe_depth: int = 0
     weights: str = "fresh"
     block: Any = None
-    backward: Any = None
     recording: bool = True
     in_forward: bool = False
     captured: bool = False
@@ -135,15 +132,6 @@ current = ThreadSettings()
 """The settings of the current thread."""
 
 
-def checkpoint_frames() -> int:
-    """The number of ``torch.utils.checkpoint`` frames around this call."""
-    count, frame = 0, sys._getframe().f_back
-    while frame is not None:
-        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
-        frame = frame.f_back
-    return count
-
-
 def is_captured(device: torch.device) -> bool:
     """Return whether what this thread runs on a device is captured into a CUDA graph.
 
@@ -161,14 +149,8 @@ def is_captured(device: torch.device) -> bool:
 
 
 class Recorder:
-    """Is told of every call of a fuser in its thread, within its ``with`` block.
+    """Is told of every call of a fuser in its thread, within its ``with`` block."""
 
-    Attributes:
-        restores: Whether it restores the settings when ``torch.utils.checkpoint`` computes a
-            forward again.
-    """
-
-    restores: ClassVar[bool] = False
     _outside: tuple[Recorder, ...] = ()
 
     def __enter__(self: R) -> R:

@@ -84,12 +84,12 @@ def require(tool: str, who: str, text: str | None) -> None:
         ImportError: Its package is not installed.
         RuntimeError: It is switched off, or failed.
     """
-    for record in [record for record in manager.tools if record.answers_to(tool)]:
-        if record in manager.active_tools(text):
-            return
+    answering = [record for record in manager.tools if record.answers_to(tool)]
+    for record in [record for record in answering if record not in manager.active_tools(text)]:
         why = record.error or f"the selection of plugins {text!r} switches it off"
         raise RuntimeError(f"{who} needs the tool {record.name}: {why}")
-    raise ImportError(manager.why_missing(who, manager.packages.get(f"tool {tool}", tool)))
+    if not answering:
+        raise ImportError(manager.why_missing(who, manager.packages.get(f"tool {tool}", tool)))
 
 
 def tool_option(name: str, text: str | None) -> Option:

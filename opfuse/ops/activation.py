@@ -19,7 +19,7 @@ from ..core.introspection import PASS_METHODS
 from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import may_write
 from ..core.quantization import ROWWISE, Quantizer, QuantizerRole, Recipe, dequantize
-from ..core.recipes import CACHE_RECIPE, new_quantizer, recipe_of, why_off
+from ..core.recipe_lookup import CACHE_RECIPE, new_quantizer, recipe_of, why_off
 from ..core.settings import current
 from ._blocks import blocks, in_blocks
 from ._common import OpGrads, RowwiseOperation, check_bool, require

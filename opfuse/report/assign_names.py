@@ -14,7 +14,7 @@ from ..core.op import BasicOperation
 from ..core.quantization import Recipe
 from ..core.quantization.names import matching
 from ..core.quantization.state import PreparedOps
-from ..core.recipes import offered
+from ..core.recipe_lookup import offered
 from .replaced_forward import KEPT_AS
 
 M = TypeVar("M", bound=nn.Module)

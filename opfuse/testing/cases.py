@@ -22,15 +22,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops as built_in
-from ..core.context_managers import autocast as quantize
-from ..core.context_managers import checkpoint_contexts, options
 from ..core.engine.chain import Chain
 from ..core.errors import PluginWarning
 from ..core.fusion import Fusion, FusionLike, classes_in, fusion_name
 from ..core.op import BasicOperation, kinds_of
+from ..core.options import options
 from ..core.plugins import manager, using
 from ..core.quantization import Recipe
 from ..core.sequential import Sequential
+from ..recipes.autocast import autocast as quantize
+from ..recipes.checkpoint import checkpoint_contexts
 from .tensors import extra_inputs, input_shapes, lay_out, normal, place
 
 

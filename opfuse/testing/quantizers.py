@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..core.context_managers import autocast
 from ..core.quantization import (
     BOTH,
     COLUMNWISE,
@@ -21,9 +20,10 @@ from ..core.quantization import (
     QuantizerRole,
     Recipe,
 )
-from ..core.recipes import new_quantizer
+from ..core.recipe_lookup import new_quantizer
 from ..core.sequential import Sequential
 from ..ops import Linear
+from ..recipes.autocast import autocast
 from .suite import Suite
 from .tensors import same_bits
 

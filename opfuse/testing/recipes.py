@@ -30,7 +30,7 @@ from ..core.quantization import (
     nothing_recorded,
 )
 from ..core.quantization.formats import ScaledTensor, untransposed
-from ..core.recipes import CACHE_RECIPE
+from ..core.recipe_lookup import CACHE_RECIPE
 from ..core.records import PluginRecord
 from ..ops.row_groups import GroupedTensor, cast_each
 

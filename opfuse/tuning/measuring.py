@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.context_managers import options
 from ..core.engine.fuser import OperationFuser
 from ..core.engine.program import Program
 from ..core.environment import shape_of
+from ..core.options import options
 from ..core.plugins import manager
 from ..core.settings import Recorder, current
 from ..report.isolation import isolated

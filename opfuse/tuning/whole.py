@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.context_managers import options
 from ..core.environment import shape_of
 from ..core.introspection import op_class
+from ..core.options import options
 from ..core.settings import current
 from ..report.calls import saved_bytes
 from ..report.replaced_forward import ReplacedForward, replaced_forward

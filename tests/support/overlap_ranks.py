@@ -20,7 +20,7 @@ from opfuse_overlap.pieces import Link
 import opfuse
 from opfuse import ops
 from opfuse.core.quantization import BOTH, COLUMNWISE, ROWWISE, QuantizerRole
-from opfuse.core.recipes import new_quantizer
+from opfuse.core.recipe_lookup import new_quantizer
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..fusible import declared
 from ..introspection import is_dtensor, kwarg_names, own_call
 from ..op import is_kind, kinds_of, refuse_kind
-from ..settings import checkpoint_frames, current
 from .chain import Chain
 from .facts import Step
 
@@ -164,24 +163,6 @@ def check_attributes(chain: Chain) -> None:
                 )
                 remedy = "make it an nn.Parameter, and give its gradient"
                 raise TypeError(f"{who} and would get none: {remedy}")
-
-
-def check_checkpoint(program: Program) -> None:
-    """Refuse a recipe in a checkpoint that would recompute without it, or with other scales."""
-    restoring = any([recorder.restores for recorder in current.recorders])
-    if restoring or not (depth := checkpoint_frames()):
-        return
-    if depth != current.recipe_depth:
-        raise RuntimeError(
-            "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not "
-            "know the recipe; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"
-        )
-    if program.advances and program.grad_mode:
-        raise RuntimeError(
-            f"autocast of {program.recipe}, which has state, inside of torch.utils.checkpoint: the "
-            f"recomputation would use other scales, and cannot update them; put autocast around "
-            f"checkpoint, or use_reentrant=False with context_fn=opfuse.checkpoint_contexts"
-        )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

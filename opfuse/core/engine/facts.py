@@ -274,6 +274,7 @@ class Facts:
         autocast: The dtype that autocast asks for, or None.
         input_dtype: The dtype of the chain's input, which autocast may cast.
         tools: The tools that wrap what runs.
+        needs_tools: Those without which it must not run, besides those that its ops need.
         known: What they know of candidates.
     """
 
@@ -286,6 +287,7 @@ class Facts:
     autocast: torch.dtype | None = None
     input_dtype: torch.dtype | None = None
     tools: Sequence[PluginRecord] = ()
+    needs_tools: Sequence[str] = ()
     known: Sequence[Known] = ()
 
     def check_tools(self) -> None:
@@ -296,7 +298,7 @@ class Facts:
         """
         for record in [record for record in self.tools if record.state == "failed"]:
             asked = [name for name in record.options if name in self.env.options]
-            if asked or record.name in self.chain.needs_tools:
+            if asked or record.name in (*self.chain.needs_tools, *self.needs_tools):
                 who = f"option {asked[0]}" if asked else self.chain.title
                 raise RuntimeError(f"{who} needs the tool {record.name}: {record.error}")
 

@@ -19,7 +19,7 @@ from ..introspection import hook_dicts, is_dtensor, own_call, why_apart
 from ..op_context import ModuleCache
 from ..overwriting import without_modes
 from ..plugins import manager
-from ..recipes import new_quantizer, recipe_name
+from ..recipe_lookup import new_quantizer, recipe_name
 from ..settings import Settings, current
 from ..tools import check_options, require, wrap_call
 from . import checks
@@ -256,7 +256,7 @@ class OperationFuser:
                     made = make(self._chain, self._owner, key, input, params)
                 # a tool may have failed meanwhile: without it no option that it serves is in force
                 check_options(key.settings.options, key.settings.selection)
-                for tool in self._chain.needs_tools:
+                for tool in (*self._chain.needs_tools, *key.settings.tools):
                     require(tool, self._chain.title, key.settings.selection)
                 made.row_facts = tuple(sorted({*facts, *made.row_facts}))
                 made.rows = rows_of(made.row_facts, input)

@@ -19,7 +19,7 @@ from ..plugins import manager
 from ..quantization import Quantizer
 from ..quantization.coded_tensor import note_of
 from ..quantization.names import check_names, matching
-from ..recipes import why_off
+from ..recipe_lookup import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
 from ..tools import check_options
@@ -112,7 +112,7 @@ def make_program(
     facts = Facts(
         chain, env, needs, edges, _shapes(chain, tensors), kwargs,
         autocast=key.autocast, input_dtype=key.dtype,
-        tools=manager.active_tools(settings.selection),
+        tools=manager.active_tools(settings.selection), needs_tools=settings.tools,
     )  # fmt: skip
     if sources:
         asked = [tool for tool in facts.tools if "opfuse_facts" in tool.hooks]

@@ -24,8 +24,7 @@ from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
 from ..quantization.coded_tensor import brings_codes, dequantized
-from ..scale_update import begin_backward, in_backward
-from ..settings import current, is_captured
+from ..settings import current
 from . import checks
 from .facts import Facts, Recompute, Step
 from .plan import FusionPlan
@@ -120,7 +119,7 @@ class Program:
         self.run_backward = self.wrapped("backward", _run_backward)
         self.leaves_call = self.run_backward is not _run_backward
         self.call = self.wrapped("forward", _run_call)
-        more = self.recipe, self.double_backward, self.called_before, self.autocast
+        more = self.double_backward, self.called_before, self.autocast
         self.is_plain = self.call is _run_call and not any(more)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.run = self.function("forward", False, False, False)
@@ -267,8 +266,6 @@ def _run_call(
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs | None,
 ) -> Any:
-    if program.recipe is not None:
-        _begin_under_recipe(program, input.device)
     if kwargs and not program.double_backward and torch.is_grad_enabled():
         checks.check_constants(program.chain, kwargs)
     for op, requires_grad in program.called_before:
@@ -286,29 +283,6 @@ def _run_call(
     except Exception:
         fuser.explain_failure(input, extra_inputs)
         raise
-
-
-def _begin_under_recipe(program: Program, device: torch.device) -> None:
-    """Refuse calls that the recipe forbids; tell the block if the call advances its state."""
-    observed = getattr(current.values.observer, "records", False)
-    records = program.advances and (program.grad_mode or observed)
-    pairs = zip(program.chain.ops, program.facts.edges.quantizers, strict=True)
-    if program.compiling and any([its and getattr(op, "reads_sizes", 0) for op, its in pairs]):
-        what = "has an op that reads sizes on the host under a recipe"
-        how = "which torch.compile cannot trace: run it in eager mode"
-        raise RuntimeError(f"{program.chain.title} {what}, {how}")
-    if program.compiling and records:
-        what = "has state that advances once per step, which torch.compile does not see"
-        remedy = f"run {program.chain.title} in eager mode, or under torch.no_grad"
-        raise RuntimeError(f"{program.recipe} {what}: {remedy}")
-    if not program.compiling:
-        checks.check_checkpoint(program)
-        current.recording = program.grad_mode  # for ops that request their quantizers themselves
-        current.captured = is_captured(device)
-        for op in program.chain.ops:
-            op._quantizers.latest = program.recipe
-        if current.block is not None:
-            current.block.begin(program.recipe, program.chain, program.env, records)
 
 
 # The autograd function
@@ -332,8 +306,6 @@ def _run_backward(ctx: Any, *grads: Any) -> Any:
             "(create_graph=True), nor batched (vectorize=True), unless its forward runs "
             "inside opfuse.options(double_backward=True)"
         )
-    if program.advances and in_backward():
-        begin_backward(program.recipe, program.chain, program.env)  # type: ignore[arg-type]
     if (run := program.backward_of(grads)) is None:
         return (None,) * len(ctx.needs_input_grad)
     return run(ctx, *grads)

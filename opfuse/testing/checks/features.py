@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.context_managers import options
+from ...core.options import options
 from ...ops import BasicLinear, GroupedLinear
 from ..cases import Built, Case
 from ..failures import Declined, Failure, saying

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.context_managers import options
 from ...core.introspection import standing_for
+from ...core.options import options
 from .. import reference
 from ..cases import Built, Case, subjects
 from ..failures import Declined, Failure, blamed, saying

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from opfuse.core.quantization import BOTH, ROWWISE, QuantizerRole
-from opfuse.core.recipes import new_quantizer
+from opfuse.core.recipe_lookup import new_quantizer
 
 RECIPES = {
     "delayed": fp8.DelayedScaling(amax_history_len=4),

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from opfuse.core.quantization import Recipe
-from opfuse.core.scale_update import Update
+from opfuse.recipes.scale_update import Update
 
 from .agreement import groups_of
 from .ranks import Group

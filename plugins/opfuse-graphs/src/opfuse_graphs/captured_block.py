@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opfuse import Recipe
-from opfuse.core.scale_update import Block
+from opfuse.recipes.scale_update import Block
 
 
 class CapturedBlock(Block):

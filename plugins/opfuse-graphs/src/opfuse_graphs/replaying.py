@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 import opfuse
-from opfuse.core.scale_update import begin_backward
 from opfuse.core.settings import current
+from opfuse.recipes.scale_update import begin_backward
 
 from .captured_block import CapturedBlock
 

@@ -16,8 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
-from opfuse.core.context_managers import checkpoint_contexts, options
 from opfuse.core.introspection import hook_kinds
+from opfuse.core.options import options
+from opfuse.recipes.checkpoint import checkpoint_contexts
 from opfuse.report.isolation import Traces
 from opfuse.report.replaced_forward import KEPT_AS, MEMORY
 from opfuse.tuning.job import one_line

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opfuse.core.context_managers import options
 from opfuse.core.introspection import is_dtensor
+from opfuse.core.options import options
 from opfuse.report.calls import saved_bytes
 from opfuse.report.isolation import isolated
 from opfuse.report.lines import as_bytes, wrap

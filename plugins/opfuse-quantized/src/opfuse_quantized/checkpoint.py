@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opfuse.core.quantization import QuantizedTensor
-from opfuse.core.recipes import recipe_name
+from opfuse.core.recipe_lookup import recipe_name
 
 from .codes import alike, values_of
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from opfuse.core.quantization import BOTH, ROWWISE, QuantizedParameter, Quantizer, Recipe
 from opfuse.core.quantization.state import quantizer_names, roles
-from opfuse.core.recipes import DEFAULT_RECIPE, new_quantizer, offered, why_off
+from opfuse.core.recipe_lookup import new_quantizer, offered, why_off
 from opfuse.core.settings import current
+from opfuse.recipes.autocast import DEFAULT_RECIPE
 
 from .codes import settled
 from .weight import QuantizedWeight

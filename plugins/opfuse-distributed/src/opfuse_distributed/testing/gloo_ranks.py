@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opfuse.core.context_managers import options
+from opfuse.core.options import options
 from opfuse.core.plugins import using
 from opfuse.testing.cases import offered
 from opfuse.testing.failures import Failure

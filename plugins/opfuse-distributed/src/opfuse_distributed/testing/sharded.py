@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opfuse import ops
-from opfuse.core.context_managers import autocast as quantize
 from opfuse.core.quantization import Recipe
 from opfuse.core.sequential import Sequential
+from opfuse.recipes.autocast import autocast as quantize
 from opfuse.report.calls import saved_bytes
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opfuse.core.context_managers import options
+from opfuse.core.options import options
 from opfuse.testing.cases import Subject, offered
 from opfuse.testing.failures import Declined, Failure
 from opfuse.testing.processes import registered_module

@@ -15,9 +15,6 @@ from .quantization import Quantizer, QuantizerRole, Recipe
 from .records import PluginFilter, PluginRecord, normalize
 from .settings import current
 
-DEFAULT_RECIPE = "fp8-delayed"
-"""The default on every device; Transformer Engine has another one from Blackwell on."""
-
 CACHE_RECIPE = "fp8-current"
 """The format of inputs kept with ``cache_quantized_input``, as in Transformer Engine."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from .plugins import manager
-from .quantization.coded_tensor import quantized_parameters
-from .quantization.names import matching
-from .quantization.quantizer import CALIBRATING, Quantizer, Recipe
-from .quantization.state import PreparedOps
-from .settings import current, is_captured
-from .tools import require, wrap
+from ..core.plugins import manager
+from ..core.quantization.coded_tensor import quantized_parameters
+from ..core.quantization.names import matching
+from ..core.quantization.quantizer import CALIBRATING, Quantizer, Recipe
+from ..core.quantization.state import PreparedOps
+from ..core.settings import current, is_captured
+from ..core.tools import require, wrap
 
 
 class _Ran(NamedTuple):
@@ -83,10 +84,10 @@ class Block:
     def begin_backward(self, recipe: Recipe, chain: Any, env: Any) -> None:
         """Note that the backward of a chain runs, whose scales advance at the end of autograd."""
         task = torch._C._current_graph_task_id()
-        if current.backward is None or current.backward.task != task:
-            current.backward = Backward(task)
-            Variable._execution_engine.queue_callback(current.backward.end)
-        current.backward.add(recipe, chain, env, self.group)
+        if thread.backward is None or thread.backward.task != task:
+            thread.backward = Backward(task)
+            Variable._execution_engine.queue_callback(thread.backward.end)
+        thread.backward.add(recipe, chain, env, self.group)
 
     def end(self, *, failed: bool) -> None:
         """Advance the state of the ops that ran, or discard their records.
@@ -141,6 +142,22 @@ class Backward:
         ran, self._ran = self._ran, {}
         for (recipe, group), of in ran.items():
             _advance(recipe, of, group, "backward")
+
+
+class _Thread(threading.local):
+    """What a thread is in.
+
+    Attributes:
+        backward: The last run of autograd that cast gradients under a recipe with state, or None.
+        checkpoints: The number of ``torch.utils.checkpoint`` frames around the innermost block.
+    """
+
+    backward: Backward | None = None
+    checkpoints: int = 0
+
+
+thread = _Thread()
+"""That of the current thread."""
 
 
 def begin_backward(recipe: Recipe, chain: Any, env: Any) -> None:
