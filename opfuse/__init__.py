@@ -89,7 +89,7 @@ _GIVEN_BY = {
     "opfuse-reproducible": (
         "opfuse.LockError", "opfuse.freeze", "opfuse freeze", "option locked", "option invariant",
     ),
-    "opfuse": ("option debug",),
+    "opfuse": ("option debug", "tool autocast"),
     "opfuse-distributed": (
         "tool distributed", "opfuse.check_ranks", "opfuse.ops.AllGather", "opfuse.ops.AllReduce",
         "opfuse.ops.CopyToTensorParallelRegion", "opfuse.ops.ReduceScatter",

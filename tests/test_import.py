@@ -44,7 +44,7 @@ def test_loading_the_ops_outdates_no_plan():
 
 HIDE = "from opfuse.core.records import metadata; found = [d for d in metadata.distributions() "
 HIDE += "if not d.name.startswith('opfuse-')]; metadata.distributions = lambda: found; "
-HIDE += "import opfuse; opfuse.plugins.manager.discover(opfuse.plugins.manager.packages); "
+HIDE += "import opfuse; opfuse.plugins.manager.tools = []; opfuse.plugins.manager.discover(opfuse.plugins.manager.packages); "
 
 
 def test_names_of_a_package_that_is_not_installed_are_not_offered():

@@ -30,7 +30,8 @@ def checkpoint_frames() -> int:
 
 def check_checkpoint(program: Program) -> None:
     """Refuse a recipe in a checkpoint that would recompute without it, or with other scales."""
-    restoring = any([isinstance(recorder, _Restoring) for recorder in current.recorders])
+    recorders = current.recorders
+    restoring = recorders and any([isinstance(recorder, _Restoring) for recorder in recorders])
     if restoring or not (depth := checkpoint_frames()):
         return
     if depth != thread.checkpoints:
