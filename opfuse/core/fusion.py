@@ -166,9 +166,11 @@ class Fusion:
         Returns:
             For each end (exclusive), a sentence that says which op overrides what.
         """
-        loose, elements = _ends(self.pattern, ops, start, strict=False), classes_in(self.pattern)
         reasons = {}
-        for end in loose - _ends(self.pattern, ops, start) - {start}:
+        if loose := _ends(self.pattern, ops, start, strict=False) - {start}:
+            loose -= _ends(self.pattern, ops, start)
+        for end in loose:
+            elements = classes_in(self.pattern)
             found = [_override(element, op) for op in ops[start:end] for element in elements]
             if why := next(filter(None, found), ""):
                 reasons[end] = why
@@ -235,7 +237,7 @@ def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
     if isinstance(element, Subclasses):  # a cast is no op of the user's: only its name matches it
         of_class = isinstance(op, element.cls) and not isinstance(op, Cast)
     else:
-        of_class = op_class(op) is element
+        of_class = type(op) is element or op_class(op) is element
     return of_class and not (strict and _override(element, op))
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections import ChainMap
 from typing import Any
 
 import torch
@@ -113,11 +114,12 @@ def overridden(op: nn.Module, cls: type, *methods: str) -> str | None:
     own = type(op)
     if issubclass(BasicOperation, cls):  # such a class says nothing about the arithmetic
         return None
-    for name in methods or _methods_of(cls, op):
-        if name in vars(op):
-            return name
+    names = methods or _methods_of(cls, FusibleOperation.changes)
+    if replaced := [name for name in names if name in vars(op)]:
+        return replaced[0]
+    for name in names if own is not cls else ():
         given = _on_class(cls, name)
-        if own is cls or given is None or given is _on_class(own, name):
+        if given is None or given is _on_class(own, name):
             continue
         if given is _on_class(BasicOperation, name):
             # a pass that is abstract may be given by either of its methods
@@ -135,14 +137,18 @@ def _on_class(cls: type, name: str) -> Any:
     return None
 
 
-def _methods_of(cls: type, op: nn.Module) -> Iterator[str]:
-    """The methods of a class that an op may override: on the instance, if the class is its own."""
-    own = dict.fromkeys(name for base in cls.__mro__ for name in vars(base))
-    names = vars(op) if type(op) is cls else own
-    for name in [name for name in names if not hasattr(nn.Module, name) and name[:2] != "__"]:
-        value = _on_class(cls, name)
-        if callable(value) or hasattr(value, "__get__"):
-            yield name
+@functools.lru_cache(256)
+def _methods_of(cls: type, changes: int) -> tuple[str, ...]:
+    """The methods of a class that an op may override, as long as no op or class is changed."""
+    values = dict(ChainMap(*map(vars, cls.__mro__)))  # type: ignore[arg-type]
+    return tuple(
+        [
+            name
+            for name, value in values.items()
+            if not hasattr(nn.Module, name) and name[:2] != "__"
+            if callable(value) or hasattr(value, "__get__")
+        ]
+    )
 
 
 def kwarg_names(op: FusibleOperation) -> tuple[str, ...] | None:
