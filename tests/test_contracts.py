@@ -260,6 +260,31 @@ def test_a_context_takes_nothing_that_its_op_did_not_declare(requires_grad):
         chain(torch.ones(2, requires_grad=requires_grad))
 
 
+class Halves(opfuse.BasicOperation):
+    """Changes what the fuser has set on its context, in some calls."""
+
+    saved_names = ()
+    halves = False
+
+    def op_forward(self, ctx, input_):
+        if self.halves:
+            ctx.dtype, ctx.input_requires_grad = torch.bfloat16, False
+        return input_.to(ctx.dtype or input_.dtype) * 2
+
+    def op_backward(self, ctx, grad_output):
+        return (2 * grad_output if ctx.input_requires_grad else None), ()
+
+
+def test_what_an_op_changes_on_its_context_is_gone_in_the_next_call():
+    op, x = Halves(), torch.randn(3, 3, requires_grad=True)
+    chain = opfuse.Sequential(op)
+    for halves, dtype in ((False, torch.float32), (True, torch.bfloat16), (False, torch.float32)):
+        vars(op)["halves"] = halves
+        y = chain(x)
+        assert y.dtype == dtype
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((3, 3), 2.0))
+
+
 class Hoarder(opfuse.ops.GELU):
     """Saves its input although nobody asks for a gradient."""
 

@@ -219,6 +219,40 @@ def test_an_op_that_runs_under_a_recipe_elsewhere_has_no_quantizer_here(in_a_thr
     assert [quantizer is None for quantizer in FusedAsks.asked] == [False, True]
 
 
+class AsksInItsBackward(opfuse.BasicOperation):
+    saved_names = ()
+
+    def num_quantizers(self, mode):
+        return 1
+
+    def get_input_quantizer(self):
+        return None  # the engine casts nothing for it
+
+    get_grad_output_quantizer = get_input_quantizer
+
+    def op_forward(self, ctx, input_):
+        return input_ * 1
+
+    def op_backward(self, ctx, grad_output):
+        quantizer = self.get_quantizer("backward", 0)
+        return grad_output if quantizer is None else quantizer(grad_output).dequantize(), ()
+
+
+def test_a_backward_has_the_quantizers_of_its_forward():
+    """Whatever other calls the op had since, and whether the block has ended."""
+    op, grad = AsksInItsBackward(name="asks"), torch.randn(4, 8)
+    chain, x = opfuse.Sequential(op), torch.randn(4, 8, requires_grad=True)
+    plain = chain(x)
+    with opfuse.autocast(RECIPE):
+        quantized = chain(x)
+    with opfuse.autocast(RECIPE, skip=["asks"]):
+        skipped = chain(x)
+    (rounded,) = torch.autograd.grad(quantized, x, grad)
+    assert not torch.equal(rounded, grad)
+    for y in (plain, skipped):
+        assert torch.equal(*torch.autograd.grad(y, x, grad), grad)
+
+
 @pytest.mark.parametrize("weights", ["fresh", "cached"])
 def test_an_evaluation_in_inference_mode_comes_first(weights):
     chain, x = mlp()

@@ -240,6 +240,17 @@ def test_a_deepcopy_matches_torch_and_shares_no_parameter():
     assert chain[0].basic_ops[0].weight.abs().sum() > 0
 
 
+def test_a_copy_outdates_no_plan_and_is_in_no_fuser():
+    chain = opfuse.Sequential(opfuse.ops.MakeExtraOutput(), opfuse.ops.Linear(4, 4))
+    x = torch.randn(3, 4)
+    chain(x)
+    before = opfuse.FusibleOperation.changes
+    twin = copy.deepcopy(chain)
+    assert opfuse.FusibleOperation.changes == before
+    twin[0].set_extra_output_channel(0, "copied", output_to_caller=False)
+    assert isinstance(twin(x), torch.Tensor) and isinstance(chain(x), tuple)
+
+
 def test_save_the_whole_module():
     chain, plain = pair()
     step(chain)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .fusible import declared
-from .introspection import op_class
 from .op import BasicOperation
 from .op_context import Grads, OperationContext, Unread
-from .quantization import BOTH, QuantizedTensor, Quantizer, QuantizerRole, Usage
+from .quantization import QuantizedTensor, Quantizer, QuantizerRole, Usage
 
 
 class PassThrough(BasicOperation):
@@ -114,37 +111,3 @@ class Quantize(PassThrough):
         """The role of an input, or of the gradient of an output."""
         tensor = "input" if mode == "forward" else "grad_output"
         return [QuantizerRole("quantize", tensor, self.name)] * self.num_quantizers(mode)
-
-
-def place_quantize(
-    ops: Sequence[BasicOperation],
-    forward: dict[int, Cast],
-    backward: dict[int, Cast],
-    row_alignment: int | None,
-) -> tuple[str, ...]:
-    """Leave the casts of ``Quantize`` to its neighbours, or make both copies at chain ends.
-
-    Args:
-        ops: The ops of a chain.
-        forward: The casts of the forward, by edge.
-        backward: The casts of the backward.
-        row_alignment: As in :class:`opfuse.Environment`; None: not for training.
-
-    Returns:
-        The facts about the number of rows that the casts depend on.
-    """
-    for i, op in enumerate(ops):
-        if op_class(op) is Quantize and i + 1 in forward:
-            forward.pop(i, None)
-        if op_class(op) is Quantize and i in backward:
-            backward.pop(i + 1, None)
-    keeps_rows, facts = all(declared(op, "keeps_rows") for op in ops), set()
-    for casts, edge, i in ((forward, len(ops) - 1, -1), (backward, 1, 0)):
-        if row_alignment is None or edge not in casts or op_class(ops[i]) is not Quantize:
-            continue
-        quantizer = casts[edge].quantizer
-        if (row_alignment if keeps_rows else 1) % quantizer.row_multiple == 0:
-            casts[edge] = Cast(quantizer, BOTH)
-        if keeps_rows and quantizer.row_multiple > 1:
-            facts.add("row_alignment")
-    return tuple(facts)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn, zeros_like
 
+from .cast import Cast
 from .environment import Environment
 from .fusible import FusibleOperation
 from .op import BasicOperation
@@ -146,7 +147,7 @@ class FusedOperation(_Fixed, FusibleOperation):
         x, outputs, last = input_, [], len(ops) - 1
         made: dict[str | None, Tensor | None] = {}
         for i, (op, ctx) in enumerate(zip(ops, basic_op_ctxs, strict=True)):
-            if i and isinstance(x, QuantizedTensor) and not _is_cast(ops[i - 1]):
+            if i and isinstance(x, QuantizedTensor) and not isinstance(ops[i - 1], Cast):
                 x = x.dequantize()  # Quantize passes on what is cast before it
             pairs = zip(basic_op_extra_inputs[i], op._extra_input_channels, strict=True)
             extras = [made[channel] if extra is None else extra for extra, channel in pairs]
@@ -185,7 +186,7 @@ class FusedOperation(_Fixed, FusibleOperation):
             ctx, behind = basic_op_ctxs[i], ops[i + 1 : i + 2]
             if not ctx.requires_grad:  # nor does any before it
                 return None, of_params, of_extras
-            if behind and isinstance(dy, QuantizedTensor) and not _is_cast(behind[0]):
+            if behind and isinstance(dy, QuantizedTensor) and not isinstance(behind[0], Cast):
                 dy = dy.dequantize()
             owned, ctx.owns_grad_output = ctx.owns_grad_output, owns
             given = zip(basic_op_grad_extra_outputs[i], op._extra_output_channels, strict=True)
@@ -211,8 +212,3 @@ class FusedOperation(_Fixed, FusibleOperation):
     ) -> Any:
         """Apply the basic ops, fused as the installed plugins allow."""
         return self._own_fuser().run(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-
-def _is_cast(op: Any) -> bool:
-    """Whether an op is a ``Cast``, which this module cannot import: what it gives is to be read."""
-    return hasattr(op, "quantizer")

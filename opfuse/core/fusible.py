@@ -288,10 +288,11 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
             self._count_change()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        changed = self._captured
+        super().__setstate__({**state, "_cache": ModuleCache(), "_captured": changed})  # type: ignore[no-untyped-call]
         remember(self)
-        self.__dict__["_cache"] = ModuleCache()  # a shallow copy must not share it
-        self._count_change()
+        if changed:  # a copy is in no fuser yet
+            self._count_change()
 
     def _constructed(self) -> None:
         """Called once, after ``__init__``."""

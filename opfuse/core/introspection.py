@@ -140,7 +140,7 @@ def _on_class(cls: type, name: str) -> Any:
 @functools.lru_cache(256)
 def _methods_of(cls: type, changes: int) -> tuple[str, ...]:
     """The methods of a class that an op may override, as long as no op or class is changed."""
-    values = dict(ChainMap(*map(vars, cls.__mro__)))  # type: ignore[arg-type]
+    values: dict[str, Any] = dict(ChainMap(*map(vars, cls.__mro__)))  # type: ignore[arg-type]
     return tuple(
         [
             name

@@ -27,12 +27,12 @@ AllGrads = tuple[Tensor | None, Sequence[Grads], Extras]
 class OperationContext:
     """The state that the forward of one basic op leaves for its backward.
 
-    The fuser fills in the documented attributes before ``op_forward`` runs. An op must not change
-    them: the change would persist in later calls. It may add attributes if it declares
-    ``context_names``, or declares nothing at all; tensors go through :meth:`save_for_backward`. The
-    backward gets another context with the same attributes, so nothing written in forward is ever
-    mutated. Keep no reference to a context. The context of an op that adds no attributes accepts
-    none (AttributeError), is cleared after the pass, and is used again.
+    The fuser fills in the documented attributes before ``op_forward`` runs. A fused op must not
+    change them: the contexts of ops of the library serve later calls. An op may add attributes if
+    it declares ``context_names``, or declares nothing at all; tensors go through
+    :meth:`save_for_backward`. The backward gets another context with the same attributes, so
+    nothing written in forward is ever mutated. Keep no reference to a context. The context of an op
+    that adds no attributes accepts none (AttributeError).
 
     Attributes:
         requires_grad: Whether this op takes part in the backward at all.

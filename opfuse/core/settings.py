@@ -83,7 +83,8 @@ class ThreadSettings(threading.local):
             used again.
         block: The outermost block of a recipe, or None.
         recording: Whether the running forward may advance the scales of a recipe.
-        in_forward: Whether a forward is planned, or runs an op that may ask for its quantizers.
+        serving: The quantizers of each op of the pass that is planned or that runs, for ops that
+            ask for theirs; None: between passes.
         captured: Whether the running forward under a recipe is captured into a CUDA graph.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
         together: The processes that tune together, or None.
@@ -100,7 +101,7 @@ class ThreadSettings(threading.local):
     weights: str = "fresh"
     block: Any = None
     recording: bool = True
-    in_forward: bool = False
+    serving: Any = None
     captured: bool = False
     model_init: Any = None
     together: Any = None

@@ -79,7 +79,7 @@ class _Restoring(Recorder):
     """Restores the settings where a forward is computed again."""
 
 
-class _Forward(_Restoring):
+class _CheckpointedForward(_Restoring):
     """Active in a checkpointed forward; records the state that each chain starts from."""
 
     def __init__(self) -> None:
@@ -91,17 +91,17 @@ class _Forward(_Restoring):
         self.states.append(_State.of(fuser._chain))
 
 
-class _Recompute(_Restoring):
+class _Recomputation(_Restoring):
     """Active in the recomputation; restores the forward's settings and each chain's state.
 
     Outer recorders are told nothing: they were in the forward.
     """
 
-    def __init__(self, forward: _Forward) -> None:
+    def __init__(self, forward: _CheckpointedForward) -> None:
         self._forward = forward
         self._after: list[_State] = []
 
-    def __enter__(self) -> _Recompute:
+    def __enter__(self) -> _Recomputation:
         super().__enter__()
         current.recorders = (self,)
         self._settings = current.values, current.weights
@@ -146,8 +146,8 @@ def checkpoint_contexts(
     Raises:
         ValueError: ``context_fn`` does not return two contexts.
     """
-    forward = _Forward()
-    pair = forward, _Recompute(forward)
+    forward = _CheckpointedForward()
+    pair = forward, _Recomputation(forward)
     if context_fn is None:
         return pair
     if len(others := tuple(context_fn())) != 2:

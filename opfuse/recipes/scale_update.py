@@ -84,10 +84,10 @@ class Block:
     def begin_backward(self, recipe: Recipe, chain: Any, env: Any) -> None:
         """Note that the backward of a chain runs, whose scales advance at the end of autograd."""
         task = torch._C._current_graph_task_id()
-        if thread.backward is None or thread.backward.task != task:
-            thread.backward = Backward(task)
-            Variable._execution_engine.queue_callback(thread.backward.end)
-        thread.backward.add(recipe, chain, env, self.group)
+        if thread.autograd_run is None or thread.autograd_run.task != task:
+            thread.autograd_run = AutogradRun(task)
+            Variable._execution_engine.queue_callback(thread.autograd_run.end)
+        thread.autograd_run.add(recipe, chain, env, self.group)
 
     def end(self, *, failed: bool) -> None:
         """Advance the state of the ops that ran, or discard their records.
@@ -121,7 +121,7 @@ class Block:
                 _advance(recipe, of, self.group, "forward")
 
 
-class Backward:
+class AutogradRun:
     """One run of autograd, and the ops whose gradients it casts under stateful recipes.
 
     Attributes:
@@ -148,11 +148,11 @@ class _Thread(threading.local):
     """What a thread is in.
 
     Attributes:
-        backward: The last run of autograd that cast gradients under a recipe with state, or None.
+        autograd_run: The last one that cast gradients under a recipe with state, or None.
         checkpoints: The number of ``torch.utils.checkpoint`` frames around the innermost block.
     """
 
-    backward: Backward | None = None
+    autograd_run: AutogradRun | None = None
     checkpoints: int = 0
 
 

@@ -124,7 +124,7 @@ def part_program(
         RuntimeError: The fused op cannot be built.
     """
     program = call.program
-    chain = Chain(program.chain.ops[span.start : span.stop], part=True, surrounded=True)
+    chain = Chain(program.chain.ops[span.start : span.stop], part=True, is_complete=True)
     whole = program.facts
     first = min(max(whole.needs.first_backward - span.start, 0), len(span)) if grads else len(span)
     here = slice(span.start, span.stop)

@@ -73,7 +73,7 @@ def difference(
     for kind, find in (("NaN", torch.isnan), ("inf", torch.isinf)):
         mine, there = find(got), find(expected if rounded is None else rounded)
         if not torch.equal(mine, there):
-            return f"is {kind} in {int(mine.sum())} places instead of {int(there.sum())}"
+            return f"is {kind} in {int(mine.sum())} places, expected in {int(there.sum())}"
     finite = got.isfinite() & expected.isfinite()
     got, expected = torch.where(finite, got, 0.0), torch.where(finite, expected, 0.0)
     rtol, usual = tolerance(dtype or torch.float64, gemm=gemm)

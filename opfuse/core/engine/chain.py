@@ -25,13 +25,13 @@ Slot = tuple[int, int]
 
 
 def flatten(
-    ops: Iterable[FusibleOperation], *, surrounded: bool = False
+    ops: Iterable[FusibleOperation], *, with_surrounding: bool = False
 ) -> tuple[BasicOperation, ...]:
     """The basic ops that ``ops`` are or replace.
 
     Args:
         ops: The ops as the user wrote them.
-        surrounded: Add those that run around them, see :meth:`BasicOperation.surround`.
+        with_surrounding: Add those that run around them, see :meth:`BasicOperation.surround`.
     """
     basic: list[BasicOperation] = []
     for op in ops:
@@ -47,7 +47,7 @@ def flatten(
         if isinstance(op, Cast):
             raise TypeError("only the engine puts a Cast into a chain: use Quantize instead")
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
-    if surrounded:
+    if with_surrounding:
         return tuple([each for op in basic for each in op.with_surrounding])
     return tuple(basic)
 
@@ -76,14 +76,14 @@ class Chain:
     Args:
         ops: The ops as the user wrote them.
         part: Whether they are part of a longer chain, whose runner then passes channels on.
-        surrounded: Whether ``ops`` has the surrounding ops already.
+        is_complete: Whether ``ops`` has the surrounding ops already.
     """
 
     def __init__(
-        self, ops: Iterable[FusibleOperation], *, part: bool = False, surrounded: bool = False
+        self, ops: Iterable[FusibleOperation], *, part: bool = False, is_complete: bool = False
     ) -> None:
         self.written = tuple(ops)
-        self.ops = flatten(self.written, surrounded=not surrounded)
+        self.ops = flatten(self.written, with_surrounding=not is_complete)
         counted = set(flatten(self.written))
         self.own = tuple([i for i, op in enumerate(self.ops) if op in counted])
         self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"
@@ -314,7 +314,7 @@ def cut(fuser: Any, apart: Sequence[FusibleOperation]) -> Cut:
         between = list(group)
         for ops in [[op] for op in between] if alone else [between]:
             run: Any = ops[0] if alone else type(fuser)(ops, part=True)
-            stop = start + len(flatten(ops, surrounded=True))
+            stop = start + len(flatten(ops, with_surrounding=True))
             call = wrap_call(run, module=run) if alone else run
             own = [i for i in chain.own if start <= i < stop]
             inputs, outputs = _taken(chain, start, stop), chain.outputs_of(start, stop)

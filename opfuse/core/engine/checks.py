@@ -43,7 +43,7 @@ def check_tensors(
     device: torch.device,
     autocast: torch.dtype | None,
     extras: Sequence[Any],
-    whole: bool = False,
+    input_is_dtensor: bool = False,
 ) -> None:
     """Refuse dtypes and devices that do not match, and parameters of several processes.
 
@@ -54,13 +54,13 @@ def check_tensors(
         device: The device of the input.
         autocast: The dtype that autocast asks for, or None.
         extras: The extra inputs, or ``(dtype, device)`` of each.
-        whole: Whether the input is a ``DTensor``, so that parameters may be.
+        input_is_dtensor: Whether the input is a ``DTensor``, so that parameters may be.
     """
     if not dtype.is_floating_point:
         raise TypeError(f"{chain.title} expected a floating-point input, got {dtype}")
     for i, op in enumerate(chain.ops):
         strict = op.params_in_compute_dtype and autocast is None
-        _check_params(chain, i, dtype if strict else None, device, whole)
+        _check_params(chain, i, dtype if strict else None, device, input_is_dtensor)
         if op is not owner or not own_call(op):  # its own forward uses what it has
             _check_param_names(chain, i)
         if kinds_of(op) != tuple([chain.kinds[slot] for slot in chain.inputs_of(i, i + 1)]):
@@ -81,7 +81,11 @@ def check_tensors(
 
 
 def _check_params(
-    chain: Chain, index: int, dtype: torch.dtype | None, device: torch.device, whole: bool
+    chain: Chain,
+    index: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    input_is_dtensor: bool,
 ) -> None:
     """Refuse parameters on another device, or of another dtype where one is required."""
     op, sources = chain.ops[index], chain.param_sources[slice(*chain.param_ranges[index])]
@@ -91,7 +95,7 @@ def _check_params(
         param: Any = module._parameters.get(name)
         if param is None:
             continue
-        if not whole and own not in op._layouts and is_dtensor(param):
+        if not input_is_dtensor and own not in op._layouts and is_dtensor(param):
             how = f"got a DTensor placed as {param.placements}, as only a split op takes"
             raise TypeError(f"{who} expected a plain {name}, {how} among processes")
         if param.device != device:

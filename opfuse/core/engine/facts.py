@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cast import Cast, place_quantize
+from ..cast import Cast, Quantize
 from ..environment import Environment
+from ..fusible import declared
 from ..hookspecs import Run
 from ..introspection import op_class
 from ..op import BasicOperation
-from ..quantization import Quantizer, Recipe
+from ..quantization import BOTH, Quantizer, Recipe
 from ..quantization.names import why_unquantized
 from ..records import PluginRecord
 from ..settings import current
@@ -216,6 +217,7 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
     """
     unquantized = why_unquantized(chain.ops, current.skip, off)
     serving = [op._quantizers.in_force(op, env.recipe, needs.grad_mode) for op in chain.ops]
+    current.serving = dict(zip(chain.ops, serving, strict=True))
     if env.recipe is None:
         return Edges({}, {}, serving, unquantized if off else {})
     quantized_backward = env.recipe.backward_override is None
@@ -233,8 +235,42 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
             if any(usage):
                 backward[i + 1] = Cast(quantizer, usage)
     both = needs.grad_mode and not env.compiling
-    facts = place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
+    facts = _place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
     return Edges(forward, backward, serving, unquantized, facts)
+
+
+def _place_quantize(
+    ops: Sequence[BasicOperation],
+    forward: dict[int, Cast],
+    backward: dict[int, Cast],
+    row_alignment: int | None,
+) -> tuple[str, ...]:
+    """Leave the casts of ``Quantize`` to its neighbours, or make both copies at chain ends.
+
+    Args:
+        ops: The ops of a chain.
+        forward: The casts of the forward, by edge.
+        backward: The casts of the backward.
+        row_alignment: As in :class:`opfuse.Environment`; None: not for training.
+
+    Returns:
+        The facts about the number of rows that the casts depend on.
+    """
+    for i, op in enumerate(ops):
+        if op_class(op) is Quantize and i + 1 in forward:
+            forward.pop(i, None)
+        if op_class(op) is Quantize and i in backward:
+            backward.pop(i + 1, None)
+    keeps_rows, facts = all(declared(op, "keeps_rows") for op in ops), set()
+    for casts, edge, i in ((forward, len(ops) - 1, -1), (backward, 1, 0)):
+        if row_alignment is None or edge not in casts or op_class(ops[i]) is not Quantize:
+            continue
+        quantizer = casts[edge].quantizer
+        if (row_alignment if keeps_rows else 1) % quantizer.row_multiple == 0:
+            casts[edge] = Cast(quantizer, BOTH)
+        if keeps_rows and quantizer.row_multiple > 1:
+            facts.add("row_alignment")
+    return tuple(facts)
 
 
 class Known(ABC):

@@ -252,7 +252,7 @@ class OperationFuser:
             program: Program | None = programs.get(rows_of(facts, input))
             if program is None:
                 make = _never_traced(without_modes()(make_program))
-                with current.temporarily(in_forward=True):
+                with current.temporarily(serving={}):
                     made = make(self._chain, self._owner, key, input, params)
                 # a tool may have failed meanwhile: without it no option that it serves is in force
                 check_options(key.settings.options, key.settings.selection)

@@ -258,7 +258,7 @@ def checked_kind(chain: Chain, slot: Slot, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def shape_of(x: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
+def meta_of(x: Any) -> tuple[torch.Size, torch.dtype, torch.device]:
     """Shape, dtype and device of the gradient of a main output."""
     if not isinstance(x, QuantizedTensor):
         return x.shape, x.dtype, x.device

@@ -28,7 +28,7 @@ from ..settings import current
 from . import checks
 from .facts import Facts, Recompute, Step
 from .plan import FusionPlan
-from .source import Source, Variant
+from .source import Source, Variant, is_builtin
 from .write_backward import Backward
 from .write_forward import Forward
 
@@ -60,7 +60,8 @@ class Program:
         num_saved: The number of tensors that are saved by declaration.
         undeclared: The ops that may leave anything, so that all of their contexts is kept.
         saves_quantized: Whether ops may save quantized tensors.
-        unpooled: The ops that may leave anything on their contexts, which thus serve one call.
+        free: The ops that may leave anything on their contexts.
+        unpooled: The ops whose contexts serve one call: those, and others that are not of opfuse.
         recomputing: Basic op -> how its input is computed again.
         dequantized: The quantized parameters that belong to ops that quantize nothing.
         accumulating: ``(op, first, last)``: the range of parameters of each op that stores their
@@ -147,7 +148,10 @@ class Program:
         self.saves_quantized = own or self.recipe is not None
         # functions are the fusions of Transformer Engine: their ops may write anything
         of_functions = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
-        self.unpooled = of_functions.union(self.undeclared)
+        ops = enumerate(self.chain.ops)
+        foreign = [i for i, op in ops if not all(is_builtin(op, name) for name in self.entry_casts)]
+        self.free = of_functions.union(self.undeclared)
+        self.unpooled = self.free.union(foreign)
 
     def _set_gradients(self) -> None:
         """Set where gradients flow other than through the main tensors.

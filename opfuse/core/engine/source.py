@@ -54,7 +54,7 @@ class Variant(NamedTuple):
     reached: int | None = None
 
 
-def _is_builtin(op: Any, pass_name: str) -> bool:
+def is_builtin(op: Any, pass_name: str) -> bool:
     """Return whether an op computes by this package alone, which keeps its contract.
 
     A class of somebody else may inherit the pass, and give a value of its own to it.
@@ -90,25 +90,21 @@ class Source:
         self._names: dict[str, Any] = {"Tensor": Tensor, "QuantizedTensor": QuantizedTensor}
 
     def write(self) -> Source:
-        """Write it; ops that ask for their quantizers themselves know in which pass they do."""
+        """Write it; ops that ask for their quantizers themselves get those of the program."""
         asking = any(op.num_quantizers(name) for op in self.chain.ops for name in _PASSES)
-        forward = self.pass_name == "forward"
-        if (
-            not asking
-            or not self.to_check
-            or self.traced
-            or (self.env.recipe is None) is not forward
-        ):
+        if not asking or not self.to_check or self.traced:
             self.write_lines()
             return self
         self.bind("settings", current)
-        self.add(f"before, settings.in_forward = settings.in_forward, {forward}")
+        given = zip(self.chain.ops, self.program.facts.edges.quantizers, strict=True)
+        serving = self.bind("serving", dict(given))
+        self.add(f"before, settings.serving = settings.serving, {serving}")
         self.add("try:")
         self._indent += "    "
         self.write_lines()
         self._indent = self._indent[4:]
         self.add("finally:")
-        self.add("    settings.in_forward = before")
+        self.add("    settings.serving = before")
         return self
 
     def write_lines(self) -> None:
@@ -118,7 +114,7 @@ class Source:
     @functools.cached_property
     def to_check(self) -> list[Step]:
         """The steps whose results are checked: their ops are not of this package."""
-        return [s for s in self.steps if s.source or not _is_builtin(s.op, self.pass_name)]
+        return [s for s in self.steps if s.source or not is_builtin(s.op, self.pass_name)]
 
     # Names and lines
 
@@ -174,7 +170,7 @@ class Source:
             if self.variant.ranged:
                 owner = f" of {source.distribution}" if source.distribution else ""
                 run = lines.in_range(f"{source.name}{owner}, {name}: {step.title}", run)
-            return self.bind(f"fused_{step.begin}", run), direct
+            return self.bind(f"fused_{step.start}_{step.stop}", run), direct
         word = "op" if step in self.to_check else op_class(op).__name__
         word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()
         return self.bind(f"{word}_{step.start}", run), direct
@@ -215,8 +211,9 @@ class Source:
         for indexes in filter(None, (self._pooled, others)):
             names, kinds = several(f"c{i}" for i in indexes), []
             for i in indexes:
-                left = tuple(declared(ops[i], "context_names")) if i in self._pooled else None
-                kinds.append((lines.context_class(left), values[i]))
+                is_free = self.traced or i in self.program.free
+                names_left = None if is_free else tuple(declared(ops[i], "context_names"))
+                kinds.append((lines.context_class(names_left), values[i]))
             make = f"{names} = {self.call(lines.contexts, kinds, at=indexes[0])}()"
             if indexes is self._pooled:
                 self.add(f"try: {names} = {self.bind('idle', [])}.pop()")

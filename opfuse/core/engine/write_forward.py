@@ -144,7 +144,7 @@ class Forward(Source):
         if self._trains:
             for i, k in [slot for slot in slots if slot in self.program.gradient_channels]:
                 self.add(f"a{i}_{k} = {self.call(lines.alias)}(o{i}_{k})")
-            self.add(f"ctx.shape_{step.stop - 1} = {self.call(lines.shape_of)}(x)")
+            self.add(f"ctx.shape_{step.stop - 1} = {self.call(lines.meta_of)}(x)")
 
     # What stays for the backward
 

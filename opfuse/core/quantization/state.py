@@ -195,12 +195,14 @@ class QuantizerStates:
         return {name: observer.wrap(quantizer, op, name) for name, quantizer in found.items()}
 
     def get(self, op: Any, mode: str, index: int) -> Quantizer | None:
-        """A quantizer of the recipe in force, or of the last one outside of any forward."""
+        """A quantizer of the pass that runs or is planned; outside of it, of the last recipe."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
-        recording = current.recording or mode == "backward"
-        recipe = current.recipe or (None if current.in_forward else self.latest)
-        quantizers = self.in_force(op, recipe, recording)
+        if (serving := current.serving) is not None and op in serving:
+            quantizers = serving[op]
+        else:
+            recipe = current.recipe or (self.latest if serving is None else None)
+            quantizers = self.in_force(op, recipe, current.recording or mode == "backward")
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     def check_name(self, op: Any, name: str) -> None:

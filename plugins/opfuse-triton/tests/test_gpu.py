@@ -133,7 +133,7 @@ def test_each_fault_is_told_and_the_command_fails(tmp_path):
     assert done.returncode == 1
     for text in (
         "WRONG twice: rows=3 features=40, bfloat16: y is wrong by",
-        "WRONG unwritten: rows=3 features=40, bfloat16: y is NaN in 100 places instead of 0",
+        "WRONG unwritten: rows=3 features=40, bfloat16: y is NaN in 100 places, expected in 0",
         "WRONG differing: rows=3 features=40, bfloat16: y differs between 3 runs of the same",
         "WRONG raising: rows=3 features=40, bfloat16: ValueError: no such kernel",
         "WRONG without twin: rows=3 features=40, bfloat16: it has no twin to be compared with",
