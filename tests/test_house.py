@@ -206,7 +206,8 @@ def test_the_engine_is_handed_down_once():
 # Sizes, in lines of code: without docstrings, comments and blank lines
 
 BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a first change fails no test
-    "opfuse.core": 5550,
+    "opfuse.core": 5450,
+    "opfuse.recipes": 357,  # the core had them
     "opfuse.ops": 3710,  # 60 for Modulate, 300 for log-probabilities, 160 for groups of rows, 80 for samples, 70 for class weights, adapters and biases of experts
     "opfuse.report": 1038,  # 270 for isolation, 117 for replaced forwards and 55 for names, which the core had
     "opfuse.tuning": 1514,  # 380 for tables, lookup and choice, and 40 for what plans depend on, which were in the core; 50 for processes that tune together
