@@ -61,4 +61,8 @@ def opfuse_wrap_step(step: Step, facts: Facts, run: Run) -> Run | None:
 
 def _has_processes(chain: Chain) -> bool:
     """Whether an op of a chain concerns several processes; without it nothing more is imported."""
-    return any(op.needs_tools or getattr(op, "collective_group", None) for op in chain.ops)
+    if chain.needs_tools:
+        return True
+    # reading an attribute that a module lacks takes long, and this is asked for each step
+    name = "collective_group"
+    return any([name in vars(op) or hasattr(type(op), name) for op in chain.ops])
