@@ -41,6 +41,7 @@ class ConvertedForward(ReplacedForward):
     _title = ""
     _placed: Any = ()  # where the parameters are split among processes
     _own: Any = None  # the forward that the module itself has
+    _quantizes = False  # whether its chain does under a recipe
     _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
@@ -89,7 +90,9 @@ class ConvertedForward(ReplacedForward):
 
     def again(self, memo: dict[int, Any]) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
-        return self.copied(ConvertedForward(self._converter, self.plugin, None), memo)
+        made = ConvertedForward(self._converter, self.plugin, None)
+        made._quantizes = self._quantizes
+        return self.copied(made, memo)
 
     @without_modes()
     def seal(self, module: nn.Module) -> None:
@@ -101,6 +104,7 @@ class ConvertedForward(ReplacedForward):
         self._title = choosing.title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
+        self._quantizes = _quantizes(self)
         of_call = getattr(self._conversion.call, "further", ())
         self._further = [ConvertedForward(self._converter, self.plugin, each) for each in of_call]
         for each in self._further:
@@ -121,13 +125,16 @@ class ConvertedForward(ReplacedForward):
         if isinstance(forward, Site):
             if not is_dynamo_compiling() and (why := forward.change()):
                 self._say(why)
+                self._warn_of_recipe(module, why)
                 return NotImplemented
             if facts := forward.facts(args, kwargs):
                 forward = self._for_these(module, forward, facts)
             self._say("its forward did not reach the statements that the chain replaces")
             for each in self._further:
                 each._say("")
-            return forward.forward(module, *args, **kwargs)
+            result = forward.forward(module, *args, **kwargs)
+            self._warn_of_recipe(module, self.fallback)
+            return result
         if not is_dynamo_compiling() and (why := self._guard.why_not()):
             self._refuse(why)
             return NotImplemented
@@ -140,7 +147,16 @@ class ConvertedForward(ReplacedForward):
             why = why or "it was called in a way that the chain does not take"
         if why:
             self._say(why)
+            self._warn_of_recipe(module, why)
         return result
+
+    def pass_by(self, module: nn.Module) -> None:
+        """Warn that a trace or a transform sees the module's own forward, under a recipe."""
+        if is_dynamo_compiling():
+            if self._quantizes:
+                _tell_of_graph(type(current.values.recipe).__name__)
+        else:
+            self._warn_of_recipe(module, "a trace or a transform sees it")
 
     def at_site(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
         """Compute the results of some statements of a rewritten forward by the chain, or None."""
@@ -199,16 +215,18 @@ class ConvertedForward(ReplacedForward):
     def _refuse(self, why: str) -> None:
         """Note why the module's own forward runs, and whether there may be another chain for it."""
         self._say(why)
+        guard: Any = self._guard
+        self._warn_of_recipe(guard.module, why)
         if not is_dynamo_compiling():
-            self._warn_of_recipe(why)
-            placed = self._guard.placements()  # type: ignore[union-attr]
+            placed = guard.placements()
             self._is_stale, self._placed = placed != self._placed, placed
 
-    def _warn_of_recipe(self, why: str) -> None:
+    def _warn_of_recipe(self, module: nn.Module, why: str) -> None:
         """Warn once that a recipe quantizes nothing in the module, here or in a part of it."""
-        if (recipe := current.recipe) is None or self._told_of_recipe:
+        is_told = self._told_of_recipe or not why or is_dynamo_compiling()
+        if is_told or (recipe := current.recipe) is None:
             return
-        self._told_of_recipe, module = True, self._guard.module  # type: ignore[union-attr]
+        self._told_of_recipe = True
         if [each for _, _, each in replaced_forwards(module) if _quantizes(each)] == [self]:
             who = f"a converted {op_class(module).__name__} runs its own forward"
             text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
@@ -264,9 +282,9 @@ class ConvertedForward(ReplacedForward):
             why = self._refusal(module, x, *extras)
             if current.recorders:
                 self._record(module, (x, *extras))
-            if not is_dynamo_compiling():
-                self.fallback = why
+            self._say(why)
             if why:
+                self._warn_of_recipe(module, why)
                 return made.separate(module, x, *extras)
         return self._through_chain(module, x, *extras)
 
@@ -335,7 +353,17 @@ def _refused_in_graph(state: ConvertedForward, module: nn.Module) -> str:
     return state.refusal_in_graph(module)
 
 
+def _tell_of_graph(recipe: str) -> None:
+    """Warn once; by the recipe alone, so that modules of one class are compiled once."""
+    text = (
+        f"torch.compile traces the own forwards of converted modules, in which {recipe} quantizes "
+        f"nothing: opfuse.options(chains_under_compile=True) puts their chains into graphs"
+    )
+    manager.warn_once(text, text)
+
+
 _refused_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_tell_of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _quantizes(replaced: ReplacedForward) -> bool:
