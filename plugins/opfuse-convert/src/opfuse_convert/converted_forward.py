@@ -104,7 +104,9 @@ class ConvertedForward(ReplacedForward):
         self._title = choosing.title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
-        self._quantizes = _quantizes(self)
+        every: Any = self.chain.modules()  # type: ignore[union-attr]
+        ops = [op for op in every if isinstance(op, BasicOperation)]
+        self._quantizes = any(op.num_quantizers("forward") for op in ops)
         of_call = getattr(self._conversion.call, "further", ())
         self._further = [ConvertedForward(self._converter, self.plugin, each) for each in of_call]
         for each in self._further:
@@ -125,16 +127,13 @@ class ConvertedForward(ReplacedForward):
         if isinstance(forward, Site):
             if not is_dynamo_compiling() and (why := forward.change()):
                 self._say(why)
-                self._warn_of_recipe(module, why)
                 return NotImplemented
             if facts := forward.facts(args, kwargs):
                 forward = self._for_these(module, forward, facts)
             self._say("its forward did not reach the statements that the chain replaces")
             for each in self._further:
                 each._say("")
-            result = forward.forward(module, *args, **kwargs)
-            self._warn_of_recipe(module, self.fallback)
-            return result
+            return forward.forward(module, *args, **kwargs)
         if not is_dynamo_compiling() and (why := self._guard.why_not()):
             self._refuse(why)
             return NotImplemented
@@ -147,16 +146,7 @@ class ConvertedForward(ReplacedForward):
             why = why or "it was called in a way that the chain does not take"
         if why:
             self._say(why)
-            self._warn_of_recipe(module, why)
         return result
-
-    def pass_by(self, module: nn.Module) -> None:
-        """Warn that a trace or a transform sees the module's own forward, under a recipe."""
-        if is_dynamo_compiling():
-            if self._quantizes:
-                _tell_of_graph(type(current.values.recipe).__name__)
-        else:
-            self._warn_of_recipe(module, "a trace or a transform sees it")
 
     def at_site(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
         """Compute the results of some statements of a rewritten forward by the chain, or None."""
@@ -215,22 +205,30 @@ class ConvertedForward(ReplacedForward):
     def _refuse(self, why: str) -> None:
         """Note why the module's own forward runs, and whether there may be another chain for it."""
         self._say(why)
-        guard: Any = self._guard
-        self._warn_of_recipe(guard.module, why)
         if not is_dynamo_compiling():
-            placed = guard.placements()
+            placed = self._guard.placements()  # type: ignore[union-attr]
             self._is_stale, self._placed = placed != self._placed, placed
 
-    def _warn_of_recipe(self, module: nn.Module, why: str) -> None:
-        """Warn once that a recipe quantizes nothing in the module, here or in a part of it."""
-        is_told = self._told_of_recipe or not why or is_dynamo_compiling()
-        if is_told or (recipe := current.recipe) is None:
+    def check_recipe(self, module: nn.Module, chosen: bool) -> None:
+        """Warn once if the recipe in force quantizes nothing in the module, nor in a part of it.
+
+        Args:
+            module: The module, which was called.
+            chosen: Whether its chain was to run; otherwise a trace or a transform sees its forward.
+        """
+        recipe = type(current.values.recipe).__name__
+        if is_dynamo_compiling():
+            if self._quantizes and not chosen:
+                _warn_of_graph(recipe)
             return
-        self._told_of_recipe = True
-        if [each for _, _, each in replaced_forwards(module) if _quantizes(each)] == [self]:
-            who = f"a converted {op_class(module).__name__} runs its own forward"
-            text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
-            manager.warn_once(text, text)
+        why = self.fallback if chosen else "a trace or a transform sees it"
+        if why and not self._told_of_recipe:
+            self._told_of_recipe = True
+            every = [each for _, _, each in replaced_forwards(module)]
+            if [each for each in every if getattr(each, "_quantizes", False)] == [self]:
+                who = f"a converted {op_class(module).__name__} runs its own forward"
+                text = f"{who}, in which {recipe} quantizes nothing: {why}"
+                manager.warn_once(text, text)
 
     def _make_again(self, module: nn.Module) -> None:
         """Make the chain for parameters that have been split among processes since, if possible."""
@@ -284,7 +282,6 @@ class ConvertedForward(ReplacedForward):
                 self._record(module, (x, *extras))
             self._say(why)
             if why:
-                self._warn_of_recipe(module, why)
                 return made.separate(module, x, *extras)
         return self._through_chain(module, x, *extras)
 
@@ -353,7 +350,7 @@ def _refused_in_graph(state: ConvertedForward, module: nn.Module) -> str:
     return state.refusal_in_graph(module)
 
 
-def _tell_of_graph(recipe: str) -> None:
+def _warn_of_graph(recipe: str) -> None:
     """Warn once; by the recipe alone, so that modules of one class are compiled once."""
     text = (
         f"torch.compile traces the own forwards of converted modules, in which {recipe} quantizes "
@@ -363,10 +360,4 @@ def _tell_of_graph(recipe: str) -> None:
 
 
 _refused_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_tell_of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _quantizes(replaced: ReplacedForward) -> bool:
-    """Whether an op of a module's chain quantizes anything under a recipe."""
-    ops = () if replaced.chain is None else replaced.chain.modules()
-    return any(isinstance(op, BasicOperation) and op.num_quantizers("forward") > 0 for op in ops)
+_warn_of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]

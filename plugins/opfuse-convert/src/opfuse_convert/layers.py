@@ -75,11 +75,9 @@ def _before_that_of(owner: Any) -> Any:
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
         chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
-        if not chosen:
-            if state is not None and current.values.recipe is not None:
-                state.pass_by(self)
-            return owner.of.forward(self, *args, **kwargs)
-        result = state.call(self, args, kwargs)
+        result = state.call(self, args, kwargs) if chosen else NotImplemented
+        if state is not None and current.values.recipe is not None:
+            state.check_recipe(self, chosen)
         return owner.of.forward(self, *args, **kwargs) if result is NotImplemented else result
 
     @functools.wraps(owner.of.forward)
