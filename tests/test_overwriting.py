@@ -254,7 +254,6 @@ ALLOWED = {
     "opfuse_fp8.kernels.launch_groups.cast_mx": LIST,
     "opfuse_fp8.nvfp4.StochasticNVFP4Quantizer.advance": STATE,
     "opfuse_fp8.nvfp4.StochasticNVFP4Quantizer.tensors_of": STATE,
-    "opfuse_fp8.quantizers.CurrentQuantizer.with_largest": STATE,
     "opfuse_fp8.quantizers.DelayedQuantizer.record": STATE,
     "opfuse_fp8.quantizers._written": OWN,
     "opfuse_graphs.layers.graphed": STATE,

@@ -118,6 +118,23 @@ def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def write_state(write: Callable[..., Any], *given: Any, **named: Any) -> None:
+    """Call an operation that writes into a state; no mode sees it, as for :func:`put_back`.
+
+    A trace has it.
+
+    Args:
+        write: The operation.
+        given: Its arguments.
+        named: Those by name.
+    """
+    if tracing() or not (dispatch_modes() or function_modes()):
+        write(*given, **named)
+        return
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        write(*given, **named)
+
+
 def put_back(tensor: Tensor, value: Tensor) -> None:
     """Write earlier values into a state; no mode sees it, since it is no part of a forward."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():

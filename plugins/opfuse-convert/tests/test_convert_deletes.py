@@ -1,4 +1,4 @@
-"""Forwards that delete names: a chain leaves behind what they left, and holds nothing longer."""
+"""Names that a forward deletes, or seems to set: a chain leaves what it left, and holds no more."""
 
 import copy
 import weakref
@@ -113,8 +113,50 @@ def in_a_context(self, x):
     return y
 
 
+def beside_one_of_a_comprehension(self, x):
+    h = x
+    h = self.layers[0](h)
+    y = self.b(self.act(self.a(h)))
+    count = len([0 for h in range(3)])
+    return y * count + h
+
+
+def beside_one_of_a_generator(self, x):
+    h = x
+    h = self.layers[0](h)
+    y = self.b(self.act(self.a(h)))
+    return y * any(True for h in range(3)) + h
+
+
+def announced(self, x):
+    h = x
+    h = self.layers[0](h)
+    y = self.b(self.act(self.a(h)))
+    h: torch.Tensor
+    return y + h
+
+
+def set_where_it_is_not_reached(self, x):
+    h = x
+    h = self.layers[0](h)
+    y = self.b(self.act(self.a(h)))
+    count = 1 if x.ndim else (h := 2)
+    return y * count + h
+
+
+def set_in_no_round(self, x):
+    h = x
+    h = self.layers[0](h)
+    y = self.b(self.act(self.a(h)))
+    count = len([(h := 2) for _ in range(0)])
+    return y * count + h
+
+
 FORWARDS = [inside, several, right_behind, later, in_a_loop, in_a_loop_with_more, one_way, perhaps]
 FORWARDS += [at_last, and_set_again, in_a_context]
+
+KEPT = [beside_one_of_a_comprehension, beside_one_of_a_generator, announced]
+KEPT += [set_where_it_is_not_reached, set_in_no_round]
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)
@@ -125,6 +167,15 @@ def test_a_name_may_be_deleted(forward):
     assert_same(model, twin, an_input())
     if forward is not at_last:
         assert opfuse.converted(model)[""] == ""
+
+
+@pytest.mark.parametrize("forward", KEPT, ids=lambda forward: forward.__name__)
+def test_a_name_that_is_not_set_keeps_its_value(forward):
+    model = type("Model", (Base,), {"forward": forward})()
+    twin = copy.deepcopy(model)
+    opfuse.convert(model)
+    assert_same(model, twin, an_input())
+    assert opfuse.converted(model)[""] == ""
 
 
 def test_a_chain_goes_on_behind_a_name_that_is_deleted():

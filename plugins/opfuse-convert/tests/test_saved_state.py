@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import opfuse
 from opfuse import ops
+from opfuse.core.plugins import manager
 
 pytest.importorskip("opfuse_fp8", reason="the recipes with state are those of opfuse-plugin-fp8")
 pytestmark = [
@@ -282,8 +283,9 @@ def test_a_chain_of_another_structure_has_the_state_of_what_it_reads_or_says_not
     with contextlib.ExitStack() as stack:
         if part == "up":  # the gate was quantized together with it
             stack.enter_context(pytest.warns(UserWarning, match=r"none was restored in 0.gate\. "))
-        if (part, how) == ("gate", "converted"):
-            said = "DelayedScaling quantizes nothing: gate was replaced"
+        if part == "gate":
+            why = {"copied": "there is nothing to fuse in it", "converted": "gate was replaced"}
+            said = f"DelayedScaling quantizes nothing: {why[how]}"
             stack.enter_context(pytest.warns(opfuse.PluginWarning, match=said))
         train(model, "fp8-delayed", range(1))
     for key, value in before.items():
@@ -443,3 +445,35 @@ def test_a_chain_that_does_not_run_under_a_recipe_is_warned_of_once():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(x, "a")
+
+
+class Sometimes(ByMode):
+    def forward(self, x, mode="a"):
+        if mode == "a":
+            return self.down(functional.gelu(self.up(x)))
+        return self.down(self.up(x).cumsum(-1))
+
+
+PASSED_BY = {
+    "its forward did not reach the statements": lambda model, x: model(x, "b"),
+    "a trace or a transform sees it": lambda model, x: torch.func.vmap(model)(x[None]),
+    "torch.compile traces the own forwards .*, in which Float8CurrentScaling": lambda model, x: (
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", PASSED_BY)
+def test_a_chain_that_is_passed_by_under_a_recipe_is_warned_of_once(said, monkeypatch):
+    monkeypatch.setattr(manager, "_warned", set())
+    model, x = Sometimes(), torch.randn(4, 32)
+    opfuse.convert(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PASSED_BY[said](model, x)
+    with opfuse.autocast("fp8-current"):
+        with pytest.warns(opfuse.PluginWarning, match=said):
+            PASSED_BY[said](model, x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            PASSED_BY[said](model, x)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from opfuse_fp8.delayed import update_delayed
 from opfuse_fp8.quantizers import DelayedQuantizer, RescaledTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import opfuse
 from opfuse import QuantizerRole, ops
@@ -185,7 +185,13 @@ def selective():
     )
 
 
-@pytest.mark.parametrize("contexts", [opfuse.checkpoint_contexts, selective])
+def everything():
+    """Those of one that keeps every result, whose state is in none."""
+    policy = lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE  # noqa: E731
+    return opfuse.checkpoint_contexts(lambda: create_selective_checkpoint_contexts(policy))
+
+
+@pytest.mark.parametrize("contexts", [opfuse.checkpoint_contexts, selective, everything])
 @pytest.mark.parametrize("name", NAMES)
 def test_activation_checkpointing_counts_a_maximum_once(name, contexts):
     runs = []

@@ -303,6 +303,18 @@ def test_fp16_with_a_scaled_loss_does_not_underflow():
         assert rows.max() < 2e-2
 
 
+@pytest.mark.parametrize("options", [{"weight": 150 * WEIGHT}, {"z_loss": 1.0}], ids=["weight", "z_loss"])  # fmt: skip
+def test_fp16_with_large_factors_of_rows_does_not_overflow(options):
+    """A gradient that is scaled, so that it does not underflow, is also multiplied by these."""
+    x, targets = batch(torch.float16)
+    chain = head(dtype=torch.float16, **options)
+    assert fusions(chain, x, targets) == ["linear+loss"]
+    with torch.no_grad():
+        chain[0].weight.mul_(20)  # so that a logsumexp is more than 32
+    for grad, wanted in zip(grads(chain, x, targets), truth(chain, x, targets), strict=True):
+        assert (grad.double() - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+
+
 def test_two_backwards_give_the_same_and_overwrite_nothing():
     x, targets = batch()
     chain = head(bias=True)

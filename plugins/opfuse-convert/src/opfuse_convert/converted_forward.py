@@ -41,6 +41,7 @@ class ConvertedForward(ReplacedForward):
     _title = ""
     _placed: Any = ()  # where the parameters are split among processes
     _own: Any = None  # the forward that the module itself has
+    _quantizes = False  # whether its chain does under a recipe
     _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
@@ -89,7 +90,9 @@ class ConvertedForward(ReplacedForward):
 
     def again(self, memo: dict[int, Any]) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
-        return self.copied(ConvertedForward(self._converter, self.plugin, None), memo)
+        made = ConvertedForward(self._converter, self.plugin, None)
+        made._quantizes = self._quantizes
+        return self.copied(made, memo)
 
     @without_modes()
     def seal(self, module: nn.Module) -> None:
@@ -101,6 +104,9 @@ class ConvertedForward(ReplacedForward):
         self._title = choosing.title_of(self._converter.name, module)
         self._placed = self._guard.placements()
         self._own = vars(module).get("forward")
+        every: Any = self.chain.modules()  # type: ignore[union-attr]
+        ops = [op for op in every if isinstance(op, BasicOperation)]
+        self._quantizes = any(op.num_quantizers("forward") for op in ops)
         of_call = getattr(self._conversion.call, "further", ())
         self._further = [ConvertedForward(self._converter, self.plugin, each) for each in of_call]
         for each in self._further:
@@ -200,19 +206,29 @@ class ConvertedForward(ReplacedForward):
         """Note why the module's own forward runs, and whether there may be another chain for it."""
         self._say(why)
         if not is_dynamo_compiling():
-            self._warn_of_recipe(why)
             placed = self._guard.placements()  # type: ignore[union-attr]
             self._is_stale, self._placed = placed != self._placed, placed
 
-    def _warn_of_recipe(self, why: str) -> None:
-        """Warn once that a recipe quantizes nothing in the module, here or in a part of it."""
-        if (recipe := current.recipe) is None or self._told_of_recipe:
+    def check_recipe(self, module: nn.Module, chosen: bool) -> None:
+        """Warn once if the recipe in force quantizes nothing in the module, nor in a part of it.
+
+        Args:
+            module: The module, which was called.
+            chosen: Whether its chain was to run; otherwise a trace or a transform sees its forward.
+        """
+        recipe = type(current.values.recipe).__name__
+        if is_dynamo_compiling():
+            if self._quantizes and not chosen:
+                _warn_of_graph(recipe)
             return
-        self._told_of_recipe, module = True, self._guard.module  # type: ignore[union-attr]
-        if [each for _, _, each in replaced_forwards(module) if _quantizes(each)] == [self]:
-            who = f"a converted {op_class(module).__name__} runs its own forward"
-            text = f"{who}, in which {type(recipe).__name__} quantizes nothing: {why}"
-            manager.warn_once(text, text)
+        why = self.fallback if chosen else "a trace or a transform sees it"
+        if why and not self._told_of_recipe:
+            self._told_of_recipe = True
+            every = [each for _, _, each in replaced_forwards(module)]
+            if [each for each in every if getattr(each, "_quantizes", False)] == [self]:
+                who = f"a converted {op_class(module).__name__} runs its own forward"
+                text = f"{who}, in which {recipe} quantizes nothing: {why}"
+                manager.warn_once(text, text)
 
     def _make_again(self, module: nn.Module) -> None:
         """Make the chain for parameters that have been split among processes since, if possible."""
@@ -264,8 +280,7 @@ class ConvertedForward(ReplacedForward):
             why = self._refusal(module, x, *extras)
             if current.recorders:
                 self._record(module, (x, *extras))
-            if not is_dynamo_compiling():
-                self.fallback = why
+            self._say(why)
             if why:
                 return made.separate(module, x, *extras)
         return self._through_chain(module, x, *extras)
@@ -335,10 +350,14 @@ def _refused_in_graph(state: ConvertedForward, module: nn.Module) -> str:
     return state.refusal_in_graph(module)
 
 
+def _warn_of_graph(recipe: str) -> None:
+    """Warn once; by the recipe alone, so that modules of one class are compiled once."""
+    text = (
+        f"torch.compile traces the own forwards of converted modules, in which {recipe} quantizes "
+        f"nothing: opfuse.options(chains_under_compile=True) puts their chains into graphs"
+    )
+    manager.warn_once(text, text)
+
+
 _refused_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _quantizes(replaced: ReplacedForward) -> bool:
-    """Whether an op of a module's chain quantizes anything under a recipe."""
-    ops = () if replaced.chain is None else replaced.chain.modules()
-    return any(isinstance(op, BasicOperation) and op.num_quantizers("forward") > 0 for op in ops)
+_warn_of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse.core.introspection import CONVERTED
+from opfuse.core.settings import current
 from opfuse.report.replaced_forward import KEPT_AS, MEMORY
 
 _OWN, _BELOW = "_opfuse_forward", "_opfuse_below"
@@ -74,9 +75,9 @@ def _before_that_of(owner: Any) -> Any:
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
         chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
-        if not chosen:
-            return owner.of.forward(self, *args, **kwargs)
-        result = state.call(self, args, kwargs)
+        result = state.call(self, args, kwargs) if chosen else NotImplemented
+        if state is not None and current.values.recipe is not None:
+            state.check_recipe(self, chosen)
         return owner.of.forward(self, *args, **kwargs) if result is NotImplemented else result
 
     @functools.wraps(owner.of.forward)

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from opfuse import Quantizer, QuantizerRole
+from opfuse.core.overwriting import write_state
 from opfuse.core.quantization import BOTH, QuantizedTensor, Usage, nothing_recorded, unchanged
 from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops.authoring import is_captured
@@ -301,7 +302,7 @@ class CurrentQuantizer(_TensorQuantizer):
         scale = casts.scale_of(amax, most, power_of_2=self.power_of_2, if_infinite=casts.FP32_MAX)
         counts = type(amax) is Tensor and not is_compiling()
         if counts and (count := self.counter(amax.device)) is not None:
-            count.add_(amax.isinf())
+            write_state(count.add_, amax.isinf())
         return self.with_scale(tensor, usage, scale)
 
 
@@ -379,7 +380,7 @@ class DelayedQuantizer(_TensorQuantizer):
         Args:
             amax: fp32, (1,); NaN is left out of it.
         """
-        torch.maximum(self.amax, amax, out=self.amax)
+        write_state(torch.maximum, self.amax, amax, out=self.amax)
 
     def requantize(self, tensor: Tensor, scales: QuantizedTensor, usage: Usage) -> QuantizedTensor:
         """Cast again with the earlier scale; see :meth:`opfuse.Quantizer.requantize`."""

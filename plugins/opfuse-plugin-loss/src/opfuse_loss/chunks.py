@@ -35,7 +35,7 @@ CLASSES, CLASSES_ON_GPU = 1 << 11, 1 << 14
 """How many classes are multiplied at once where a library does not add up in fp32 itself."""
 
 LIFT = 1024.0
-"""The factor of gradients of logits in fp16, whose range ends far above a probability."""
+"""The factor of gradients of logits in fp16 that are at most 1; its range ends at 64 times that."""
 
 
 def rows_of_chunk(classes: int, features: int, on_gpu: bool = False) -> int:
@@ -54,6 +54,19 @@ def chunks(x: Tensor, targets: Tensor, classes: int) -> Iterator[tuple[slice, Te
     for part, of_part in zip(torch.split(x, count), torch.split(targets, count), strict=True):
         yield slice(start, start + len(part)), part, of_part
         start += len(part)
+
+
+def lift(numbers: LossNumbers, one: Tensor) -> Tensor:
+    """The factor of gradients of logits in fp16: a power of two, with which they are in its range.
+
+    Args:
+        numbers: Of the loss. Class weights and its z-loss are factors of gradients.
+        one: 1 in fp32.
+    """
+    largest = one * (1 + 64 * numbers.z_loss)  # for a logsumexp of 32
+    if numbers.weight is not None:
+        largest = largest * numbers.weight.abs().amax()
+    return LIFT / largest.clamp(min=1e-30).log2().floor().exp2()
 
 
 def softmax_gradient(

@@ -96,15 +96,17 @@ class LinearLoss(libraries.Products):
     ) -> Tensor:
         """The loss of each row; leaves the gradients, and the scale that they still need."""
         linear, *middle, last = ctxs
-        lift = chunks.LIFT if x.dtype is torch.float16 else 1.0
         dtype, as_sum = wide(x.dtype), numbers._replace(reduction="sum")
-        weights = row_weights(x.new_full((), lift, dtype=dtype), targets, as_sum)
+        lift = x.new_ones((), dtype=dtype)
+        if x.dtype is torch.float16:
+            lift = chunks.lift(numbers, lift)
+        weights = row_weights(lift, targets, as_sum)
         losses, sums = self._gradients(ctxs, x, weight, bias, targets, weights, numbers)
         scale = mean_divisor(targets, numbers, dtype) if numbers.reduction == "mean" else 1.0
         linear.to_save = sums.dx, sums.dw
         for ctx in middle:
             ctx.to_save = (sums.db,)
-        last.to_save = (losses.new_full((), 1 / lift) / scale,)
+        last.to_save = ((lift * scale).reciprocal(),)
         return losses
 
     def fuser_backward(

@@ -36,7 +36,7 @@ def loads(node: ast.AST) -> frozenset[str]:
 
 
 def stores(node: ast.AST) -> frozenset[str]:
-    """The names that are set, or deleted, somewhere in a statement."""
+    """The names that may be set, or deleted, somewhere in a statement."""
     found = set()
     for each in ast.walk(node):
         if isinstance(each, ast.alias):
@@ -67,8 +67,22 @@ def _needs(node: ast.AST) -> frozenset[str]:
     return loads(node) | {to_delete(name) for name in _names(node, ast.Del)}
 
 
-def _sets(node: ast.AST) -> frozenset[str]:
-    return stores(node) | {to_delete(name) for name in stores(node)}
+def _targets(node: ast.stmt) -> frozenset[str]:
+    """The names that an assignment or a deletion is for.
+
+    Others that a statement has in it may stay as they are: that of a comprehension is a variable of
+    its own, ``:=`` may stand where it is not reached, and an annotation alone sets nothing.
+    """
+    waiting: list[Any] = [*getattr(node, "targets", ())]
+    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value):
+        waiting.append(node.target)
+    found = set()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ast.Name):
+            found.add(each.id)
+        waiting += [each.value] if isinstance(each, ast.Starred) else getattr(each, "elts", ())
+    return frozenset(found)
 
 
 def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
@@ -84,8 +98,8 @@ def surely(body: Sequence[ast.stmt]) -> frozenset[str] | None:
             found |= frozenset.intersection(*both)
         elif isinstance(node, ast.With):
             found |= surely(node.body) or frozenset()
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Assert)):
-            found |= stores(node)
+        elif not isinstance(node, ast.Delete):
+            found |= _targets(node)
     return found
 
 
@@ -114,9 +128,8 @@ def _live(node: ast.stmt, after: frozenset[str], loop: Loop) -> frozenset[str]:
         return loads(node.test) | either[0] | either[1]
     if isinstance(node, (ast.For, ast.While)):
         return live_at_loop(node, after).again | after | loads(_head(node))
-    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Delete)):
-        return (after - _sets(node)) | _needs(node)
-    return after | _needs(node)
+    gone = _targets(node)
+    return (after - gone - {to_delete(name) for name in gone}) | _needs(node)
 
 
 def _head(node: ast.For | ast.While) -> ast.expr:
