@@ -28,6 +28,9 @@ from .site import Site, View
 NOTHING = "there is nothing to fuse in it"
 """The reason that a printed report leaves out."""
 
+LINEARS = ops.BasicLinear, ops.ParallelLinear
+"""The ops that keep their input for the backward."""
+
 ORDINARY = "what its forward computes"
 """The name of converters that read a forward as any other."""
 
@@ -172,6 +175,9 @@ def _chain_of(region: Region) -> Sequential:
                 channel = f"value {values.index(extra.node)}"
                 step.ops[0].set_extra_input_channel(place, channel)
         found += step.ops
+    for norm, fork, linear in zip(found, found[1:], found[2:], strict=False):
+        if isinstance(norm, ops.LayerNorm) and isinstance(fork, ops.MakeExtraOutput):
+            norm.is_inner = isinstance(linear, LINEARS)
     return Sequential(*found)
 
 

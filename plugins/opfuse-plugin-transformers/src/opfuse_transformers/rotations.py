@@ -408,17 +408,17 @@ class _Functions(Mapping[Any, Any]):
 
     def _with_own_values(self, function: Any) -> Any:
         @functools.wraps(function)
-        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **more: Any) -> Any:
-            if self._is_kept_by(value, query, key):
+        def attention(module: Any, q: Any, k: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._keeps_more(value, q, k):
                 value = value.clone()
-            return function(module, query, key, value, *args, **more)
+            return function(module, q, k, value, *args, **kwargs)
 
         return attention
 
-    def _is_kept_by(self, value: Any, *turned: Any) -> bool:
+    def _keeps_more(self, value: Any, *turned: Any) -> bool:
         """Whether values alone would keep memory that is larger than they are."""
-        is_plain = all(type(x) is Tensor for x in (value, *turned))
-        if not is_plain or not value.is_cpu or not (torch.is_grad_enabled() and value.requires_grad):
+        is_plain = all(type(x) is Tensor for x in (value, *turned)) and value.is_cpu
+        if not (is_plain and torch.is_grad_enabled() and value.requires_grad):
             return False
         memory = value.untyped_storage()
         others = {x.untyped_storage()._cdata for x in turned}
