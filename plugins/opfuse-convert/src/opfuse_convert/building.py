@@ -22,14 +22,11 @@ from .guard import unreadable
 from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .probing import Leaf
-from .regions import Found, Parser, Region, StretchReader, chosen, dropout_arguments
+from .regions import LINEARS, Found, Parser, Region, StretchReader, chosen, dropout_arguments
 from .site import Site, View
 
 NOTHING = "there is nothing to fuse in it"
 """The reason that a printed report leaves out."""
-
-LINEARS = ops.BasicLinear, ops.ParallelLinear
-"""The ops that keep their input for the backward."""
 
 ORDINARY = "what its forward computes"
 """The name of converters that read a forward as any other."""
@@ -82,6 +79,9 @@ def by_reading(
     )
     sites = [site_of(each) for each in found]
     spans = [each.span for each in found]
+    if function is cls.forward:  # and nothing around it gets the result
+        for site, span in zip(sites, spans, strict=True):
+            site.returned = span.returned(tree)
     sites[0].forward = wrapped(rewritten(function, tree, spans, survey.own, sites), around)
     of = lambda name: leaf(module.get_submodule(name))  # noqa: E731
     first, *others = [_conversion(*pair, of) for pair in zip(found, sites, strict=True)]
@@ -110,7 +110,7 @@ def _conversion(found: Found, site: Site, leaf: Callable[[str], Any]) -> Convers
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],
         any(step.probed for step in steps),
-        found.span.places,
+        [*found.span.places, *(found.span.alone.places if found.span.alone else ())],
         {name: of.split for name, of in leaves if isinstance(of, Leaf) and of.split is not None},
     )
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation
-from opfuse.core.introspection import op_class
+from opfuse.core.introspection import hook_dicts, op_class
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
+from opfuse.ops import LayerNorm
 from opfuse.report.replaced_forward import KEPT_AS, MEMORY, ReplacedForward, replaced_forwards
 from opfuse.tuning.table import Measurement
 
@@ -41,6 +42,8 @@ class ConvertedForward(ReplacedForward):
     _title = ""
     _placed: Any = ()  # where the parameters are split among processes
     _own: Any = None  # the forward that the module itself has
+    _lends: Any = None  # the site whose output the next call gives to a chain alone
+    _alone: Any = None  # the same for this call
     _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
@@ -117,6 +120,8 @@ class ConvertedForward(ReplacedForward):
             return NotImplemented
         if self._is_stale and not is_dynamo_compiling():
             self._make_again(module)
+        for each in (self, *self._further):
+            each._alone, each._lends = each._lends, None
         forward = self._conversion.call
         if isinstance(forward, Site):
             if not is_dynamo_compiling() and (why := forward.change()):
@@ -157,7 +162,44 @@ class ConvertedForward(ReplacedForward):
         follow(site.dropouts)
         if not is_dynamo_compiling():
             self.fallback = ""
-        return site.results(values, self._through_chain(module, *given))
+        is_inner = self._alone is site and isinstance(made.chain[-1], LayerNorm)
+        run = self._through_inner if is_inner else self._through_chain
+        return site.results(values, run(module, given))
+
+    # Whether a chain of the module around this one alone takes the output of a chain
+
+    def vouches(self, site: Site, module: nn.Module) -> bool:
+        """Whether nothing but the chain of a site gets what that is about to take."""
+        guards = [each._guard for each in (self, *self._further) if each._has(site)]
+        if self.off or not guards or guards[0] is None or guards[0].module is not module:
+            return False
+        return not (site.change() or guards[0].why_not() or watched_elsewhere())
+
+    def lent(self, module: nn.Module, item: int, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and note that nobody writes to an item of its result."""
+        own = "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__
+        own |= MEMORY in vars(module) or module._compiled_call_impl is not None
+        chains = () if own or any(hook_dicts(module)) else (self, *self._further)
+        for each in chains:
+            site = each._conversion and each._conversion.call
+            each._lends = site if getattr(site, "returned", None) == item else None
+        try:
+            return module(*args, **kwargs)
+        finally:
+            for each in chains:
+                each._lends = None
+
+    def _has(self, site: Site) -> bool:
+        return self._conversion is not None and self._conversion.call is site
+
+    def _through_inner(self, module: nn.Module, given: Any) -> Any:
+        """The chain, whose output a chain alone takes: a norm at its end may keep that."""
+        norm: Any = self._conversion.chain[-1]  # type: ignore[union-attr]
+        norm.is_inner = True
+        try:
+            return self._through_chain(module, given)
+        finally:
+            norm.is_inner = False
 
     def _at_further(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
         """The same for one of the further chains, if it is the site of one."""
@@ -268,9 +310,9 @@ class ConvertedForward(ReplacedForward):
                 self.fallback = why
             if why:
                 return made.separate(module, x, *extras)
-        return self._through_chain(module, x, *extras)
+        return self._through_chain(module, (x, *extras))
 
-    def _through_chain(self, module: nn.Module, *given: Any) -> Any:
+    def _through_chain(self, module: nn.Module, given: Any) -> Any:
         """Run the chain, as a memory plan says."""
         chain: Any = self._conversion.chain  # type: ignore[union-attr]
         is_first = vars(module).get(KEPT_AS) is self  # a plan for memory is for that one

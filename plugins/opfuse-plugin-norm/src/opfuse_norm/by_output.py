@@ -55,8 +55,8 @@ class NormByOutput(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         (op,), (ctx,) = self._of, basic_op_ctxs
         y = op.op_forward(ctx, input_)
-        # the next op is a linear that would keep it, or comes soon
-        is_kept = ctx.may_recompute or op.is_inner or self._always
+        # a linear would keep it: the next op, or a later one, unless autocast casts it for that
+        is_kept = ctx.may_recompute or (op.is_inner and ctx.dtype is None) or self._always
         if is_kept and ctx.requires_grad and ctx.to_save[0] is not None:
             divided = _divided(ctx, input_, y, op.eps)
             if divided is not None:
