@@ -153,7 +153,8 @@ class ConvertedForward(ReplacedForward):
         if self.off or made is None or self._guard is None or self._guard.module is not module:
             return None
         if made.call is not site:
-            return self._at_further(site, module, values)
+            other = self._with(site)
+            return None if other is None else other.at_site(site, module, values)
         given = site.taken(values)
         why = site.refusal(values) or self._changed_or_refused(module, *given)
         if why:
@@ -170,10 +171,11 @@ class ConvertedForward(ReplacedForward):
 
     def vouches(self, site: Site, module: nn.Module) -> bool:
         """Whether nothing but the chain of a site gets what that is about to take."""
-        guards = [each._guard for each in (self, *self._further) if each._has(site)]
-        if self.off or not guards or guards[0] is None or guards[0].module is not module:
+        of = self._with(site)
+        guard = None if of is None or self.off else of._guard
+        if guard is None or guard.module is not module:
             return False
-        return not (site.change() or guards[0].why_not() or watched_elsewhere())
+        return not (site.change() or guard.why_not() or watched_elsewhere())
 
     def lent(self, module: nn.Module, item: int, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and note that nobody writes to an item of its result."""
@@ -189,9 +191,6 @@ class ConvertedForward(ReplacedForward):
             for each in chains:
                 each._lends = None
 
-    def _has(self, site: Site) -> bool:
-        return self._conversion is not None and self._conversion.call is site
-
     def _through_inner(self, module: nn.Module, given: Any) -> Any:
         """The chain, whose output a chain alone takes: a norm at its end may keep that."""
         norm: Any = self._conversion.chain[-1]  # type: ignore[union-attr]
@@ -201,12 +200,10 @@ class ConvertedForward(ReplacedForward):
         finally:
             norm.is_inner = False
 
-    def _at_further(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
-        """The same for one of the further chains, if it is the site of one."""
-        for each in self._further:
-            if each._conversion.call is site:  # type: ignore[union-attr]
-                return each.at_site(site, module, values)
-        return None
+    def _with(self, site: Site) -> ConvertedForward | None:
+        """This one, or the one for a further chain, whichever has a site."""
+        every = [each for each in (self, *self._further) if each._conversion is not None]
+        return next((each for each in every if each._conversion.call is site), None)  # type: ignore[union-attr]
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
         """Return why the chain must not run for these values, or ``""``."""
