@@ -5,6 +5,7 @@ it must train as in eager PyTorch.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -15,10 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse.report.calls import saved_bytes
+from opfuse.report.replaced_forward import KEPT_AS
 from opfuse.testing import machine
 
 pytest.importorskip("opfuse_norm")
 pytestmark = pytest.mark.skipif(machine.is_interpreting(), reason="kernels go first there")
+
+
+def scale(y):
+    y.mul_(2)
 
 
 def checked(x):
@@ -57,6 +63,14 @@ class Keeping(Part):
         x = checked(x)
         y = self.norm(self.dense(x) + x)
         self.kept = [y]
+        return y
+
+
+class Capturing(Part):
+    def forward(self, x):
+        x = checked(x)
+        self.get = lambda: y
+        y = self.norm(self.dense(x) + x)
         return y
 
 
@@ -117,12 +131,20 @@ class Returning(Layer):
         return y, h
 
 
-class Method(Layer):
+class Later(Layer):
     def forward(self, x):
         h = self.part(x)
-        scale = h.mul_
+        later = functools.partial(scale, h)
         y = self.down(self.act(self.up(h)))
-        return y, scale
+        return y, later
+
+
+class View(Layer):
+    def forward(self, x):
+        h = self.part(x)
+        part = h[:1]
+        y = self.down(self.act(self.up(h)))
+        return y, part
 
 
 class Inside(Layer):
@@ -235,7 +257,7 @@ def test_a_norm_keeps_its_output_where_a_chain_alone_takes_it(layer, lent):
         assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("part", [Twice, Keeping, Early])
+@pytest.mark.parametrize("part", [Twice, Keeping, Capturing, Early])
 def test_a_part_that_may_give_it_to_others_keeps_the_input(part, lent):
     layer, twin = both((Unpacking if part is Twice else Layer)(part))
     compare(layer, twin)
@@ -249,7 +271,7 @@ def test_a_write_before_the_chain_trains(kind, lent):
     assert not lent
 
 
-@pytest.mark.parametrize("kind", [Returning, Inside, Closing, Method, Other, Looping])
+@pytest.mark.parametrize("kind", [Returning, Inside, Closing, Later, View, Other, Looping])
 def test_what_others_get_too_may_be_written_where_eager_trains(kind, lent):
     """The linear layer that keeps it is frozen, so eager PyTorch keeps nothing of it."""
     layer, twin = both(kind())
@@ -260,7 +282,7 @@ def test_what_others_get_too_may_be_written_where_eager_trains(kind, lent):
     for each in (layer, twin):
         x = an_input()
         y, more = each(x)
-        more(2.0) if callable(more) else more.mul_(2)
+        more() if callable(more) else scale(more)
         torch.manual_seed(1)
         results.append(torch.autograd.grad(y, [x, each.part.norm.weight], torch.randn_like(y)))
     for mine, its in zip(*results, strict=True):
@@ -273,14 +295,10 @@ def test_a_branch_that_writes_runs_as_it_is(how, lent):
     layer, twin = both(Branching())
     compare(layer, twin)
     assert lent == [twin.part]
-    for each in (layer, twin):
-        each.flag = how == "attribute"
+    for each in (layer, twin) if how == "attribute" else ():
+        each.flag = True
     compare(layer, twin, **({"scaled": True} if how == "argument" else {}))
     assert len(lent) == 1
-
-
-def scale(y):
-    y.mul_(2)
 
 
 HOOKS = {
@@ -345,8 +363,13 @@ def test_both_have_to_be_converted(which, lent):
 def test_a_part_that_is_called_by_others_keeps_the_input(lent):
     layer, twin = both(Layer())
     compare(layer, twin)
+    replaced = vars(twin.part)[KEPT_AS]
+    for off in (True, False):  # while it is off, the chain does not hear of who takes its output
+        replaced.off = off
+        if off:
+            compare(layer, twin)
     y = twin.part(an_input())
-    y.mul_(2)
+    scale(y)
     y.sum().backward()
     assert lent == [twin.part]
 

@@ -119,8 +119,9 @@ class Span(NamedTuple):
             tree: The tree of the function.
         """
         parts, made = [step for step, _ in self.block.parts], [*self.results.items()]
-        following = parts[self.last + 1 : self.last + 2]
-        if self.block.body is not tree.body or [how for _, how in made] != [("chain", None)]:
+        following, always = parts[self.last + 1 : self.last + 2], self.block.lives[-1]
+        is_one = [how for _, how in made] == [("chain", None)] and made[0][0] not in always
+        if self.block.body is not tree.body or not is_one:
             return None
         match following:
             case [ast.Return(ast.Name(name))] if name == made[0][0]:
@@ -308,9 +309,8 @@ class Stretch:
         count = span.last + 1 - self._first
         inside, later = self._reads[:count], self._reads[count:]
         asks = any(read.asked or read.device_tests for read in inside)
-        if part is None or start.op != "placeholder" or asks:
-            return None
-        if self._frame.function.__code__.co_cellvars or not covered.issuperset(start.users):
+        is_alone = start.op == "placeholder" and covered.issuperset(start.users)
+        if part is None or asks or not is_alone:
             return None
         names, live = later[0].before if later else self.names, self._block.lives[span.last + 1]
         if not all([_is_other(value, start) for name, value in names.items() if name in live]):
