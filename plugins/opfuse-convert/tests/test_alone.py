@@ -5,7 +5,6 @@ it must train as in eager PyTorch.
 """
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -100,6 +99,16 @@ class Layer(nn.Module):
         return h + self.down(self.act(self.up(h)))
 
 
+class Resting(Layer):
+    def __init__(self):
+        super().__init__()
+        self.rest = nn.Identity()
+
+    def forward(self, x):
+        h = self.rest(self.part(x))
+        return h + self.down(self.act(self.up(h)))
+
+
 class Unpacking(Layer):
     def forward(self, x):
         h, _ = self.part(x)
@@ -134,7 +143,7 @@ class Returning(Layer):
 class Later(Layer):
     def forward(self, x):
         h = self.part(x)
-        later = functools.partial(scale, h)
+        later = h.view
         y = self.down(self.act(self.up(h)))
         return y, later
 
@@ -257,6 +266,10 @@ def test_a_norm_keeps_its_output_where_a_chain_alone_takes_it(layer, lent):
         assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
+def test_a_chain_may_begin_with_a_module_that_does_nothing():
+    compare(*both(Resting()))
+
+
 @pytest.mark.parametrize("part", [Twice, Keeping, Capturing, Early])
 def test_a_part_that_may_give_it_to_others_keeps_the_input(part, lent):
     layer, twin = both((Unpacking if part is Twice else Layer)(part))
@@ -282,7 +295,7 @@ def test_what_others_get_too_may_be_written_where_eager_trains(kind, lent):
     for each in (layer, twin):
         x = an_input()
         y, more = each(x)
-        more() if callable(more) else scale(more)
+        scale(more(-1) if callable(more) else more)
         torch.manual_seed(1)
         results.append(torch.autograd.grad(y, [x, each.part.norm.weight], torch.randn_like(y)))
     for mine, its in zip(*results, strict=True):

@@ -191,7 +191,8 @@ class Parser:
             if not needed and not part.keeps_more and viewed.isdisjoint(part.values):
                 enters = [part.start, *[extra.node for extra in part.extras]]
                 if (span := self._stretch.span(part.covered, enters, part.end)) is not None:
-                    if isinstance(part.steps[0].ops[0], LINEARS):
+                    every = [op for step in part.steps for op in step.ops]
+                    if isinstance(every[0], LINEARS):
                         alone = self._stretch.alone(span, part.covered, part.start)
                         span = span._replace(alone=alone)
                     return Found(part, span, self._stretch.modes)
