@@ -126,6 +126,11 @@ class LayerNorm(_Norm):
             parameters: the gradients of these are summed over the group in the backward.
             Transformer Engine leaves that to the caller. Default: they are not summed.
 
+    Attributes:
+        is_inner: Whether ops of chains alone read the output, a linear one among them, so that
+            nobody writes to it. A fused op may then keep it in place of the input. A number: in the
+            thread of that number.
+
     Raises:
         ValueError: ``normalized_shape`` is empty or negative; ``zero_centered_gamma`` without a
             weight; in a call, an input of another shape.
@@ -133,6 +138,7 @@ class LayerNorm(_Norm):
     """
 
     saved_names = ("input", "weight", "mean", "rstd")
+    is_inner: bool | int = False
     bias: nn.Parameter | None
 
     def __init__(

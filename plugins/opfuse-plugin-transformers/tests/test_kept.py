@@ -1,5 +1,8 @@
 """By default a converted model keeps no more bytes for its backward than the model itself."""
 
+import copy
+import importlib
+
 import pytest
 import torch
 
@@ -48,3 +51,45 @@ def test_a_converted_model_keeps_no_more_than_the_model(families, family, how):
     # LayerNorm keeps them in bf16 on a CPU; in fp64 the library's RMSNorm keeps them in fp32.
     more = {"bf16": 2 * 2, "fp64": 4}.get(how, 0) * rows * norms
     assert kept() <= of_model + more
+
+
+LAYERS = {
+    "bert": "BertLayer",
+    "roberta": "RobertaLayer",
+    "electra": "ElectraLayer",
+    "wav2vec2": "Wav2Vec2EncoderLayer",
+}
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_layer_keeps_the_output_of_its_first_norm(families, family):
+    """So it keeps one tensor less, and the numbers are those of fp64."""
+    pytest.importorskip("opfuse_norm")
+    home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    drops = "hidden_dropout_prob", "attention_probs_dropout_prob", "hidden_dropout"
+    drops += "attention_dropout", "activation_dropout"
+    sizes = {**families.families["bert"][2], **dict.fromkeys(drops, 0.0)}
+    title = LAYERS[family].replace("EncoderLayer", "").replace("Layer", "")
+    config = getattr(importlib.import_module("transformers"), f"{title}Config")(**sizes)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    layer = getattr(home, LAYERS[family])(config)
+    twin = copy.deepcopy(layer)
+    opfuse.convert(twin)
+    x, results = torch.randn(2, 24, 64), []
+    for each, dtype in ((layer.double(), torch.float64), (twin, torch.float32)):
+        given = x.to(dtype).requires_grad_()
+        y = each(given)
+        y = y[0] if isinstance(y, tuple) else y
+        y.backward(x.to(dtype).flip(1))
+        results.append([y, given.grad, *[param.grad for param in each.parameters()]])
+    names = ["y", "x", *[name for name, _ in layer.named_parameters()]]
+    for exact, mine, name in zip(*results, names, strict=True):
+        if not name.endswith(("key.bias", "k_proj.bias")):  # nothing but rounding
+            assert (mine - exact).abs().max() <= 1e-4 * exact.abs().max(), name
+    found = []
+    for where in ("inside", "never"):
+        with opfuse.options(**{"norm.by_output": where}):
+            twin(x.requires_grad_())
+            found.append(saved_bytes(lambda: twin(x), twin.parameters()))
+    assert found[1] - found[0] >= x.nbytes / 2

@@ -9,6 +9,7 @@ from opfuse_transformers import rotations
 
 import opfuse
 from opfuse import ops
+from opfuse.report.calls import saved_bytes
 
 
 class Together(opfuse.FusedOperation):
@@ -319,6 +320,82 @@ def test_a_forward_with_other_chains_has_both(ran):
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected)
     assert len(ran) == 1 and opfuse.converted(twin) == {"": ""}
+
+
+class Functions(dict):
+    """Stands for the library's functions of attention, which are known by their name alone."""
+
+    def get_interface(self, name, default):
+        return self.get(name, default)
+
+
+def attention(module, query, key, value, factor=1.0):
+    module.seen = value
+    weights = (query @ key.transpose(-1, -2)).softmax(-1)
+    return weights @ value * factor
+
+
+ALL_ATTENTION_FUNCTIONS = Functions(ours=attention)
+
+
+class Packed(torch.nn.Module):
+    """One product gives queries, keys and values."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.head_dim = kind, 8
+        self.product = torch.nn.Linear(8, 24)
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x, cos, sin):
+        q, k, v = self.product(x).chunk(3, -1)
+        if self.kind == "normed":
+            q, k = self.norm(q), self.norm(k)
+        if self.kind == "used":
+            q, _ = llama(q, k, cos, sin)
+        else:
+            q, k = llama(q, k, cos, sin)
+        if self.kind == "by key":
+            return ALL_ATTENTION_FUNCTIONS["ours"](self, q, k, v, factor=2.0)
+        assert "ours" in ALL_ATTENTION_FUNCTIONS and len(ALL_ATTENTION_FUNCTIONS) == 1
+        return ALL_ATTENTION_FUNCTIONS.get_interface("ours", None)(self, q, k, v, 2.0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "by key", "normed", "used", "frozen", "no grad"])
+def test_values_keep_no_rotated_queries_and_keys(ran, kind):
+    """They are copied, unless something else keeps the memory in which they are."""
+    module, results = Packed(kind).requires_grad_(kind != "frozen"), []
+    module.norm.requires_grad_(True)
+    twin = copy.deepcopy(module)
+    opfuse.convert(twin)
+    x, cos, sin = torch.randn(2, 3, 5, 8), *torch.randn(2, 2, 5, 8)
+    with torch.set_grad_enabled(kind != "no grad"):
+        for each in (module, twin):
+            y = each(x, cos, sin)
+            if y.requires_grad:
+                y.square().sum().backward()
+            results.append([y.detach(), *[param.grad for param in each.product.parameters()]])
+    torch.testing.assert_close(*results)
+    assert len(ran) == 1 and module.seen._is_view()
+    assert twin.seen._is_view() == (kind not in ("plain", "by key"))
+
+
+@pytest.mark.parametrize("family", ["phi3", "modernbert"])
+def test_models_keep_no_rotated_queries_and_keys(models, ran, monkeypatch, family):
+    sizes = models.families["bert"][2] | {f"{key}_token_id": 0 for key in ("bos", "eos", "cls")}
+    made = "ModernBertForMaskedLM", "ModernBertConfig", sizes | {"sep_token_id": 0}
+    monkeypatch.setitem(models.families, "modernbert", made)
+    model = models.make(family)
+    model.config.use_cache = False  # a cache keeps copies
+    twin, given = copy.deepcopy(model), models.inputs(model)
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    before = saved_bytes(lambda: twin(**given), twin.parameters())
+    opfuse.convert(twin, only="*attn")
+    assert models.worst(models.step(twin), models.step(model))[0] <= 1e-5
+    rows, layers = given["input_ids"].numel(), model.config.num_hidden_layers
+    turned = 4 * 16 + (2 if family == "phi3" else 4) * 16
+    after = saved_bytes(lambda: twin(**given), twin.parameters())
+    assert before - after >= layers * 4 * rows * turned and ran
 
 
 COUNTED = 0

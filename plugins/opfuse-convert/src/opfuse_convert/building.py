@@ -22,7 +22,7 @@ from .guard import unreadable
 from .layers import original_class, written_forward
 from .leaves import leaf_of
 from .probing import Leaf
-from .regions import Found, Parser, Region, StretchReader, chosen, dropout_arguments
+from .regions import LINEARS, Found, Parser, Region, StretchReader, chosen, dropout_arguments
 from .site import Site, View
 
 NOTHING = "there is nothing to fuse in it"
@@ -79,6 +79,9 @@ def by_reading(
     )
     sites = [site_of(each) for each in found]
     spans = [each.span for each in found]
+    if function is cls.forward:  # and nothing around it gets the result
+        for site, span in zip(sites, spans, strict=True):
+            site.returned = span.returned(tree)
     sites[0].forward = wrapped(rewritten(function, tree, spans, survey.own, sites), around)
     of = lambda name: leaf(module.get_submodule(name))  # noqa: E731
     first, *others = [_conversion(*pair, of) for pair in zip(found, sites, strict=True)]
@@ -107,7 +110,7 @@ def _conversion(found: Found, site: Site, leaf: Callable[[str], Any]) -> Convers
         _separate(found.region, found.modes),
         [constant for step in steps for constant in step.constants],
         any(step.probed for step in steps),
-        found.span.places,
+        [*found.span.places, *(found.span.alone.places if found.span.alone else ())],
         {name: of.split for name, of in leaves if isinstance(of, Leaf) and of.split is not None},
     )
 
@@ -172,6 +175,9 @@ def _chain_of(region: Region) -> Sequential:
                 channel = f"value {values.index(extra.node)}"
                 step.ops[0].set_extra_input_channel(place, channel)
         found += step.ops
+    for norm, fork, linear in zip(found, found[1:], found[2:], strict=False):
+        if isinstance(norm, ops.LayerNorm) and isinstance(fork, ops.MakeExtraOutput):
+            norm.is_inner = isinstance(linear, LINEARS)
     return Sequential(*found)
 
 

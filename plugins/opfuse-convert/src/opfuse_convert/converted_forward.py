@@ -12,10 +12,11 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from opfuse import BasicOperation
-from opfuse.core.introspection import op_class
+from opfuse.core.introspection import hook_dicts, op_class
 from opfuse.core.overwriting import without_modes
 from opfuse.core.plugins import manager
 from opfuse.core.settings import current
+from opfuse.ops import LayerNorm
 from opfuse.report.replaced_forward import KEPT_AS, MEMORY, ReplacedForward, replaced_forwards
 from opfuse.tuning.table import Measurement
 
@@ -42,6 +43,8 @@ class ConvertedForward(ReplacedForward):
     _placed: Any = ()  # where the parameters are split among processes
     _own: Any = None  # the forward that the module itself has
     _quantizes = False  # whether its chain does under a recipe
+    _lends: Any = None  # the site and thread whose next call gives its output to a chain alone
+    _alone: Any = None  # the same for this call
     _is_stale = False  # they were split otherwise since the chain was made
 
     def __init__(self, converter: Converter, plugin: Any, conversion: Conversion | None) -> None:
@@ -123,6 +126,8 @@ class ConvertedForward(ReplacedForward):
             return NotImplemented
         if self._is_stale and not is_dynamo_compiling():
             self._make_again(module)
+        for each in (self, *self._further):
+            each._alone, each._lends = each._lends, None
         forward = self._conversion.call
         if isinstance(forward, Site):
             if not is_dynamo_compiling() and (why := forward.change()):
@@ -154,7 +159,8 @@ class ConvertedForward(ReplacedForward):
         if self.off or made is None or self._guard is None or self._guard.module is not module:
             return None
         if made.call is not site:
-            return self._at_further(site, module, values)
+            other = self._with(site)
+            return None if other is None else other.at_site(site, module, values)
         given = site.taken(values)
         why = site.refusal(values) or self._changed_or_refused(module, *given)
         if why:
@@ -163,14 +169,49 @@ class ConvertedForward(ReplacedForward):
         follow(site.dropouts)
         if not is_dynamo_compiling():
             self.fallback = ""
-        return site.results(values, self._through_chain(module, *given))
+        is_inner = self._alone == (site, threading.get_ident())
+        is_inner = is_inner and isinstance(made.chain[-1], LayerNorm)
+        run = self._through_inner if is_inner else self._through_chain
+        return site.results(values, run(module, given))
 
-    def _at_further(self, site: Site, module: nn.Module, values: Sequence[Any]) -> Any:
-        """The same for one of the further chains, if it is the site of one."""
-        for each in self._further:
-            if each._conversion.call is site:  # type: ignore[union-attr]
-                return each.at_site(site, module, values)
-        return None
+    # Whether a chain of the module around this one alone takes the output of a chain
+
+    def vouches(self, site: Site, module: nn.Module) -> bool:
+        """Whether nothing but the chain of a site gets what that is about to take."""
+        of = self._with(site)
+        guard = None if of is None or self.off else of._guard
+        if guard is None or guard.module is not module:
+            return False
+        return not (site.change() or guard.why_not() or watched_elsewhere())
+
+    def lent(self, module: nn.Module, item: int, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and note that nobody writes to an item of its result."""
+        own = "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__
+        own |= MEMORY in vars(module) or module._compiled_call_impl is not None
+        chains = () if own or any(hook_dicts(module)) else (self, *self._further)
+        for each in chains:
+            site = each._conversion and each._conversion.call
+            is_one = getattr(site, "returned", None) == item
+            each._lends = (site, threading.get_ident()) if is_one else None
+        try:
+            return module(*args, **kwargs)
+        finally:
+            for each in chains:
+                each._lends = None
+
+    def _through_inner(self, module: nn.Module, given: Any) -> Any:
+        """The chain, whose output a chain alone takes: a norm at its end may keep that."""
+        of_norm = vars(self._conversion.chain[-1])  # type: ignore[union-attr]
+        of_norm["is_inner"] = threading.get_ident()
+        try:
+            return self._through_chain(module, given)
+        finally:
+            of_norm["is_inner"] = False
+
+    def _with(self, site: Site) -> ConvertedForward | None:
+        """This one, or the one for a further chain, whichever has a site."""
+        every = [each for each in (self, *self._further) if each._conversion is not None]
+        return next((each for each in every if each._conversion.call is site), None)  # type: ignore[union-attr]
 
     def _changed_or_refused(self, module: nn.Module, *given: Any) -> str:
         """Return why the chain must not run for these values, or ``""``."""
@@ -283,9 +324,9 @@ class ConvertedForward(ReplacedForward):
             self._say(why)
             if why:
                 return made.separate(module, x, *extras)
-        return self._through_chain(module, x, *extras)
+        return self._through_chain(module, (x, *extras))
 
-    def _through_chain(self, module: nn.Module, *given: Any) -> Any:
+    def _through_chain(self, module: nn.Module, given: Any) -> Any:
         """Run the chain, as a memory plan says."""
         chain: Any = self._conversion.chain  # type: ignore[union-attr]
         is_first = vars(module).get(KEPT_AS) is self  # a plan for memory is for that one

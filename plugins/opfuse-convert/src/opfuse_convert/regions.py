@@ -24,6 +24,8 @@ from .probing import Leaf
 _ADDS = operator.add, torch.add
 _MULTIPLIES = operator.mul, torch.mul
 _SPLITS = torch.chunk, "chunk"
+LINEARS = ops.BasicLinear, ops.ParallelLinear
+"""The ops that keep their input for the backward."""
 # for the backward PyTorch keeps the output of these, and the ops keep the input
 _KEEP_INPUT = ops.ReLU, ops.SReLU
 
@@ -189,6 +191,10 @@ class Parser:
             if not needed and not part.keeps_more and viewed.isdisjoint(part.values):
                 enters = [part.start, *[extra.node for extra in part.extras]]
                 if (span := self._stretch.span(part.covered, enters, part.end)) is not None:
+                    every = [op for step in part.steps for op in step.ops]
+                    if isinstance(every[0], LINEARS):
+                        alone = self._stretch.alone(span, part.covered, part.start)
+                        span = span._replace(alone=alone)
                     return Found(part, span, self._stretch.modes)
             number += max(needed, default=1)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,11 +54,14 @@ class Site:
         forward: The rewritten forward.
         further: Conversions of other statements of it, each with a site of its own as ``call``.
         settled: Whether the chain is known to be for the arguments of calls.
+        returned: Which item of the forward's result the output of the chain is, and nothing else
+            then reads that; -1: it is the result; None: neither is known.
     """
 
     forward: Any = None
     further: Sequence[Conversion] = ()
     settled = False
+    returned: int | None = None
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Site:
         self._same = [len(names) for names in span.same]
         self._first, self._views = len(self.assumed) + sum(self._same), views
         self._results = [*span.results.values()]
+        self.alone = span.alone
         self._tests = [(test.names, test.is_one) for test in span.device_tests]
         self.dropouts, self.again = dropouts, again
         self._origin, self._defaults = origin, defaults
@@ -102,6 +107,22 @@ class Site:
                 if isinstance(value, Tensor) and (value.device.type in names) is not is_one:
                     return f"its input is on {value.device.type}"
         return ""
+
+    def lending(self, holder: Any, module: nn.Module, *values: Any) -> Any:
+        """What has the part, and says to its chain who takes its output; or ``holder``.
+
+        Args:
+            holder: What has the part as an attribute.
+            module: The module.
+            *values: Those of the names on which it depends that nothing else takes it.
+        """
+        assert self.alone is not None
+        replaced = vars(module).get(KEPT_AS)
+        wanted = map(object_of, self.alone.assumed.values())
+        is_so = all(a is b or table.is_same(a, b) for a, b in zip(values, wanted, strict=True))
+        if not is_so or replaced is None or is_dynamo_compiling():
+            return holder
+        return Lending(holder, self.alone.item) if replaced.vouches(self, module) else holder
 
     def change(self) -> str:
         """Describe a change of the forward itself, as a sentence, or ``""``."""
@@ -150,6 +171,23 @@ def _result(of: Any, entering: Sequence[Any], output: Any) -> Any:
     if kind == "in":
         return entering[what]
     return what if kind == "is" else tuple([_result(each, entering, output) for each in what])
+
+
+class Lending:
+    """Has the parts of a holder, which say to their chains that a chain alone takes their output.
+
+    Args:
+        holder: The holder.
+        item: The item of a part's result that this is about; -1: the result itself.
+    """
+
+    def __init__(self, holder: Any, item: int) -> None:
+        self._holder, self._item = holder, item
+
+    def __getattr__(self, name: str) -> Any:
+        part = getattr(self._holder, name)
+        replaced = vars(part).get(KEPT_AS) if isinstance(part, nn.Module) else None
+        return part if replaced is None else functools.partial(replaced.lent, part, self._item)
 
 
 def watched_elsewhere() -> str:

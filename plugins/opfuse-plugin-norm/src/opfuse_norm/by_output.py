@@ -7,6 +7,7 @@ The normalized values are ``(output - bias) / weight``.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,9 @@ class NormByOutput(FusedOperation):
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
         (op,), (ctx,) = self._of, basic_op_ctxs
         y = op.op_forward(ctx, input_)
-        is_kept = ctx.may_recompute or self._always  # the next op is a linear that would keep it
+        # a linear would keep it: the next op, or a later one, unless autocast casts it for that
+        is_inner = op.is_inner and (op.is_inner is True or op.is_inner == threading.get_ident())
+        is_kept = ctx.may_recompute or (is_inner and ctx.dtype is None) or self._always
         if is_kept and ctx.requires_grad and ctx.to_save[0] is not None:
             divided = _divided(ctx, input_, y, op.eps)
             if divided is not None:

@@ -358,8 +358,72 @@ class Rotations:
     def within(self, forward: Any) -> Any:
         """A forward in which the names of the functions stand for chains, for one call."""
         self.seen = seen = []
-        names = {name: functools.partial(one.call, seen) for name, one in self.found.items()}
+        memory: set[int] = set()
+        calls = {name: functools.partial(one.call, seen) for name, one in self.found.items()}
+        names = {name: functools.partial(_noting, memory, call) for name, call in calls.items()}
+        functions = forward.__globals__.get(_FUNCTIONS)
+        if hasattr(functions, "get_interface"):
+            names[_FUNCTIONS] = _Functions(functions, memory)
         return renamed(forward, names)
+
+
+_FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
+
+
+def _noting(memory: set[int], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A rotation, which notes in which memory the tensors are that it is given."""
+    memory.update([x.untyped_storage()._cdata for x in args if type(x) is Tensor])
+    return call(*args, **kwargs)
+
+
+class _Functions(Mapping[Any, Any]):
+    """The library's functions of attention, whose values keep no other tensor alive.
+
+    Attention keeps its values for the backward. Where one product gives queries, keys and values,
+    these are a view of all three, of which the first two are needed no longer: they were rotated.
+
+    Args:
+        functions: Those of the library.
+        memory: The memory of what was rotated.
+    """
+
+    def __init__(self, functions: Any, memory: set[int]) -> None:
+        self._functions, self._memory = functions, memory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+    def __getitem__(self, name: Any) -> Any:
+        return self._with_own_values(self._functions[name])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
+
+    def get_interface(self, *args: Any, **kwargs: Any) -> Any:
+        """A function of the library, see there."""
+        return self._with_own_values(self._functions.get_interface(*args, **kwargs))
+
+    def _with_own_values(self, function: Any) -> Any:
+        @functools.wraps(function)
+        def attention(module: Any, q: Any, k: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._keeps_more(value, q, k):
+                value = value.clone()
+            return function(module, q, k, value, *args, **kwargs)
+
+        return attention
+
+    def _keeps_more(self, value: Any, *turned: Any) -> bool:
+        """Whether values alone would keep memory that is larger than they are."""
+        is_plain = all(type(x) is Tensor for x in (value, *turned)) and value.is_cpu
+        if not (is_plain and torch.is_grad_enabled() and value.requires_grad):
+            return False
+        memory = value.untyped_storage()
+        others = {x.untyped_storage()._cdata for x in turned}
+        found = memory._cdata in self._memory and memory._cdata not in others
+        return found and memory.nbytes() > value.nbytes
 
 
 def _sets_globals(code: types.CodeType) -> Iterator[bool]:

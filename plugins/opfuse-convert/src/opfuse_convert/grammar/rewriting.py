@@ -22,7 +22,8 @@ def rewritten(
     """Rewrite a function so that it asks a site before some statements.
 
     ``site(self, *assumed, *same, *entering)`` returns the results of the statements as a tuple, or
-    None. With None, the statements run.
+    None. With None, the statements run. Where only these take the result of a part, the part is
+    looked up in ``site.lending(holder, self, *assumed)`` in place of its holder.
 
     Args:
         function: The function.
@@ -36,6 +37,11 @@ def rewritten(
     in_order = sorted(zip(spans, cells, strict=True), key=lambda pair: pair[0].numbers)
     for span, name in reversed(in_order):  # so that the numbers of statements before it stay
         _replace(span, own, name)
+        if span.alone is not None:
+            lend = ast.Attribute(_read(name), "lending", ast.Load())
+            values = [span.alone.part.value, *map(_read, (own, *span.alone.assumed))]
+            made = ast.copy_location(ast.Call(lend, values, []), span.alone.part)
+            span.alone.part.value = ast.fix_missing_locations(made)
     return compiled_like(function, tree, **cells, **{_NOT_SET: UnboundLocalError})
 
 

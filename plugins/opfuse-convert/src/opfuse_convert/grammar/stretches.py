@@ -53,6 +53,22 @@ class Read(NamedTuple):
     device_tests: Sequence[DeviceTest]
 
 
+class Alone(NamedTuple):
+    """A call of a part, just before a stretch, whose result a span takes and nothing else does.
+
+    Attributes:
+        part: The expression of the part, in the tree.
+        item: Which item of the result it is; -1: the result itself.
+        assumed: Names, and the values with which that is so.
+        places: Where things were looked up.
+    """
+
+    part: ast.Attribute
+    item: int
+    assumed: Mapping[str, Any]
+    places: Sequence[Place]
+
+
 class Span(NamedTuple):
     """Statements that can be replaced.
 
@@ -69,6 +85,7 @@ class Span(NamedTuple):
         places: Where things were looked up.
         device_tests: Comparisons of the devices of values that it takes or computes.
         is_sure: Whether all names that it takes have values whenever it is reached.
+        alone: Where the first value that it takes comes from, if nothing else takes that.
     """
 
     block: CodeBlock
@@ -83,6 +100,7 @@ class Span(NamedTuple):
     places: Sequence[Place]
     device_tests: Sequence[DeviceTest]
     is_sure: bool
+    alone: Alone | None = None
 
     @property
     def line(self) -> int:
@@ -93,6 +111,25 @@ class Span(NamedTuple):
     def numbers(self) -> tuple[int, int]:
         """The numbers of the first and the last statement."""
         return self.block.parts[self.first][1], self.block.parts[self.last][1]
+
+    def returned(self, tree: ast.FunctionDef) -> int | None:
+        """Which item of the function's result its only result is, -1: all; None: that is unknown.
+
+        Args:
+            tree: The tree of the function.
+        """
+        parts, made = [step for step, _ in self.block.parts], [*self.results.items()]
+        following, always = parts[self.last + 1 : self.last + 2], self.block.lives[-1]
+        is_one = [how for _, how in made] == [("chain", None)] and made[0][0] not in always
+        if self.block.body is not tree.body or not is_one:
+            return None
+        match following:
+            case [ast.Return(ast.Name(name))] if name == made[0][0]:
+                return -1
+            case [ast.Return(ast.Tuple(items))]:
+                names = [getattr(item, "id", "") for item in items]
+                return names.index(made[0][0]) if names.count(made[0][0]) == 1 else None
+        return None
 
     def statements(self) -> list[ast.AST]:
         """Its statements, and those in them."""
@@ -259,6 +296,31 @@ class Stretch:
             self._frame.maybe_set.isdisjoint(known),
         )
 
+    def alone(self, span: Span, covered: frozenset[fx.Node], start: fx.Node) -> Alone | None:
+        """Where a value that a span takes comes from, if nothing else takes it; or None.
+
+        Args:
+            span: The span.
+            covered: Its nodes.
+            start: The value.
+        """
+        ahead = [step for step, _ in self._block.parts[: self._first]]
+        part, item, of = _call_of(str(start.target), ahead)
+        count = span.last + 1 - self._first
+        inside, later = self._reads[:count], self._reads[count:]
+        asks = any(read.asked or read.device_tests for read in inside)
+        is_alone = start.op == "placeholder" and covered.issuperset(start.users)
+        if part is None or asks or not is_alone:
+            return None
+        names, live = later[0].before if later else self.names, self._block.lives[span.last + 1]
+        if not all([_is_other(value, start) for name, value in names.items() if name in live]):
+            return None
+        assumed = self._taken(inside, inside[0].before)[0]
+        unknown = any([object_of(value) is MISSING for value in assumed.values()])
+        if unknown or any([name in of or name.startswith(TEMP) for name in assumed]):
+            return None
+        return Alone(part, item, assumed, [place for read in inside for place in read.places])
+
     def _taken(
         self, span: Sequence[Read], before: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[fx.Node, list[str]]]:
@@ -318,6 +380,34 @@ def result_of(value: Any, end: fx.Node, known: Mapping[Any, Any], entering: list
         return None if None in inner else ("tuple", inner)
     found = object_of(value)
     return None if found is MISSING else ("is", found)
+
+
+def _call_of(name: str, steps: Sequence[ast.stmt]) -> tuple[Any, int, _Names]:
+    """The part whose call gives a name its value in the last of some steps, or None.
+
+    Returns:
+        The part, which item of its result the value is, and all names that the call sets.
+    """
+    match steps:
+        case [*_, ast.Assign([ast.Name()], ast.Call(ast.Attribute() as part)) as call]:
+            return part, -1, statements.stores(call)
+        case [
+            *_,
+            ast.Assign([ast.Name(whole)], ast.Call(ast.Attribute() as part)),
+            ast.Assign([ast.Tuple(items)], ast.Name(apart)) as taken,
+        ] if whole == apart and whole.startswith(TEMP):
+            names = [item.id if isinstance(item, ast.Name) else "" for item in items]
+            if names.count(name) == 1 and "" not in names:
+                return part, names.index(name), statements.stores(taken)
+    return None, -1, frozenset()
+
+
+def _is_other(value: Any, node: fx.Node) -> bool:
+    """Whether a value is known to be another one than that of a node, and not to contain it."""
+    if type(value) in (tuple, list):
+        return all([_is_other(each, node) for each in value])
+    is_node = isinstance(value, fx.Node)
+    return value is not node if is_node else object_of(value) is not MISSING
 
 
 def object_of(value: Any) -> Any:
