@@ -132,17 +132,6 @@ class GemmOperand(NamedTuple):
         size = len(self.data), self.depth // SMALL[self.kind]
         return self._replace(scale=unswizzled(self.scale, *size), swizzled=False)
 
-    def split(self, spans: Sequence[tuple[int, int]]) -> list[GemmOperand]:
-        """The :meth:`outer` parts of all its rows."""
-        parts = []
-        for start, stop in spans:
-            if self.kind is ScalingType.TensorWise:
-                data = self.data if len(spans) == 1 else self.data[start:stop]
-                parts.append(GemmOperand(data, self.scale, self.kind))
-            else:
-                parts.append(self.outer(start, stop))
-        return parts
-
     def inner(self, start: int, stop: int) -> GemmOperand:
         """A part of the summed dimension; all blocks except the last one must be whole.
 

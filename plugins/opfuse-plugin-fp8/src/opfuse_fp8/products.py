@@ -146,9 +146,9 @@ def gradients(
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
         left, right = GemmOperand.each((dy, x), COLUMNWISE)
-        # a product each: no two share memory
-        for i, part in enumerate(left.split(spans)):
+        for i, span in enumerate(spans):  # a product each: no two share memory
             if ctx.param_requires_grad[i]:  # biases come after the weights
+                part = left if len(spans) == 1 else left.outer(*span)
                 grads[i] = multiply(part, right, dtype)
     return dx, tuple(grads)
 

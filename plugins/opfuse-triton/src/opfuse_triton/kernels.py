@@ -11,7 +11,7 @@ import triton
 
 from . import config_tables
 from .configs import Config
-from .launcher import Grid, Launcher, on_device
+from .launcher import Launcher, on_device
 from .launches import Launch, asked, facts_of
 from .machine import recorded
 from .targets import Target, current_target
@@ -120,15 +120,7 @@ class Kernel(Launcher):
         finally:
             del self.launch, self.pick
 
-    def _launch(
-        self,
-        grid: Grid | None,
-        args: tuple[Any, ...],
-        config: Config | None,
-        constants: Mapping[str, Any],
-        form: Any,
-        key: Any,
-    ) -> None:
+    def _launch(self, grid: Any, args: Any, config: Any, constants: Any, *known: Any) -> None:
         """Launch a kernel for the first time, or while launches are recorded or interpreted."""
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         target = current_target(first.device)
@@ -138,10 +130,10 @@ class Kernel(Launcher):
             launches.append(Launch(self, args, constants, picked, size, target))
         elif self._interpreted:
             self.fn[size](*args, **constants, **picked.constants)
-        elif self.knows_alike(form, key, picked):
+        elif self.knows_alike(*known, picked):
             Launcher.launch(self, grid, *args, config=config, **constants)
         else:
             with on_device(first.get_device()):
                 options = {**picked.constants, **picked.compiler_options()}
                 compiled = self.fn[size](*args, **constants, **options)
-            self.keep(len(args), constants, form, key, picked, compiled)
+            self.keep(len(args), constants, *known, picked, compiled)

@@ -165,16 +165,11 @@ class Launcher:
             with torch.cuda.device(device):
                 run(*size, stream, function, metadata, None, None, None, *args, *behind)
 
-    def _launch(
-        self,
-        grid: Grid | None,
-        args: tuple[Any, ...],
-        config: Config | None,
-        constants: Mapping[str, Any],
-        form: _Form,
-        key: Key | None,
-    ) -> None:
-        """Launch for arguments of which nothing is known, or while somebody watches."""
+    def _launch(self, grid: Any, args: Any, config: Any, constants: Any, *known: Any) -> None:
+        """Launch for arguments of which nothing is known, or while somebody watches.
+
+        ``known`` is the form of their types, and their key or None.
+        """
         raise NotImplementedError
 
     def size(self, grid: Grid | None, args: Iterable[Any], config: Config) -> tuple[int, ...]:
