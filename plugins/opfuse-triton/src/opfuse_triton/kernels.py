@@ -122,6 +122,7 @@ class Kernel(Launcher):
 
     def _launch(self, grid: Any, args: Any, config: Any, constants: Any, *known: Any) -> None:
         """Launch a kernel for the first time, or while launches are recorded or interpreted."""
+        form, key = known
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         target = current_target(first.device)
         picked = config or self.pick(target, facts_of(self.fn.arg_names, args, constants))
@@ -130,10 +131,10 @@ class Kernel(Launcher):
             launches.append(Launch(self, args, constants, picked, size, target))
         elif self._interpreted:
             self.fn[size](*args, **constants, **picked.constants)
-        elif self.knows_alike(*known, picked):
+        elif self.knows_alike(form, key, picked):
             Launcher.launch(self, grid, *args, config=config, **constants)
         else:
             with on_device(first.get_device()):
                 options = {**picked.constants, **picked.compiler_options()}
                 compiled = self.fn[size](*args, **constants, **options)
-            self.keep(len(args), constants, *known, picked, compiled)
+            self.keep(len(args), constants, form, key, picked, compiled)
