@@ -56,10 +56,10 @@ def quantized_operands(
         weights = [_as_rows_of_one(ctx.weights, names, params, first, usage)]
     else:
         weights = []
-        for i, name in enumerate(names):
-            weights.append(ctx.quantized_weight(usage, name=name, index=i))
-    if ctx.requires_grad:
-        read = _read_by_backward(override)
+        for name, param in zip(names, params, strict=True):
+            weights.append(ctx.weights.quantized(name, param, ctx.quantizers[name], usage))
+    if ctx.requires_grad:  # the backward reads its own copies, or those of the forward
+        read = COLUMNWISE if override is None else ROWWISE
         saved: list[Any] = []
         for tensor in (x, *weights):
             saved.append(tensor.only(read))
@@ -113,7 +113,7 @@ def quantized_backward(
     dy: Any = grad_output
     if override is None:
         dy = ctx.quantizers["grad_output"](dy, Usage(weights[0] is not None, x is not None))
-    read = _read_by_backward(override)
+    read = COLUMNWISE if override is None else ROWWISE
 
     def plain(tensor: Any, usage: Usage) -> Tensor:
         if override is None:
@@ -134,8 +134,3 @@ def quantized_backward(
             rows_of(dy).t().mm(rows_of(x)).to(dtype) if wanted else None for dy, wanted in wants
         ]
     return dx, tuple(grads)
-
-
-def _read_by_backward(override: str | None) -> Usage:
-    """The copies of input and weight that the backward reads: its own, or those of the forward."""
-    return COLUMNWISE if override is None else ROWWISE

@@ -142,14 +142,15 @@ class QuantizedTensor(ABC):
     def only(self, usage: Usage) -> Self:
         """A view of this with only the copies that ``usage`` needs, to keep for a backward."""
         needless = tuple(itertools.compress(Usage._fields, map(operator.not_, usage)))
-        kept = object.__new__(type(self))
+        kept, lacks = object.__new__(type(self)), False
         fields = vars(kept)
         fields.update(vars(self))
         for name in self.tensor_names:
             if name.startswith(needless):
                 fields[name] = None
-        here = kept.usage
-        return kept if here == BOTH or here.covers(usage) else self
+            elif fields[name] is None and name in self.data_names:
+                lacks = True  # the other copy may serve as this one
+        return self if lacks and not kept.usage.covers(usage) else kept
 
     def without_padding(self, name: str) -> Tensor | None:
         """One of its tensors, without the elements that represent no value."""

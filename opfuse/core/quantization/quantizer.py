@@ -271,19 +271,20 @@ class Quantizer(ABC):
             TypeError: Another quantizer made it, or a copy is missing: a cast starts from the
                 unquantized tensor. Or :meth:`quantize` returned what it must not.
         """
-        if not isinstance(tensor, QuantizedTensor):
-            made = self.quantize(tensor, usage)
-            if (
-                isinstance(made, QuantizedTensor)
-                and (made.quantizer is self or same_quantizer(made.quantizer, self))
-                and (made.shape == tensor.shape and made.dtype == tensor.dtype)
-                and ((here := made.usage) == BOTH or here.covers(usage))
-            ):
+        made = tensor if isinstance(tensor, QuantizedTensor) else self.quantize(tensor, usage)
+        if (
+            isinstance(made, QuantizedTensor)
+            and (made.quantizer is self or same_quantizer(made.quantizer, self))
+            and (made.shape == tensor.shape and made.dtype == tensor.dtype)
+        ):
+            # what is stored can be read; to ask for the usage takes longer
+            row = not usage.rowwise or getattr(made, "rowwise_data", None) is not None
+            if row and (not usage.columnwise or getattr(made, "columnwise_data", None) is not None):
                 return made
+            if made.usage.covers(usage):
+                return made
+        if not isinstance(tensor, QuantizedTensor):
             self._refuse(made, tensor, usage)
-        if tensor.quantizer is self or same_quantizer(tensor.quantizer, self):
-            if (here := tensor.usage) == BOTH or here.covers(usage):
-                return tensor
         raise TypeError(
             f"{type(self).__name__} expected a plain tensor, or one that it quantized for {usage}, "
             f"got {tensor!r} of {type(tensor.quantizer).__name__} for {tensor.usage}: a cast "

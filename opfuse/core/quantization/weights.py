@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ from .coded_tensor import QuantizedParameter
 from .formats import QuantizedTensor, Usage
 from .quantizer import Quantizer, same_quantizer
 
+_facts = operator.attrgetter("_version", "dtype", "device")
+
 
 class _Entry(NamedTuple):
-    """A cast: the Parameter with its :func:`_state`, the quantizer, and the result."""
+    """A cast: the Parameter as it was, with ``current.captured``; the quantizer, and the result."""
 
     param: weakref.ref[Tensor]
     state: tuple[Any, ...]
@@ -25,7 +28,7 @@ class _Entry(NamedTuple):
 
     def fits(self, param: Tensor, quantizer: Quantizer) -> bool:
         """Whether it is of the parameter as it is now, by this quantizer."""
-        same = self.param() is param and self.state == _state(param)
+        same = self.param() is param and self.state == (*_facts(param), current.captured)
         return same and same_quantizer(self.quantizer, quantizer)
 
 
@@ -105,12 +108,9 @@ class WeightCache:
             made: The cast.
         """
         if may_remember(weight, quantizer):
-            self._entries[name] = _Entry(weakref.ref(weight), _state(weight), quantizer, made)
-
-
-def _state(weight: Tensor) -> tuple[Any, ...]:
-    """What a cast is good for. A CUDA graph reads no cast that its replays would not repeat."""
-    return weight._version, weight.dtype, weight.device, current.captured
+            # a CUDA graph reads no cast that its replays would not repeat
+            state = *_facts(weight), current.captured
+            self._entries[name] = _Entry(weakref.ref(weight), state, quantizer, made)
 
 
 def may_remember(weight: Tensor, quantizer: Quantizer) -> bool:

@@ -210,6 +210,33 @@ def test_a_cast_alone_is_the_quantizers(form, dtype):
             assert torch.equal(getattr(quantizer, name), getattr(other, name)), name
 
 
+@computes
+@pytest.mark.parametrize("name", ["dtype", "power_of_2", "block", "swizzles"])
+def test_what_changes_of_a_quantizer_changes_its_next_cast(name):
+    """Nothing that is remembered of casts is of a quantizer as it was."""
+    change = {"dtype": E5M2, "power_of_2": True, "block": (128, 128), "swizzles": True}
+    form = {"block": "1 x 128", "swizzles": "MX"}.get(name, "current")
+    x = special(torch.bfloat16, 160, 192)
+    one, other = quantizer_of(form), quantizer_of(form)
+    library.cast(x, Into(one, BOTH))
+    for quantizer in (one, other):
+        setattr(quantizer, name, change[name])
+    assert_same(library.cast(x, Into(one, BOTH)), other.reference(x, BOTH))
+
+
+@computes
+def test_a_kernel_that_reads_a_state_notes_that_a_graph_captures_it(monkeypatch):
+    quantizer, x = quantizer_of("delayed"), drawn((32, 64), dtype=torch.bfloat16)[0]
+    made = library.cast(x, Into(quantizer, BOTH))
+    assert not quantizer._captured
+    for module in (launch, fp8.quantizers):
+        monkeypatch.setattr(module, "is_captured", lambda device: True)
+    library.cast(x, Into(quantizer, BOTH, made))  # with the scale that it had
+    assert not quantizer._captured
+    library.cast(x, Into(quantizer.unrecorded(), BOTH))
+    assert quantizer._captured[0] is quantizer.scale
+
+
 SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40), (3, 1536)]
 
 

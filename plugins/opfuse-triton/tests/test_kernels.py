@@ -308,6 +308,33 @@ def test_what_was_launched_is_launched_again_without_the_jit(calls):
     assert hooks == [None] * 3
 
 
+@compiled
+def test_the_own_grid_of_a_kernel_is_asked_once_for_what_it_depends_on(calls):
+    asked, known = [], []
+
+    def grid(count, config):
+        asked.append((count, config["BLOCK"]))
+        return (-(-count // config["BLOCK"]),)
+
+    kernel, small = Kernel(scale, by_size, grid), {"config": Config({"BLOCK": 512})}
+    for _ in range(2):
+        for count, given, size in (
+            (4096, {}, 4),
+            (8192, {}, 8),
+            (4096, small, 8),
+            (8192, small, 16),
+        ):
+            run(kernel, count=count, grid=None, **given)
+            assert calls.latest()[0] == (size, 1, 1)
+        run(kernel, grid=(3,))
+        assert calls.latest()[0] == (3, 1, 1)
+        known = known or asked.copy()
+    assert asked == known and {*asked} == {(n, b) for n in (4096, 8192) for b in (1024, 512)}
+    with recording(90) as launches:
+        run(kernel, grid=None)
+    assert launches[0].grid == (4,)
+
+
 DIFFERENT = {
     "dtype": {"x": tensor(dtype=torch.float32)}, "address": {"x": tensor(offset=1)}, "one": {"count": 1},
     "not a multiple of 16": {"count": 4097}, "64 bits": {"count": 2**33},

@@ -9,7 +9,7 @@ moves tensors that a graph's capture saw: their values are copied out and back a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,17 +55,12 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
         delayed[quantizer] = None
     if group is not None and delayed:
         _reduce([quantizer.amax for quantizer in delayed], group)
-    rows: dict[ScaleBuffer, list[int]] = {}
+    rows, others = held(delayed)
     loose: dict[Any, list[DelayedQuantizer]] = {}
-    for quantizer in delayed:
-        if ScaleBuffer.holds(quantizer):
-            buffer, row = quantizer._shared
-            rows.setdefault(buffer, []).append(row)
-        else:
-            device, length = quantizer.amax.device, len(quantizer.amax_history)
-            stays = quantizer.note_capture()
-            kind = device, length, quantizer.most_recent, stays
-            loose.setdefault(kind, []).append(quantizer)
+    for quantizer in others:
+        device, length = quantizer.amax.device, len(quantizer.amax_history)
+        kind = device, length, quantizer.most_recent, quantizer.note_capture()
+        loose.setdefault(kind, []).append(quantizer)
     for found in loose.values():
         ScaleBuffer(found).take_in(found)
     for buffer, used in rows.items():
@@ -144,18 +139,6 @@ class ScaleBuffer:
             for name, view in zip(_NAMES, self._views[row], strict=True):
                 setattr(quantizer, name, view)
 
-    @staticmethod
-    def holds(quantizer: DelayedQuantizer) -> bool:
-        """Whether the state of a quantizer is a row of a buffer, which advances as it should."""
-        if quantizer._shared is None:
-            return False
-        buffer, row = quantizer._shared
-        scale, amax, history, _ = buffer._views[row]
-        same = quantizer.scale is scale and quantizer.amax is amax
-        same = same and quantizer.amax_history is history
-        settings = quantizer.dtype, quantizer.margin, quantizer.is_grad, quantizer.most_recent
-        return same and settings == buffer._settings[row]
-
     def advance(self, rows: Sequence[int]) -> None:
         """Take in the largest magnitudes of a step, compute the next scales, clear the records.
 
@@ -186,6 +169,25 @@ class ScaleBuffer:
         if capturing:
             self._captured.append(found)
         return found
+
+
+def held(
+    quantizers: Iterable[DelayedQuantizer],
+) -> tuple[dict[ScaleBuffer, list[int]], list[DelayedQuantizer]]:
+    """The rows of buffers that are the state of quantizers and advance as it should; the others."""
+    rows: dict[ScaleBuffer, list[int]] = {}
+    loose: list[DelayedQuantizer] = []
+    for quantizer in quantizers:
+        if quantizer._shared is not None:
+            buffer, row = quantizer._shared
+            scale, amax, history, _ = buffer._views[row]
+            same = quantizer.scale is scale and quantizer.amax is amax
+            settings = quantizer.dtype, quantizer.margin, quantizer.is_grad, quantizer.most_recent
+            if same and quantizer.amax_history is history and settings == buffer._settings[row]:
+                rows.setdefault(buffer, []).append(row)
+                continue
+        loose.append(quantizer)
+    return rows, loose
 
 
 def _states(quantizers: Sequence[DelayedQuantizer]) -> list[list[Tensor]]:

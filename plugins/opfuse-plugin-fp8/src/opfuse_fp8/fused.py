@@ -64,18 +64,18 @@ class CastAlone(_Fused):
 
     def fuser_forward(self, basic_op_ctxs: Ctxs, input_: Any, **unused: Any) -> tuple[Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_forward`."""
-        return self._quantized(basic_op_ctxs[0], input_), self._nothing
+        cast = basic_op_ctxs[0]
+        if isinstance(input_, QuantizedTensor):  # as it is, or refused
+            return cast.quantizer(input_, cast.usage), self._nothing
+        return self._run(input_, Into(cast.quantizer, cast.usage)), self._nothing
 
     def fuser_backward(
         self, basic_op_ctxs: Ctxs, grad_output: Any, **unused: Any
     ) -> tuple[Any, Any, Any]:
         """See :meth:`opfuse.FusibleOperation.fuser_backward`."""
-        return self._quantized(basic_op_ctxs[0], grad_output), self._nothing, self._nothing
-
-    def _quantized(self, cast: Any, x: Any) -> Any:
-        if x is None or isinstance(x, QuantizedTensor):  # as it is, or refused
-            return None if x is None else cast.quantizer(x, cast.usage)
-        return self._run(x, Into(cast.quantizer, cast.usage))
+        if grad_output is None:
+            return None, self._nothing, self._nothing
+        return *self.fuser_forward(basic_op_ctxs, grad_output), self._nothing
 
 
 class ForwardActivationCast(_Fused):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,41 +48,46 @@ class GemmOperand(NamedTuple):
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, usage: Usage) -> GemmOperand:
-        """The copy that ``usage`` names; per-tensor codes that lack it are transposed here.
+        """:meth:`each` of one tensor."""
+        return cls.each((tensor,), usage)[0]
+
+    @classmethod
+    def each(cls, tensors: Iterable[QuantizedTensor], usage: Usage) -> list[GemmOperand]:
+        """The copies that ``usage`` names; per-tensor codes that lack it are transposed here.
 
         Raises:
             TypeError: PyTorch does not multiply this format.
             ValueError: The copy is missing.
         """
-        columns = tensor.shape[-1] if tensor.shape else 1
-        sides = tensor.shape[:-1].numel(), columns
-        sides = sides if usage.rowwise else sides[::-1]
-        way = "rowwise" if usage.rowwise else "columnwise"
-        if isinstance(tensor, ScaledTensor):
-            data, other = tensor.rowwise_data, tensor.columnwise_data
-            data, other = (data, other) if usage.rowwise else (other, data)
-            if data is None and other is not None:
-                data = other.reshape(sides[::-1]).t().contiguous()
-            if data is None or tensor.scale_inv is None:
+        made, way = [], "rowwise" if usage.rowwise else "columnwise"
+        for tensor in tensors:
+            columns = tensor.shape[-1] if tensor.shape else 1
+            sides = tensor.shape[:-1].numel(), columns
+            sides = sides if usage.rowwise else sides[::-1]
+            more: Any = {}
+            if isinstance(tensor, ScaledTensor):
+                data, other = tensor.rowwise_data, tensor.columnwise_data
+                data, other = (data, other) if usage.rowwise else (other, data)
+                if data is None and other is not None:
+                    data = other.reshape(sides[::-1]).t().contiguous()
+                scale, kind = tensor.scale_inv, ScalingType.TensorWise
+            elif isinstance(tensor, (BlockScaledTensor, MXTensor, NVFP4Tensor)):
+                data = getattr(tensor, f"{way}_data")
+                scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x32
+                more["swizzled"] = getattr(tensor, "swizzled", False)
+                if isinstance(tensor, BlockScaledTensor):
+                    wide = tensor.block[0] > 1
+                    kind = ScalingType.BlockWise128x128 if wide else ScalingType.BlockWise1x128
+                elif isinstance(tensor, NVFP4Tensor):
+                    kind, sides = ScalingType.BlockWise1x16, (sides[0], sides[1] // 2)
+                    more["over_all"] = getattr(tensor, f"{way}_tensor_scale_inv")
+                    more["signs"] = tensor.columnwise_signs if usage.columnwise else None
+            else:
+                raise TypeError(f"PyTorch has no product of {type(tensor).__name__}")
+            if data is None or scale is None:
                 raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
-            return cls(data.reshape(sides), tensor.scale_inv, ScalingType.TensorWise)
-        data = getattr(tensor, f"{way}_data", None)
-        more: Any = {"swizzled": getattr(tensor, "swizzled", False)}
-        if isinstance(tensor, (BlockScaledTensor, MXTensor)):
-            scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x32
-            if isinstance(tensor, BlockScaledTensor):
-                wide = tensor.block[0] > 1
-                kind = ScalingType.BlockWise128x128 if wide else ScalingType.BlockWise1x128
-        elif isinstance(tensor, NVFP4Tensor):
-            scale, kind = getattr(tensor, f"{way}_scale_inv"), ScalingType.BlockWise1x16
-            sides = sides[0], sides[1] // 2
-            more["over_all"] = getattr(tensor, f"{way}_tensor_scale_inv")
-            more["signs"] = tensor.columnwise_signs if usage.columnwise else None
-        else:
-            raise TypeError(f"PyTorch has no product of {type(tensor).__name__}")
-        if data is None or scale is None:
-            raise ValueError(f"a product needs the {way} copy, got {tensor!r}")
-        return cls(data.reshape(sides), scale, kind, **more)
+            made.append(cls(data.reshape(sides), scale, kind, **more))
+        return made
 
     @property
     def depth(self) -> int:
@@ -157,12 +162,15 @@ class GemmOperand(NamedTuple):
 
         Where each has one scale, every row has that of its part. None may have two levels of them.
         """
-        kind, codes = parts[0].kind, [part.data for part in parts]
+        kind, codes, rows = parts[0].kind, [], []
+        for part in parts:
+            codes.append(part.data)
+            if kind is ScalingType.TensorWise:
+                rows.append(part.scale.reshape(1, 1).expand(len(part.data), 1))
         data = as_one(codes)
         data = _joined(codes, 0) if data is None else data
-        if kind is ScalingType.TensorWise:
-            rows = [part.scale.reshape(1).expand(len(part.data)) for part in parts]
-            return cls(data, torch.cat(rows)[:, None], ScalingType.RowWise)
+        if rows:
+            return cls(data, torch.cat(rows), ScalingType.RowWise)
         scales = [part.plain().scale for part in parts]
         return cls(data, _joined(scales, 1 if kind is ScalingType.BlockWise1x128 else 0), kind)
 
@@ -184,11 +192,6 @@ class GemmOperand(NamedTuple):
             return cls(data, F.pad(scale, (0, -scale.shape[1] % 4)), kind)
         return cls(data, _joined(scales, 0 if kind is ScalingType.BlockWise1x128 else 1), kind)
 
-    def by_row(self) -> GemmOperand:
-        """One scale as one for each row."""
-        scale = self.scale.reshape(1, 1).repeat(len(self.data), 1)
-        return self._replace(scale=scale, kind=ScalingType.RowWise)
-
     def filled(self) -> GemmOperand:
         """With codes of zero up to a multiple of :data:`DEPTH`; blocks of scales cover them."""
         short = -self.data.shape[1] % DEPTH
@@ -197,12 +200,8 @@ class GemmOperand(NamedTuple):
         codes = F.pad(self.data.view(torch.uint8), (0, short))
         return self._replace(data=codes.view(self.data.dtype))
 
-    def scaling(self, *, right: bool = False) -> tuple[Any, Any, Any]:
-        """The scale as ``scaled_mm`` takes it, its kind, and its order; lists of two with NVFP4.
-
-        Args:
-            right: Whether it is the right operand, which is transposed.
-        """
+    def scaling(self) -> tuple[Any, Any, Any]:
+        """The scale as ``scaled_mm`` takes it, its kind, and its order; lists of two with NVFP4."""
         if self.kind is ScalingType.TensorWise:
             return self.scale, self.kind, SwizzleType.NO_SWIZZLE
         if self.kind in SMALL:
@@ -212,8 +211,7 @@ class GemmOperand(NamedTuple):
                 return found
             second = self.over_all, ScalingType.TensorWise, SwizzleType.NO_SWIZZLE
             return tuple(map(list, zip(found, second, strict=True)))  # type: ignore[return-value]
-        as_it_is = self.kind is ScalingType.RowWise and not right
-        return self.scale if as_it_is else self.scale.t(), self.kind, SwizzleType.NO_SWIZZLE
+        return self.scale.t(), self.kind, SwizzleType.NO_SWIZZLE
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
@@ -275,15 +273,16 @@ def multiply(
             f"a product of transformed values needs the same signs in both operands, got "
             f"{left.signs} and {right.signs}"
         )
-    if right.kind is ScalingType.RowWise:
-        left = left.by_row()
     if left.data.shape[1] % DEPTH:
         left, right = left.filled(), right.filled()
-    if left.kind is ScalingType.TensorWise is right.kind:
-        kind, order = ScalingType.TensorWise, SwizzleType.NO_SWIZZLE
-        one, other = (left.scale, kind, order), (right.scale, kind, order)
+    kind, order, scale = right.kind, SwizzleType.NO_SWIZZLE, left.scale
+    if left.kind is ScalingType.TensorWise is kind:
+        one, other = (scale, kind, order), (right.scale, kind, order)
+    elif kind is ScalingType.RowWise:  # so the one scale is of each row
+        one = scale.reshape(1, 1).repeat(len(left.data), 1), kind, order
+        other = right.scale.t(), kind, order
     else:
-        one, other = left.scaling(), right.scaling(right=True)
+        one, other = left.scaling(), right.scaling()
     return F.scaled_mm(
         left.data,
         right.data.t(),

@@ -14,7 +14,7 @@ from opfuse.core.quantization import QuantizedTensor
 from . import twins
 from .conditions import DTYPES, ONE_SCALE, PLAIN, has_blocks, output_shape, takes
 from .kernels import launch_nvfp4
-from .kernels.launch import Casting, PartsCasting, backward, forward, is_unaligned
+from .kernels.launch import FORWARD, Casting, PartsCasting, backward, forward, is_unaligned
 from .kernels.launch_norms import norm
 from .kernels.tiles import HIGHEST
 from .nvfp4 import NVFP4Quantizer
@@ -25,15 +25,21 @@ __all__ = ["activation", "cast", "gradient", "norm"]
 
 def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
-    if type(x) in PLAIN and not x.is_contiguous():
-        x = x.contiguous()
-    if not (takes(x) and (isinstance(into.quantizer, ONE_SCALE) or has_blocks(into, x.shape))):
+    quantizer = into.quantizer
+    known = type(x) in PLAIN and x.dtype in DTYPES and x.ndim and x.numel()  # `takes` of one
+    if not known or not (isinstance(quantizer, ONE_SCALE) or has_blocks(into, x.shape)):
         return twins.cast(x, into)
-    if isinstance(into.quantizer, NVFP4Quantizer):
+    x = x.contiguous()
+    if isinstance(quantizer, NVFP4Quantizer):
         return launch_nvfp4.cast(x, into)
     casting = Casting(into, x.shape, x.dtype, x.device, values=x)
-    forward(IDENTITY, (), x, None, None, casting)
-    return casting.made()
+    if x.shape[-1] % 16 or x.storage_offset() * x.itemsize % 16:  # there may be a launch per copy
+        forward(IDENTITY, (), x, None, None, casting)
+        return casting.made()
+    rest = casting.rows, casting.columns, ()
+    given = {**casting.constants, **IDENTITY.forward}
+    FORWARD.launch(None, x, None, None, *casting.pointers, *rest, **given)
+    return casting.made() if given["FORMAT"] == "none" else casting.result
 
 
 def cast_parts(parts: Sequence[Tensor], into: Into) -> QuantizedTensor | None:

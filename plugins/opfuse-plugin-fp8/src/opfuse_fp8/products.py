@@ -66,34 +66,28 @@ class ForwardProduct(_Product):
         else:
             x, weight = BasicLinear.quantized_operands(ctx, input_)
             weights, biases = [weight], [biased[0].params[0] if biased else None]
-        dtype, left, rights = ctx.dtype or x.dtype, GemmOperand.of(x, ROWWISE), []
-        for weight in weights:
-            rights.append(GemmOperand.of(weight, ROWWISE))
+        dtype = ctx.dtype or x.dtype
+        left, *rights = GemmOperand.each((x, *weights), ROWWISE)
         if self._is_one or len(rights) < len(biases):  # weights with one quantizer are one matrix
-            biases = [_joined_bias(biases, op.sizes)]
+            biases = [_joined_bias(biases, op.sizes) if any(op.biased) else None]
             rights = rights if len(rights) == 1 else [GemmOperand.stacked(rights)]
         parts = []
         for right, bias in zip(rights, biases, strict=True):
-            parts.append(self._part(left, right, bias, dtype))
+            if bias is None or self._adds_bias:
+                given = None if bias is None else bias.to(dtype)
+                parts.append(multiply(left, right, dtype, bias=given, fast=self._fast))
+            else:
+                wide = multiply(left, right, torch.float32, fast=self._fast)
+                parts.append(added(wide, bias).to(dtype))
         y = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return y.view(*x.shape[:-1], y.shape[1]), ((),) * len(basic_op_ctxs)
 
-    def _part(
-        self, left: GemmOperand, right: GemmOperand, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        if bias is None or self._adds_bias:
-            given = None if bias is None else bias.to(dtype)
-            return multiply(left, right, dtype, bias=given, fast=self._fast)
-        return added(multiply(left, right, torch.float32, fast=self._fast), bias).to(dtype)
 
-
-def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """The biases side by side, with zeros for one that is not there; None if none is."""
-    known = [bias for bias in biases if bias is not None]
-    if not known:
-        return None
+def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
+    """The biases side by side, of which one is there, with zeros for one that is not."""
+    known = next(bias for bias in biases if bias is not None)
     pairs = zip(biases, sizes, strict=True)
-    return torch.cat([known[0].new_zeros(n) if bias is None else bias for bias, n in pairs])
+    return torch.cat([known.new_zeros(n) if bias is None else bias for bias, n in pairs])
 
 
 class BackwardProduct(_Product):
@@ -139,11 +133,8 @@ def gradients(
     dx: Tensor | None = None
     grads: list[Tensor | None] = [None] * len(sizes)
     if dgrad:
-        left = GemmOperand.of(dy, ROWWISE)
-        rights = []
-        for weight in weights:
-            if weight is not None:
-                rights.append(GemmOperand.of(weight, COLUMNWISE))
+        (left,) = GemmOperand.each((dy,), ROWWISE)
+        rights = GemmOperand.each(filter(None, weights), COLUMNWISE)
         if len(rights) > 1 and not rights[0].stands_alone:
             rights = [GemmOperand.chained(rights)]
         wide = dtype if len(rights) == 1 else torch.float32
@@ -154,7 +145,7 @@ def gradients(
         assert dx is not None
         dx = dx.to(dtype).view(*grad_output.shape[:-1], dx.shape[1])
     if wgrad:
-        left, right = GemmOperand.of(dy, COLUMNWISE), GemmOperand.of(x, COLUMNWISE)
+        left, right = GemmOperand.each((dy, x), COLUMNWISE)
         for i, span in enumerate(spans):  # a product each: no two share memory
             if ctx.param_requires_grad[i]:  # biases come after the weights
                 part = left if len(spans) == 1 else left.outer(*span)

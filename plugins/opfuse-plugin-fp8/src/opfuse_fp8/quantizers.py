@@ -86,11 +86,17 @@ class BaseQuantizer(Quantizer):
         format: The class of its results.
         power_of_2: Whether its scales are powers of two.
         square: Whether its blocks are as high as wide.
+        block: Rows and columns of its blocks, where a format has others than its own.
+        swizzles: Whether scales are written in the order in which tensor cores read them.
+        four_over_six: How the largest magnitude of a block is chosen, where it is.
     """
 
     format: ClassVar[type[QuantizedTensor]]
     power_of_2: bool = False
     square: bool = False
+    block: tuple[int, int] = (1, 1)
+    swizzles: bool = False
+    four_over_six: str | None = None
 
     def quantize(
         self, tensor: Tensor, usage: Usage, out: QuantizedTensor | None = None

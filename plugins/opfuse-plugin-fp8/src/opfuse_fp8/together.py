@@ -13,19 +13,38 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-waiting: ContextVar[_Rows | None] = ContextVar("opfuse_fp8_rows", default=None)
+waiting: ContextVar[side_by_side | None] = ContextVar("opfuse_fp8_rows", default=None)
 """The rows that wait for codes; None: codes go anywhere."""
 
 
-class _Rows:
-    """Rows for the codes of weights, by their quantizers; memory is taken for the first of them."""
+class side_by_side:
+    """Within the context, kernels write the rowwise codes of some weights into one tensor.
+
+    Memory is taken for the first of them.
+
+    Args:
+        quantizers: Those of the weights, in the order of the rows.
+        sizes: How many rows each weight has.
+    """
 
     def __init__(self, quantizers: Sequence[Any], sizes: Sequence[int]) -> None:
         self._quantizers, self._sizes = list(quantizers), sizes
         self._parts: Sequence[Tensor] = ()
 
+    def __enter__(self) -> None:
+        self._token = waiting.set(self)
+
+    def __exit__(self, *exc_info: object) -> None:
+        waiting.reset(self._token)
+
     def take(self, quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor | None:
-        """The rows of a quantizer, once; None: there are none of this shape."""
+        """Memory for the codes that a quantizer's kernel writes, as bytes, once; None: any.
+
+        Args:
+            quantizer: The quantizer.
+            shape: The shape of the codes.
+            device: Their device.
+        """
         if quantizer not in self._quantizers:
             return None
         place = self._quantizers.index(quantizer)
@@ -37,36 +56,6 @@ class _Rows:
             self._parts = torch.split_with_sizes(whole, self._sizes)
         part = self._parts[place]
         return part if (part.shape, part.device) == (shape, device) else None
-
-
-class side_by_side:
-    """Within the context, kernels write the rowwise codes of some weights into one tensor.
-
-    Args:
-        quantizers: Those of the weights, in the order of the rows.
-        sizes: How many rows each weight has.
-    """
-
-    def __init__(self, quantizers: Sequence[Any], sizes: Sequence[int]) -> None:
-        self._rows = _Rows(quantizers, sizes)
-
-    def __enter__(self) -> None:
-        self._token = waiting.set(self._rows)
-
-    def __exit__(self, *exc_info: object) -> None:
-        waiting.reset(self._token)
-
-
-def room_for(quantizer: Any, shape: torch.Size, device: torch.device) -> Tensor | None:
-    """Memory for the rowwise codes that a quantizer's kernel writes, as bytes; None: any.
-
-    Args:
-        quantizer: The quantizer.
-        shape: The shape of the codes.
-        device: Their device.
-    """
-    rows = waiting.get()
-    return None if rows is None else rows.take(quantizer, shape, device)
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:

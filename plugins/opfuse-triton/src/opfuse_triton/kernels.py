@@ -11,7 +11,7 @@ import triton
 
 from . import config_tables
 from .configs import Config
-from .launcher import Grid, Launcher, on_device
+from .launcher import Launcher, on_device
 from .launches import Launch, asked, facts_of
 from .machine import recorded
 from .targets import Target, current_target
@@ -33,18 +33,22 @@ class Kernel(Launcher):
         configs: At most 8 configurations, the first of which is used; or a function of the target
             and of the facts (:attr:`Launch.facts`) that gives them, the best first. Such a
             function looks in a small table, and has a rule for everything else.
+        grid: The grid of launches that give none: a function of the integers among the arguments,
+            in their order, and of the configuration. A launch that is known does not ask it again.
 
     Raises:
         ValueError: ``fn`` has a parameter named ``grid`` or ``config``.
     """
 
-    def __init__(self, fn: Any, configs: Configs) -> None:
+    def __init__(
+        self, fn: Any, configs: Configs, grid: Callable[..., tuple[int, ...]] | None = None
+    ) -> None:
         if taken := {"grid", "config"} & set(fn.arg_names):
             raise ValueError(
                 f"{fn.__name__} has a parameter {taken.pop()!r}, which means something else in "
                 "Kernel.launch: rename it"
             )
-        super().__init__(fn)
+        super().__init__(fn, grid)
         self.name: str = fn.__name__
         self.full_name = f"{fn.fn.__module__}.{self.name}"
         self._configs = configs
@@ -105,8 +109,8 @@ class Kernel(Launcher):
         launch = self.launch
         chosen = config if isinstance(config, Config) else Config(**config)
 
-        def launch_pinned(grid: Grid, *args: Any, config: Any = None, **constants: Any) -> None:
-            launch(grid, *args, config=chosen, **constants)
+        def launch_pinned(*args: Any, config: Any = None, **constants: Any) -> None:
+            launch(*args, config=chosen, **constants)
 
         self.launch = launch_pinned  # type: ignore[method-assign]
         # who divides its work by a configuration asks for it first
@@ -116,22 +120,21 @@ class Kernel(Launcher):
         finally:
             del self.launch, self.pick
 
-    def _launch(
-        self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
-    ) -> None:
+    def _launch(self, grid: Any, args: Any, config: Any, constants: Any, *known: Any) -> None:
         """Launch a kernel for the first time, or while launches are recorded or interpreted."""
+        form, key = known
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         target = current_target(first.device)
         picked = config or self.pick(target, facts_of(self.fn.arg_names, args, constants))
-        size = grid(picked) if callable(grid) else grid
+        size = self.size(grid, args, picked)
         if (launches := recorded.get()) is not None:
             launches.append(Launch(self, args, constants, picked, size, target))
         elif self._interpreted:
             self.fn[size](*args, **constants, **picked.constants)
-        elif self.knows_alike(args, config, constants, picked):
+        elif self.knows_alike(form, key, picked):
             Launcher.launch(self, grid, *args, config=config, **constants)
         else:
             with on_device(first.get_device()):
                 options = {**picked.constants, **picked.compiler_options()}
                 compiled = self.fn[size](*args, **constants, **options)
-            self.keep(args, config, constants, picked, compiled)
+            self.keep(len(args), constants, form, key, picked, compiled)

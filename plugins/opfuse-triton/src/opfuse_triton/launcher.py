@@ -56,6 +56,7 @@ class Ready(NamedTuple):
         metadata: What the launcher needs to know about it.
         constants: The values of the parameters after the arguments.
         compiled: The compiled kernel, which is unloaded when nothing refers to it.
+        size: The number of programs by the kernel's own grid, in three dimensions.
     """
 
     config: Config
@@ -64,46 +65,30 @@ class Ready(NamedTuple):
     metadata: Any
     constants: tuple[Any, ...]
     compiled: Any
+    size: tuple[int, ...] = ()
 
 
 class _Form:
-    """Describes arguments of these types, and holds the kernels that were launched for such.
+    """What to look at in arguments of these types, and the kernels that were launched for such.
 
     Attributes:
+        tensors: The places of tensors; none if types are not known, for which the JIT launches.
+        tuples: Those of tuples of numbers.
+        integers: Those of integers.
+        functions: Those of device functions among the constants, with the device before them.
         exact: What is launched for a configuration, a description and integers.
         alike: What is launched with what the integers are to Triton in their place.
     """
 
     def __init__(self, kinds: tuple[type, ...], constants: tuple[type, ...]) -> None:
-        places = range(len(kinds))
-        self._tensors = [place for place in places if kinds[place] in _TENSORS]
-        self._tuples = [place for place in places if kinds[place] is tuple]
-        self._integers = [place for place in places if kinds[place] is int]
+        places = range(len(kinds) if _KNOWN.issuperset(kinds) else 0)
+        self.tensors = [place for place in places if kinds[place] in _TENSORS]
+        self.tuples = [place for place in places if kinds[place] is tuple]
+        self.integers = [place for place in places if kinds[place] is int]
         # a device function is hashed by its source; what it wraps is one of a kind, too
-        self._functions = [i for i, kind in enumerate(constants, 1) if kind is triton.JITFunction]
+        self.functions = [i for i, kind in enumerate(constants, 1) if kind is triton.JITFunction]
         self.exact: dict[Key, Ready] = {}
         self.alike: dict[Key, Ready] = {}
-
-    def describe(self, args: tuple[Any, ...], constants: Iterable[Any]) -> tuple[Key, Key]:
-        """All but the integers, with the device first, and the integers.
-
-        Raises:
-            TypeError: A tuple has others than floats.
-        """
-        found = [args[self._tensors[0]].get_device(), *constants]
-        for place in self._functions:
-            found[place] = found[place].fn
-        for place in self._tuples:
-            numbers = args[place]
-            if not _FLOAT.issuperset(map(type, numbers)):
-                raise TypeError("only floats")
-            found.append(len(numbers))
-        for place in self._tensors:
-            tensor = args[place]
-            found += tensor.dtype, tensor.data_ptr() % 16 == 0
-            if _HIP:
-                found.append(tensor.untyped_storage().size() <= _LARGEST_RANGE)
-        return tuple(found), tuple(map(args.__getitem__, self._integers))
 
 
 class Launcher:
@@ -114,15 +99,17 @@ class Launcher:
 
     Args:
         fn: The function under ``@triton.jit``.
+        grid: The grid of launches that give none, from the integers among the arguments, in their
+            order, and the configuration. It is asked once for these.
     """
 
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
+    def __init__(self, fn: Any, grid: Callable[..., tuple[int, ...]] | None = None) -> None:
+        self.fn, self.grid = fn, grid
         self._forms: dict[Key, _Form] = {}
 
     def launch(
         self,
-        grid: Grid,
+        grid: Grid | None,
         *args: Any,
         config: Config | Mapping[str, Any] | None = None,
         **constants: Any,
@@ -131,7 +118,7 @@ class Launcher:
 
         Args:
             grid: Number of programs, in one to three dimensions, or a function of the configuration
-                that returns it.
+                that returns it; None: the kernel's own.
             *args: Tensors and numbers, in the order of the kernel's parameters.
             config: The configuration, or one of :meth:`Kernel.candidates`; None:
                 :meth:`Kernel.pick`.
@@ -139,34 +126,63 @@ class Launcher:
         """
         if config is not None and not isinstance(config, Config):
             config = Config(**config)
-        values = constants.values()
+        values, key = constants.values(), None
+        kinds = (*map(type, args), *map(type, values), *constants)
+        if (form := self._forms.get(kinds)) is None:
+            form = self._forms[kinds] = _Form(tuple(map(type, args)), tuple(map(type, values)))
         try:
-            form = self._forms[(*map(type, args), *map(type, values), *constants)]
-            described, integers = form.describe(args, values)
-            ready = form.exact[config, described, integers]
+            device = args[form.tensors[0]].get_device()
+            found = [device, *values]
+            for place in form.functions:
+                found[place] = found[place].fn
+            for place in form.tuples:
+                if not _FLOAT.issuperset(map(type, args[place])):
+                    raise TypeError("only floats")
+                found.append(len(args[place]))
+            for place in form.tensors:
+                tensor = args[place]
+                found += tensor.dtype, tensor.data_ptr() % 16 == 0
+                if _HIP:
+                    found.append(tensor.untyped_storage().size() <= _LARGEST_RANGE)
+            key = config, tuple(found), tuple(map(args.__getitem__, form.integers))
+            ready = form.exact[key]
             watched = any(_watching(knobs)) or self.fn.pre_run_hooks or pretended.get()
-        # new arguments; a constant without a hash, or a tuple of others than floats
-        except (KeyError, TypeError, AttributeError):
+        # new arguments; types that are not known; a constant without a hash
+        except (LookupError, TypeError, AttributeError):
             watched = True
         # under a simulated target, and so while launches are recorded, nothing is known
         if watched:
-            return self._launch(grid, args, config, constants)
-        chosen, run, function, metadata, behind, _ = ready
-        x, y, z = ((*grid(chosen), 1, 1) if callable(grid) else (*grid, 1, 1))[:3]
-        active, device = driver.active, described[0]
+            return self._launch(grid, args, config, constants, form, key)
+        chosen, run, function, metadata, behind, _, size = ready
+        if grid is not None:
+            size = ((*grid(chosen), 1, 1) if callable(grid) else (*grid, 1, 1))[:3]
+        active = driver.active
         stream = active.get_current_stream(device)
         # neither hooks nor metadata for them: with hooks, the JIT launches
         if active.get_current_device() == device:
-            run(x, y, z, stream, function, metadata, None, None, None, *args, *behind)
+            run(*size, stream, function, metadata, None, None, None, *args, *behind)
         else:
             with torch.cuda.device(device):
-                run(x, y, z, stream, function, metadata, None, None, None, *args, *behind)
+                run(*size, stream, function, metadata, None, None, None, *args, *behind)
 
-    def _launch(
-        self, grid: Grid, args: tuple[Any, ...], config: Config | None, constants: Mapping[str, Any]
-    ) -> None:
-        """Launch for arguments of which nothing is known, or while somebody watches."""
+    def _launch(self, grid: Any, args: Any, config: Any, constants: Any, *known: Any) -> None:
+        """Launch for arguments of which nothing is known, or while somebody watches.
+
+        ``known`` is the form of their types, and their key or None.
+        """
         raise NotImplementedError
+
+    def size(self, grid: Grid | None, args: Iterable[Any], config: Config) -> tuple[int, ...]:
+        """The number of programs of a launch.
+
+        Args:
+            grid: As for :meth:`launch`.
+            args: The arguments before the constants.
+            config: The configuration.
+        """
+        if grid is None and self.grid is not None:
+            return self.grid(*[arg for arg in args if type(arg) is int], config)
+        return grid(config) if callable(grid) else grid  # type: ignore[return-value]
 
     def _is_watched(self) -> bool:
         """Return whether hooks or settings forbid what :meth:`launch` does; see there."""
@@ -175,66 +191,64 @@ class Launcher:
         except AttributeError:  # a function in place of Triton's chain of hooks
             return True
 
-    def knows_alike(
-        self,
-        args: tuple[Any, ...],
-        config: Config | None,
-        constants: Mapping[str, Any],
-        picked: Config,
-    ) -> bool:
+    def knows_alike(self, form: _Form, key: Key | None, picked: Config) -> bool:
         """Return whether :meth:`launch` now knows these arguments, by what they are to Triton.
 
         Args:
-            args: The arguments before the constants.
-            config: The configuration that the caller gave.
-            constants: The other constants.
+            form: That of their types.
+            key: Theirs; None: they have none.
             picked: The configuration.
         """
-        values = constants.values()
+        if key is None:
+            return False
         try:
-            form = self._forms[(*map(type, args), *map(type, values), *constants)]
-            described, integers = form.describe(args, values)
-            ready = form.alike[(picked, described, *map(_to_triton, integers))]
+            ready = form.alike[(picked, key[1], *map(_to_triton, key[2]))]
         except (KeyError, TypeError):
             return False
-        _remember(form.exact, (config, described, integers), ready)
+        self._remember(form, key, ready)
         return not self._is_watched()
 
     def keep(
         self,
-        args: tuple[Any, ...],
-        config: Config | None,
+        count: int,
         constants: Mapping[str, Any],
+        form: _Form,
+        key: Key | None,
         picked: Config,
         compiled: Any,
     ) -> None:
         """Remember what the JIT launched.
 
         Args:
-            args: The arguments before the constants.
-            config: The configuration that the caller gave.
-            constants: The other constants.
+            count: The number of arguments before the constants.
+            constants: The constants that the caller gave.
+            form: See :meth:`knows_alike`.
+            key: See there.
             picked: The configuration.
             compiled: What the JIT gave.
         """
-        behind = self.fn.params[len(args) :]
-        usual = _TESTED and not self._is_watched()
+        behind = self.fn.params[count:]
         compiled_now = isinstance(compiled, triton.compiler.CompiledKernel)
-        own = tuple(map(type, args))
-        known = _KNOWN.issuperset(own) and not _TENSORS.isdisjoint(own)
-        if not (usual and compiled_now and known and all(param.is_constexpr for param in behind)):
+        usual = _TESTED and compiled_now and not self._is_watched()
+        if key is None or not (usual and all(param.is_constexpr for param in behind)):
             return
-        of_constants = tuple(map(type, constants.values()))
-        kinds = *own, *of_constants, *constants
-        form = self._forms.setdefault(kinds, _Form(own, of_constants))
         given = {**constants, **picked.constants}
         values = tuple([given.get(param.name, param.default) for param in behind])
         how = compiled.run, compiled.function, compiled.packed_metadata
-        ready = Ready(picked, *how, values, compiled)
         with contextlib.suppress(TypeError):  # as in launch
-            described, integers = form.describe(args, constants.values())
-            _remember(form.exact, (config, described, integers), ready)
-            _remember(form.alike, (picked, described, *map(_to_triton, integers)), ready)
+            self._remember(form, key, Ready(picked, *how, values, compiled), new=True)
+
+    def _remember(self, form: _Form, key: Key, ready: Ready, new: bool = False) -> None:
+        _, described, integers = key
+        size = (*self.grid(*integers, ready.config), 1, 1)[:3] if self.grid else ()
+        tables = [(form.exact, key, ready._replace(size=size))]
+        if new:
+            alike = ready.config, described, *map(_to_triton, integers)
+            tables.append((form.alike, alike, ready))
+        for table, place, found in tables:
+            if len(table) >= MOST_KEYS:
+                table.clear()
+            table[place] = found
 
 
 def on_device(index: int) -> contextlib.AbstractContextManager[None]:
@@ -246,9 +260,3 @@ def on_device(index: int) -> contextlib.AbstractContextManager[None]:
 def _to_triton(number: int) -> tuple[Any, ...]:
     """Return what Triton distinguishes of an integer: 1, multiples of 16, and its type."""
     return number == 1, number % 16 == 0, -(2**31) <= number < 2**31, number >= 2**63
-
-
-def _remember(table: dict[Key, Ready], key: Key, ready: Ready) -> None:
-    if len(table) >= MOST_KEYS:
-        table.clear()
-    table[key] = ready

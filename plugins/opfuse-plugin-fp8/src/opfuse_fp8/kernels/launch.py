@@ -15,39 +15,88 @@ from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
+from opfuse.ops.authoring import is_captured
 
-from ..quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
-from ..together import room_for, waiting
+from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
+from ..together import waiting
 from ..twins import Into, refuse_other_device
 from . import elementwise, tiles
 
 MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-FORWARD = Kernel(elementwise.cast_forward, tiles.configs)
-BACKWARD = Kernel(elementwise.cast_backward, tiles.configs)
+FORWARD = Kernel(elementwise.cast_forward, tiles.configs, tiles.grid)
+BACKWARD = Kernel(elementwise.cast_backward, tiles.configs, tiles.grid)
+
+_OF_TENSORS = "none", "tensor"
+"""The formats with one scale."""
 
 
 def format_of(quantizer: Any) -> str:
     """The kernels' name for the format of a quantizer; ``"none"``: its scale is not known yet."""
-    if isinstance(quantizer, BlockQuantizer):
-        return "block" if quantizer.block[0] == 1 else "square"
-    if isinstance(quantizer, MXQuantizer):
-        return "swizzled mx" if quantizer.swizzles else "mx"
-    return "none" if isinstance(quantizer, CurrentQuantizer) else "tensor"
+    return _format(type(quantizer), quantizer.block, quantizer.swizzles)
 
 
 @functools.lru_cache(1024)
-def _constants(
-    form: str, codes: torch.dtype, power_of_2: bool, dtype: torch.dtype
-) -> Mapping[str, Any]:
-    return {
+def _format(kind: type, block: tuple[int, int], swizzles: bool) -> str:
+    if issubclass(kind, BlockQuantizer):
+        return "block" if block[0] == 1 else "square"
+    if issubclass(kind, MXQuantizer):
+        return "swizzled mx" if swizzles else "mx"
+    return "none" if issubclass(kind, CurrentQuantizer) else "tensor"
+
+
+@functools.lru_cache(1024)
+def _layout(
+    of: tuple[Any, ...], codes: torch.dtype, power_of_2: bool, dtype: torch.dtype, shape: torch.Size
+) -> tuple[int, int, Mapping[str, Any], Sequence[tuple[Any, Any, torch.dtype]]]:
+    """Rows, columns, the kernel's constants, and room for the scales of each copy.
+
+    Args:
+        of: The arguments of :func:`_format`.
+        codes: The dtype of the codes.
+        power_of_2: Whether scales are powers of two.
+        dtype: That of the values.
+        shape: Likewise.
+    """
+    form, columns = _format(*of), shape[-1]
+    rows = shape.numel() // columns
+    constants = {
         "DTYPE": TL[dtype],
         "FORMAT": form,
         "MANTISSA": MANTISSA[codes],
         "POWER_OF_2": bool(power_of_2),
         "IF_INFINITE": torch.finfo(dtype).max,
     }
+    sides = (rows, columns), (columns, rows)
+    return rows, columns, constants, [_room(form, outer, inner) for outer, inner in sides]
+
+
+def _room(form: str, outer: int, inner: int) -> tuple[Any, Any, torch.dtype]:
+    """What makes the scales of a copy whose blocks lie along ``inner``, their shape and dtype."""
+    if form in _OF_TENSORS:
+        return torch.empty, 1, torch.float32
+    if form == "block":
+        return torch.empty, (cdiv(inner, 128), outer), torch.float32
+    if form == "square":
+        down, across = cdiv(outer, 128), cdiv(inner, 128)
+        make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
+        return make, (down, 4 * cdiv(across, 4)), torch.float32
+    return room_for_scales(outer, inner // 32, form == "swizzled mx")
+
+
+def room_for_scales(outer: int, blocks: int, swizzles: bool) -> tuple[Any, Any, torch.dtype]:
+    """What makes scales of one byte, their shape and dtype; what fills up swizzled tiles is zero.
+
+    Args:
+        outer: How many rows a copy has.
+        blocks: How many scales a row has.
+        swizzles: Whether the kernel swizzles them.
+    """
+    if not swizzles:
+        return torch.empty, (outer, blocks), torch.uint8
+    make = torch.zeros if outer % ROWS or blocks % SCALES else torch.empty
+    return make, swizzled_size(outer, blocks), torch.uint8
 
 
 class Casting:
@@ -69,7 +118,9 @@ class Casting:
         usage: The copies that are wanted.
         values: The values, where a kernel reads or writes them in addition to their codes.
         constants: The constants of the kernel for this cast.
-        has_tiles: Whether blocks of both copies meet, so that :meth:`passes` may be several.
+        pointers: The tensors that a kernel writes or reads: the values, the rowwise codes and their
+            scales, the columnwise ones and theirs, the scale, and the largest magnitude so far.
+        result: The quantized tensor, over memory that the kernels write.
     """
 
     def __init__(
@@ -80,21 +131,50 @@ class Casting:
         device: torch.device,
         values: Tensor | None = None,
     ) -> None:
-        quantizer, self.usage, self._again = into
-        self._quantizer = quantizer
-        here = self._again is None
+        quantizer, self.usage, again = into
+        here = again is None
         for name in quantizer.state_names:
             here = here and getattr(quantizer, name).device == device
         if not here:
             refuse_other_device(into, device)
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self.columns, self.values = shape[-1], values
-        self.rows = shape.numel() // self.columns
-        self._codes: tuple[Any, Any] | None = None
-        self._amax: Tensor | None = None
-        form = "tensor" if type(quantizer) is DelayedQuantizer else format_of(quantizer)
-        self.constants = _constants(form, quantizer.dtype, quantizer.power_of_2, dtype)
-        self.has_tiles = form in ("block", "square")
+        of = type(quantizer), quantizer.block, quantizer.swizzles
+        layout = _layout(of, quantizer.dtype, quantizer.power_of_2, dtype, shape)
+        self.rows, self.columns, self.constants, rooms = layout
+        self.values, form, codes = values, self.constants["FORMAT"], quantizer.dtype
+        wide = row = column = scale = amax = data = columnwise = None
+        if self.usage.rowwise:
+            if (side := waiting.get()) is not None:
+                row = side.take(quantizer, shape, device)
+            row = torch.empty(shape, dtype=torch.uint8, device=device) if row is None else row
+            data = row.view(codes)
+        if self.usage.columnwise:
+            size = self.columns, self.rows
+            column = torch.empty(size, dtype=torch.uint8, device=device)
+            columnwise = column.view(codes)
+        scales: list[Any] = []
+        # one scale is of both copies; and beside it is the scale to cast again
+        wanted = (True, form == "tensor") if form in _OF_TENSORS else self.usage
+        for wants, (make, size, kind) in zip(wanted, rooms, strict=True):
+            scales.append(make(size, dtype=kind, device=device) if wants else None)
+        if form not in _OF_TENSORS:
+            parts = data, scales[0], columnwise, scales[1]
+            self.result: QuantizedTensor = quantizer.over(shape, dtype, parts)
+        else:  # as `known` makes it, which would be called for each
+            self.result = object.__new__(quantizer.format)
+            fields = zip(self.result.tensor_names, (data, columnwise, *scales), strict=False)
+            vars(self.result).update(fields, shape=shape, dtype=dtype, quantizer=quantizer)
+        if form == "none":
+            amax = torch.zeros(1, dtype=torch.float32, device=device)
+            if values is None:
+                self.values = wide = torch.empty(shape, dtype=dtype, device=device)
+        elif form == "tensor" and again is None:
+            if is_captured(device):
+                quantizer.note_capture()
+            scale, amax = quantizer.scale, quantizer.amax
+        elif form == "tensor":
+            scale = again.scale
+        self._codes = row, scales[0], column, scales[1]
+        self.pointers = wide, *(self._codes if form != "none" else (None,) * 4), scale, amax
 
     def passes(self, x: Tensor, apart: bool = False) -> list[Usage]:
         """The copies that each launch writes.
@@ -115,88 +195,29 @@ class Casting:
         column = usage.columnwise and self.constants["FORMAT"] != "none"
         return {**self.constants, "column_ptr": torch.uint8 if column else None, "rows": self.rows}
 
-    def pointers(self, usage: Usage) -> tuple[Tensor | None, ...]:
-        """The tensors that a kernel writes or reads for these copies.
-
-        They are the values, the rowwise codes and their scales, the columnwise ones and theirs, the
-        scale, and the largest magnitude so far.
-        """
-        quantizer, form, device = self._quantizer, self.constants["FORMAT"], self._device
-        wide = scale = amax = row = column = row_scale = column_scale = None
-        if form == "none":
-            self._amax = amax = torch.zeros(1, dtype=torch.float32, device=device)
-            if self.values is None:
-                wide = torch.empty(self._shape, dtype=self._dtype, device=device)
-                self.values = wide
-            return wide, None, None, None, None, None, amax
-        if self._codes is not None:
-            (row, column), (row_scale, column_scale) = self._codes, self._scales
-        else:
-            if self.usage.rowwise:
-                row = room_for(quantizer, self._shape, device) if waiting.get() else None
-                if row is None:
-                    row = torch.empty(self._shape, dtype=torch.uint8, device=device)
-            if self.usage.columnwise:
-                shape = self.columns, self.rows
-                column = torch.empty(shape, dtype=torch.uint8, device=device)
-            if form in ("tensor", "amax"):  # the inverse, and the scale to cast again
-                row_scale = torch.empty(1, dtype=torch.float32, device=device)
-                column_scale = torch.empty_like(row_scale) if form == "tensor" else None
-            else:
-                row_scale = self._room(self.rows, self.columns) if row is not None else None
-                column_scale = self._room(self.columns, self.rows) if column is not None else None
-            self._codes, self._scales = (row, column), (row_scale, column_scale)
-        if form == "tensor" and self._again is None:
-            quantizer.note_capture()
-            scale, amax = quantizer.scale, quantizer.amax
-        elif form == "tensor":
-            scale = self._again.scale
-        if usage != self.usage and usage.rowwise:
-            column = column_scale = None
-        elif usage != self.usage:
-            row = row_scale = None
-        return wide, row, row_scale, column, column_scale, scale, amax
+    def pointers_of(self, usage: Usage) -> tuple[Tensor | None, ...]:
+        """The :attr:`pointers` of a launch that writes these copies."""
+        if usage == self.usage:
+            return self.pointers
+        wide, *copies, scale, amax = self.pointers
+        copies[slice(2, 4) if usage.rowwise else slice(2)] = None, None
+        return wide, *copies, scale, amax
 
     def made(self) -> QuantizedTensor:
         """The quantized tensor, once the kernel is launched."""
-        if self.constants["FORMAT"] == "none":
-            self._cast_values()
-        assert self._codes is not None
-        quantizer, (one, other), (row, column) = self._quantizer, self._scales, self._codes
-        row = None if row is None else row.view(quantizer.dtype)
-        column = None if column is None else column.view(quantizer.dtype)
-        given = self._shape, self._dtype
-        if self.constants["FORMAT"] in ("tensor", "amax"):  # the codes have this shape already
-            tensors = row, column, one, *([] if other is None else [other])
-            return quantizer.format.known(*given, quantizer, tensors)  # type: ignore[no-any-return]
-        return quantizer.over(*given, (row, one, column, other))  # type: ignore[no-any-return]
+        if self.constants["FORMAT"] == "none":  # the largest magnitude is known now
+            row, inverse, column, _ = self._codes
+            count = self.result.quantizer.counter(inverse.device)
+            self._cast_values((None, row, inverse, column, None, self.pointers[-1], count))
+        return self.result
 
-    def _cast_values(self) -> None:
-        """Cast values whose largest magnitude is known."""
-        assert self._amax is not None and self.values is not None
-        self.constants = {**self.constants, "FORMAT": "amax"}
-        _, row, inverse, column, *_ = self.pointers(self.usage)
+    def _cast_values(self, pointers: tuple[Tensor | None, ...]) -> None:
         FORWARD.launch(
-            functools.partial(tiles.grid, self.rows, self.columns),
-            *(self.values, None, None, None, row, inverse, column, None),
-            *(self._amax, self._quantizer.counter(self._device)),
-            *(self.rows, self.columns, ()),
-            **self.constants,
+            None,
+            *(self.values, None, None, *pointers, self.rows, self.columns, ()),
+            **{**self.constants, "FORMAT": "amax"},
             **IDENTITY.forward,
         )
-
-    def _room(self, outer: int, inner: int) -> Tensor:
-        """Room for the scales of a copy whose blocks lie along ``inner``."""
-        form = self.constants["FORMAT"]
-        if form == "block":
-            shape = cdiv(inner, 128), outer
-            return torch.empty(shape, dtype=torch.float32, device=self._device)
-        if form == "square":
-            down, across = cdiv(outer, 128), cdiv(inner, 128)
-            make = torch.zeros if across % 4 else torch.empty  # what fills it up is not written
-            shape = down, 4 * cdiv(across, 4)
-            return make(shape, dtype=torch.float32, device=self._device)
-        return room_for_scales(outer, inner // 32, form == "swizzled mx", self._device)
 
 
 class PartsCasting(Casting):
@@ -213,15 +234,12 @@ class PartsCasting(Casting):
         shape = torch.Size((sum(map(len, parts)), parts[0].shape[1]))
         super().__init__(into, shape, parts[0].dtype, parts[0].device, values=parts[0])
         self._parts = parts
-        self._launch(self.pointers(self.usage))
+        self._launch(self.pointers, self.constants)
 
-    def _cast_values(self) -> None:
-        self.constants = {**self.constants, "FORMAT": "amax"}
-        _, row, inverse, column, *_ = self.pointers(self.usage)
-        count = self._quantizer.counter(self._device)
-        self._launch((None, row, inverse, column, None, self._amax, count))
+    def _cast_values(self, pointers: tuple[Tensor | None, ...]) -> None:
+        self._launch(pointers, {**self.constants, "FORMAT": "amax"})
 
-    def _launch(self, pointers: tuple[Tensor | None, ...]) -> None:
+    def _launch(self, pointers: tuple[Tensor | None, ...], constants: Mapping[str, Any]) -> None:
         wide, row, row_scale, column, *others = pointers
         start = 0
         for part in self._parts:
@@ -231,27 +249,12 @@ class PartsCasting(Casting):
                 functools.partial(tiles.grid, len(part), self.columns),
                 *(part, None, None, wide, *here, there, *others),
                 *(self.rows, self.columns, ()),
-                **self.constants,
+                **constants,
                 **IDENTITY.forward,
             )
             start += len(part)
-            if self.constants["FORMAT"] == "amax":  # it is counted once
+            if constants["FORMAT"] == "amax":  # it is counted once
                 others[-1] = None
-
-
-def room_for_scales(outer: int, blocks: int, swizzles: bool, device: torch.device) -> Tensor:
-    """Room for scales of one byte; of swizzled ones, what fills up tiles is zero.
-
-    Args:
-        outer: How many rows a copy has.
-        blocks: How many scales a row has.
-        swizzles: Whether the kernel swizzles them.
-        device: Where they go.
-    """
-    if not swizzles:
-        return torch.empty((outer, blocks), dtype=torch.uint8, device=device)
-    make = torch.zeros if outer % ROWS or blocks % SCALES else torch.empty
-    return make(swizzled_size(outer, blocks), dtype=torch.uint8, device=device)
 
 
 def is_unaligned(x: Tensor) -> bool:
@@ -272,13 +275,13 @@ def forward(
 ) -> None:
     """Launch ``act(x + bias)`` into a cast, and what the activation is applied to into ``kept``."""
     rows, features, config = casting.rows, casting.columns, None
-    for usage in casting.passes(x) if casting.has_tiles else (casting.usage,):
+    for usage in casting.passes(x):
         if x.storage_offset() * x.itemsize % 16:  # which no argument of the kernel shows
             facts = {**casting.facts(usage), **formula.forward, "features": features}
             config = FORWARD.pick(current_target(x.device), {**facts, "unaligned": True})
         FORWARD.launch(
-            functools.partial(tiles.grid, rows, features),
-            *(x, bias, kept, *casting.pointers(usage), rows, features, numbers),
+            None,
+            *(x, bias, kept, *casting.pointers_of(usage), rows, features, numbers),
             config=config,
             **casting.constants,
             **formula.forward,
@@ -309,8 +312,8 @@ def backward(
             if strips > 1:
                 sums = dy.new_empty((strips, width), dtype=torch.float32)
         BACKWARD.launch(
-            functools.partial(tiles.grid, rows, features),
-            *(dy, x, None if number else sums, *casting.pointers(usage)),
+            None,
+            *(dy, x, None if number else sums, *casting.pointers_of(usage)),
             *(rows, features, numbers),
             config=config,
             **casting.constants,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,9 @@ def _row_configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
 
 ROWS = Kernel(norms.norm_rows, _row_configs)
 TILES = Kernel(norms.norm_tiles, tiles.configs)
-TRANSPOSE = Kernel(norms.transpose_codes, [Config({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64}, 4)])
+TRANSPOSE = Kernel(
+    norms.transpose_codes, [Config({"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 64}, 4)], tiles.grid
+)
 
 
 def takes_two_reads(into: Into) -> bool:
@@ -85,7 +86,7 @@ def _launch_rows(
     pointers: Any = (None,) * 7
     constants = {**casting.constants, "FORMAT": "statistics"}
     if not twice:
-        pointers, constants = casting.pointers(casting.usage), casting.constants
+        pointers, constants = casting.pointers, casting.constants
     row, column = pointers[1], pointers[3]
     ROWS.launch(
         (count,),
@@ -96,7 +97,7 @@ def _launch_rows(
         **constants,
     )
     if transposes:
-        TRANSPOSE.launch(functools.partial(tiles.grid, rows, features), row, column, rows, features)
+        TRANSPOSE.launch(None, row, column, rows, features)
 
 
 def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
@@ -104,7 +105,7 @@ def _launch_tiles(op: Any, tensors: tuple[Any, ...], casting: Casting) -> None:
     for usage in casting.passes(tensors[0]):
         facts = {**casting.facts(usage), "features": features}
         config = TILES.pick(current_target(tensors[0].device), facts)
-        _, *pointers, _, _ = casting.pointers(usage)
+        _, *pointers, _, _ = casting.pointers_of(usage)
         TILES.launch(
             tiles.grid(rows, features, config),
             *(*tensors, *pointers, rows, features),

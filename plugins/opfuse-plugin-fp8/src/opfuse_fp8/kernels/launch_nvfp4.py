@@ -30,7 +30,7 @@ def _configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     return [Config(tile, 2 if target.backend == "hip" else 4)]
 
 
-AMAX = Kernel(nvfp4.nvfp4_amax, _configs)
+AMAX = Kernel(nvfp4.nvfp4_amax, _configs, grid)
 CAST = Kernel(nvfp4.nvfp4_cast, _configs)
 
 
@@ -58,11 +58,10 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
     plain = usage.rowwise or signs is None
     # of the values, and of those that are mixed
     amax = torch.zeros(plain + (signs is not None), dtype=torch.float32, device=x.device)
-    tiles = functools.partial(grid, rows, columns)
-    AMAX.launch(tiles, x, amax, rows, columns, ROW=plain, **how)
+    AMAX.launch(None, x, amax, rows, columns, ROW=plain, **how)
     state: Any = [getattr(quantizer, name, None) for name in ("seed", "step", "arrived")]
     CAST.launch(
-        tiles,
+        functools.partial(grid, rows, columns),
         *(x, *row, *column, amax, *state, rows, columns, columns // 2, rows // 2),
         SQUARE=quantizer.square,
         SWIZZLED=swizzles,
@@ -74,7 +73,8 @@ def cast(x: Tensor, into: Into) -> QuantizedTensor:
 def _room(x: Tensor, outer: int, inner: int, swizzles: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the codes of a copy with blocks along ``inner``, their scales, and the copy's."""
     codes = torch.empty((outer, inner // 2), dtype=torch.uint8, device=x.device)
-    scales = room_for_scales(outer, inner // BLOCK, swizzles, x.device)
+    make, shape, dtype = room_for_scales(outer, inner // BLOCK, swizzles)
+    scales = make(shape, dtype=dtype, device=x.device)
     return codes, scales, torch.empty(1, dtype=torch.float32, device=x.device)
 
 
