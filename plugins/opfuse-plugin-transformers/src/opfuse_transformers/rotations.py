@@ -371,8 +371,10 @@ _FUNCTIONS = "ALL_ATTENTION_FUNCTIONS"
 
 
 def _noting(memory: set[int], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A rotation, which notes in which memory the tensors are that it is given."""
-    memory.update([x.untyped_storage()._cdata for x in args if type(x) is Tensor])
+    """A rotation, which notes in which larger memory the tensors are that it is given."""
+    for x in args:
+        if type(x) is Tensor and (of := x.untyped_storage()).nbytes() > x.nbytes:
+            memory.add(of._cdata)
     return call(*args, **kwargs)
 
 
@@ -384,7 +386,7 @@ class _Functions(Mapping[Any, Any]):
 
     Args:
         functions: Those of the library.
-        memory: The memory of what was rotated.
+        memory: The memory of what was rotated, where it is larger than that.
     """
 
     def __init__(self, functions: Any, memory: set[int]) -> None:
@@ -407,6 +409,9 @@ class _Functions(Mapping[Any, Any]):
         return self._with_own_values(self._functions.get_interface(*args, **kwargs))
 
     def _with_own_values(self, function: Any) -> Any:
+        if not self._memory:
+            return function
+
         @functools.wraps(function)
         def attention(module: Any, q: Any, k: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if self._keeps_more(value, q, k):
@@ -420,10 +425,8 @@ class _Functions(Mapping[Any, Any]):
         is_plain = all(type(x) is Tensor for x in (value, *turned)) and value.is_cpu
         if not (is_plain and torch.is_grad_enabled() and value.requires_grad):
             return False
-        memory = value.untyped_storage()
-        others = {x.untyped_storage()._cdata for x in turned}
-        found = memory._cdata in self._memory and memory._cdata not in others
-        return found and memory.nbytes() > value.nbytes
+        memory = value.untyped_storage()._cdata
+        return memory in self._memory.difference([x.untyped_storage()._cdata for x in turned])
 
 
 def _sets_globals(code: types.CodeType) -> Iterator[bool]:
