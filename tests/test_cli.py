@@ -119,7 +119,7 @@ def test_plugins_lists_them_as_json(register):
     keys = ["name", "distribution", "version", "state", "hooks", "fusions", "priorities", "error"]
     rows = json.loads(result.stdout)
     tools = plugins.listing(tools=True)
-    assert rows == plugins.listing() + tools and tools[0]["name"] == "debug"
+    assert rows == plugins.listing() + tools and tools[0]["name"] == "autocast"
     rows = rows[: -len(tools)]
     assert [list(row) for row in rows] == [keys, keys]
     assert rows[1]["fusions"] == {"f": ["joint", "forward"], "g": ["forward"]}

@@ -214,7 +214,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse.testing": 3420,  # 160 to take back
     "opfuse.cli": 831,  # 550 for check-plugin
     "opfuse_triton": 3855,  # 3 for the configurations of a dropout, 205 for norms with a modulation
-    "opfuse_convert": 3660,  # 90 for outputs that one chain alone takes, 30 for the warning under recipes and reasons of several chains, 70 for modulations, and views of what a chain takes, 160 for several chains of a forward, names that may have no value, devices, and gates in the second half
+    "opfuse_convert": 3700,  # 90 for outputs that one chain alone takes, 30 for the warning under recipes and reasons of several chains, 70 for modulations, and views of what a chain takes, 160 for several chains of a forward, names that may have no value, devices, and gates in the second half
     "opfuse_memory": 1030,  # 165 for what is compiled, and how it is compared
     "opfuse_graphs": 330,  # 20 for captured blocks, which the core had
     "opfuse_distributed": 2110,  # 1,400 of the core, the ops and the kit
@@ -223,7 +223,7 @@ BUDGETS = {  # of files in a folder or package; each with 10 % slack, so that a 
     "opfuse_linear": 900,
     "opfuse_loss": 2100,  # 600 for losses of preferences and rewards, and 230 for those of pairs alone and of teachers
 }
-A_FILE, A_FUNCTION, SLACK = 350, 40, 1.1
+A_FILE, A_CORE_FILE, A_FUNCTION, SLACK = 350, 300, 40, 1.1
 LONGER = {  # functions of more lines, and why
     "_replace": "the functions that it puts in place of Triton's",
     "_compare_context": "one comparison for each thing that a forward leaves",
@@ -263,7 +263,8 @@ def test_files_and_functions_are_short():
     for module, path in SOURCES.items():
         lines, functions = code_of(path)
         if module.startswith(("opfuse.", *TOOLKITS)):
-            long += [(module, len(lines))] * (len(lines) > A_FILE * SLACK)
+            most = A_CORE_FILE if module.startswith("opfuse.core") else A_FILE * SLACK
+            long += [(module, len(lines))] * (len(lines) > most)
             most = A_FUNCTION * SLACK
             long += [(name, n) for name, n in functions if n > most and name not in LONGER]
     assert not long

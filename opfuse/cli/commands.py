@@ -13,7 +13,7 @@ import click
 import torch
 
 from .. import __version__
-from ..core.plugins import manager
+from ..core.plugins import listing, manager
 from ..core.records import PluginFilter, is_strict
 from ..core.settings import current
 from ..report.explain import explain
@@ -88,10 +88,10 @@ def _listing(*, tools: bool = False) -> list[dict[str, Any]]:
     """
     for _ in (*manager.records, *manager.tools):
         try:
-            return manager.listing(tools=tools)
+            return listing(tools=tools)
         except Exception as error:
             click.echo(f"Error: {type(error).__name__}: {' '.join(str(error).split())}", err=True)
-    return manager.listing(tools=tools)
+    return listing(tools=tools)
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

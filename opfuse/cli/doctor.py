@@ -9,7 +9,7 @@ import torch
 
 from .. import __version__
 from ..core.environment import device_name
-from ..core.plugins import manager
+from ..core.plugins import listing, manager
 from ..report.lines import wrap
 from ..tuning.table import installed, kernels_path, path_for, table_for
 
@@ -22,7 +22,7 @@ def examine() -> dict[str, Any]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    rows = manager.listing()
+    rows = listing()
     return {
         "versions": {
             "opfuse": __version__,

@@ -19,7 +19,7 @@ import torch
 from .. import ops
 from ..core.errors import PluginWarning
 from ..core.hookspecs import GROUP
-from ..core.plugins import manager, using
+from ..core.plugins import listing, manager, using
 from ..report.explain import explain
 from . import recipes
 from .cases import Case
@@ -82,7 +82,7 @@ def tell(plugin: str, module: str, chains: str) -> None:
         if module:
             manager.register(importlib.import_module(module), name=plugin)
         with using(plugin):
-            rows = [row for row in manager.listing() if row["name"] == plugin]
+            rows = [row for row in listing() if row["name"] == plugin]
         has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         seen = {"rows": rows, "cuda": has_cuda, "triton": "triton" in sys.modules}
         seen["groups"] = [record.group for record in manager.records if record.name == plugin]
