@@ -273,8 +273,9 @@ def test_blocks_that_end_in_another_order_are_refused(blocks):
     inner.__enter__()
     with pytest.raises(RuntimeError, match="expected blocks to end in the reverse order"):
         outer.__exit__(None, None, None)
-    current.values = before
-    current.block = None
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert current.values == before and current.block is None
 
 
 def test_a_block_that_ends_in_another_thread_is_refused():
@@ -289,8 +290,8 @@ def test_a_block_that_ends_in_another_thread_is_refused():
     thread = threading.Thread(target=end)
     thread.start()
     thread.join()
-    current.values = current.values._replace(options=())
-    assert found == [()]
+    block.__exit__(None, None, None)
+    assert found == [()] and current.options == ()
 
 
 def test_blocks_of_different_settings_may_cross():

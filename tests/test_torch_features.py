@@ -251,6 +251,18 @@ def test_a_copy_outdates_no_plan_and_is_in_no_fuser():
     assert isinstance(twin(x), torch.Tensor) and isinstance(chain(x), tuple)
 
 
+def test_channels_of_a_shallow_copy_are_its_own():
+    fork, add = opfuse.ops.MakeExtraOutput(), opfuse.ops.AddExtraInput()
+    x = torch.randn(3, 4)
+    opfuse.Sequential(fork, add)(x, x)
+    mine, its = copy.copy(fork), copy.copy(add)
+    mine.set_extra_output_channel(0, "copied", output_to_caller=False)
+    its.set_extra_input_channel(0, "copied")
+    torch.testing.assert_close(opfuse.Sequential(mine, its)(x), 2 * x)
+    assert fork.extra_output_channels == add.extra_input_channels == (None,)
+    assert len(opfuse.Sequential(fork, add)(x, x)) == 2
+
+
 def test_save_the_whole_module():
     chain, plain = pair()
     step(chain)

@@ -94,10 +94,11 @@ class BasicOperation(FusibleOperation):
 
     def __init__(self) -> None:
         super().__init__()
-        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
-        self._extra_input_names: tuple[str | None, ...] = (None,) * self.num_extra_inputs
-        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
-        self._extra_output_to_caller = [True] * self.num_extra_outputs
+        # no lists, which a shallow copy would share
+        self._extra_input_channels: tuple[str | None, ...] = (None,) * self.num_extra_inputs
+        self._extra_input_names = self._extra_input_channels
+        self._extra_output_channels: tuple[str | None, ...] = (None,) * self.num_extra_outputs
+        self._extra_output_to_caller = (True,) * self.num_extra_outputs
         self._quantizers = QuantizerStates()
         self._weights = WeightCache()
         self._prepared = PreparedOps()
@@ -237,7 +238,7 @@ class BasicOperation(FusibleOperation):
         """
         self._check_channel("input", index, self.num_extra_inputs, channel)
         self._refuse_both(index, self._extra_input_names[index], channel)
-        self._extra_input_channels[index] = channel
+        self._extra_input_channels = _with(self._extra_input_channels, index, channel)
         return self
 
     def set_extra_input_name(self, index: int, name: str | None) -> BasicOperation:
@@ -258,8 +259,7 @@ class BasicOperation(FusibleOperation):
         """
         self._check_channel("input", index, self.num_extra_inputs, name, "name")
         self._refuse_both(index, name, self._extra_input_channels[index])
-        names = self._extra_input_names
-        self._extra_input_names = (*names[:index], name, *names[index + 1 :])
+        self._extra_input_names = _with(self._extra_input_names, index, name)
         return self
 
     def set_extra_output_channel(
@@ -279,14 +279,15 @@ class BasicOperation(FusibleOperation):
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller must be a bool, got {output_to_caller!r}")
         self._check_channel("output", index, self.num_extra_outputs, channel)
-        self._extra_output_channels[index] = channel
-        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        to_caller = output_to_caller or channel is None
+        self._extra_output_channels = _with(self._extra_output_channels, index, channel)
+        self._extra_output_to_caller = _with(self._extra_output_to_caller, index, to_caller)
         return self
 
     @property
     def extra_input_channels(self) -> tuple[str | None, ...]:
         """The channel that feeds each extra input; None: the caller does."""
-        return tuple(self._extra_input_channels)
+        return self._extra_input_channels
 
     @property
     def extra_input_names(self) -> tuple[str | None, ...]:
@@ -296,7 +297,7 @@ class BasicOperation(FusibleOperation):
     @property
     def extra_output_channels(self) -> tuple[str | None, ...]:
         """The channel under which each extra output is published; None: under none."""
-        return tuple(self._extra_output_channels)
+        return self._extra_output_channels
 
     def _check_channel(
         self, side: str, index: int, count: int, channel: str | None, what: str = "channel"
@@ -514,6 +515,10 @@ WORDS = {
     "bool": "a bool tensor",
 }
 """The kinds of extra inputs, in words."""
+
+
+def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def kinds_of(op: BasicOperation) -> tuple[str, ...]:

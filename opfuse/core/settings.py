@@ -216,12 +216,13 @@ class Setting:
         self._blocks.append((before, current.values))
 
     def __exit__(self, *exc_info: object) -> None:
-        before, inside = self._blocks.pop()
+        before, inside = self._blocks[-1]
         for name in () if is_dynamo_compiling() else self._changes:
             if getattr(current.values, name) != getattr(inside, name):
                 what = "expected blocks to end in the reverse order, in the thread that began them"
                 who = f"opfuse.{type(self).__name__}"
                 raise RuntimeError(f"{who} {what}: another block has set the {name} since")
+        self._blocks.pop()
         restored = {name: getattr(before, name) for name in self._changes}
         current.values = current.values._replace(**restored)
 

@@ -186,6 +186,20 @@ class Other(Layer):
         return y, h[:1]
 
 
+class Second(Layer):
+    """What the chain takes is not of the latest call."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.other = Part(), Part()
+
+    def forward(self, x):
+        h = self.part(x)
+        more = self.other(x)
+        y = self.down(self.act(self.up(h)))
+        return y, more
+
+
 class Looping(Layer):
     def forward(self, x):
         y = x
@@ -285,7 +299,7 @@ def test_a_write_before_the_chain_trains(kind, lent):
     assert not lent
 
 
-@pytest.mark.parametrize("kind", [Returning, Inside, Closing, Later, View, Other, Looping])
+@pytest.mark.parametrize("kind", [Returning, Inside, Closing, Later, View, Other, Looping, Second])
 def test_what_others_get_too_may_be_written_where_eager_trains(kind, lent):
     """The linear layer that keeps it is frozen, so eager PyTorch keeps nothing of it."""
     layer, twin = both(kind())

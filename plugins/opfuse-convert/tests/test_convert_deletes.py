@@ -152,11 +152,38 @@ def set_in_no_round(self, x):
     return y * count + h
 
 
+def until_a_context_goes_on(self, x):
+    h = x
+    for number in range(2):
+        x = x + h.sum()
+        h = self.act(self.a(x))
+        y = self.b(h)
+        with torch.enable_grad():
+            if number == 0:
+                continue
+        h = x
+    return y
+
+
+def until_a_try_ends_the_loop(self, x):
+    while True:
+        h = self.act(self.a(x))
+        y = self.b(h)
+        try:
+            if x.ndim:
+                break
+        finally:
+            pass
+        h = x
+    return y + h.sum()
+
+
 FORWARDS = [inside, several, right_behind, later, in_a_loop, in_a_loop_with_more, one_way, perhaps]
 FORWARDS += [at_last, and_set_again, in_a_context]
 
 KEPT = [beside_one_of_a_comprehension, beside_one_of_a_generator, announced]
 KEPT += [set_where_it_is_not_reached, set_in_no_round]
+KEPT += [until_a_context_goes_on, until_a_try_ends_the_loop]
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)

@@ -357,11 +357,16 @@ class Packed(torch.nn.Module):
             q, k = llama(q, k, cos, sin)
         if self.kind == "by key":
             return ALL_ATTENTION_FUNCTIONS["ours"](self, q, k, v, factor=2.0)
+        if self.kind == "by name":
+            given = {"query": q, "key": k, "value": v}
+            return ALL_ATTENTION_FUNCTIONS["ours"](module=self, factor=2.0, **given)
         assert "ours" in ALL_ATTENTION_FUNCTIONS and len(ALL_ATTENTION_FUNCTIONS) == 1
         return ALL_ATTENTION_FUNCTIONS.get_interface("ours", None)(self, q, k, v, 2.0)
 
 
-@pytest.mark.parametrize("kind", ["plain", "by key", "normed", "used", "frozen", "no grad"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "by key", "by name", "normed", "used", "frozen", "no grad"]
+)
 def test_values_keep_no_rotated_queries_and_keys(ran, kind):
     """They are copied, unless something else keeps the memory in which they are."""
     module, results = Packed(kind).requires_grad_(kind != "frozen"), []

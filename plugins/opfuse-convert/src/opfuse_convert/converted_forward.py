@@ -169,9 +169,9 @@ class ConvertedForward(ReplacedForward):
         follow(site.dropouts)
         if not is_dynamo_compiling():
             self.fallback = ""
-        is_inner = self._alone == (site, threading.get_ident())
-        is_inner = is_inner and isinstance(made.chain[-1], LayerNorm)
-        run = self._through_inner if is_inner else self._through_chain
+        run = self._through_chain
+        if not is_dynamo_compiling() and self._alone == (site, threading.get_ident()):
+            run = self._through_inner if isinstance(made.chain[-1], LayerNorm) else run
         return site.results(values, run(module, given))
 
     # Whether a chain of the module around this one alone takes the output of a chain

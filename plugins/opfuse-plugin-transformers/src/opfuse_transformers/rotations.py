@@ -413,10 +413,10 @@ class _Functions(Mapping[Any, Any]):
             return function
 
         @functools.wraps(function)
-        def attention(module: Any, q: Any, k: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._keeps_more(value, q, k):
-                value = value.clone()
-            return function(module, q, k, value, *args, **kwargs)
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > 3 and self._keeps_more(args[3], *args[1:3]):
+                args = (*args[:3], args[3].clone(), *args[4:])
+            return function(*args, **kwargs)
 
         return attention
 

@@ -129,6 +129,8 @@ def _live(node: ast.stmt, after: frozenset[str], loop: Loop) -> frozenset[str]:
     if isinstance(node, (ast.For, ast.While)):
         return live_at_loop(node, after).again | after | loads(_head(node))
     gone = _targets(node)
+    if any(isinstance(each, (ast.Continue, ast.Break)) for each in ast.walk(node)):
+        after |= loop.again  # from inside of with, try or match
     return (after - gone - {to_delete(name) for name in gone}) | _needs(node)
 
 

@@ -389,8 +389,8 @@ def _call_of(name: str, steps: Sequence[ast.stmt]) -> tuple[Any, int, _Names]:
         The part, which item of its result the value is, and all names that the call sets.
     """
     match steps:
-        case [*_, ast.Assign([ast.Name()], ast.Call(ast.Attribute() as part)) as call]:
-            return part, -1, statements.stores(call)
+        case [*_, ast.Assign([ast.Name(n)], ast.Call(ast.Attribute() as part)) as got] if n == name:
+            return part, -1, statements.stores(got)
         case [
             *_,
             ast.Assign([ast.Name(whole)], ast.Call(ast.Attribute() as part)),
