@@ -56,8 +56,8 @@ def quantized_operands(
         weights = [_as_rows_of_one(ctx.weights, names, params, first, usage)]
     else:
         weights = []
-        for name, param in zip(names, params, strict=True):
-            weights.append(ctx.weights.quantized(name, param, ctx.quantizers[name], usage))
+        for i, name in enumerate(names):
+            weights.append(ctx.quantized_weight(usage, name=name, index=i))
     if ctx.requires_grad:  # the backward reads its own copies, or those of the forward
         read = COLUMNWISE if override is None else ROWWISE
         saved: list[Any] = []
