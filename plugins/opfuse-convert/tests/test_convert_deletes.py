@@ -178,12 +178,26 @@ def until_a_try_ends_the_loop(self, x):
     return y + h.sum()
 
 
+def until_the_else_of_a_loop_ends_another(self, x):
+    while True:
+        h = self.act(self.a(x))
+        y = self.b(h)
+        for _ in range(1):
+            pass
+        else:
+            if x.ndim:
+                break
+        h = x
+    return y + h.sum()
+
+
 FORWARDS = [inside, several, right_behind, later, in_a_loop, in_a_loop_with_more, one_way, perhaps]
 FORWARDS += [at_last, and_set_again, in_a_context]
 
 KEPT = [beside_one_of_a_comprehension, beside_one_of_a_generator, announced]
 KEPT += [set_where_it_is_not_reached, set_in_no_round]
 KEPT += [until_a_context_goes_on, until_a_try_ends_the_loop]
+KEPT += [until_the_else_of_a_loop_ends_another]
 
 
 @pytest.mark.parametrize("forward", FORWARDS, ids=lambda forward: forward.__name__)

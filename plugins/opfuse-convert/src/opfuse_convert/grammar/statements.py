@@ -127,7 +127,7 @@ def _live(node: ast.stmt, after: frozenset[str], loop: Loop) -> frozenset[str]:
         either = [live_before(body, after, loop)[0] for body in (node.body, node.orelse)]
         return loads(node.test) | either[0] | either[1]
     if isinstance(node, (ast.For, ast.While)):
-        return live_at_loop(node, after).again | after | loads(_head(node))
+        return live_at_loop(node, after, loop).again | after | loads(_head(node))
     gone = _targets(node)
     if any(isinstance(each, (ast.Continue, ast.Break)) for each in ast.walk(node)):
         after |= loop.again  # from inside of with, try or match
@@ -138,9 +138,9 @@ def _head(node: ast.For | ast.While) -> ast.expr:
     return node.iter if isinstance(node, ast.For) else node.test
 
 
-def live_at_loop(node: ast.For | ast.While, after: frozenset[str]) -> Loop:
-    """The names that may be read when a loop goes on, and after it."""
-    behind = after | live_before(node.orelse, after)[0]
+def live_at_loop(node: ast.For | ast.While, after: frozenset[str], around: Loop) -> Loop:
+    """The names that may be read when a loop goes on, and after it; its ``else`` is of another."""
+    behind = after | live_before(node.orelse, after, around)[0]
     head = behind | loads(_head(node))
     for _ in range(2):
         head |= live_before(node.body, head, Loop(head, after))[0]

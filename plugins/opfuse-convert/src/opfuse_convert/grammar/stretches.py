@@ -517,7 +517,7 @@ class Survey:
             rest = dict.fromkeys(again, MAYBE_SET)  # set in an earlier round, if there was one
             names = {**rest, **names, **dict.fromkeys(loose, UNKNOWN)}
             if body is step.body:
-                loop = statements.live_at_loop(step, after)
+                loop = statements.live_at_loop(step, after, loop)
                 if isinstance(step, ast.For):
                     names |= dict.fromkeys(statements.stores(step.target), UNKNOWN)
                 after = loop.again
