@@ -60,12 +60,12 @@ def lift(numbers: LossNumbers, one: Tensor) -> Tensor:
     """The factor of gradients of logits in fp16: a power of two, with which they are in its range.
 
     Args:
-        numbers: Of the loss. Class weights and its z-loss are factors of gradients.
+        numbers: Of the loss. Class weights and a z-loss, if it has them, are factors of gradients.
         one: 1 in fp32.
     """
-    largest = one * (1 + 64 * numbers.z_loss)  # for a logsumexp of 32
-    if numbers.weight is not None:
-        largest = largest * numbers.weight.abs().amax()
+    largest = one * (1 + 64 * getattr(numbers, "z_loss", 0.0))  # for a logsumexp of 32
+    if (weight := getattr(numbers, "weight", None)) is not None:
+        largest = largest * weight.abs().amax()
     return LIFT / largest.clamp(min=1e-30).log2().floor().exp2()
 
 
