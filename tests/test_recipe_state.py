@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
+from opfuse.core import engine
 from opfuse.core.quantization import ROWWISE
 from opfuse.core.quantization.formats import ScaledTensor
+from opfuse.core.settings import current
 
 RECIPE = Rounding(levels=8)
 
@@ -251,6 +253,15 @@ def test_a_backward_has_the_quantizers_of_its_forward():
     assert not torch.equal(rounded, grad)
     for y in (plain, skipped):
         assert torch.equal(*torch.autograd.grad(y, x, grad), grad)
+
+
+def test_finding_casts_leaves_no_quantizers_behind():
+    """The kit asks for them outside of any plan."""
+    chain = engine.chain.Chain([ops.BasicLinear(8, 8)])
+    env = opfuse.Environment(torch.device("cpu"), None, torch.float32, RECIPE)
+    needs = engine.facts.Needs(False, 1, (False,), ((False,),))
+    engine.planner.edges_of(chain, env, needs, current.values._replace(recipe=RECIPE))
+    assert current.serving is None
 
 
 @pytest.mark.parametrize("weights", ["fresh", "cached"])

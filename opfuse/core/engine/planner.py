@@ -136,7 +136,8 @@ def edges_of(
 ) -> Edges:
     """Create the quantizers of the ops, and ask each op which ones its tensors need."""
     # ops read the recipe in the settings; it is not in force while tracing
-    with current.temporarily(values=settings, environment=env, recording=needs.grad_mode):
+    known = {"environment": env, "recording": needs.grad_mode, "serving": {}}
+    with current.temporarily(values=settings, **known):
         for op in chain.ops:
             skipped = matching(op.name, settings.skip)
             op.reset_recipe_state(recipe=None if skipped else env.recipe)

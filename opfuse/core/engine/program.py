@@ -148,8 +148,8 @@ class Program:
         self.saves_quantized = own or self.recipe is not None
         # functions are the fusions of Transformer Engine: their ops may write anything
         of_functions = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
-        ops = enumerate(self.chain.ops)
-        foreign = [i for i, op in ops if not all(is_builtin(op, name) for name in self.entry_casts)]
+        passes, ops = ("forward", "backward"), enumerate(self.chain.ops)
+        foreign = [i for i, op in ops if not all(is_builtin(op, name) for name in passes)]
         self.free = of_functions.union(self.undeclared)
         self.unpooled = self.free.union(foreign)
 
