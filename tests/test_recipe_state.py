@@ -261,7 +261,7 @@ def test_finding_casts_leaves_no_quantizers_behind():
     env = opfuse.Environment(torch.device("cpu"), None, torch.float32, RECIPE)
     needs = engine.facts.Needs(False, 1, (False,), ((False,),))
     engine.planner.edges_of(chain, env, needs, current.values._replace(recipe=RECIPE))
-    assert current.serving is None
+    assert current.quantizers is None
 
 
 @pytest.mark.parametrize("weights", ["fresh", "cached"])

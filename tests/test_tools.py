@@ -8,7 +8,7 @@ from fakes import OneByOne
 
 import opfuse
 from opfuse import PluginWarning, ops, plugins
-from opfuse.core.engine.facts import Known
+from opfuse.core.engine.facts import ToolFacts
 from opfuse.core.settings import Option, current
 
 X = torch.ones(2, 4)
@@ -124,7 +124,7 @@ def test_the_choice_of_fusions_is_wrapped(add):
         assert [str(refused.reason) for refused in call.plan.refused] == ["it is Tuesday"]
 
 
-class Told(Known):
+class Told(ToolFacts):
     """Knows of small inputs, and asks for their size."""
 
     digest = "told"
@@ -191,7 +191,7 @@ def test_a_tool_chooses_in_another_way_and_says_why(add):
 def test_what_a_tool_knows_is_checked(add):
     opfuse.register_forward_fusion(opfuse.Fusion((ops.GELU, ops.GELU), GELUs))
     record = add(facts=lambda: {"measured": 2.0})
-    with pytest.warns(PluginWarning, match="opfuse_facts must return a Known, got dict"):
+    with pytest.warns(PluginWarning, match="opfuse_facts must return a ToolFacts, got dict"):
         opfuse.Sequential(ops.GELU(), ops.GELU())(X)
     assert record.state == "failed"
 

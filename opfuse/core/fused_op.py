@@ -16,7 +16,7 @@ from .overwriting import may_write
 from .quantization import QuantizedTensor, Quantizer
 
 
-class _Fixed(nn.Module):
+class _FixedChildren(nn.Module):
     """A module with children that are fixed: a fuser that captured them would run the old ones."""
 
     _is_complete = False
@@ -40,7 +40,7 @@ class _Fixed(nn.Module):
         super().__delattr__(name)
 
 
-class _BasicOps(_Fixed, nn.ModuleList):
+class _BasicOps(_FixedChildren, nn.ModuleList):
     """The basic ops of a fused op."""
 
     def __init__(self, ops: Iterable[nn.Module]) -> None:
@@ -51,7 +51,7 @@ class _BasicOps(_Fixed, nn.ModuleList):
         self._refuse("0", None)
 
 
-class FusedOperation(_Fixed, FusibleOperation):
+class FusedOperation(_FixedChildren, FusibleOperation):
     """An op that replaces a run of basic ops and keeps no state of its own.
 
     A fusion builds one from the ops it matched; ``build`` of a :class:`opfuse.Fusion` can be the

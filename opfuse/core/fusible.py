@@ -49,8 +49,8 @@ class _OperationMeta(ABCMeta):
         name = "" if _takes_name(cls) else kwargs.pop("name", "")
         if not isinstance(name, str):
             raise TypeError(f"{cls.__name__} expected a string as name, got {name!r}")
-        outside = current.building
-        current.building = name or outside
+        outside = current.new_op_name
+        current.new_op_name = name or outside
         try:
             op = super().__call__(*args, **kwargs)
         except TypeError:
@@ -58,7 +58,7 @@ class _OperationMeta(ABCMeta):
                 raise
             raise TypeError(sentence) from None
         finally:
-            current.building = outside
+            current.new_op_name = outside
         if op.param_names is None:
             names = [name for name, _ in op.named_parameters(recurse=True)]
             taken = cls.takes_params  # type: ignore[attr-defined]
@@ -488,7 +488,7 @@ def dynamo_traces() -> bool:
 def _make_own_fuser(op: FusibleOperation) -> None:
     if op._cache.key is not op:
         op._cache.key, op._cache.value = op, op.engine.make_fuser([op], owner=op)
-        op._cache.value.kept_in = op._cache
+        op._cache.value.holder = op._cache
 
 
 _make_own_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result

@@ -214,16 +214,16 @@ def opfuse_wrap_call(chain: Any, module: Module | None, run: Run) -> Run | None:
 def opfuse_facts(facts: Any) -> Any:
     """What the tool knows of the candidates of a plan, beyond what they declare; None: nothing.
 
-    It takes the :class:`opfuse.core.engine.facts.Facts` that the plan is made from, and returns a
-    :class:`opfuse.core.engine.facts.Known`. It is asked once for each plan. Conditions and benefits
-    then find it in their environment, and its ``digest`` joins the plan. Its
-    ``opfuse_wrap_choice`` finds it in ``facts.known``.
+    It takes the :class:`opfuse.core.engine.facts.Facts` that the plan is made from, and returns
+    :class:`opfuse.core.engine.facts.ToolFacts`. It is asked once for each plan. Conditions and
+    benefits then find it in their environment, and its ``digest`` joins the plan. Its
+    ``opfuse_wrap_choice`` finds it in ``facts.tool_facts``.
 
     Example:
-        from opfuse.core.engine.facts import Known
+        from opfuse.core.engine.facts import ToolFacts
 
 
-        class Tuesday(Known):
+        class Tuesday(ToolFacts):
             digest = "of Tuesday"
 
             def fields(self, step, read):

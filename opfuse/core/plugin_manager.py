@@ -160,7 +160,7 @@ class PluginManager:
     def _capture_again(self, record: PluginRecord) -> None:
         """Let a tool that comes or goes be asked about the chains that exist."""
         for fuser in [*self.fusers] if record.is_tool else ():
-            fuser.kept_in.key = ()
+            fuser.holder.key = ()
 
     @contextlib.contextmanager
     def temporarily(self, **values: Any) -> Iterator[None]:

@@ -264,7 +264,7 @@ def _regroup(chain: Sequential, *key: Any) -> None:
             groups += [OperationFuser(run)] if fusible else run
         for group in groups:
             if isinstance(group, OperationFuser):
-                group.kept_in = chain._cache
+                group.holder = chain._cache
         calls = [_call_of(group) for group in groups]
         single = len(groups) == 1 and isinstance(groups[0], OperationFuser)
         value = groups, calls, calls[0] if single else None

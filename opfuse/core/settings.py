@@ -82,16 +82,14 @@ class ThreadSettings(threading.local):
         weights: ``"fresh"``: weights are cast in every call; ``"cached"``: the last cast may be
             used again.
         block: The outermost block of a recipe, or None.
-        recording: Whether the running forward may advance the scales of a recipe.
-        serving: The quantizers of each op of the pass that is planned or that runs, for ops that
+        is_recording: Whether the running forward may advance the scales of a recipe.
+        quantizers: The quantizers of each op of the pass that is planned or that runs, for ops that
             ask for theirs; None: between passes.
-        captured: Whether the running forward under a recipe is captured into a CUDA graph.
+        is_capturing: Whether the running forward under a recipe is captured into a CUDA graph.
         model_init: Called with each new op, to quantize its weights; None: they stay as they are.
-        together: The processes that tune together, or None.
-        building: The name of the op under construction, which inner ops get too, or "".
+        new_op_name: The name of the op under construction, which inner ops get too, or "".
         environment: The environment of the plan that is being made.
-        given: The parameters that were read for the parts of a chain, by module and name, or None.
-        casts: A weak reference to the weights that were cast in this block of ``torch.autocast``.
+        part_params: The parameters that were read for the parts of a chain, by module and name.
         call: What a tool leaves in a forward for its backward, see
             :func:`opfuse.core.hookspecs.opfuse_wrap_pass`.
     """
@@ -100,15 +98,13 @@ class ThreadSettings(threading.local):
     recorders: tuple[Recorder, ...] = ()
     weights: str = "fresh"
     block: Any = None
-    recording: bool = True
-    serving: Any = None
-    captured: bool = False
+    is_recording: bool = True
+    quantizers: Any = None
+    is_capturing: bool = False
     model_init: Any = None
-    together: Any = None
-    building: str = ""
+    new_op_name: str = ""
     environment: Any = None
-    given: Any = None
-    casts: Any = None
+    part_params: Any = None
     call: Any = None
 
     @contextlib.contextmanager

@@ -37,12 +37,12 @@ def wrap_call(
     run: Callable[..., Any], *, chain: Any = None, module: nn.Module | None = None
 ) -> Callable[..., Any]:
     """What tools make of the calls of a chain, or of a module between chains."""
-    wrapped, active = _Wrapped(run, chain, module), manager.active_tools(current.selection)
+    wrapped, active = _CallWrapper(run, chain, module), manager.active_tools(current.selection)
     waiting = [r for r in manager.tools if r not in active and r.state in ("found", "loaded")]
     return wrapped if waiting or wrapped.choose() is not run else run  # they may be switched on
 
 
-class _Wrapped:
+class _CallWrapper:
     """Calls what the tools make of a call that the selection in force does not switch off.
 
     Args:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..core.op_context import OperationContext
 from ..core.overwriting import may_write
-from ..core.settings import current
 
 with torch.inference_mode(False):
     _TOKEN = torch.zeros(1, requires_grad=True)
@@ -21,6 +20,9 @@ with torch.inference_mode(False):
 
 class _Casts(dict[Any, Any]):
     """Casts of one block, by weight and dtype; a class of its own has weak references."""
+
+
+_latest = threading.local()  # a weak reference to the casts of this thread's latest block
 
 
 def cast_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -57,11 +59,11 @@ def _of_block() -> _Casts:
 
     They live as long as what PyTorch has in its cache, since they hang on the node of such a cast.
     """
-    casts: _Casts | None = current.casts and current.casts()
+    casts: _Casts | None = getattr(_latest, "casts", lambda: None)()
     if casts is None:
         with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
             total: Any = torch.addmm(_TOKEN, *_NO_ROWS)
         held = total.grad_fn.next_functions[0][0].metadata
         casts = held.setdefault(("opfuse", threading.get_ident()), _Casts())
-        current.casts = weakref.ref(casts)
+        _latest.casts = weakref.ref(casts)
     return casts

@@ -115,7 +115,7 @@ class autocast(Setting):
         super().__exit__(*exc_info)
         if is_compiling():
             return
-        block, current.recording = current.block, True
+        block, current.is_recording = current.block, True
         thread.checkpoints, current.weights, current.block = self._outside.pop()
         if current.block is None:
             block.end(failed=exc_info[0] is not None)

@@ -70,7 +70,7 @@ class Block:
         if not records:  # grad mode is off, and nothing is calibrated
             return
         self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, skip)
-        self._captured |= current.captured
+        self._captured |= current.is_capturing
         if observer is not None and observer.records:
             self._calibrating.add(recipe)
         for op in chain.ops if self.group is not None else ():

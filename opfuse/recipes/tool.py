@@ -59,8 +59,8 @@ def _forward(run: Run, records: bool) -> Run:
         fuser: Any, program: Program, input: Any, tensors: Any, extra_inputs: Any, kwargs: Any
     ) -> Any:
         check_checkpoint(program)
-        current.recording = program.grad_mode  # for ops that request their quantizers themselves
-        current.captured = is_captured(input.device)
+        current.is_recording = program.grad_mode  # for ops that request their quantizers themselves
+        current.is_capturing = is_captured(input.device)
         for op in program.chain.ops:
             op._quantizers.latest = program.recipe
         if current.block is not None:

@@ -45,7 +45,7 @@ def program_of(chain: Any, input: Tensor, *extra_inputs: Tensor) -> Program | No
         else module.read_parameter(name, standing_for)
         for attributes, module, name in fuser._params
     }
-    with current.temporarily(given=params):
+    with current.temporarily(part_params=params):
         tensors = fuser._tensors(input, extra_inputs)
     key = key_of(input, tensors, extra_inputs, None, training)
     return fuser.program_for(key, input, tensors)  # type: ignore[no-any-return]

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.engine.cover import best_cover, best_of, grouped, overlapping
-from ..core.engine.facts import Facts, Known, Step
+from ..core.engine.facts import Facts, Step, ToolFacts
 from ..core.engine.selection import Choice
 from ..core.fusion import PASSES
 from .lookup import applicable_entry, subject_of, trades_time
 from .table import Measurement, Table, subject_key
 
 
-class Measurements(Known):
+class Measurements(ToolFacts):
     """What was measured of the candidates of one plan.
 
     Attributes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.cast import Cast
 from ..core.engine.chain import Chain
-from ..core.engine.facts import Edges, Facts, Known, Needs, Step
+from ..core.engine.facts import Edges, Facts, Needs, Step, ToolFacts
 from ..core.engine.planner import build_step, compile_program
 from ..core.engine.program import Program
 from ..core.engine.selection import Chosen, find_candidates
@@ -51,7 +51,7 @@ class MeasuredCall:
         return self.extras[self.program.chain.arguments[slot]]
 
 
-class Assumed(Known):
+class Assumed(ToolFacts):
     """Every candidate counts as measured, and as fast as can be, in order to list all of them."""
 
     def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def candidates(call: MeasuredCall, sources: Iterable[FusionSource]) -> list[Step
         call: The call.
         sources: The fusions on offer.
     """
-    facts = dataclasses.replace(call.program.facts, known=(Assumed(),))
+    facts = dataclasses.replace(call.program.facts, tool_facts=(Assumed(),))
     return find_candidates(facts, sources)
 
 

@@ -240,16 +240,16 @@ def _outputs(program: Program, leaves: Sequence[Tensor], kwargs: Any) -> tuple[T
     if program.writes_extras:
         count = program.num_params
         tensors = [*tensors[:count], *[extra.clone() for extra in tensors[count:]]]
-    for op, requires_grad in program.called_before:
+    for op, requires_grad in program.pre_forward_ops:
         op.pre_fuser_forward(requires_grad=requires_grad)
     with torch.autocast(program.autocast_device, enabled=False):
-        return as_tuple(_function(program)(kwargs, x, *tensors))
+        return as_tuple(_function(program, x)(kwargs, x, *tensors))
 
 
-def _function(program: Program) -> Callable[..., Any]:
-    """The function that runs a program, compiled if needed; kept on the program."""
+def _function(program: Program, x: Tensor) -> Callable[..., Any]:
+    """The function that runs a program for an input, compiled if needed and then kept on it."""
     if not program.compiling:
-        return program
+        return program.forward_of(x)
     if "_function" not in vars(program):
-        vars(program)["_function"] = compiled(program)
+        vars(program)["_function"] = compiled(program.run)
     return vars(program)["_function"]  # type: ignore[no-any-return]

@@ -18,5 +18,5 @@ def opfuse_facts(facts: Facts) -> Measurements | None:
 @hookimpl
 def opfuse_wrap_choice(facts: Facts, run: Run) -> Run | None:
     """Refuse what was slower or wrong here, and take what gains most."""
-    found = [known for known in facts.known if isinstance(known, Measurements)]
+    found = [known for known in facts.tool_facts if isinstance(known, Measurements)]
     return found[0].wrapped(run) if found else None

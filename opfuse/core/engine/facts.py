@@ -216,10 +216,10 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
         off: Why no plugin serves the recipe in force, or ``""``.
     """
     unquantized = why_unquantized(chain.ops, current.skip, off)
-    serving = [op._quantizers.in_force(op, env.recipe, needs.grad_mode) for op in chain.ops]
-    current.serving = dict(zip(chain.ops, serving, strict=True))
+    quantizers = [op._quantizers.in_force(op, env.recipe, needs.grad_mode) for op in chain.ops]
+    current.quantizers = dict(zip(chain.ops, quantizers, strict=True))
     if env.recipe is None:
-        return Edges({}, {}, serving, unquantized if off else {})
+        return Edges({}, {}, quantizers, unquantized if off else {})
     quantized_backward = env.recipe.backward_override is None
     forward: dict[int, Cast] = {}
     backward: dict[int, Cast] = {}
@@ -236,7 +236,7 @@ def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> E
                 backward[i + 1] = Cast(quantizer, usage)
     both = needs.grad_mode and not env.compiling
     facts = _place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
-    return Edges(forward, backward, serving, unquantized, facts)
+    return Edges(forward, backward, quantizers, unquantized, facts)
 
 
 def _place_quantize(
@@ -273,7 +273,7 @@ def _place_quantize(
     return tuple(facts)
 
 
-class Known(ABC):
+class ToolFacts(ABC):
     """What a tool knows of the candidates of one plan, beyond what they declare.
 
     Attributes:
@@ -311,7 +311,7 @@ class Facts:
         input_dtype: The dtype of the chain's input, which autocast may cast.
         tools: The tools that wrap what runs.
         needs_tools: Those without which it must not run, besides those that its ops need.
-        known: What they know of candidates.
+        tool_facts: What they know of candidates.
     """
 
     chain: Chain
@@ -324,7 +324,7 @@ class Facts:
     input_dtype: torch.dtype | None = None
     tools: Sequence[PluginRecord] = ()
     needs_tools: Sequence[str] = ()
-    known: Sequence[Known] = ()
+    tool_facts: Sequence[ToolFacts] = ()
 
     def check_tools(self) -> None:
         """Refuse to go on without a tool that failed, if something was asked of it.

@@ -69,7 +69,7 @@ class OperationFuser:
         self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._last: tuple[Any, Any] = (None, None)  # no key is None
         self._lock = threading.RLock()
-        self.kept_in = ModuleCache()  # the cache that holds this fuser
+        self.holder = ModuleCache()  # the cache that holds this fuser
         run = functools.partial(OperationFuser.run, self)
         if not part and (wrapped := wrap_call(run, chain=self._chain)) is not run:
             self.run = wrapped  # type: ignore[method-assign]
@@ -190,7 +190,7 @@ class OperationFuser:
     def _read_params(self) -> list[Tensor]:
         """Read the parameters as attributes: some are computed, or were replaced."""
         tensors: list[Tensor] = []
-        given = current.given or {}
+        given = current.part_params or {}
         for attributes, module, name in self._params:
             tensor = given.get((module, name))
             if tensor is None:  # no call around this one has read it
@@ -252,7 +252,7 @@ class OperationFuser:
             program: Program | None = programs.get(rows_of(facts, input))
             if program is None:
                 make = _never_traced(without_modes()(make_program))
-                with current.temporarily(serving={}):
+                with current.temporarily(quantizers={}):
                     made = make(self._chain, self._owner, key, input, params)
                 # a tool may have failed meanwhile: without it no option that it serves is in force
                 check_options(key.settings.options, key.settings.selection)

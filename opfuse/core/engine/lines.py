@@ -15,7 +15,7 @@ from ..cast import Cast
 from ..op import is_kind, refuse_kind
 from ..op_context import OperationContext, alias, summed
 from ..quantization import BOTH, QuantizedTensor, Quantizer, Recipe, Usage
-from ..quantization.coded_tensor import entering, plain
+from ..quantization.coded_tensor import first_tensor, plain
 from ..quantization.quantizer import same_quantizer
 from . import checks
 from .chain import Chain, Slot
@@ -24,7 +24,7 @@ from .facts import Recompute, Step
 if TYPE_CHECKING:
     from .program import Program
 
-__all__ = ["alias", "entering", "plain", "summed"]
+__all__ = ["alias", "first_tensor", "plain", "summed"]
 
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
@@ -232,7 +232,7 @@ def refuse_width(op: Any, width: int, x: Tensor) -> NoReturn:
     raise ValueError(f"{who}, got shape {tuple(x.shape)}")
 
 
-def leaving(recipe: Recipe | None, x: QuantizedTensor) -> Tensor:
+def as_output(recipe: Recipe | None, x: QuantizedTensor) -> Tensor:
     """The output of a chain, if its last op, or its first, asks for a quantized one.
 
     Args:
@@ -285,7 +285,7 @@ def refuse_overwritten(
             )
 
 
-def unbound(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
+def free_views(outputs: list[Any], others: Sequence[Any]) -> list[Any]:
     """Outputs, those that are views turned into tensors, unless others own their memory.
 
     PyTorch refuses to write in place into a view that a Function returns. A fused op often returns
@@ -445,7 +445,7 @@ def params_wanted(program: Program, ctx: Any) -> list[list[Any]]:
             param if _accumulates(edge) else None
             for param, edge in zip(params, ctx.next_functions[1 + first : 1 + last], strict=True)
         ]
-        for (_, first, last), params in zip(program.accumulating, ctx.accumulating, strict=True)
+        for (_, first, last), params in zip(program.accumulators, ctx.accumulating, strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ from ..settings import Settings, current
 from ..tools import check_options
 from .chain import Chain
 from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
-from .facts import Edges, Facts, Known, Needs, Recompute, Shapes, Step, View, find_edges
+from .facts import Edges, Facts, Needs, Recompute, Shapes, Step, ToolFacts, View, find_edges
 from .plan import FusionPlan, PlanStep
 from .program import Program
 from .selection import Chosen, check_expansion, choose
@@ -116,8 +116,8 @@ def make_program(
     )  # fmt: skip
     if sources:
         asked = [tool for tool in facts.tools if "opfuse_facts" in tool.hooks]
-        answers = [manager.ask(tool, "opfuse_facts", Known, facts=facts) for tool in asked]
-        facts = dataclasses.replace(facts, known=[known for known in answers if known is not None])
+        answers = [manager.ask(tool, "opfuse_facts", ToolFacts, facts=facts) for tool in asked]
+        facts = dataclasses.replace(facts, tool_facts=[*filter(None, answers)])
     return compile_program(facts, _build(facts, sources))
 
 
@@ -136,7 +136,7 @@ def edges_of(
 ) -> Edges:
     """Create the quantizers of the ops, and ask each op which ones its tensors need."""
     # ops read the recipe in the settings; it is not in force while tracing
-    known = {"environment": env, "recording": needs.grad_mode, "serving": {}}
+    known = {"environment": env, "is_recording": needs.grad_mode, "quantizers": {}}
     with current.temporarily(values=settings, **known):
         for op in chain.ops:
             skipped = matching(op.name, settings.skip)
@@ -235,7 +235,7 @@ def compile_program(facts: Facts, chosen: Chosen) -> Program:
     notes = [how if isinstance(how, str) else "" for how in found]
     contexts = _context_values(facts, forward, backward, recomputing)
     recipe = facts.env.recipe
-    digest = ",".join(known.digest for known in facts.known if known.digest)
+    digest = ",".join(known.digest for known in facts.tool_facts if known.digest)
     of_forward = [_describe(step, note_of(step.matched, recipe), facts) for step in forward]
     of_backward = [_describe(*pair, facts) for pair in zip(backward, notes, strict=True)]
     plan = FusionPlan(tuple(of_forward), tuple(of_backward), chosen.refused, digest)

@@ -23,7 +23,7 @@ from ..fusion import Fusion
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..overwriting import dispatch_modes, function_modes, may_write
-from ..quantization.coded_tensor import brings_codes, dequantized
+from ..quantization.coded_tensor import brings_codes, params_to_dequantize
 from ..settings import current
 from . import checks
 from .facts import Facts, Recompute, Step
@@ -58,18 +58,18 @@ class Program:
         saved_ranges: ``(op, first, last)``: the range of each op's saved tensors.
         saved_attributes: ``(op, name)``: the context attributes that are passed on.
         num_saved: The number of tensors that are saved by declaration.
-        undeclared: The ops that may leave anything, so that all of their contexts is kept.
+        undeclared_ops: The ops that may leave anything, so that all of their contexts is kept.
         saves_quantized: Whether ops may save quantized tensors.
-        free: The ops that may leave anything on their contexts.
-        unpooled: The ops whose contexts serve one call: those, and others that are not of opfuse.
-        recomputing: Basic op -> how its input is computed again.
-        dequantized: The quantized parameters that belong to ops that quantize nothing.
-        accumulating: ``(op, first, last)``: the range of parameters of each op that stores their
+        free_ops: The ops that may leave anything on their contexts.
+        unpooled_ops: The ops whose contexts serve one call: those, and all that are not of opfuse.
+        recomputations: Basic op -> how its input is computed again.
+        params_to_dequantize: The quantized parameters that belong to ops that quantize nothing.
+        accumulators: ``(op, first, last)``: the range of parameters of each op that stores their
             gradients.
         silent_outputs: Which of the chain's extra outputs have no gradient.
         gradient_channels: The extra outputs that feed a channel through which a gradient returns.
         writes_extras: Whether an op writes into its extra inputs.
-        called_before: The ops with a ``pre_fuser_forward``, and whether they have a backward.
+        pre_forward_ops: The ops with a ``pre_fuser_forward``, and whether they have a backward.
         advances: Whether a quantizer records values that advance its state.
         is_plain: Whether a call only runs the functions.
         row_facts, rows: The facts about the rows that the plan depends on, and their values.
@@ -77,7 +77,7 @@ class Program:
         run: The function of a forward that has nothing rare.
         call: What runs a call that needs more, and what tools make of it.
         run_backward: The ``backward`` of its autograd function.
-        leaves_call: Whether a forward leaves ``current.call`` for that.
+        saves_call: Whether a forward leaves ``current.call`` for that.
     """
 
     row_facts: tuple[str, ...] = ()
@@ -90,10 +90,10 @@ class Program:
         plan: FusionPlan,
         steps: tuple[Sequence[Step], Sequence[Step]],
         contexts: Sequence[dict[str, Any]],
-        recomputing: Mapping[int, Recompute],
+        recomputations: Mapping[int, Recompute],
     ) -> None:
         self.facts, self.plan, self.autocast = facts, plan, facts.autocast
-        self.recomputing = recomputing
+        self.recomputations = recomputations
         self.chain, self.env = chain, env = facts.chain, facts.env
         self.grad_mode, self.first_backward, *_ = facts.needs
         self.forward, self.backward = map(tuple, steps)
@@ -111,16 +111,16 @@ class Program:
         self._set_saved()
         self._set_gradients()
         ranges, quantizers = chain.param_ranges, facts.edges.quantizers
-        self.dequantized = dequantized(chain.ops, ranges, quantizers, env)
+        self.params_to_dequantize = params_to_dequantize(chain.ops, ranges, quantizers, env)
         self.writes_extras = any(getattr(op, "in_place", False) for op in chain.ops)
         default = BasicOperation.pre_fuser_forward
         pairs = [(op, of["requires_grad"]) for op, of in zip(chain.ops, contexts, strict=True)]
-        self.called_before = [p for p in pairs if type(p[0]).pre_fuser_forward is not default]
+        self.pre_forward_ops = [p for p in pairs if type(p[0]).pre_fuser_forward is not default]
         self.advances = any(q.pending_names for of_op in quantizers for q in of_op.values())
         self.run_backward = self.wrapped("backward", _run_backward)
-        self.leaves_call = self.run_backward is not _run_backward
+        self.saves_call = self.run_backward is not _run_backward
         self.call = self.wrapped("forward", _run_call)
-        more = self.double_backward, self.called_before, self.autocast
+        more = self.double_backward, self.pre_forward_ops, self.autocast
         self.is_plain = self.call is _run_call and not any(more)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.run = self.function("forward", False, False, False)
@@ -133,12 +133,12 @@ class Program:
         }  # may leave anything
         self.saved_ranges: list[tuple[int, int, int]] = []
         self.saved_attributes: list[tuple[int, str]] = []
-        self.undeclared: list[int] = []
+        self.undeclared_ops: list[int] = []
         self.num_saved = 0
         for i, op in enumerate(self.chain.ops):
             names = declared(op, "saved_names")
             if names is None or i in joint:
-                self.undeclared.append(i)
+                self.undeclared_ops.append(i)
             elif i >= self.first_backward:
                 attributes = [(i, _identifier(op, name)) for name in declared(op, "context_names")]
                 self.saved_attributes += attributes
@@ -150,8 +150,8 @@ class Program:
         of_functions = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
         passes, ops = ("forward", "backward"), enumerate(self.chain.ops)
         foreign = [i for i, op in ops if not all(is_builtin(op, name) for name in passes)]
-        self.free = of_functions.union(self.undeclared)
-        self.unpooled = self.free.union(foreign)
+        self.free_ops = of_functions.union(self.undeclared_ops)
+        self.unpooled_ops = self.free_ops.union(foreign)
 
     def _set_gradients(self) -> None:
         """Set where gradients flow other than through the main tensors.
@@ -166,7 +166,7 @@ class Program:
         self.silent_outputs = [number for number, (i, _) in outputs if i in silent]
         self.gradient_channels = {slot for slot in chain.sources.values() if slot[0] not in silent}
         putting = [i for i, op in ops if self.requires_grad and op.accumulates_grads]
-        self.accumulating = [(i, *chain.param_ranges[i]) for i in putting]
+        self.accumulators = [(i, *chain.param_ranges[i]) for i in putting]
         if putting and self.compiling:
             what = "puts gradients away itself (BasicOperation.accumulates_grads)"
             how = "which torch.compile does not see; run this chain in eager mode"
@@ -189,26 +189,17 @@ class Program:
         passes += [Backward(self, Variant("backward"))] if self.trains else []
         return "\n".join(source.write().text for source in passes)
 
-    # Calling
+    # The functions of calls
 
-    def __call__(
-        self, kwargs: Kwargs | None, x: Tensor, *tensors: Tensor, watched: bool = False
-    ) -> Any:
-        """Run it, as one autograd function if there is a backward.
+    def forward_of(self, x: Tensor) -> Callable[..., Any]:
+        """The function of a forward: one autograd function if there is a backward.
 
         Args:
-            kwargs: Keyword arguments per basic op, or None.
             x: The chain's input.
-            *tensors: The parameters, then the extra inputs that the caller gave.
-            watched: Whether the recorders of this thread are told what the forward saves.
         """
-        if self.compiling:
-            given = _distinct(tensors, self.num_params) if self.trains else tensors
-            return self.run(kwargs, x, *given)
         codes = type(x) is not Tensor and brings_codes(x, self.entry_casts["forward"])
-        variant = "forward", codes, profiler._is_profiler_enabled, watched
-        run = self._functions.get(variant) or self.function(*variant)
-        return run(kwargs, x, *tensors)
+        variant = "forward", codes, profiler._is_profiler_enabled, bool(current.recorders)
+        return self._functions.get(variant) or self.function(*variant)
 
     def backward_of(
         self, grads: Sequence[Any], *, traced: bool = False
@@ -272,18 +263,19 @@ def _run_call(
 ) -> Any:
     if kwargs and not program.double_backward and torch.is_grad_enabled():
         checks.check_constants(program.chain, kwargs)
-    for op, requires_grad in program.called_before:
+    for op, requires_grad in program.pre_forward_ops:
         op.pre_fuser_forward(requires_grad=requires_grad)
     for recorder in current.recorders:
         recorder.record(fuser, program, (input, tensors, kwargs))
     if program.compiling:
-        return program(kwargs, input, *tensors)
-    call = functools.partial(program, kwargs, input, *tensors, watched=bool(current.recorders))
+        given = _distinct(tensors, program.num_params) if program.trains else tensors
+        return program.run(kwargs, input, *given)
+    run = program.forward_of(input)
     if program.autocast is not None:  # the ops cast themselves
         with torch.autocast(program.autocast_device, enabled=False):
-            return call()
+            return run(kwargs, input, *tensors)
     try:
-        return call()
+        return run(kwargs, input, *tensors)
     except Exception:
         fuser.explain_failure(input, extra_inputs)
         raise

@@ -7,7 +7,7 @@ the largest total benefit wins; ties go to the longer pattern, then to the distr
 to the fusion's. Nothing depends on the order in which plugins were discovered.
 
 What a tool knows of a candidate takes precedence over declarations: see :class:`Choice`, and
-:class:`opfuse.core.engine.facts.Known`.
+:class:`opfuse.core.engine.facts.ToolFacts`.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ class _Finder:
     def _known(self, step: Step) -> dict[str, Any]:
         """What tools know of a candidate, as fields of its environment."""
         found: dict[str, Any] = {}
-        for known in self.facts.known:
+        for known in self.facts.tool_facts:
             found.update(known.fields(step, functools.partial(self._read, step)) or {})
         return found
 

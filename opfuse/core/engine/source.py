@@ -97,14 +97,14 @@ class Source:
             return self
         self.bind("settings", current)
         given = zip(self.chain.ops, self.program.facts.edges.quantizers, strict=True)
-        serving = self.bind("serving", dict(given))
-        self.add(f"before, settings.serving = settings.serving, {serving}")
+        quantizers = self.bind("quantizers", dict(given))
+        self.add(f"before, settings.quantizers = settings.quantizers, {quantizers}")
         self.add("try:")
         self._indent += "    "
         self.write_lines()
         self._indent = self._indent[4:]
         self.add("finally:")
-        self.add("    settings.serving = before")
+        self.add("    settings.quantizers = before")
         return self
 
     def write_lines(self) -> None:
@@ -206,12 +206,12 @@ class Source:
         Making one takes half a microsecond, and resetting it a twentieth of that.
         """
         everyone, ops = range(first, len(values)), self.chain.ops
-        others = [i for i in everyone if self.traced or i in self.program.unpooled]
+        others = [i for i in everyone if self.traced or i in self.program.unpooled_ops]
         self._pooled = [i for i in everyone if i not in others]
         for indexes in filter(None, (self._pooled, others)):
             names, kinds = several(f"c{i}" for i in indexes), []
             for i in indexes:
-                is_free = self.traced or i in self.program.free
+                is_free = self.traced or i in self.program.free_ops
                 names_left = None if is_free else tuple(declared(ops[i], "context_names"))
                 kinds.append((lines.context_class(names_left), values[i]))
             make = f"{names} = {self.call(lines.contexts, kinds, at=indexes[0])}()"
@@ -241,7 +241,9 @@ class Source:
 
     def enter(self, x: str) -> None:
         """Take what comes as it is, if it is a plain tensor."""
-        self.add(f"if type({x}) is not Tensor: {x} = {self.call(lines.entering, self._entry)}({x})")
+        self.add(
+            f"if type({x}) is not Tensor: {x} = {self.call(lines.first_tensor, self._entry)}({x})"
+        )
 
     def make_plain(self, x: str) -> None:
         """Dequantize what a step takes."""
@@ -252,7 +254,7 @@ class Source:
         """Give the caller what it can use."""
         if self.env.recipe is not None:
             recipe = None if self.env.compiling else self.env.recipe
-            leave = self.call(lines.leaving, recipe)
+            leave = self.call(lines.as_output, recipe)
             self.add(f"if isinstance({x}, QuantizedTensor): {x} = {leave}({x})")
 
 

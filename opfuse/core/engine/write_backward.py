@@ -84,7 +84,7 @@ class Backward(Source):
             watched = ", ".join(f"c{i}" for i in behind if self._values[i]["quantizers"])
         if watched:  # quantizers that see only zeros
             self.add(f"pending = {self.call(lines.pending_state)}([{watched}])")
-        if self.program.accumulating:
+        if self.program.accumulators:
             self._offer_sums()
         is_behind = self._last is not None
         for step in self.steps:
@@ -112,9 +112,9 @@ class Backward(Source):
             self.add(f"c{i}.saved_tensors = saved[{start}:{stop}]")
         if program.saved_attributes:
             self.add(f"{self.attributes()} = ctx.attributes")
-        if program.undeclared:
+        if program.undeclared_ops:
             self.add(f"end = {program.num_saved}")
-        for i in program.undeclared:
+        for i in program.undeclared_ops:
             self.add(f"left, start, end = ctx.left_{i}[0], end, end + ctx.left_{i}[1]")
             if i >= self._low:
                 self.add(f"vars(c{i}).update(left, saved_tensors=saved[start:end])")
@@ -141,7 +141,7 @@ class Backward(Source):
 
     def _recompute(self, index: int) -> None:
         """Restore the input of an op, if it was not kept, after the input that it is made from."""
-        how = self.program.recomputing.get(index)
+        how = self.program.recomputations.get(index)
         if how is not None and index not in self._restored and how.step.start >= self._low:
             self._restored.add(index)
             self._recompute(how.step.start)
@@ -205,7 +205,7 @@ class Backward(Source):
         self.add(f"wanted = {self.call(lines.params_wanted, self.program)}(ctx)")
         takers = [step for step in self.steps if step.source is None or step.op.adds_to_sum]
         taken = {i for step in takers for i in range(step.start, step.stop) if i <= self._reached}
-        for n, (i, *_) in enumerate(self.program.accumulating):
+        for n, (i, *_) in enumerate(self.program.accumulators):
             if i in taken:
                 offer = self.bind(f"grad_sum_{i}", self.chain.ops[i].grad_sum)
                 self.add(f"c{i}.grad_sum = {offer}(wanted[{n}])")
@@ -224,14 +224,14 @@ class Backward(Source):
         missing = [", ".join(["None"] * (last - first)) for first, last in chain.param_ranges]
         grads = [self._of_params.get(i, none) for i, none in enumerate(missing)]
         flat = ", ".join(["None", dx, *filter(None, grads)])
-        if program.accumulating:
+        if program.accumulators:
             self.add(f"flat = [{flat}]")
             flat = "*flat"
-        for n, (i, first, last) in enumerate(program.accumulating):
+        for n, (i, first, last) in enumerate(program.accumulators):
             accumulate = self.call(lines.accumulate, chain.ops[i], at=i)
             here = f"flat[{2 + first}:{2 + last}]"
             self.add(f"{here} = {accumulate}(wanted[{n}], ctx.accumulating[{n}], {here})")
         holding = [i for i, _, _ in program.saved_ranges]
-        sums = [i for i, *_ in program.accumulating]
+        sums = [i for i, *_ in program.accumulators]
         self.release_contexts(saved_tensors=holding, grad_sum=sums)
         self.add(f"return {several([flat, *ends])}")

@@ -35,17 +35,17 @@ class Forward(Source):
         self._watches_versions = program.writes_extras and self._trains and not self.traced
         found = [i for step in self.to_check for i in range(step.start, step.stop)]
         # the ops whose forward is not of this package, and that declare what they leave
-        self._doubtful = [i for i in found if i not in program.undeclared]
+        self._doubtful = [i for i in found if i not in program.undeclared_ops]
 
     def write_lines(self) -> None:
         """Write the lines of the pass."""
         program, ranges = self.program, enumerate(self.chain.param_ranges)
         self.enter("input")
-        for name in [f"p{i}" for i in program.dequantized] + self._extras:
+        for name in [f"p{i}" for i in program.params_to_dequantize] + self._extras:
             self.add(f"if type({name}) is not Tensor: {name} = {self.call(lines.plain)}({name})")
         if self._watches_versions:
             self.add(f"versions = [{', '.join(f'{name}._version' for name in self._extras)}]")
-        if program.leaves_call and self._trains:
+        if program.saves_call and self._trains:
             self.add(f"ctx.call = {self.bind('settings', current)}.call")
         self.make_contexts(0, program.contexts)
         spans = {i: range(first, last) for i, (first, last) in ranges if first < last}
@@ -165,28 +165,28 @@ class Forward(Source):
             contexts = self.by_index(i for i, _ in program.saved_attributes)
             self.add(f"try: ctx.attributes = {self.attributes()}")
             self.add(f"except AttributeError as error: {refuse}(error, {contexts})")
-        for i in program.undeclared:
+        for i in program.undeclared_ops:
             self.add(f"s{i} = c{i}.to_save or ()")
-            if (how := program.recomputing.get(i)) is not None:
+            if (how := program.recomputations.get(i)) is not None:
                 drop = self.call(lines.drop_among, how, at=i)
                 self.add(f"s{i}, ctx.dropped_{i} = {drop}(c{how.step.start}, s{i})")
             self.add(f"ctx.left_{i} = {self.call(lines.attributes_left)}(c{i}), len(s{i})")
             parts.append(f"*s{i}")
         flat = ", ".join(parts)
-        if watched or program.recomputing or program.saves_quantized:
+        if watched or program.recomputations or program.saves_quantized:
             self.add(f"saved = [{flat}]")
             flat = "*saved"
         firsts = {i: first for i, first, _ in program.saved_ranges}
-        for i, how in [each for each in program.recomputing.items() if each[0] in firsts]:
+        for i, how in [each for each in program.recomputations.items() if each[0] in firsts]:
             drop = self.call(lines.drop_recomputable, how.cast, at=i)
             at = f"saved[{firsts[i] + how.place}]"
             self.add(f"{at}, ctx.dropped_{i} = {drop}(c{how.step.start}, {at})")
-        if program.accumulating:
-            params = [f"c{i}.params" for i, *_ in program.accumulating]
+        if program.accumulators:
+            params = [f"c{i}.params" for i, *_ in program.accumulators]
             self.add(f"ctx.accumulating = [{', '.join(params)}]")
         if watched:
             found = [f"{i}: saved[{start}:{stop}]" for i, start, stop in program.saved_ranges]
-            found += [f"{i}: s{i}" for i in program.undeclared]
+            found += [f"{i}: s{i}" for i in program.undeclared_ops]
             given = f"{self.bind('program', program)}, {{{', '.join(found)}}}"
             recorders = f"{self.bind('settings', current)}.recorders"
             self.add(f"for recorder in {recorders}: recorder.saved({given})")
@@ -202,7 +202,7 @@ class Forward(Source):
         if not self.traced:
             self.add("ctx.materialize_grads = False")  # as set_materialize_grads does
             others = ", ".join(["input", *self._params, *self._extras])
-            names, unbound = ", ".join(["x", *self._public]), self.call(lines.unbound)
+            names, unbound = ", ".join(["x", *self._public]), self.call(lines.free_views)
             condition = "" if self._public else "if x._is_view(): "
             self.add(f"{condition}{names}, = {unbound}([{names}], (*ctx.to_save, {others}))")
         if silent := [self._public[k] for k in self.program.silent_outputs]:

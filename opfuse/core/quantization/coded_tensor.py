@@ -114,7 +114,7 @@ def plain(tensor: Any) -> Any:
     return tensor.dequantize() if isinstance(tensor, CodedTensor) else tensor
 
 
-def entering(cast: Any, x: Any) -> Any:
+def first_tensor(cast: Any, x: Any) -> Any:
     """The initial tensor of a pass: codes if its first cast would make the same, or a plain tensor.
 
     Args:
@@ -145,7 +145,7 @@ def note_of(ops: Iterable[Any], recipe: Recipe | None) -> str:
     )
 
 
-def dequantized(
+def params_to_dequantize(
     ops: Sequence[Any], ranges: Sequence[tuple[int, int]], quantizers: Sequence[Any], env: Any
 ) -> tuple[int, ...]:
     """The quantized parameters of a chain whose op quantizes nothing.

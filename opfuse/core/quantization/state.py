@@ -198,11 +198,11 @@ class QuantizerStates:
         """A quantizer of the pass that runs or is planned; outside of it, of the last recipe."""
         if mode not in MODES:
             raise ValueError(f'mode must be "forward" or "backward", got {mode!r}')
-        if (serving := current.serving) is not None and op in serving:
-            quantizers = serving[op]
+        if (of_pass := current.quantizers) is not None and op in of_pass:
+            quantizers = of_pass[op]
         else:
-            recipe = current.recipe or (self.latest if serving is None else None)
-            quantizers = self.in_force(op, recipe, current.recording or mode == "backward")
+            recipe = current.recipe or (self.latest if of_pass is None else None)
+            quantizers = self.in_force(op, recipe, current.is_recording or mode == "backward")
         return quantizers[quantizer_names(op, mode)[index]] if quantizers else None
 
     def check_name(self, op: Any, name: str) -> None:

@@ -19,7 +19,7 @@ _facts = operator.attrgetter("_version", "dtype", "device")
 
 
 class _Entry(NamedTuple):
-    """A cast: the Parameter as it was, with ``current.captured``; the quantizer, and the result."""
+    """A cast: the Parameter as it was, and whether a graph was captured; quantizer and result."""
 
     param: weakref.ref[Tensor]
     state: tuple[Any, ...]
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
 
     def fits(self, param: Tensor, quantizer: Quantizer) -> bool:
         """Whether it is of the parameter as it is now, by this quantizer."""
-        same = self.param() is param and self.state == (*_facts(param), current.captured)
+        same = self.param() is param and self.state == (*_facts(param), current.is_capturing)
         return same and same_quantizer(self.quantizer, quantizer)
 
 
@@ -109,7 +109,7 @@ class WeightCache:
         """
         if may_remember(weight, quantizer):
             # a CUDA graph reads no cast that its replays would not repeat
-            state = *_facts(weight), current.captured
+            state = *_facts(weight), current.is_capturing
             self._entries[name] = _Entry(weakref.ref(weight), state, quantizer, made)
 
 

@@ -873,7 +873,7 @@ def test_a_size_that_the_recipe_cannot_take(monkeypatch):
     monkeypatch.setattr(recipes._PerTensor, "quantize", refuse)
     with pytest.raises(ValueError, match="multiple of 32.*build it outside of the block"):
         linear(PER_TENSOR)
-    assert not current.building
+    assert not current.new_op_name
 
 
 def test_a_recipe_sees_the_name_of_the_op_around(monkeypatch):

@@ -148,7 +148,7 @@ def _forget(op: BasicOperation) -> None:
     """Let the chains that an op is in be made again."""
     for fuser in list(manager.fusers):
         if op in fuser._chain.ops:
-            fuser.kept_in.key = ()
+            fuser.holder.key = ()
 
 
 def _parallel(module: Any, how: Split, source: int | None) -> Any:

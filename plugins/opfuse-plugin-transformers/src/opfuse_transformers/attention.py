@@ -167,7 +167,7 @@ class _AfterNorm:
         if not fits:
             return False
         program = program_of(self._chain, given)
-        return program is not None and (bool(program.recomputing) or bool(current.recorders))
+        return program is not None and (bool(program.recomputations) or bool(current.recorders))
 
 
 def _build_output(module: Any, env: Environment) -> Conversion | str:

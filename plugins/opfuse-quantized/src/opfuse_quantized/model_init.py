@@ -41,7 +41,9 @@ class _Request(NamedTuple):
             param = op._parameters.get(name)
             if param is None or param.is_meta or isinstance(param, QuantizedParameter):
                 continue
-            role = role._replace(name=role.name or current.building)  # the outer op has no name yet
+            role = role._replace(
+                name=role.name or current.new_op_name
+            )  # the outer op has no name yet
             made = self._quantized(param, new_quantizer(self.recipe, role, None))
             op.register_parameter(name, made)
 

@@ -178,7 +178,7 @@ class Blocks:
         read = {(module, name): tensor for (_, module, name), tensor in pairs}
         options = dict(current.values.options) | {"invariant": self._within}
         values = current.values._replace(options=tuple(sorted(options.items())))
-        with current.temporarily(values=values, given=read):
+        with current.temporarily(values=values, part_params=read):
             if self._within == "whole":
                 return run(input, *extra_inputs)
             return self._by_rows(run, input, extra_inputs)
