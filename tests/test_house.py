@@ -115,13 +115,8 @@ def circle_in(pairs):
 
 
 def test_files_form_no_circle():
-    assert not circle_in(arrows())
-
-
-def test_types_tie_few_files_into_a_circle():
-    pairs = {(a, b) for a, b in arrows(True) if a.startswith("opfuse.core")}
-    below, above = circle_in(pairs), circle_in({(b, a) for a, b in pairs})
-    assert len({*below} & {*above}) <= 8
+    """Not even by what they import for types alone."""
+    assert not circle_in(arrows(with_types=True))
 
 
 def test_folders_form_no_circle():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from ..fusible import declared
 from ..introspection import is_dtensor, kwarg_names, own_call
 from ..op import is_kind, kinds_of, refuse_kind
+from .blueprint import Blueprint
 from .chain import Chain
 from .facts import Step
-
-if TYPE_CHECKING:
-    from .program import Program
 
 # Arguments of a call
 
@@ -190,7 +188,7 @@ _RESULTS = {
 }
 
 
-def refuse_result(program: Program, op: Any, method: str, result: Any) -> NoReturn:
+def refuse_result(program: Blueprint, op: Any, method: str, result: Any) -> NoReturn:
     """Refuse a result that is not a tuple: a tensor, for instance, would unpack by rows."""
     got = type(result).__name__
     if isinstance(result, tuple):
@@ -198,7 +196,7 @@ def refuse_result(program: Program, op: Any, method: str, result: Any) -> NoRetu
     raise TypeError(f"{_by(program, op)}: {method} must return {_RESULTS[method]}, got {got}")
 
 
-def refuse_none(program: Program, op: Any, method: str, start: int) -> NoReturn:
+def refuse_none(program: Blueprint, op: Any, method: str, start: int) -> NoReturn:
     """Refuse a missing gradient that is needed."""
     needs = program.chain.name(start - 1) if start else "the input of the chain"
     what = f"{method} gave None as the gradient of its input, which {needs} needs"
@@ -221,7 +219,7 @@ def param_grads(chain: Chain, index: int, grads: Any) -> tuple[Any, ...]:
     return several if count else ()
 
 
-def checked_saved(program: Program, index: int, ctx: Any) -> tuple[Any, ...]:
+def checked_saved(program: Blueprint, index: int, ctx: Any) -> tuple[Any, ...]:
     """The tensors that an op saves; refused if they are not those that it declares."""
     who = program.chain.name(index)
     count = len(declared(program.chain.ops[index], "saved_names"))
@@ -234,16 +232,18 @@ def checked_saved(program: Program, index: int, ctx: Any) -> tuple[Any, ...]:
         raise RuntimeError(f"{who} {what}: they would be lost; declare their names, in order")
     if len(to_save) != count and (ctx.to_save is not None or ctx.requires_grad):
         what = f"{who} declares {count} saved tensors"
-        by = forward_of(program, index)
+        by = forward_op_of(program, index)
         raise RuntimeError(f"{what}, but the forward of {by} saved {len(to_save)} for it")
     return to_save if count else ()
 
 
-def refuse_unset(program: Program, error: AttributeError, contexts: Mapping[int, Any]) -> NoReturn:
+def refuse_unset(
+    program: Blueprint, error: AttributeError, contexts: Mapping[int, Any]
+) -> NoReturn:
     """Refuse a forward that did not leave a declared attribute on a context."""
     index = next(i for i, ctx in contexts.items() if ctx is error.obj)
     what = f"{program.chain.name(index)} declares the context attribute {error.name!r}"
-    by = forward_of(program, index)
+    by = forward_op_of(program, index)
     raise RuntimeError(f"{what}, but the forward of {by} did not leave it") from None
 
 
@@ -259,13 +259,13 @@ def refuse_counts(
             raise RuntimeError(f"{who} {count} {what} for {chain.name(i)}, gave {len(tensors)}")
 
 
-def forward_of(program: Program, index: int) -> str:
+def forward_op_of(program: Blueprint, index: int) -> str:
     """The op whose forward ran a basic op."""
     step = next(s for s in program.plan.forward if 0 <= index - s.start < len(s.basic_ops))
     return f"{step.op} ({step.distribution or 'no plugin'})"
 
 
-def _by(program: Program, op: Any) -> str:
+def _by(program: Blueprint, op: Any) -> str:
     """The name of an op in errors, with its origin."""
     name, steps = type(op).__name__, (*program.plan.forward, *program.plan.backward)
     return next((f"{name} ({s.owner})" for s in steps if s.op == name and s.fusion), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from ..quantization import BOTH, QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import first_tensor, plain
 from ..quantization.quantizer import same_quantizer
 from . import checks
+from .blueprint import Blueprint
 from .chain import Chain, Slot
 from .facts import Recompute, Step
-
-if TYPE_CHECKING:
-    from .program import Program
 
 __all__ = ["alias", "first_tensor", "plain", "summed"]
 
@@ -110,7 +108,7 @@ def attributes_left(ctx: Any) -> dict[str, Any]:
 
 
 def forward_result(
-    program: Program,
+    program: Blueprint,
     step: Step,
     counts: Sequence[int],
     used: Sequence[tuple[int, Slot]],
@@ -148,7 +146,7 @@ def forward_result(
     return x, flat
 
 
-def backward_result(program: Program, op: Any, index: int, result: Any) -> tuple[Any, Any]:
+def backward_result(program: Blueprint, op: Any, index: int, result: Any) -> tuple[Any, Any]:
     """Check the result of ``op_backward``.
 
     Returns:
@@ -160,7 +158,7 @@ def backward_result(program: Program, op: Any, index: int, result: Any) -> tuple
 
 
 def fused_backward_result(
-    program: Program, step: Step, reached: int, counts: Sequence[int], result: Any
+    program: Blueprint, step: Step, reached: int, counts: Sequence[int], result: Any
 ) -> tuple[Any, list[Any], list[Any]]:
     """Check the result of ``fuser_backward``.
 
@@ -433,7 +431,7 @@ def rebuild(
 # Ops that store the gradients of their parameters themselves
 
 
-def params_wanted(program: Program, ctx: Any) -> list[list[Any]]:
+def params_wanted(program: Blueprint, ctx: Any) -> list[list[Any]]:
     """For each op that stores gradients its parameters; None for those that get none here.
 
     Args:

@@ -13,21 +13,19 @@ import linecache
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..cast import Cast
 from ..fusible import declared
-from ..introspection import op_class, overridden
+from ..introspection import op_class
 from ..op import is_direct
 from ..quantization import QuantizedTensor
 from ..settings import current
 from . import lines
+from .blueprint import PASSES, Blueprint, is_builtin
 from .facts import Step
-
-if TYPE_CHECKING:
-    from .program import Program
 
 _numbers = itertools.count()
 
@@ -54,17 +52,6 @@ class Variant(NamedTuple):
     reached: int | None = None
 
 
-def is_builtin(op: Any, pass_name: str) -> bool:
-    """Return whether an op computes by this package alone, which keeps its contract.
-
-    A class of somebody else may inherit the pass, and give a value of its own to it.
-    """
-    cls = op_class(op)
-    methods = [getattr(type(op), f"{kind}_{pass_name}") for kind in ("op", "fuser")]
-    sources = [getattr(each, "__module__", "") for each in (cls, *methods)]
-    return all(each.startswith("opfuse.") for each in sources) and overridden(op, cls) is None
-
-
 class Source:
     """The source of a function.
 
@@ -74,7 +61,7 @@ class Source:
         arguments: The names of the function's arguments.
     """
 
-    def __init__(self, program: Program, variant: Variant, arguments: Iterable[str]) -> None:
+    def __init__(self, program: Blueprint, variant: Variant, arguments: Iterable[str]) -> None:
         self.program, self.chain, self.env = program, program.chain, program.env
         self.variant, self.pass_name = variant, variant.pass_name
         self.traced = variant.traced or program.compiling
@@ -91,7 +78,7 @@ class Source:
 
     def write(self) -> Source:
         """Write it; ops that ask for their quantizers themselves get those of the program."""
-        asking = any(op.num_quantizers(name) for op in self.chain.ops for name in _PASSES)
+        asking = any(op.num_quantizers(name) for op in self.chain.ops for name in PASSES)
         if not asking or not self.to_check or self.traced:
             self.write_lines()
             return self
@@ -256,9 +243,6 @@ class Source:
             recipe = None if self.env.compiling else self.env.recipe
             leave = self.call(lines.as_output, recipe)
             self.add(f"if isinstance({x}, QuantizedTensor): {x} = {leave}({x})")
-
-
-_PASSES = "forward", "backward"
 
 
 def several(names: Iterable[str]) -> str:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..cast import Cast
 from ..overwriting import put_back
 from . import checks, lines
+from .blueprint import Blueprint
 from .chain import Slot
 from .facts import Step
 from .source import Source, Variant, several
-
-if TYPE_CHECKING:
-    from .program import Program
 
 
 class Backward(Source):
@@ -25,7 +22,7 @@ class Backward(Source):
     the gradients of the arguments of the forward.
     """
 
-    def __init__(self, program: Program, variant: Variant) -> None:
+    def __init__(self, program: Blueprint, variant: Variant) -> None:
         self._of_outputs = {(i, k): f"d{i}_{k}" for i, k in program.chain.public_outputs}
         super().__init__(program, variant, ["ctx", "dy", *self._of_outputs.values()])
         self._values = [dict(of) for of in program.contexts]

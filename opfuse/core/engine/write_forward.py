@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -11,11 +11,9 @@ from ..fusible import declared
 from ..op_context import QUANTIZERS
 from ..settings import current
 from . import checks, lines
+from .blueprint import Blueprint
 from .facts import Step
 from .source import Source, Variant, several
-
-if TYPE_CHECKING:
-    from .program import Program
 
 
 class Forward(Source):
@@ -25,7 +23,7 @@ class Forward(Source):
     basic op or None, the input, the parameters, and the extra inputs that the caller gave.
     """
 
-    def __init__(self, program: Program, variant: Variant) -> None:
+    def __init__(self, program: Blueprint, variant: Variant) -> None:
         chain, self._trains = program.chain, program.trains
         self._params = [f"p{i}" for i in range(program.num_params)]
         self._extras = [f"e{i}" for i in range(len(chain.external_inputs))]

@@ -8,21 +8,18 @@ later.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opfuse.core.quantization import QuantizedTensor
+from opfuse.core.quantization import QuantizedParameter, QuantizedTensor
 from opfuse.core.recipe_lookup import recipe_name
 
 from .codes import alike, values_of
 
-if TYPE_CHECKING:
-    from .weight import QuantizedWeight
 
-
-def entries(weight: QuantizedWeight) -> dict[str, Tensor]:
+def entries(weight: QuantizedParameter) -> dict[str, Tensor]:
     """The entries in addition to the values, without their prefix."""
     text = json.dumps(_description(weight), sort_keys=True).encode()
     parts = {name: part for name, part in _parts(weight).items() if part is not None}
@@ -32,7 +29,7 @@ def entries(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def read_codes(
-    weight: QuantizedWeight, codes: dict[str, Any], values: Tensor, device: torch.device
+    weight: QuantizedParameter, codes: dict[str, Any], values: Tensor, device: torch.device
 ) -> QuantizedTensor | None:
     """Read codes and scales in the layout of a weight; None: the values are to be quantized.
 
@@ -51,7 +48,7 @@ def read_codes(
     """
     if not codes or _read(codes.pop("format", None)) != _description(weight):
         return None
-    there, quantizer, expected = weight.quantized, weight.quantizer, _parts(weight)
+    there, quantizer, expected = weight.quantized, weight.quantized.quantizer, _parts(weight)
     for name, given in codes.items():
         _check(name, given, expected)
     # only the copies that are here
@@ -68,14 +65,14 @@ def read_codes(
     return made
 
 
-def _description(weight: QuantizedWeight) -> dict[str, Any]:
+def _description(weight: QuantizedParameter) -> dict[str, Any]:
     recipe = weight.recipe.to_json(recipe_name(weight.recipe))
     return {"format": type(weight.quantized).__name__, "recipe": recipe}
 
 
-def _parts(weight: QuantizedWeight) -> dict[str, Tensor | None]:
+def _parts(weight: QuantizedParameter) -> dict[str, Tensor | None]:
     """The tensors of a weight and of its quantizer's state, by the names of their entries."""
-    quantized, quantizer = weight.quantized, weight.quantizer
+    quantized, quantizer = weight.quantized, weight.quantized.quantizer
     parts = dict(zip(quantized.tensor_names, quantized.tensors(), strict=True))
     return parts | {f"state.{name}": getattr(quantizer, name) for name in quantizer.state_names}
 
