@@ -18,8 +18,8 @@ def opfuse_backward_fusions() -> list[Fusion]:
     """The backward of a linear with the ops around it, and of bias + activation.
 
     The runs with a linear are linear [+ bias] [+ activation], linear + scale, extra output +
-    linear, and three linears of one input.
+    linear, and three linears of one input. Those who have quack-kernels get activation + linear.
     """
-    from . import fused, one_input
+    from . import by_quack, fused, one_input
 
-    return [*fused.BACKWARD, *one_input.BACKWARD]
+    return [*fused.BACKWARD, *one_input.BACKWARD, *by_quack.backward_fusions()]

@@ -11,6 +11,7 @@ from opfuse_triton import Predicted, why_no_kernel
 from opfuse import Environment
 from opfuse.ops import ParallelLinear
 
+from . import by_quack
 from .kernels import DTYPES
 
 MANY_ROWS = 8192
@@ -42,6 +43,8 @@ def refusal(ops: Sequence[Any], env: Environment, *, measured: bool = True) -> s
 def found(env: Environment) -> Mapping[str, Any] | None:
     """The configuration that ``opfuse tune`` found the fastest; None: it is the library."""
     given = env.configuration
+    if given == by_quack.CONFIGURATION:
+        return given if by_quack.is_installed() else None
     return given if given is not None and "constants" in given else None
 
 
@@ -76,15 +79,18 @@ def product(ops: Sequence[Any], env: Environment) -> Any:
     tuned = env.device.type != "cpu" and env.measured is not None
     if refusal(ops, env) or (tuned and found(env) is None):
         return None
+    if found(env) == by_quack.CONFIGURATION:
+        return by_quack.Product(ops[-1])
     from .gemm import Product
 
     return Product(ops[-1], found(env))
 
 
 def configurations(ops: Sequence[Any], env: Environment) -> Sequence[Mapping[str, Any]]:
-    """The configurations of the Triton product on a GPU; without one the library is used."""
+    """Those of the Triton product on a GPU, and quack's; without one the library is used."""
     if env.device.type == "cpu" or refusal(ops, env, measured=False):
         return ()
     from . import gemm
 
-    return gemm.configurations(env.device, env.dtype, MANY_ROWS, ops[0].out_features)
+    offered = gemm.configurations(env.device, env.dtype, MANY_ROWS, ops[0].out_features)
+    return offered if by_quack.why_not(ops[-1], env) else [*offered[:7], by_quack.CONFIGURATION]

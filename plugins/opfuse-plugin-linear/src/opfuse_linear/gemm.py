@@ -197,15 +197,12 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtype, device = x.dtype, x.device
     both = x, weight
     return (
-        all([type(t) in PLAIN and t.layout is torch.strided for t in both])
+        are_aligned(*both)
         and dtype in DTYPES
-        and weight.dtype is dtype
-        and weight.device == device
         and (dtype in HALF or not x.is_cuda or matmul_precision("cuda") == "tf32")
         and weight.shape == (weight.shape[0], x.shape[-1])
         and x.numel() > 0
         and weight.numel() > 0
-        and all([_is_aligned(t) for t in both])
         and weight.shape[0] * dtype.itemsize % 16 == 0
         and (
             bias is None
@@ -219,13 +216,18 @@ def takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _is_aligned(matrices: Tensor) -> bool:
-    steps = [stride * matrices.element_size() for stride in matrices.stride()[:-1]]
-    return (
-        matrices.stride(-1) == 1
-        and matrices.data_ptr() % 16 == 0
-        and all([step > 0 and step % 16 == 0 for step in steps])
-    )
+def are_aligned(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors of one dtype, whose rows begin at multiples of 16 bytes."""
+    first = tensors[0]
+    for t in tensors:
+        if t is None or type(t) not in PLAIN or t.layout is not torch.strided or not t.ndim:
+            return False
+        if t.dtype is not first.dtype or t.device != first.device or t.stride(-1) != 1:
+            return False
+        steps = [t.data_ptr(), *[stride * t.element_size() for stride in t.stride()[:-1]]]
+        if not all([step > 0 and step % 16 == 0 for step in steps]):
+            return False
+    return True
 
 
 class Product:
