@@ -15,7 +15,7 @@ from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, op
 from opfuse.core import plugins
 from opfuse.core.engine.chain import Chain
 from opfuse.core.engine.cover import best_cover
-from opfuse.core.engine.facts import Edges, Facts, Needs, Step
+from opfuse.core.engine.facts import Candidate, Edges, Facts, Needs
 from opfuse.core.engine.plan import FusionPlan, PlanStep, Refusal
 from opfuse.core.engine.selection import choose
 from opfuse.core.records import FusionSource, Precedence
@@ -94,7 +94,7 @@ BENEFITS = [0, 1, 1, 2, 2.5, 4]
 
 
 def candidate(where, start, stop, benefit):
-    return Step(where, 2 * start + 1, 2 * stop, (A(),) * (stop - start), benefit)
+    return Candidate(2 * start + 1, 2 * stop, (A(),) * (stop - start), where, benefit)
 
 
 def test_best_cover_is_what_brute_force_finds():

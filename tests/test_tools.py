@@ -108,8 +108,8 @@ def test_a_module_between_chains_and_an_op_with_hooks_are_wrapped(add):
 def test_the_choice_of_fusions_is_wrapped(add):
     def wrap_choice(run):
         def choose(choice):
-            for step in choice.candidates:
-                choice.refused[step] = "it is Tuesday"
+            for candidate in choice.candidates:
+                choice.refused[candidate] = "it is Tuesday"
             return run(choice)
 
         return choose
@@ -129,10 +129,10 @@ class Told(ToolFacts):
 
     digest = "told"
 
-    def fields(self, step, read):
+    def fields(self, candidate, read):
         if read("rows") != 2:
             return None
-        step.remark("it is small")
+        candidate.remark("it is small")
         return {"measured": 2.0}
 
 

@@ -29,7 +29,7 @@ from tuned import Prescribed
 import opfuse
 from opfuse import Fusion, ops
 from opfuse.core.engine.cover import conflict
-from opfuse.core.engine.facts import Step
+from opfuse.core.engine.facts import Candidate
 from opfuse.core.environment import device_name
 from opfuse.core.records import FusionSource, Precedence
 from opfuse.ops import GELU, Identity, ReLU, SiLU
@@ -833,15 +833,15 @@ def test_a_faster_fusion_does_not_overrule_priority(register):
 def test_a_tie_in_what_was_measured_is_no_larger_benefit():
     """The set was chosen by measurements, so a smaller benefit is not what the report may name."""
     facts = types.SimpleNamespace(env=types.SimpleNamespace(options={}))
-    known, steps = Measurements(facts, tables.NO_TABLE), []
+    known, candidates = Measurements(facts, tables.NO_TABLE), []
     for name, start, stop, benefit in (("l", 0, 2, 4), ("v", 0, 1, 1), ("w", 1, 2, 1)):
         fusion = Fusion([GELU], OneByOne, name=name)
         source = FusionSource("forward", fusion, "plugin-x", "1", Precedence(2))
         matched = (GELU(),) * (stop - start)
-        steps.append(Step(source, 2 * start + 1, 2 * stop, matched, benefit))
-    for step, seconds in zip(steps, (10e-6, 5e-6, 6e-6), strict=True):
-        known.found[step] = types.SimpleNamespace(seconds=seconds, saved_bytes=0.0, error=2e-6)
-    loser, *winners = steps
+        candidates.append(Candidate(2 * start + 1, 2 * stop, matched, source, benefit))
+    for each, seconds in zip(candidates, (10e-6, 5e-6, 6e-6), strict=True):
+        known.found[each] = types.SimpleNamespace(seconds=seconds, saved_bytes=0.0, error=2e-6)
+    loser, *winners = candidates
     why, plugin = conflict(loser, winners, known.explain)
     assert plugin == "plugin-x"
     assert why == (

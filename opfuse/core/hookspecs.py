@@ -226,10 +226,10 @@ def opfuse_facts(facts: Any) -> Any:
         class Tuesday(ToolFacts):
             digest = "of Tuesday"
 
-            def fields(self, step, read):
-                if step.source.name != "BiasReLU" or read("rows") != 4:
+            def fields(self, candidate, read):
+                if candidate.source.name != "BiasReLU" or read("rows") != 4:
                     return None
-                step.remark("as fast on Tuesday")
+                candidate.remark("as fast on Tuesday")
                 return {"measured": 1.0}
 
 
@@ -255,9 +255,9 @@ def opfuse_wrap_choice(facts: Any, run: Run) -> Run | None:
         @opfuse.hookimpl
         def opfuse_wrap_choice(run):
             def without_liger(choice):
-                for step in choice.candidates:
-                    if step.source.distribution == "opfuse-plugin-liger":
-                        choice.refused[step] = "it is not trusted here"
+                for candidate in choice.candidates:
+                    if candidate.source.distribution == "opfuse-plugin-liger":
+                        choice.refused[candidate] = "it is not trusted here"
                 return run(choice)
 
             return without_liger

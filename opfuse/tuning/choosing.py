@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core.engine.cover import best_cover, best_of, grouped, overlapping
-from ..core.engine.facts import Facts, Step, ToolFacts
+from ..core.engine.facts import Candidate, Facts, ToolFacts
 from ..core.engine.selection import Choice
 from ..core.fusion import PASSES
 from .lookup import applicable_entry, subject_of, trades_time
@@ -30,68 +30,68 @@ class Measurements(ToolFacts):
         self.digest = table.digest
         self.facts, self._table = facts, table
         self._prefer: str = facts.env.options.get("prefer", "speed")
-        self.found: dict[Step, Measurement] = {}
+        self.found: dict[Candidate, Measurement] = {}
 
-    def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any] | None:
+    def fields(self, candidate: Candidate, read: Callable[[str], Any]) -> Mapping[str, Any] | None:
         """Look a candidate up."""
-        found = self.look_up(step, read)
+        found = self.look_up(candidate, read)
         if found is None:
             return None
-        self.found[step] = found
-        step.remark(str(found))
+        self.found[candidate] = found
+        candidate.remark(str(found))
         return {"measured": found.speed, "configuration": found.configuration}
 
-    def look_up(self, step: Step, read: Callable[[str], Any]) -> Measurement | None:
+    def look_up(self, candidate: Candidate, read: Callable[[str], Any]) -> Measurement | None:
         """The measurement of a candidate, for the input of this plan."""
-        entries = self._table.entries.get(subject_key(subject_of(self.facts, step)), {})
+        entries = self._table.entries.get(subject_key(subject_of(self.facts, candidate)), {})
         if not entries:
             return None
         read_facts = {name: read(name) for name in ("rows", "features", "contiguous")}
         known = {name: value for name, value in read_facts.items() if value is not None}
         return applicable_entry(
-            entries, known, trades_time=trades_time(step.source), prefer=self._prefer
+            entries, known, trades_time=trades_time(candidate.source), prefer=self._prefer
         )
 
     def wrapped(self, run: Callable[[Choice], Any]) -> Callable[[Choice], Any]:
         """The choice with these measurements."""
 
         def choose(choice: Choice) -> Any:
-            for step in choice.candidates:
-                if why := self._refusal(step):
-                    choice.refused[step] = why
+            for candidate in choice.candidates:
+                if why := self._refusal(candidate):
+                    choice.refused[candidate] = why
             choice.cover = lambda free: self._cover(self._without_rejected(choice, free))
             choice.explain = self.explain
             return run(choice)
 
         return choose
 
-    def _refusal(self, step: Step) -> str:
+    def _refusal(self, candidate: Candidate) -> str:
         """Return why a candidate is refused by its own measurement, or ``""``."""
-        found = self.found.get(step)
+        found = self.found.get(candidate)
         return (
-            found.refusal(trades_time=trades_time(step.source), prefer=self._prefer)
+            found.refusal(trades_time=trades_time(candidate.source), prefer=self._prefer)
             if found
             else ""
         )
 
-    def _without_rejected(self, choice: Choice, free: Sequence[Step]) -> list[Step]:
+    def _without_rejected(self, choice: Choice, free: Sequence[Candidate]) -> list[Candidate]:
         """Refuse candidates to which others are preferred.
 
         Those are joint. To each, fusions of one pass and the same precedence may be preferred, and
         to one that trades time for memory also any that choose later.
         """
-        joint = [step for step in free if step.passes == "joint" and step in self.found]
-        slow = [step for step in joint if trades_time(step.source)]
-        for steps, alike in ((slow, False), (joint, True)):
-            others = choice.rivals(alike=alike) if steps else []
-            others = [step for step in others if not self._refusal(step)]
+        joint = [c for c in free if c.passes == "joint" and c in self.found]
+        slow = [c for c in joint if trades_time(c.source)]
+        for candidates, alike in ((slow, False), (joint, True)):
+            others = choice.rivals(alike=alike) if candidates else []
+            others = [c for c in others if not self._refusal(c)]
             others += [] if alike else joint
-            for step in steps:
-                if step not in choice.refused and (why := self._rejection(step, others)):
-                    choice.refused[step] = why
-        return [step for step in free if step not in choice.refused]
+            for candidate in candidates:
+                if candidate not in choice.refused and (why := self._rejection(candidate, others)):
+                    choice.refused[candidate] = why
+        return [c for c in free if c not in choice.refused]
 
-    def _rejection(self, joint: Step, others: Sequence[Step]) -> str:
+    def _rejection(self, joint: Candidate, others: Sequence[Candidate]) -> str:
         """Return why others are preferred to a joint fusion over the same ops, or ``""``.
 
         They are preferred if all that overlap, directly or through others, are measured, and gain
@@ -101,39 +101,39 @@ class Measurements(ToolFacts):
             joint: The joint fusion.
             others: Fusions of one pass, or joint ones.
         """
-        others = [step for step in others if step is not joint and not _is_preceded(step, others)]
+        others = [c for c in others if c is not joint and not _is_preceded(c, others)]
         (near,) = [group for group in grouped([joint, *others]) if joint in group]
         near.remove(joint)
         if not near or not self._measured(joint, *near):
             return ""
         without = self._best_covers(near)
-        beside = self._best_covers([step for step in near if not overlapping(joint, [step])])
+        beside = self._best_covers([c for c in near if not overlapping(joint, [c])])
         if not (what := self._advantage(without, [*beside, joint])):
             return ""
-        one_pass = all(step.passes != "joint" for step in near)
+        one_pass = all(c.passes != "joint" for c in near)
         who = "the forward and backward fusions" if one_pass else "other fusions"
         return f"{who} of these ops {what}, measured here"
 
-    def _best_covers(self, candidates: Sequence[Step]) -> list[Step]:
+    def _best_covers(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The best covers of measured candidates, joint ones first."""
-        chosen: list[Step] = []
+        chosen: list[Candidate] = []
         for name in PASSES:
-            free = [step for step in candidates if step.passes == name]
-            joint = [step for step in chosen if step.passes == "joint"]
-            chosen += self._cover([step for step in free if not overlapping(step, joint)])
+            free = [c for c in candidates if c.passes == name]
+            joint = [c for c in chosen if c.passes == "joint"]
+            chosen += self._cover([c for c in free if not overlapping(c, joint)])
         return chosen
 
-    def _cover(self, candidates: Sequence[Step]) -> list[Step]:
+    def _cover(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The non-overlapping candidates of one pass that gain most.
 
         Among candidates that overlap, directly or through others, that is the declared benefit. If
         all of them were measured, others are taken in place of those where they gain more.
         """
-        chosen: list[Step] = []
+        chosen: list[Candidate] = []
         for group in grouped(candidates):
             cover = best_cover(group)
             if self._measured(*group):
-                found = [self.found[step] for step in group]
+                found = [self.found[c] for c in group]
                 bytes_first = [(float(each.saved_bytes), each.seconds) for each in found]
                 for values in (bytes_first, [(0.0, max(each.seconds, 0.0)) for each in found]):
                     other = best_of(group, values)
@@ -141,19 +141,19 @@ class Measurements(ToolFacts):
             chosen += cover
         return chosen
 
-    def _advantage(self, steps: Sequence[Step], others: Sequence[Step]) -> str:
+    def _advantage(self, candidates: Sequence[Candidate], others: Sequence[Candidate]) -> str:
         """Return in what measured candidates are preferred to others, or ``""``.
 
         A tie in time, which is a difference within the errors, goes to fewer bytes.
         """
-        (saved, mine), (less, theirs) = self._sums(steps), self._sums(others)
-        both = {*steps} & {*others}
-        errors = [self.found[step].error for step in (*steps, *others) if step not in both]
+        (saved, mine), (less, theirs) = self._sums(candidates), self._sums(others)
+        both = {*candidates} & {*others}
+        errors = [self.found[c].error for c in (*candidates, *others) if c not in both]
         if abs(mine - theirs) > math.hypot(*errors) and (self._prefer != "memory" or saved == less):
             return "are faster together" if mine > theirs else ""
         return "save more memory" if saved > less else ""
 
-    def explain(self, loser: Step, winners: Sequence[Step]) -> str:
+    def explain(self, loser: Candidate, winners: Sequence[Candidate]) -> str:
         """Return what was measured of winners and loser; ``""``: a tie, or not all were."""
         if self._measured(loser, *winners) and (what := self._advantage(winners, [loser])):
             (saved, won), (less, lost) = self._sums(winners), self._sums([loser])
@@ -165,17 +165,17 @@ class Measurements(ToolFacts):
             return "which is in a set of fusions that is better, measured here"
         return ""
 
-    def _sums(self, steps: Sequence[Step]) -> tuple[int, float]:
+    def _sums(self, candidates: Sequence[Candidate]) -> tuple[int, float]:
         """The bytes and the seconds that measured candidates save."""
-        found = [self.found[step] for step in steps]
+        found = [self.found[c] for c in candidates]
         return sum(each.saved_bytes for each in found), sum(each.seconds for each in found)
 
-    def _measured(self, *steps: Step) -> bool:
-        return self.found.keys() >= {*steps}
+    def _measured(self, *candidates: Candidate) -> bool:
+        return self.found.keys() >= {*candidates}
 
 
-def _is_preceded(step: Step, others: Sequence[Step]) -> bool:
+def _is_preceded(candidate: Candidate, others: Sequence[Candidate]) -> bool:
     """Return whether a candidate of higher precedence may take one of its ops."""
-    own = step.source.precedence
+    own = candidate.source.precedence
     rivals = [o for o in others if o.passes != "joint" and o.source.precedence < own]
-    return step.passes == "joint" and bool(overlapping(step, rivals))
+    return candidate.passes == "joint" and bool(overlapping(candidate, rivals))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..core.cast import Identity
-from ..core.engine.facts import Facts, Step
+from ..core.engine.facts import Candidate, Facts
 from ..core.introspection import op_class
 from ..core.records import FusionSource, normalize
 from .table import Entries, Measurement
@@ -20,36 +20,36 @@ _COMMON = frozenset({*vars(Identity()), "_captured", "_name", "_path", "_prepare
 """Attributes that the engine and the base classes set on an op; some vary between processes."""
 
 
-def subject_of(facts: Facts, step: Step) -> dict[str, Any]:
+def subject_of(facts: Facts, candidate: Candidate) -> dict[str, Any]:
     """The subject of a candidate's entry, as JSON-able data."""
-    source, env, needs = step.source, facts.env, facts.needs
-    of = range(step.start, step.stop)
-    recipe = facts.edges.recipe_of(env.recipe, step.start, step.stop)
+    source, env, needs = candidate.source, facts.env, facts.needs
+    of = range(candidate.start, candidate.stop)
+    recipe = facts.edges.recipe_of(env.recipe, candidate.start, candidate.stop)
     return {
         "plugin": source.distribution and [normalize(source.distribution), source.version],
         "fusion": source.name,
         "pass": source.passes,
-        "ops": [describe(op) for op in step.matched if op_class(op).__name__ != "Cast"],
+        "ops": [describe(op) for op in candidate.matched if op_class(op).__name__ != "Cast"],
         "params": [[[list(shape), str(dtype)] for shape, dtype in facts.params[i]] for i in of],
-        "features": facts.chain.widths[step.start],
-        "grads": [needs.inputs[step.start], [list(needs.params[i]) for i in of]],
-        "backward_from": max(needs.first_backward - step.start, 0),
-        "dtype": [str(env.dtype), str(env.dtype if step.start else facts.input_dtype)],
+        "features": facts.chain.widths[candidate.start],
+        "grads": [needs.inputs[candidate.start], [list(needs.params[i]) for i in of]],
+        "backward_from": max(needs.first_backward - candidate.start, 0),
+        "dtype": [str(env.dtype), str(env.dtype if candidate.start else facts.input_dtype)],
         "recipe": recipe and repr(recipe),
-        "casts": _casts(facts, step),
+        "casts": _casts(facts, candidate),
         "mode": [env.training, env.deterministic, env.compiling],
         "options": [[k, v] for k, v in sorted(env.options.items()) if "." in k],
     }
 
 
-def _casts(facts: Facts, step: Step) -> list[list[Any]]:
+def _casts(facts: Facts, candidate: Candidate) -> list[list[Any]]:
     """The casts between its ops and at its ends, in both passes."""
     passes = ("forward", facts.edges.forward), ("backward", facts.edges.backward)
     return [
-        [name, edge - step.start, type(cast.quantizer).__name__, list(cast.usage)]
+        [name, edge - candidate.start, type(cast.quantizer).__name__, list(cast.usage)]
         for name, casts in passes
         for edge, cast in sorted(casts.items())
-        if step.start <= edge <= step.stop
+        if candidate.start <= edge <= candidate.stop
     ]
 
 

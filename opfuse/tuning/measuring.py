@@ -154,14 +154,14 @@ class _Collector(Recorder):
         program = as_compiled(program) if self._compiled else program
         extras = tensors[program.num_params :]
         call = MeasuredCall(program, x.detach(), extras, kwargs or ({},) * len(program.chain.ops))
-        steps = candidates(call, manager.sources(current.selection))
-        extents = [extent(step) for step in steps]
+        found = candidates(call, manager.sources(current.selection))
+        extents = [extent(candidate) for candidate in found]
         for span in dict.fromkeys(extents):  # together: they are compared with the same results
             reference = functools.cache(functools.partial(Reference, call, span))
-            for step, own_span in zip(steps, extents, strict=True):
-                candidate = Trial(call, step, reference)
-                if own_span == span and self._is_new(candidate, shape_of(x)):
-                    self.candidates.append(candidate)
+            for candidate, own_span in zip(found, extents, strict=True):
+                trial = Trial(call, candidate, reference)
+                if own_span == span and self._is_new(trial, shape_of(x)):
+                    self.candidates.append(trial)
 
     def replaced(self, replaced: ReplacedForward, module: nn.Module, tensors: Any) -> None:
         """Keep the two ways of a module, if it is not like one before."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..core.cast import Cast
 from ..core.engine.chain import Chain
-from ..core.engine.facts import Edges, Facts, Needs, Step, ToolFacts
+from ..core.engine.facts import Candidate, Edges, Facts, Needs, Step, ToolFacts
 from ..core.engine.planner import build_step, compile_program
 from ..core.engine.program import Program
-from ..core.engine.selection import Chosen, find_candidates
+from ..core.engine.selection import find_candidates
 from ..core.environment import Environment
 from ..core.records import FusionSource
 
@@ -54,12 +54,12 @@ class MeasuredCall:
 class Assumed(ToolFacts):
     """Every candidate counts as measured, and as fast as can be, in order to list all of them."""
 
-    def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any]:
+    def fields(self, candidate: Candidate, read: Callable[[str], Any]) -> Mapping[str, Any]:
         """Let no estimate of its speed refuse it."""
         return {"measured": math.inf}
 
 
-def candidates(call: MeasuredCall, sources: Iterable[FusionSource]) -> list[Step]:
+def candidates(call: MeasuredCall, sources: Iterable[FusionSource]) -> list[Candidate]:
     """Every candidate of a call, whatever its estimated speed.
 
     Args:
@@ -91,20 +91,20 @@ def compiled(way: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
-def extent(step: Step) -> range:
+def extent(candidate: Candidate) -> range:
     """The basic ops that must run to compare a candidate with the separate ops.
 
     They are its own and, if it ends with a cast, the op that asked for it.
     """
-    forward_reader = step.passes != "backward" and step.end % 2
-    backward_reader = step.passes == "backward" and step.begin % 2 == 0
-    return range(step.start - bool(backward_reader), step.stop + bool(forward_reader))
+    forward_reader = candidate.passes != "backward" and candidate.end % 2
+    backward_reader = candidate.passes == "backward" and candidate.begin % 2 == 0
+    return range(candidate.start - bool(backward_reader), candidate.stop + bool(forward_reader))
 
 
 def part_program(
     call: MeasuredCall,
     span: range,
-    step: Step | None = None,
+    candidate: Candidate | None = None,
     *,
     configuration: Any = None,
     exact: bool = False,
@@ -115,7 +115,7 @@ def part_program(
     Args:
         call: The call of the whole chain.
         span: The range of basic ops.
-        step: The candidate, or None: the ops run separately.
+        candidate: The candidate, or None: the ops run separately.
         configuration: For the candidate, see ``FusedOperation.configurations``.
         exact: In fp64, without a recipe.
         grads: Have a backward, if the whole chain has one.
@@ -143,8 +143,8 @@ def part_program(
         env, autocast = env._replace(dtype=torch.float64, recipe=None), None
         edges = Edges({}, {}, [{}] * len(span))
     facts = Facts(chain, env, needs, edges, whole.params[here], call.names[here], autocast)
-    taken = () if step is None else (_moved(step, span.start, chain, edges, env),)
-    return compile_program(facts, Chosen(taken, (), ()))
+    taken = () if candidate is None else (_moved(candidate, span.start, chain, edges, env),)
+    return compile_program(facts, taken)
 
 
 def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -> dict[int, Cast]:
@@ -156,13 +156,14 @@ def _shifted(casts: Mapping[int, Cast], start: int, last: int, first: int = 0) -
     }
 
 
-def _moved(step: Step, start: int, chain: Chain, edges: Edges, env: Environment) -> Step:
-    """A candidate of the whole chain, built for a part of it."""
-    moved = dataclasses.replace(step, begin=step.begin - 2 * start, end=step.end - 2 * start)
-    view = edges.view(chain.ops, "joint" if not step.casts else step.passes)
+def _moved(candidate: Candidate, start: int, chain: Chain, edges: Edges, env: Environment) -> Step:
+    """The step of a candidate of the whole chain, built for a part of it."""
+    begin, end = candidate.begin - 2 * start, candidate.end - 2 * start
+    view = edges.view(chain.ops, candidate.passes if candidate.casts else "joint")
     placed = zip(view.ops, view.places, strict=True)
-    moved.matched = tuple(op for op, place in placed if moved.begin <= place < moved.end)
-    fused = build_step(moved, (step.env or env)._replace(configuration=env.configuration))
-    if fused is None:
+    matched = tuple(op for op, place in placed if begin <= place < end)
+    moved = dataclasses.replace(candidate, begin=begin, end=end, matched=matched)
+    step = build_step(moved, (candidate.env or env)._replace(configuration=env.configuration))
+    if step is None:
         raise RuntimeError("it cannot be built, see the warning")
-    return dataclasses.replace(moved, op=fused)
+    return step

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.engine.facts import Step
+from ..core.engine.facts import Candidate
 from ..core.engine.program import Program
 from ..core.fusible import declared
 from ..report.calls import saved_bytes
@@ -30,7 +30,7 @@ class Trial(Job):
 
     Args:
         call: The call.
-        step: The candidate.
+        candidate: The candidate.
         reference: Makes the ops, with their tensors. Candidates of the same ops share what it
             makes, which is freed after the last of them.
     """
@@ -38,13 +38,14 @@ class Trial(Job):
     _reference: Reference
 
     def __init__(
-        self, call: MeasuredCall, step: Step, reference: Callable[[], Reference] | None
+        self, call: MeasuredCall, candidate: Candidate, reference: Callable[[], Reference] | None
     ) -> None:
-        self._step, self._make_reference = step, reference
-        source, env = step.source, call.program.env
+        self._candidate, self._make_reference = candidate, reference
+        source, env = candidate.source, call.program.env
         self.title, self.device = str(source.name), env.device
-        self.subject = subject_of(call.program.facts, step)
-        self.distribution, self.passes, self.ops = source.distribution, source.passes, step.matched
+        self.subject = subject_of(call.program.facts, candidate)
+        self.distribution, self.passes = source.distribution, source.passes
+        self.ops = candidate.matched
         self.trades_time, self.prefer = trades_time(source), env.options.get("prefer", "speed")
 
     def _measure(self) -> Measurement:
@@ -96,10 +97,11 @@ class Trial(Job):
     def _fastest(self) -> tuple[Program, Mapping[str, Any] | None]:
         """The candidate's program in its fastest configuration, and that configuration."""
         reference = self._reference
-        make = functools.partial(part_program, reference.call, reference.span, self._step)
+        make = functools.partial(part_program, reference.call, reference.span, self._candidate)
         plain = make()
         (fused,) = [s for s in (*plain.forward, *plain.backward) if s.source][:1]
-        offered, speed = list(fused.op.configurations(fused.env or plain.env)), 1.0
+        env = self._candidate.env or plain.env
+        offered, speed = list(fused.op.configurations(env)), 1.0
         best: tuple[Program, Mapping[str, Any] | None] = plain, None
         for configuration in offered[:MOST_CONFIGURATIONS]:
             program = make(configuration=dict(configuration))
@@ -143,7 +145,7 @@ class Trial(Job):
 
         ``torch.compile`` divides the work of both passes its own way, so there it is always both.
         """
-        passes = "joint" if both or program.compiling else self._step.passes
+        passes = "joint" if both or program.compiling else self._candidate.passes
         passes = passes if program.requires_grad else "forward"
         return [self._call(program, passes, given) for given in self._reference.sets]
 
@@ -163,7 +165,7 @@ class Trial(Job):
         weight, and that can cost the backward more than the forward saved.
         """
         timing = self._compare(self._separate, fused, least=LEAST)
-        alone = fused.requires_grad and self._step.passes == "forward" and not fused.compiling
+        alone = fused.requires_grad and self._candidate.passes == "forward" and not fused.compiling
         if not alone or timing.speed < THRESHOLD - REPEATS:
             return timing
         for how in ({"most": TURNS}, {"least": LEAST}):  # a few may say that it is not slower

@@ -18,7 +18,7 @@ class Prescribed:
         self.default, self.found, self.asked = default, found, []
 
     def measure(self, trial):
-        source = trial._step.source
+        source = trial._candidate.source
         self.asked.append(f"{source.name} {source.passes}")
         given = self.found.get(f"{source.name}_{source.passes}", self.found.get(source.name))
         given = self.default if given is None else given

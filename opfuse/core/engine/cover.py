@@ -5,43 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..fusion import PASSES
-from .facts import Step
+from .facts import Candidate
 
-Explain = Callable[[Step, Sequence[Step]], str]
+Explain = Callable[[Candidate, Sequence[Candidate]], str]
 
 
-def best_cover(candidates: Sequence[Step]) -> list[Step]:
+def best_cover(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The non-overlapping candidates of one pass with the largest total benefit."""
     groups = grouped(candidates)
-    return [
-        step for group in groups for step in best_of(group, [(0, step.benefit) for step in group])
-    ]
+    return [c for group in groups for c in best_of(group, [(0, c.benefit) for c in group])]
 
 
-def grouped(candidates: Sequence[Step]) -> Iterator[list[Step]]:
+def grouped(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """The candidates in groups, none of which overlaps another."""
-    group: list[Step] = []
+    group: list[Candidate] = []
     end = 0
-    for step in sorted(candidates, key=lambda step: step.begin):
-        if group and step.begin >= end:
+    for candidate in sorted(candidates, key=lambda candidate: candidate.begin):
+        if group and candidate.begin >= end:
             yield group
             group = []
-        group.append(step)
-        end = max(end, step.end)
+        group.append(candidate)
+        end = max(end, candidate.end)
     if group:
         yield group
 
 
-def best_of(candidates: Sequence[Step], values: Sequence[tuple[float, float]]) -> list[Step]:
+def best_of(
+    candidates: Sequence[Candidate], values: Sequence[tuple[float, float]]
+) -> list[Candidate]:
     """The non-overlapping candidates with the largest sums, first values first.
 
     Dynamic programming over half steps: the best cover from ``i`` on either skips ``i`` or takes a
     candidate that begins there. Ties: more ops covered by fewer fusions, then names.
     """
-    length = max((step.end for step in candidates), default=0)
-    best: list[tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Step, ...]]]
+    length = max((c.end for c in candidates), default=0)
+    best: list[tuple[float, float, int, int, tuple[tuple[str, str], ...], tuple[Candidate, ...]]]
     best = [(0.0, 0.0, 0, 0, (), ())] * (length + 1)
-    starting: dict[int, list[tuple[Step, tuple[float, float]]]] = {}
+    starting: dict[int, list[tuple[Candidate, tuple[float, float]]]] = {}
     for candidate, value in zip(candidates, values, strict=True):
         starting.setdefault(candidate.begin, []).append((candidate, value))
     for i in reversed(range(length)):
@@ -55,13 +55,15 @@ def best_of(candidates: Sequence[Step], values: Sequence[tuple[float, float]]) -
     return list(best[0][5])
 
 
-def overlapping(step: Step, others: Sequence[Step]) -> list[Step]:
+def overlapping(candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
     """The candidates among others that cover the same op or edge in the same pass."""
-    found = [o for o in others if o.begin < step.end and step.begin < o.end]
-    return [o for o in found if "joint" in (step.passes, o.passes) or step.passes == o.passes]
+    found = [o for o in others if o.begin < candidate.end and candidate.begin < o.end]
+    return [
+        o for o in found if "joint" in (candidate.passes, o.passes) or candidate.passes == o.passes
+    ]
 
 
-def conflict(loser: Step, winners: Sequence[Step], explain: Explain) -> tuple[str, str]:
+def conflict(loser: Candidate, winners: Sequence[Candidate], explain: Explain) -> tuple[str, str]:
     """Return why a candidate lost to those that overlap it, and the plugin of the first of them.
 
     Args:
@@ -71,13 +73,15 @@ def conflict(loser: Step, winners: Sequence[Step], explain: Explain) -> tuple[st
     """
     if not winners:
         return "another set of fusions has the larger total benefit", ""
-    first = min(winners, key=lambda step: (*step.source.order, step.begin))
+    first = min(winners, key=lambda c: (*c.source.order, c.begin))
     plugin = first.source.distribution
     who = f"overlaps {first.source.name}{f' of {plugin}' if plugin else ''}"
     return f"{who}, {_why_first(first, loser, winners, explain)}", plugin or ""
 
 
-def _why_first(first: Step, loser: Step, winners: Sequence[Step], explain: Explain) -> str:
+def _why_first(
+    first: Candidate, loser: Candidate, winners: Sequence[Candidate], explain: Explain
+) -> str:
     """Return why the first winner was taken and not the loser."""
     own, other = first.source.precedence, loser.source.precedence
     if own.kind < other.kind or own.order != other.order:

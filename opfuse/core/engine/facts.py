@@ -47,32 +47,21 @@ class Recompute(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Step:
-    """One call of one op over ``ops[start:stop]``, and over casts on their edges.
+class Span:
+    """A range of a chain: ``ops[start:stop]``, and casts on their edges.
 
     Attributes:
-        source: The :class:`~opfuse.core.records.FusionSource` that gave the fusion; None for a
-            basic op by itself, and for a cast.
-        begin, end: Its range in half steps, see :mod:`opfuse.core.engine.facts`; casts have a place
+        begin, end: The range in half steps, see :mod:`opfuse.core.engine.facts`; casts have a place
             there too.
         matched: The basic ops and the casts, in the order of the forward.
-        start, stop: Its range of basic ops; empty for a cast, whose edge is both.
-        benefit: Number of tensor reads and writes that the fusion saves.
-        env: The environment that was passed to its fusion; None: that of the plan.
-        op: The basic op, or the fused op; None until it is built.
-        has_extras: Whether one of its basic ops has extra tensors.
+        start, stop: The range of basic ops; empty for a cast, whose edge is both.
+        has_extras: Whether one of the basic ops has extra tensors.
         cast_places: Where in ``matched`` casts are, the last one first.
-        note: Further remarks for reports.
     """
 
-    source: Any
     begin: int
     end: int
     matched: tuple[BasicOperation, ...]
-    benefit: float = 0.0
-    env: Any = None
-    op: Any = None
-    note: str = ""
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
     has_extras: bool = dataclasses.field(init=False)
@@ -83,15 +72,6 @@ class Step:
         places = reversed(range(len(self.matched)))
         self.cast_places = tuple([p for p in places if isinstance(self.matched[p], Cast)])
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
-
-    def remark(self, text: str) -> None:
-        """Put a remark before those that it has."""
-        self.note = "; ".join(filter(None, (text, self.note)))
-
-    @classmethod
-    def alone(cls, op: BasicOperation, place: int) -> Step:
-        """A step of an op, or of a cast, by itself."""
-        return cls(None, place, place + 1, (op,), op=op)
 
     @property
     def indexed(self) -> list[tuple[int, BasicOperation]]:
@@ -108,14 +88,62 @@ class Step:
         return [(edge, op) for edge, op in self.indexed if isinstance(op, Cast)]
 
     @property
-    def passes(self) -> str:
-        """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
-        return str(self.source.passes) if self.source else "joint"
-
-    @property
     def title(self) -> str:
         """The names of its ops and casts."""
         return " + ".join(op_class(op).__name__ for op in self.matched)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Candidate(Span):
+    """A place where a fusion fits.
+
+    Attributes:
+        source: The :class:`~opfuse.core.records.FusionSource` that gave the fusion.
+        benefit: Number of tensor reads and writes that the fusion saves.
+        env: The environment that was passed to the fusion; None: that of the plan.
+        op: The fused op, if a fusion function has built it; or None.
+        note: Further remarks for reports.
+    """
+
+    source: Any
+    benefit: float = 0.0
+    env: Any = None
+    op: Any = None
+    note: str = ""
+
+    def remark(self, text: str) -> None:
+        """Put a remark before those that it has."""
+        self.note = "; ".join(filter(None, (text, self.note)))
+
+    @property
+    def passes(self) -> str:
+        """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
+        return str(self.source.passes)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Step(Span):
+    """One call of one op, for the range that it replaces.
+
+    Attributes:
+        op: The basic op, the cast, or the fused op.
+        source: Where a fused op comes from, see :class:`Candidate`; None for another op.
+        note: Further remarks for reports.
+    """
+
+    op: Any
+    source: Any = None
+    note: str = ""
+
+    @classmethod
+    def alone(cls, op: BasicOperation, place: int) -> Step:
+        """A step of an op, or of a cast, by itself."""
+        return cls(place, place + 1, (op,), op)
+
+    @property
+    def passes(self) -> str:
+        """The pass that it replaces; ``"joint"`` for an op that is not fused."""
+        return str(self.source.passes) if self.source else "joint"
 
     def separate(self, pass_name: str, last: int | None = None) -> list[Step]:
         """The steps of its ops and casts, in the order of a pass.
@@ -283,14 +311,14 @@ class ToolFacts(ABC):
     digest: str = ""
 
     @abstractmethod
-    def fields(self, step: Step, read: Callable[[str], Any]) -> Mapping[str, Any] | None:
+    def fields(self, candidate: Candidate, read: Callable[[str], Any]) -> Mapping[str, Any] | None:
         """Fields of the :class:`Environment` of a candidate; None: nothing is known of it.
 
         They are asked for once, before its condition. If a tool knows a candidate, its
         declaration ``trades_time`` does not count: the tool refuses it where it is too slow.
 
         Args:
-            step: The candidate. Reports tell its ``remark``.
+            candidate: The candidate. Reports tell its ``remark``.
             read: Gives ``"rows"``, ``"features"`` or ``"contiguous"`` of its input, or None where
                 that is not known. The plan is then for such inputs alone.
         """

@@ -25,10 +25,21 @@ from ..settings import Settings, current
 from ..tools import check_options
 from .chain import Chain
 from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
-from .facts import Edges, Facts, Needs, Recompute, Shapes, Step, ToolFacts, View, find_edges
-from .plan import FusionPlan, PlanStep
+from .facts import (
+    Candidate,
+    Edges,
+    Facts,
+    Needs,
+    Recompute,
+    Shapes,
+    Step,
+    ToolFacts,
+    View,
+    find_edges,
+)
+from .plan import FusionPlan, PlanStep, Refusal
 from .program import Program
-from .selection import Chosen, check_expansion, choose
+from .selection import check_expansion, choose
 
 
 class Key(NamedTuple):
@@ -118,7 +129,7 @@ def make_program(
         asked = [tool for tool in facts.tools if "opfuse_facts" in tool.hooks]
         answers = [manager.ask(tool, "opfuse_facts", ToolFacts, facts=facts) for tool in asked]
         facts = dataclasses.replace(facts, tool_facts=[*filter(None, answers)])
-    return compile_program(facts, _build(facts, sources))
+    return _build(facts, sources)
 
 
 def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
@@ -172,36 +183,36 @@ def processor(device: torch.device) -> dict[str, Any]:
     return {"multiprocessors": found.multi_processor_count, "architecture": architecture}
 
 
-def _build(facts: Facts, sources: Sequence[FusionSource]) -> Chosen:
+def _build(facts: Facts, sources: Sequence[FusionSource]) -> Program:
     """Choose fusions and build their ops; choose again without those whose build fails."""
     excluded: set[tuple[Any, int, int]] = set()
     while True:
         chosen = choose(facts, sources, excluded)
-        built: list[Step] = []
-        for step in chosen.taken:
-            fused = build_step(step, step.env or facts.env)
-            if fused is None:
-                excluded.add((step.source, step.begin, step.end))
+        steps: list[Step] = []
+        for candidate in chosen.taken:
+            step = build_step(candidate, candidate.env or facts.env)
+            if step is None:
+                excluded.add((candidate.source, candidate.begin, candidate.end))
                 break
-            built.append(dataclasses.replace(step, op=fused))
+            steps.append(step)
         else:
-            return dataclasses.replace(chosen, taken=tuple(built))
+            return compile_program(facts, steps, chosen.refused, chosen.row_facts)
 
 
-def build_step(step: Step, env: Environment) -> Any:
-    """Build the fused op of a step; None, after a warning, if its author's code fails."""
-    ops, fused = step.matched, step.op
+def build_step(candidate: Candidate, env: Environment) -> Step | None:
+    """The step of a candidate; None, after a warning, if its author's code fails."""
+    ops, fused, source = candidate.matched, candidate.op, candidate.source
     try:
         if fused is None:
-            fused = step.source.fusion.build(ops)
+            fused = source.fusion.build(ops)
         if isinstance(fused, FusedOperation):
             fused.planned(env)
     except Exception as error:
         what = "build" if fused is None else "planned"
-        step.source.warn(f"its {what} raised {type(error).__name__}: {error}")
+        source.warn(f"its {what} raised {type(error).__name__}: {error}")
         return None
-    check_expansion(step.source, fused, ops)
-    return fused
+    check_expansion(source, fused, ops)
+    return Step(candidate.begin, candidate.end, ops, fused, source, candidate.note)
 
 
 def _needs(chain: Chain, grads: tuple[bool, ...] | None) -> Needs:
@@ -221,14 +232,21 @@ def _needs(chain: Chain, grads: tuple[bool, ...] | None) -> Needs:
 # From the choice to the program
 
 
-def compile_program(facts: Facts, chosen: Chosen) -> Program:
-    """Turn chosen fusions, already built, into a program.
+def compile_program(
+    facts: Facts,
+    fused: Sequence[Step],
+    refused: tuple[Refusal, ...] = (),
+    row_facts: Sequence[str] = (),
+) -> Program:
+    """Turn the steps of fusions into a program.
 
     Args:
         facts: The chain, and everything that its plan is made from.
-        chosen: The fusions taken; each step carries its fused op.
+        fused: The steps of the fusions taken.
+        refused: The candidates that were not.
+        row_facts: The facts about the rows that the choice depends on.
     """
-    steps = forward, backward = _steps(facts, chosen)
+    steps = forward, backward = _steps(facts, fused)
     found = [_recompute(step, facts, forward) for step in backward]
     again = [*zip(backward, found, strict=True)]
     recomputing = {step.start: how for step, how in again if isinstance(how, Recompute)}
@@ -238,17 +256,17 @@ def compile_program(facts: Facts, chosen: Chosen) -> Program:
     digest = ",".join(known.digest for known in facts.tool_facts if known.digest)
     of_forward = [_describe(step, note_of(step.matched, recipe), facts) for step in forward]
     of_backward = [_describe(*pair, facts) for pair in zip(backward, notes, strict=True)]
-    plan = FusionPlan(tuple(of_forward), tuple(of_backward), chosen.refused, digest)
+    plan = FusionPlan(tuple(of_forward), tuple(of_backward), refused, digest)
     program = Program(facts, plan, steps, contexts, recomputing)
-    program.row_facts = tuple(sorted({*chosen.row_facts, *facts.edges.row_facts}))
+    program.row_facts = tuple(sorted({*row_facts, *facts.edges.row_facts}))
     return program
 
 
-def _steps(facts: Facts, chosen: Chosen) -> tuple[list[Step], list[Step]]:
+def _steps(facts: Facts, fused: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     """The steps of both passes, in the order they run."""
     ops, edges, first = facts.chain.ops, facts.edges, facts.needs.first_backward
-    forward = [step for step in chosen.taken if step.passes != "backward"]
-    backward = [step for step in chosen.taken if step.passes != "forward"]
+    forward = [step for step in fused if step.passes != "backward"]
+    backward = [step for step in fused if step.passes != "forward"]
     forward = _cover(edges.view(ops, "forward"), forward)
     backward = _cover(edges.view(ops, "backward"), backward)[::-1]
     backward = [step for step in backward if step.end > 2 * first + 1]

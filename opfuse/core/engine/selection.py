@@ -29,7 +29,7 @@ from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation
 from ..records import FusionSource
 from .cover import Explain, best_cover, conflict, overlapping
-from .facts import Facts, Step, View
+from .facts import Candidate, Facts, View
 from .plan import Refusal
 
 logger = logging.getLogger("opfuse")
@@ -38,9 +38,9 @@ _MOST = 1e6  # of a benefit: sums stay exact
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """The result of planning: the candidates taken, left to right per pass, and the refusals."""
+    """The result of choosing: the candidates taken, left to right per pass, and the refusals."""
 
-    taken: tuple[Step, ...]
+    taken: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
     row_facts: tuple[str, ...]
 
@@ -69,22 +69,22 @@ class Choice:
         finder: _Finder,
         sources: Sequence[FusionSource],
         later: Sequence[FusionSource],
-        taken: Sequence[Step],
+        taken: Sequence[Candidate],
     ) -> None:
         self._finder, self._sources, self._later = finder, sources, later
         self.taken, self.refused = taken, finder.lost
-        self.cover: Callable[[Sequence[Step]], list[Step]] = best_cover
+        self.cover: Callable[[Sequence[Candidate]], list[Candidate]] = best_cover
         self.explain: Explain = lambda loser, winners: ""
-        self.found: list[Step] = []
+        self.found: list[Candidate] = []
 
     @functools.cached_property
-    def candidates(self) -> list[Step]:
+    def candidates(self) -> list[Candidate]:
         """Those that overlap nothing taken; their conditions are asked when this is first read."""
         for source in self._sources:
             self.found += self._finder.candidates(source, self.taken)
-        return [step for step in self.found if not overlapping(step, self.taken)]
+        return [c for c in self.found if not overlapping(c, self.taken)]
 
-    def rivals(self, *, alike: bool) -> list[Step]:
+    def rivals(self, *, alike: bool) -> list[Candidate]:
         """The candidates that choose later, and overlap nothing taken.
 
         Args:
@@ -94,9 +94,9 @@ class Choice:
         sources = [source for source in self._later if not alike or source.precedence == own]
         return self._finder.peek(sources, self.taken)
 
-    def best(self) -> list[Step]:
+    def best(self) -> list[Candidate]:
         """The candidates that are used."""
-        return self.cover([step for step in self.candidates if step not in self.refused])
+        return self.cover([c for c in self.candidates if c not in self.refused])
 
 
 def choose(
@@ -117,7 +117,7 @@ def choose(
     finder = _Finder(facts, excluded)
     best = facts.wrap("opfuse_wrap_choice", Choice.best)
     choices: list[Choice] = []
-    taken: list[Step] = []
+    taken: list[Candidate] = []
     ordered = sorted(sources, key=operator.attrgetter("order"))
     for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: pair[1].order):
         positions, group = zip(*of_class, strict=True)
@@ -126,7 +126,7 @@ def choose(
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept = taken[:limit]
     won, fitting = {*kept}, {*taken}
-    losers = [(step, each) for each in choices for step in each.found if step not in won]
+    losers = [(c, each) for each in choices for c in each.found if c not in won]
     for loser, choice in losers:
         limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
         why = limited or finder.lost.get(loser)
@@ -136,21 +136,21 @@ def choose(
     return Chosen(tuple(kept), refused, tuple(sorted(finder.row_facts)))
 
 
-def _checked(chosen: Any, choice: Choice) -> list[Step]:
+def _checked(chosen: Any, choice: Choice) -> list[Candidate]:
     """What a choice gave; refused if a tool made it no choice among the candidates."""
     is_list = isinstance(chosen, (list, tuple))
-    if not is_list or not all(any(step is each for each in choice.candidates) for step in chosen):
-        got = type(chosen).__name__ if not is_list else f"{len(chosen)} steps"
+    if not is_list or not all(any(c is each for each in choice.candidates) for c in chosen):
+        got = type(chosen).__name__ if not is_list else f"{len(chosen)} candidates"
         what = "must return a list of the candidates of its Choice"
         raise TypeError(f"a tool's opfuse_wrap_choice {what}, got {got}")
-    for step in chosen:
-        if len(both := overlapping(step, chosen)) > 1:
+    for candidate in chosen:
+        if len(both := overlapping(candidate, chosen)) > 1:
             names = " and ".join(each.source.name for each in both)
             raise RuntimeError(f"a tool's opfuse_wrap_choice took {names}, which overlap")
     return [*chosen]
 
 
-def find_candidates(facts: Facts, sources: Iterable[FusionSource]) -> list[Step]:
+def find_candidates(facts: Facts, sources: Iterable[FusionSource]) -> list[Candidate]:
     """Every candidate of a chain, including overlapping ones; see :func:`choose`."""
     return _Finder(facts).peek(sources, [])
 
@@ -169,7 +169,7 @@ class _Finder:
     excluded: Collection[tuple[Any, int, int]] = ()
     refused: list[Refusal] = dataclasses.field(default_factory=list)
     row_facts: set[str] = dataclasses.field(default_factory=set)
-    lost: dict[Step, str] = dataclasses.field(default_factory=dict)
+    lost: dict[Candidate, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ops, self.env, self.edges = self.facts.chain.ops, self.facts.env, self.facts.edges
@@ -178,23 +178,23 @@ class _Finder:
         keeping = [declared(op, "keeps_rows") for op in self.ops]
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
 
-    def peek(self, sources: Iterable[FusionSource], taken: Sequence[Step]) -> list[Step]:
+    def peek(self, sources: Iterable[FusionSource], taken: Sequence[Candidate]) -> list[Candidate]:
         """The candidates of some sources, without recording refusals."""
         finder = dataclasses.replace(self, refused=[])
         return [
-            step
+            candidate
             for source in sources
-            for step in finder.candidates(source, taken)
-            if not overlapping(step, taken)
+            for candidate in finder.candidates(source, taken)
+            if not overlapping(candidate, taken)
         ]
 
-    def refuse(self, step: Step, reason: str, lost_to: str | None = None) -> None:
-        source, names = step.source, tuple(op_class(op).__name__ for op in step.matched)
-        where = source.name, source.passes, names, step.start
+    def refuse(self, candidate: Candidate, reason: str, lost_to: str | None = None) -> None:
+        source, names = candidate.source, tuple(op_class(op).__name__ for op in candidate.matched)
+        where = source.name, source.passes, names, candidate.start
         self.refused.append(Refusal(*where, reason, source.distribution, lost_to))
         logger.debug("refused %s: %s", source.name, reason)
 
-    def candidates(self, source: FusionSource, taken: Sequence[Step]) -> Iterator[Step]:
+    def candidates(self, source: FusionSource, taken: Sequence[Candidate]) -> Iterator[Candidate]:
         """The candidates of a fusion; it is asked only where none of higher precedence is."""
         if source.passes == "backward" and not self.env.requires_grad:
             return
@@ -213,7 +213,7 @@ class _Finder:
         if isinstance(source.fusion, Fusion):
             self._refuse_uncovered(source, source.fusion)
 
-    def _found(self, source: FusionSource) -> Iterator[Step]:
+    def _found(self, source: FusionSource) -> Iterator[Candidate]:
         """The matches of a fusion: the ops with the casts of its pass, or the ops alone.
 
         A pattern that names no cast is searched in both: if it matches only the ops alone, casts
@@ -222,7 +222,7 @@ class _Finder:
         alone = self.views["joint"]
         if not isinstance(source.fusion, Fusion):
             for i, j, op in _function_matches(source, self.ops, self.env):
-                yield dataclasses.replace(_step(source, alone, i, j), op=op)
+                yield dataclasses.replace(_candidate(source, alone, i, j), op=op)
             return
         ops_alone = source.passes == "joint" or "casts" in source.fusion.declares
         view = alone if ops_alone else self.views[source.passes]
@@ -231,10 +231,10 @@ class _Finder:
         for each in views:
             for i in range(len(each.ops)):
                 for j in source.fusion.match(each.ops, i):
-                    step = _step(source, each, i, j)
-                    if (step.begin, step.end) not in seen:
-                        seen.add((step.begin, step.end))
-                        yield step
+                    candidate = _candidate(source, each, i, j)
+                    if (candidate.begin, candidate.end) not in seen:
+                        seen.add((candidate.begin, candidate.end))
+                        yield candidate
 
     def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
         """Record, once per fusion, which ops override the arithmetic of its pattern."""
@@ -247,51 +247,51 @@ class _Finder:
         said: set[int] = set()
         for _, i, j, why in sorted(missed):
             if said.isdisjoint(range(i, j)):
-                self.refuse(_step(source, view, i, j), why)
+                self.refuse(_candidate(source, view, i, j), why)
                 said |= set(range(i, j))
 
-    def _benefit(self, step: Step) -> float | str:
+    def _benefit(self, candidate: Candidate) -> float | str:
         """The benefit, or a sentence that says why it is no reason to fuse."""
-        source, start, stop, op = step.source, step.start, step.stop, step.op
+        source, start, stop, op = candidate.source, candidate.start, candidate.stop, candidate.op
         first = self.facts.needs.first_backward
         if source.passes == "backward" and start < first:
             return f"no gradient is needed before op {first}"
-        if (source, step.begin, step.end) in self.excluded:
+        if (source, candidate.begin, candidate.end) in self.excluded:
             return "its build failed, see the warning"
         fusion = source.fusion
         casts = "casts" in fusion.declares if op is None else getattr(op, "casts", False)
-        if not (step.casts or casts):
+        if not (candidate.casts or casts):
             if between := self.edges.between(source.passes, start, stop):
                 return f"{between}, and this fusion does not cast there"
-        if surplus := self._surplus(step):
+        if surplus := self._surplus(candidate):
             return surplus
-        known = self._known(step)
-        step.env = self.env._replace(**known)
-        asked = self._asked(step) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
+        known = self._known(candidate)
+        candidate.env = self.env._replace(**known)
+        asked = self._asked(candidate) if isinstance(fusion, Fusion) else 2 * (stop - start - 1)
         trades = "trades_time" in getattr(fusion, "declares", ()) and self.prefer != "memory"
         if trades and not known and not isinstance(asked, str):
             return 'it trades time for memory, which prefer="memory" asks for'
         return asked
 
-    def _surplus(self, step: Step) -> str:
-        """A sentence about a call's keyword argument that the step does not take; ``""``: none."""
-        build = getattr(step.source.fusion, "build", None)
-        takes = getattr(build, "kwarg_names", ()) if step.op is None else kwarg_names(step.op)
-        for index in range(step.start, step.stop):
+    def _surplus(self, candidate: Candidate) -> str:
+        """A sentence about a keyword argument that the candidate does not take; ``""``: none."""
+        op, build = candidate.op, getattr(candidate.source.fusion, "build", None)
+        takes = getattr(build, "kwarg_names", ()) if op is None else kwarg_names(op)
+        for index in range(candidate.start, candidate.stop):
             for name in self.facts.kwargs[index]:
                 if takes is not None and name not in takes:
                     given_to = type(self.ops[index]).__name__
                     return f"it does not take the keyword argument {name!r} given to {given_to}"
         return ""
 
-    def _asked(self, step: Step) -> float | str:
+    def _asked(self, candidate: Candidate) -> float | str:
         """Ask the condition and the benefit of a fusion; check the types of the answers."""
-        source: FusionSource = step.source
+        source: FusionSource = candidate.source
         fusion: Any = source.fusion
-        ops, asked = step.matched, "condition"
+        ops, asked = candidate.matched, "condition"
         try:
-            answer, env = self._condition(fusion, step)
-            asked, step.env = "benefit", env
+            answer, env = self._condition(fusion, candidate)
+            asked, candidate.env = "benefit", env
             benefit = fusion.benefit_of(ops, env) if answer is True else 0
         except Exception as error:
             return source.warn(f"its {asked} raised {type(error).__name__}: {error}")
@@ -305,52 +305,52 @@ class _Finder:
             )
         return f"it declares a benefit of {benefit:g}" if benefit < 0 else benefit
 
-    def _condition(self, fusion: Fusion, step: Step) -> tuple[Any, Environment]:
+    def _condition(self, fusion: Fusion, candidate: Candidate) -> tuple[Any, Environment]:
         """The answer of a condition, and the environment it was given for."""
-        env = self._environment(fusion, step)
+        env = self._environment(fusion, candidate)
         if "recipe" in fusion.needs and env.recipe is None:
             return "no recipe quantizes these ops", env
-        answer = fusion.when is None or fusion.when(step.matched, env)
+        answer = fusion.when is None or fusion.when(candidate.matched, env)
         # otherwise the number of rows is known only when the chain runs
-        if answer is True and "rows" in fusion.needs and self.rows_kept[step.start]:
+        if answer is True and "rows" in fusion.needs and self.rows_kept[candidate.start]:
             self.row_facts.add("rows")
             env = env._replace(rows=self.env.rows)
-            answer = fusion.when is None or fusion.when(step.matched, env)
+            answer = fusion.when is None or fusion.when(candidate.matched, env)
         return answer, env
 
-    def _environment(self, fusion: Fusion, step: Step) -> Environment:
+    def _environment(self, fusion: Fusion, candidate: Candidate) -> Environment:
         """The environment passed to a fusion, before the number of rows is added."""
-        start = step.start
+        start = candidate.start
         aligned = "row_alignment" in fusion.needs and self.rows_kept[start]
         self.row_facts |= {"row_alignment"} if aligned else set()
-        return step.env._replace(  # type: ignore[no-any-return]
+        return candidate.env._replace(  # type: ignore[no-any-return]
             rows=None,
-            recipe=self.edges.recipe_of(self.env.recipe, start, step.stop),
+            recipe=self.edges.recipe_of(self.env.recipe, start, candidate.stop),
             features=self.facts.chain.widths[start],
             contiguous=None,
             row_alignment=self.env.row_alignment if aligned else 1,
         )
 
-    def _known(self, step: Step) -> dict[str, Any]:
+    def _known(self, candidate: Candidate) -> dict[str, Any]:
         """What tools know of a candidate, as fields of its environment."""
         found: dict[str, Any] = {}
         for known in self.facts.tool_facts:
-            found.update(known.fields(step, functools.partial(self._read, step)) or {})
+            found.update(known.fields(candidate, functools.partial(self._read, candidate)) or {})
         return found
 
-    def _read(self, step: Step, name: str) -> Any:
+    def _read(self, candidate: Candidate, name: str) -> Any:
         """A fact about the input of a candidate, which the plan then depends on, or None."""
         # the rows are known as long as no op changes them; everything else only at the start of
         # the chain
-        if not (self.rows_kept[step.start] if name == "rows" else step.start == 0):
+        if not (self.rows_kept[candidate.start] if name == "rows" else candidate.start == 0):
             return None
         self.row_facts.add(name)
         return getattr(self.env, name)
 
 
-def _step(source: FusionSource, view: View, i: int, j: int) -> Step:
+def _candidate(source: FusionSource, view: View, i: int, j: int) -> Candidate:
     """A candidate over ``view.ops[i:j]``."""
-    return Step(source, view.places[i], view.places[j - 1] + 1, view.ops[i:j])
+    return Candidate(view.places[i], view.places[j - 1] + 1, view.ops[i:j], source)
 
 
 def _function_matches(

@@ -86,10 +86,10 @@ def among_promising(facts: Facts, run: Run) -> Run:
         return run
 
     def choose(choice: Choice) -> Any:
-        for step in choice.candidates:
-            if "batch_invariant" not in getattr(step.source.fusion, "declares", ()):
+        for candidate in choice.candidates:
+            if "batch_invariant" not in getattr(candidate.source.fusion, "declares", ()):
                 why = 'it does not promise the bits of a row that invariant="batch" asks for'
-                choice.refused.setdefault(step, why)
+                choice.refused.setdefault(candidate, why)
         return run(choice)
 
     return choose if inside == "block" else lambda choice: []
