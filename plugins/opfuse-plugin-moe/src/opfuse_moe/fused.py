@@ -10,7 +10,7 @@ from torch import Tensor
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Subclasses
 from opfuse.ops import GroupedLinear, ScaledActivation
 
-from . import conditions
+from . import by_torch, conditions
 
 Ctxs = list[OperationContext]
 Extras = Sequence[Sequence[Any]]
@@ -34,7 +34,8 @@ class _Grouped(FusedOperation):
         from . import groups
 
         self._groups = groups
-        self._config = groups.configured(env.configuration)
+        how = groups.configured(env.configuration)
+        self._how = {"config": how, "by_torch": env.configuration == by_torch.CONFIGURATION}
 
     def configurations(self, env: Environment) -> Sequence[Mapping[str, Any]]:
         """See :meth:`opfuse.FusedOperation.configurations`."""
@@ -47,7 +48,9 @@ class _Grouped(FusedOperation):
         groups = self._ops[self._linear].num_groups
         facts = {"x": env.dtype, "rows": MANY_ROWS, "groups": groups}
         kernel = getattr(library, self._kernel)
-        return kernel.candidates(current_target(env.device), facts)  # type: ignore[no-any-return]
+        offered: list[Any] = kernel.candidates(current_target(env.device), facts)
+        codes = self._kernel == "PRODUCT" and by_torch.may_take(env)
+        return [*offered[:7], by_torch.CONFIGURATION] if codes else offered
 
 
 class ForwardGrouped(_Grouped):
@@ -70,7 +73,7 @@ class ForwardGrouped(_Grouped):
             basic_op_kwargs or ({},),
         )
         made = self._groups.DeviceGroups, ctx.params, bool(ctx.quantizers)
-        maker = self._groups.Maker(*made, config=self._config)
+        maker = self._groups.Maker(*made, **self._how)
         return op.forward_in(maker, ctx, input_, extras, given), ((),)
 
 
@@ -87,7 +90,7 @@ class BackwardGrouped(_Grouped):
         plain = [t for t in ctx.saved_tensors or () if isinstance(t, Tensor)]
         floating = [t for t in plain if t.is_floating_point()]
         made = self._groups.DeviceGroups, floating, bool(ctx.quantizers)
-        maker = self._groups.Maker(*made, config=self._config)
+        maker = self._groups.Maker(*made, **self._how)
         dx, grads, of_extras = op.backward_in(maker, ctx, grad_output)
         return dx, (grads,), (of_extras,)
 
@@ -138,7 +141,7 @@ class ForwardActivated(_WithActivation):
         activation = self._activation(scaled.numbers_of(), scales)
         maker = self._groups.Maker(
             *(self._groups.Activated, (*of_linear.params, scales)),
-            **{"activation": activation, "keep": keep, "config": self._config},
+            **{"activation": activation, "keep": keep, **self._how},
         )
         hidden = linear.forward_in(maker, of_linear, input_, extras)
         if maker.made is None:
@@ -171,7 +174,7 @@ class BackwardActivated(_WithActivation):
         maker = self._groups.Maker(
             *(self._groups.Gradients, (hidden, scales)),
             activation=self._activation(ctx.numbers, scales),
-            **{"hidden": hidden, "with_scales": ctx.scales_requires_grad, "config": self._config},
+            **{"hidden": hidden, "with_scales": ctx.scales_requires_grad, **self._how},
         )
         dx, grads, of_extras = linear.backward_in(maker, of_linear, grad_output)
         if maker.made is None:

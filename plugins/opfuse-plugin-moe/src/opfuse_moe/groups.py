@@ -16,6 +16,7 @@ from torch import Tensor
 from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.ops.grouped import Groups, Sums, ends_of, groups_of
 
+from . import by_torch
 from .conditions import CODES
 from .kernels import library
 
@@ -30,6 +31,7 @@ class DeviceGroups(Groups):
     """Groups whose sizes the device reads, with the products of :mod:`.kernels.library`."""
 
     config: Config | None = None
+    by_torch = False  # where that takes the codes
 
     def products(self, x: Tensor, weights: Any, biases: Sequence[Tensor]) -> Tensor:
         """See :meth:`opfuse.ops.grouped.Groups.products`."""
@@ -110,6 +112,9 @@ class DeviceGroups(Groups):
             left = library.Scaled(rows, x.rowwise_scale_inv)
             return library.scaled_product(left, matrices, self.ends, dtype, biases)
         inverse = library.stacked([weight.scale_inv.reshape(1) for weight in weights]).reshape(-1)
+        if self.by_torch and not biases and by_torch.takes(rows, codes, dtype):
+            given = (rows, x.scale_inv), library.stacked(codes), inverse, self.ends
+            return by_torch.coded_product(*given, exact=exact)
         given = inverse, self.ends, dtype, biases, self.config
         matrices_ = library.matrices_of(codes)
         return library.coded_product((rows, x.scale_inv), matrices_, *given, exact=exact)
@@ -257,5 +262,5 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def configured(given: Mapping[str, Any] | None) -> Config | None:
-    """A configuration that was measured."""
-    return None if given is None else Config(**given)
+    """A configuration of the kernels that was measured."""
+    return None if given in (None, by_torch.CONFIGURATION) else Config(**given)
