@@ -260,6 +260,19 @@ def test_a_frozen_head_learns_nothing(pair):
         out.logits  # noqa: B018
 
 
+def test_they_are_those_of_the_weights_of_their_call(pair):
+    model, twin, given, computed = pair
+    weights = {name: param.detach() * 1.1 for name, param in model.named_parameters()}
+    expected, got = [torch.func.functional_call(each, weights, (), given) for each in (model, twin)]
+    torch.testing.assert_close(got.loss, expected.loss)
+    assert not computed
+    torch.testing.assert_close(got.logits, expected.logits)
+    got = twin(**given)
+    before = model(**given).logits
+    twin.load_state_dict(weights, assign=True)
+    torch.testing.assert_close(got.logits, before)
+
+
 def test_what_stands_for_them_is_used_as_they_are(pair):
     """By way of items, say."""
     model, twin, given, computed = pair

@@ -74,8 +74,12 @@ def first(model):
             lambda model: first(model).lora_A["default"].register_forward_hook(lambda *_: None),
             "lora_A.default has forward hooks",
         ),
+        (
+            lambda model: first(model).scaling.update(default=torch.tensor(3.0)),
+            "the scaling of 'default' is a tensor",
+        ),
     ],
-    ids=["disabled", "merged", "scale", "hook"],
+    ids=["disabled", "merged", "scale", "hook", "tensor"],
 )
 def test_a_changed_lora_layer_falls_back_with_a_reason(models, change, why):
     model, twin, _ = adapted(models)

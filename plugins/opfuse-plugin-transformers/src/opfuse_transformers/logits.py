@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from opfuse.core.introspection import is_dtensor
-from opfuse.ops.authoring import op_class
 
 from . import sharded
 
@@ -116,20 +116,21 @@ class Logits:
 
     def start(self, hidden: Tensor) -> None:
         """Note the input of the head and its parameters, as they are where it runs."""
-        self.hidden = hidden
-        self._trains = any(param.requires_grad for param in self.linear.parameters())
+        # those of now: torch.func.functional_call puts others back when the forward ends
+        self.hidden, self._params = hidden, [*self.linear.parameters()]
+        self._trains = any(param.requires_grad for param in self._params)
         self._before, self._some = self._state(), self._samples()
 
     def _state(self) -> list[Any]:
-        tensors = [self.hidden, *self.linear.parameters()]
-        versions = [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
+        tensors = [self.hidden, *self._params]
+        versions = [0 if t.is_inference() else t._version for t in tensors]
         return [_steps if self._trains else 0, *versions]
 
     def _samples(self) -> list[Tensor]:
         """A few numbers of each parameter: averages of weights are often put there as data."""
         if self.hidden.is_meta or torch._C._are_functorch_transforms_active():
             return []
-        read = [param.detach() for param in self.linear.parameters()]
+        read = [param.detach() for param in self._params]
         return [p[tuple([slice(0, None, n // 32 + 1) for n in p.shape])].clone() for p in read]
 
     def _changed(self) -> bool:
@@ -184,10 +185,11 @@ class Logits:
             )
         if self._changed():
             raise RuntimeError(f"{_WITHOUT}, and computes them when they are read; {_CHANGED}")
-        run = functools.partial(op_class(self.linear).forward, self.linear)
         grads = functools.partial(torch.set_grad_enabled, self.differentiable)
         with torch.inference_mode(False), grads(), self._autocast():
-            return self.stepped((run if self._late else self.linear)(self.hidden))
+            if not self._late:  # hooks run around it
+                return self.stepped(self.linear(self.hidden))
+            return self.stepped(F.linear(self.hidden, *self._params))
 
     def stepped(self, result: Tensor) -> Tensor:
         """What the forward makes of the result of the head."""

@@ -210,6 +210,8 @@ def _refusal(module: Any, name: str) -> str:
         return f"its active adapters are {module.active_adapters}, not {name!r} alone"
     if not getattr(module, "cast_input_dtype_enabled", True):
         return "it does not cast its input"
+    if isinstance(module.scaling.get(name), Tensor):  # PEFT makes it one to exchange adapters
+        return f"the scaling of {name!r} is a tensor"
     if name in module.lora_variant:
         return f"adapter {name!r} is a {type(module.lora_variant[name]).__name__}"
     return ""
