@@ -460,7 +460,7 @@ def parse_arguments():
     )
     for name, default, what in (
         ("steps", 40, "optimizer steps to train, after those of --resume"),
-        ("batch", 8, "stretches of text in a batch"),
+        ("batch", 4, "stretches of text in a batch"),
         ("context", 128, "bytes in a stretch"),
         ("width", 256, f"features of a byte; a multiple of {HEAD}"),
         ("layers", 4, "blocks of attention and MLP"),
