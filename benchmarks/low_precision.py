@@ -4,7 +4,7 @@ python benchmarks/low_precision.py --out losses.json --plot curves.svg
 python benchmarks/low_precision.py --recipes bf16,fp8-current,nvfp4 --seeds 0 --steps 20
 python benchmarks/low_precision.py --draw losses.json --plot curves.svg
 
-Every run trains the model of ``examples/train_lm.py`` with its default sizes: under
+Every run trains the model of ``examples/train_lm.py``, with batches of 16: under
 ``torch.autocast`` to bf16, the same without a recipe and with each one. Runs of one seed start from
 the same weights and see the same batches. The last linear layer is left in bf16. What is compared
 is the loss on validation text at the end, as the mean over seeds. Runs of several processes are put
@@ -59,13 +59,12 @@ def train(script: Any, name: str, seed: int, steps: int, text: Any) -> dict[str,
     import opfuse
 
     recipe = None if name == BASE else name
-    args = argparse.Namespace(
-        batch=16, context=128, width=256, layers=4, seed=seed, recipe=name, compile="none"
-    )
+    args = argparse.Namespace(batch=16, context=128, width=256, layers=4, seed=seed, recipe=name)
+    args.compile, args.prefer = "none", "speed"
     run = script.Run(args, None, recipe)
     script.train({f"{name}, seed {seed}": run}, text[0], steps)
     inputs, _ = script.draw_batch(text[0], args, script.torch.Generator().manual_seed(0))
-    validation = run.validate(text[1])
+    validation = run.validate(text[1], batches=20)
     with run.way():
         rows = opfuse.explain(run.model, inputs).to_dict()["quantized"]
     return {
