@@ -1,8 +1,10 @@
 """Which tests run: what no plugin changes, and what is left out unless every case is asked for."""
 
 import gc
+import inspect
 import itertools
 import os
+import re
 import sys
 import zlib
 
@@ -63,10 +65,20 @@ def _share(cases, is_costly):
 
     Where no other session runs all, since they need several plugins, a few or costly ones all run.
     """
-    marks = {mark.name for mark in cases[0].own_markers}
-    if "skipif" not in marks and "models" not in cases[0].path.parts:
+    if not _needs_plugins(cases[0]):
         return _some(cases, SHARE, few=1)
     return cases if is_costly else _some(cases, SHARE, few=4)
+
+
+def _needs_plugins(item):
+    """Whether a test, or its file, is skipped without certain plugins. All of whole models is."""
+    asks = r'(importorskip|find_spec)\("opfuse_'
+    return (
+        "models" in item.path.parts
+        or any(mark.name == "skipif" for mark in item.own_markers)
+        or re.search(asks, inspect.getsource(item.function))
+        or re.search(rf"(?m)^\S.*{asks}", item.path.read_text(encoding="utf-8"))
+    )
 
 
 def _some(cases, count, always=(), each=None, few=20):

@@ -139,7 +139,8 @@ def test_which_cases_of_a_costly_test_run():
     marks = pytest.mark.costly(0.25, each=7).mark
     for case in cases:
         case.cls, case.get_closest_marker = suite, lambda name: marks
-        case.own_markers, case.path = [], ROOT
+        case.own_markers, case.path = [], pathlib.Path(__file__)
+        case.function = test_which_cases_of_a_costly_test_run
     ran, hook = list(cases), types.SimpleNamespace(pytest_deselected=lambda items: None)
     root.EVERY = root.INTERPRETED = False  # of this copy of the module
     config = types.SimpleNamespace(args=["tests"], hook=hook)
