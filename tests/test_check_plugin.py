@@ -59,6 +59,7 @@ from opfuse.testing import FusionSuite
 class TestConformance(FusionSuite):
     plugin = "pair"
     limits = dict.fromkeys(("output", "gradients"), "it is five percent off")
+    most_cases = 12
 
 def test_of_something_else():
     raise AssertionError("it is no suite")
@@ -153,9 +154,12 @@ def test_its_own_suites_with_their_limits_and_nothing_else_of_its_tests(install)
     (fusion,) = report["plugins"][0]["fusions"]
     limits = fusion["checks"]["limits"]  # gradients of what reads its output are off, too
     assert limits == dict.fromkeys(("output", "gradients"), "it is five percent off")
-    assert report["conformance"]["changes"] == {"TestConformance": ["limits"]}
+    assert report["conformance"]["changes"] == {"TestConformance": ["limits", "most_cases"]}
     text = "\n".join(checking.as_text(report))
-    assert "limit: output: it is five percent off" in text and "which changes limits" in text
+    assert (
+        "limit: output: it is five percent off" in text
+        and "which changes limits, most_cases" in text
+    )
     assert fusion["checks"]["passed"] == 1 and report["failures"] == []
 
 
