@@ -262,7 +262,7 @@ def plugin(session: nox.Session, name: str) -> None:
     folder = ROOT / "plugins" / NAMES[name]
     pytest(session, folder / "tests")
     sources = [path.read_text(encoding="utf-8") for path in folder.glob("src/**/*.py")]
-    own = any("import triton" in text or "TRITON_INTERPRET" in text for text in sources)
+    own = any(re.search(r"import triton|get\(.TRITON_INTERPRET", text) for text in sources)
     if own or any("opfuse_triton" in text for text in sources):
         session.env["TRITON_INTERPRET"] = "1"  # read when Triton is imported: a process of its own
         # the toolkit's kernels have tests of their own, so here is only how they are called
@@ -274,7 +274,7 @@ def plugin(session: nox.Session, name: str) -> None:
 def together(session: nox.Session) -> None:
     """The core's tests again, with every plugin installed, but those that hide the plugins.
 
-    Fusing never changes the answer. Of a test with many cases a tenth run: see conftest.py.
+    Fusing never changes the answer. Of a test's cases a tenth run: see conftest.py.
     """
     everything(session)
     session.env["OPFUSE_SHARE"] = "0.1"

@@ -1,11 +1,10 @@
 """``opfuse check-plugin``: what it finds in a distribution, and what it runs, in processes of its own."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import textwrap
 
@@ -60,6 +59,7 @@ from opfuse.testing import FusionSuite
 class TestConformance(FusionSuite):
     plugin = "pair"
     limits = dict.fromkeys(("output", "gradients"), "it is five percent off")
+    most_cases = 12
 
 def test_of_something_else():
     raise AssertionError("it is no suite")
@@ -82,34 +82,38 @@ def install(tmp_path, monkeypatch):
     return write
 
 
-def check(folder, *arguments, status=0):
-    """Run the command on the distribution in a folder; returns stdout."""
-    path = os.pathsep.join([str(folder), *(entry for entry in sys.path if entry)])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "opfuse", "check-plugin", "opfuse-plugin-pair", *arguments]
-    done = subprocess.run(
-        command, env=env | {"PYTHONPATH": path}, cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == status, done.stdout + done.stderr
+@contextlib.contextmanager
+def alone():
+    """The distribution that ``install`` wrote is all that is loaded."""
+    records = [record for record in installed_plugins()[0] if record.name == "pair"]
+    with opfuse.plugins.isolated():
+        opfuse.plugins.manager.records = records
+        try:
+            yield
+        finally:
+            sys.modules.pop("a_pair", None)
+
+
+def check(*arguments, status=0):
+    """Run the command, whose suite is a process; returns stdout."""
+    with alone():
+        done = CliRunner().invoke(cli.main, ["check-plugin", "opfuse-plugin-pair", *arguments])
+    assert done.exit_code == status, done.output
     return done.stdout
 
 
 def described():
     """What is declared by the distribution that ``install`` wrote."""
-    records = [record for record in installed_plugins()[0] if record.name == "pair"]
-    with opfuse.plugins.isolated():
-        opfuse.plugins.manager.records = records
-        try:
-            return declared.describe(importlib.metadata.distribution("opfuse-plugin-pair"))
-        finally:
-            sys.modules.pop("a_pair", None)
+    with alone():
+        return declared.describe(importlib.metadata.distribution("opfuse-plugin-pair"))
 
 
 # The whole command
 
 
 def test_a_plugin_that_is_right(install):
-    report = json.loads(check(install(), "--quick", "--json"))
+    install()
+    report = json.loads(check("--quick", "--json"))
     assert report["failures"] == [] and report["contract"] == "opfuse.v1"
     assert report["requires"]["opfuse"] == ">=0.1,<0.2" and report["requires"]["triton"] == ">=3.6"
     assert report["requires"]["torch"] == ">=2.11" and report["homepage"] == "https://pair.example/"
@@ -130,7 +134,8 @@ def test_everything_that_is_wrong_is_on_the_list(install):
     if importlib.util.find_spec("triton") is None:
         wrong = wrong.replace(", triton", "")
     lines = METADATA.replace("License-Expression: MIT\n", "").replace(">=0.1,<0.2", ">=0.1")
-    out = check(install(wrong, lines), "--quick", status=1)
+    install(wrong, lines)
+    out = check("--quick", status=1)
     _, _, failed = out.partition(" failed:\n")
     assert "- metadata: there is no licence" in failed
     assert "expected a range of opfuse with both ends" in failed
@@ -145,13 +150,16 @@ def test_its_own_suites_with_their_limits_and_nothing_else_of_its_tests(install)
     (folder / "tests").mkdir()
     (folder / "tests" / "test_conformance.py").write_text(SUITE)
     given = "--quick", "--tests", str(folder / "tests")
-    report = json.loads(check(folder, *given, "--json"))
+    report = json.loads(check(*given, "--json"))
     (fusion,) = report["plugins"][0]["fusions"]
     limits = fusion["checks"]["limits"]  # gradients of what reads its output are off, too
     assert limits == dict.fromkeys(("output", "gradients"), "it is five percent off")
-    assert report["conformance"]["changes"] == {"TestConformance": ["limits"]}
+    assert report["conformance"]["changes"] == {"TestConformance": ["limits", "most_cases"]}
     text = "\n".join(checking.as_text(report))
-    assert "limit: output: it is five percent off" in text and "which changes limits" in text
+    assert (
+        "limit: output: it is five percent off" in text
+        and "which changes limits, most_cases" in text
+    )
     assert fusion["checks"]["passed"] == 1 and report["failures"] == []
 
 
@@ -184,7 +192,7 @@ def test_tests_that_do_not_test(install, suite, said):
     folder = install()
     (folder / "test_conformance.py").write_text(suite)
     tests = "--tests", str(folder / "test_conformance.py")
-    report = json.loads(check(folder, "--quick", *tests, "--json", status=1))
+    report = json.loads(check("--quick", *tests, "--json", status=1))
     assert any(said in failure for failure in report["failures"]), report["failures"]
 
 
@@ -202,7 +210,8 @@ WHEN = "when=lambda ops, env: os.environ.get('TRITON_INTERPRET') or 'nothing is 
 
 
 def test_a_plugin_that_does_not_load(install):
-    report = json.loads(check(install("raise OSError('no disk')\n"), "--json", status=1))
+    install("raise OSError('no disk')\n")
+    report = json.loads(check("--quick", "--json", status=1))
     assert any("does not load: import: OSError: no disk" in each for each in report["failures"])
 
 

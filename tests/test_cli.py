@@ -412,6 +412,7 @@ def test_help_and_version_exit_with_success():
     assert call("unknown").exit_code == 2
 
 
+@pytest.mark.alone  # each of its processes says which plugins are on
 def test_the_commands_run_as_processes(tmp_path):
     tmp_path.joinpath("here.py").write_text(textwrap.dedent(MODELS))
     info = tmp_path / "opfuse_plugin_bad-0.1.dist-info"

@@ -132,6 +132,7 @@ def test_exact_resume(tmp_path):
 
 
 @needs_extras
+@pytest.mark.alone  # it says which plugins are on
 def test_without_a_plugin_in_use(tmp_path):
     options = [*TINY, "--steps", 1, "--skip-unfused", "--out", tmp_path]
     result = example(*options, "--plugins", "")
@@ -176,6 +177,7 @@ def test_a_recipe_that_nobody_offers(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.alone  # it ends before it looks for one
 def test_missing_package_is_one_line(tmp_path):
     tmp_path.joinpath("matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
     result = example(PYTHONPATH=str(tmp_path))
@@ -201,6 +203,7 @@ def opfuse_forward_fusions():
 
 
 @needs_extras
+@pytest.mark.alone  # it says which plugins are on
 def test_a_wrong_plugin_makes_the_example_fail(tmp_path):
     installed = tmp_path / "opfuse_plugin_wrong-1.0.dist-info"
     installed.mkdir()
@@ -224,6 +227,7 @@ def as_module():
 
 
 @needs_extras
+@pytest.mark.alone  # it computes with made-up seconds
 @pytest.mark.parametrize(
     "first, later, kept, said",
     [
@@ -282,6 +286,7 @@ def trained(script, plugins, steps=6):
 
 
 @needs_extras
+@pytest.mark.alone  # it says which plugins are on
 def test_it_trains_under_a_recipe_with_fused_casts_to_the_last_bit():
     """The recipe is one plugin's, the fusions with casts are another one's."""
     script = as_module()

@@ -202,15 +202,15 @@ def test_every_activation_has_a_reference():
     activations.check_table(POINTWISE, "POINTWISE of tests/ops/test_numerics.py")
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_values_and_gradients(compare, name, dtype, rows):
-    op, reference, width = make(name, dtype)
-    extras = extras_of(name, rows, dtype)
-    x = randn(*rows, width, dtype=dtype)
-    y = compare(op, rounding(name, reference, dtype), x, *extras, gemm="Linear" in name)
-    assert y.dtype is dtype
+def test_values_and_gradients(compare, name, dtype):
+    for rows in ROWS:
+        op, reference, width = make(name, dtype)
+        extras = extras_of(name, rows, dtype)
+        x = randn(*rows, width, dtype=dtype)
+        y = compare(op, rounding(name, reference, dtype), x, *extras, gemm="Linear" in name)
+        assert y.dtype is dtype
 
 
 def rounding(name, reference, dtype):

@@ -15,8 +15,9 @@ def experts(model):
     return model.model.layers[0].mlp.experts
 
 
-@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(
+    ("how", "act"), [("eager", "silu"), ("grouped_mm", "gelu_pytorch_tanh"), ("batched_mm", "silu")]
+)
 def test_each_experts_implementation_gives_the_same_step(models, how, act):
     model, twin, report = models.pair("mixtral", hidden_act=act)
     assert [row.cls for row in report.converted].count("MixtralExperts") == 2
