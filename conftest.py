@@ -1,17 +1,15 @@
 """Which tests run: what no plugin changes, and what is left out unless every case is asked for."""
 
 import gc
-import inspect
 import itertools
 import os
-import re
 import sys
 import zlib
 
 ASKED = os.environ.get("OPFUSE_COSTLY") or os.environ.get("OPFUSE_THOROUGH") or ""
 EVERY = ASKED not in ("", "0")
 SHARE = 1.0 if EVERY else float(os.environ.get("OPFUSE_SHARE", 1))
-"""Of the cases of a test that has several, where another session runs all of them."""
+"""Of the cases of a test that has more than a few, where another session runs all of them."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
@@ -29,14 +27,13 @@ def pytest_collection_modifyitems(config, items):
         for item in cases:
             if not HIDING.isdisjoint(getattr(item, "fixturenames", ())):
                 item.add_marker("alone")
-        mark, kept = cases[0].get_closest_marker("costly"), cases
+        mark = cases[0].get_closest_marker("costly")
         if mark is not None and not (named or EVERY):
             if "each" in mark.kwargs:
                 cases[0].cls.most_cases = mark.kwargs["each"] // (3 if INTERPRETED else 1)
-            kept = _some(cases, *mark.args, **mark.kwargs)
-        if SHARE < 1 and kept and not named:
-            kept = _share(kept, mark is not None)
-        left_out.update(set(cases) - set(kept))
+            left_out.update(set(cases) - set(_some(cases, *mark.args, **mark.kwargs)))
+        elif SHARE < 1 and not named:
+            left_out.update(set(cases) - set(_some(cases, SHARE, few=4)))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -58,27 +55,6 @@ def pytest_collection_finish(session):
 def pytest_sessionfinish(session):
     """Let the garbage collector find everything again, before libraries look for leaks."""
     gc.unfreeze()
-
-
-def _share(cases, is_costly):
-    """Of the cases of a test a share, and one at least.
-
-    Where no other session runs all, since they need several plugins, a few or costly ones all run.
-    """
-    if not _needs_plugins(cases[0]):
-        return _some(cases, SHARE, few=1)
-    return cases if is_costly else _some(cases, SHARE, few=4)
-
-
-def _needs_plugins(item):
-    """Whether a test, or its file, is skipped without certain plugins. All of whole models is."""
-    asks = r'(importorskip|find_spec)\("opfuse_'
-    return (
-        "models" in item.path.parts
-        or any(mark.name == "skipif" for mark in item.own_markers)
-        or re.search(asks, inspect.getsource(item.function))
-        or re.search(rf"(?m)^\S.*{asks}", item.path.read_text(encoding="utf-8"))
-    )
 
 
 def _some(cases, count, always=(), each=None, few=20):

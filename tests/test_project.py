@@ -139,22 +139,15 @@ def test_which_cases_of_a_costly_test_run():
     marks = pytest.mark.costly(0.25, each=7).mark
     for case in cases:
         case.cls, case.get_closest_marker = suite, lambda name: marks
-        case.own_markers, case.path = [], pathlib.Path(__file__)
-        case.function = test_which_cases_of_a_costly_test_run
     ran, hook = list(cases), types.SimpleNamespace(pytest_deselected=lambda items: None)
     root.EVERY = root.INTERPRETED = False  # of this copy of the module
     config = types.SimpleNamespace(args=["tests"], hook=hook)
     root.pytest_collection_modifyitems(config, ran)
     assert ran == fourth and suite.most_cases == 7
-    root.SHARE, ran = 1e-9, list(cases)
-    root.pytest_collection_modifyitems(config, ran)
-    assert ran == fourth[:1]  # of what is costly, too
+    root.SHARE, ran = 0.5, cases[:90]
     for case in cases:
         case.get_closest_marker = lambda name: None
-    for own, kept in ([], cases[:1]), ([pytest.mark.skipif(False, reason="").mark], cases[:4]):
-        cases[0].own_markers, ran = own, cases[:4]
-        root.pytest_collection_modifyitems(config, ran)
-        assert ran == kept
-    assert root._some(cases[:5], 1e-9, few=4) == cases[:1]
+    root.pytest_collection_modifyitems(config, ran)
+    assert 20 < len(ran) < 70 and root._some(cases[:5], 1e-9, few=4) == cases[:1]
     always = root._some(cases, 0.25, always=["3"])
     assert all(case in always for case in cases if case.nodeid.endswith("-3]"))
