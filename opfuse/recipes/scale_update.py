@@ -39,7 +39,9 @@ class Pass(NamedTuple):
     def of(cls, program: Any, mode: str) -> Pass:
         """That of a program which is being made."""
         chain, recipe, skip = program.chain, program.recipe, current.skip
-        known = [op for op in chain.ops if not (quantized_parameters(op) or matching(op.name, skip))]
+        known = [
+            op for op in chain.ops if not (quantized_parameters(op) or matching(op.name, skip))
+        ]
         return cls(recipe, chain, program.env, {op: _recording(op, recipe, mode) for op in known})
 
 

@@ -21,7 +21,7 @@ def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
         RuntimeError: In a call: ``torch.compile`` cannot trace what the recipe does, or
             ``torch.utils.checkpoint`` would not restore it.
     """
-    if program.recipe is None:
+    if not any(program.facts.edges.quantizers):  # it quantizes nothing
         return None
     observer = current.observer
     records = program.advances and (program.grad_mode or getattr(observer, "records", False))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 from opfuse.ops import BasicLinear, Bias, ParallelLinear
 from opfuse.ops.authoring import added
 
@@ -127,7 +127,9 @@ def gradients(
     x, *weights = ctx.saved_tensors
     dgrad, wgrad = weights[0] is not None, x is not None
     dtype = ctx.dtype or grad_output.dtype
-    dy = ctx.quantizers["grad_output"](grad_output, Usage(dgrad, wgrad))
+    dy = grad_output  # what comes quantized was checked
+    if not isinstance(dy, QuantizedTensor):
+        dy = ctx.quantizers["grad_output"](dy, Usage(dgrad, wgrad))
     stops = [*itertools.accumulate(sizes)]
     spans = [*zip((0, *stops), stops, strict=False)]
     dx: Tensor | None = None
