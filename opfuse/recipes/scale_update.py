@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,11 @@ class Pass(NamedTuple):
         return cls(recipe, chain, program.env, {op: _recording(op, recipe, mode) for op in known})
 
 
+_pending = operator.attrgetter("pending_names")
+
+
 def _recording(op: Any, recipe: Recipe, mode: str) -> Sequence[Quantizer]:
-    return [q for q in op._quantizers.of_mode(op, recipe, mode) if q.pending_names]
+    return [*filter(_pending, op._quantizers.of_mode(op, recipe, mode))]
 
 
 class _Ran(NamedTuple):
@@ -120,7 +124,9 @@ class Block:
         if thread.autograd_run is None or thread.autograd_run.task != task:
             thread.autograd_run = AutogradRun(task)
             Variable._execution_engine.queue_callback(thread.autograd_run.end)
-        thread.autograd_run.add(part, self.group)
+        _, skip = part.chain.ops[0]._quantizers.called
+        ran = thread.autograd_run.ran
+        ran.setdefault((part.recipe, self.group), _Ran({}, {}, set(), part.env)).add(part, skip)
 
     def end(self, *, failed: bool) -> None:
         """Advance the state of the ops that ran, or discard their records.
@@ -159,21 +165,16 @@ class AutogradRun:
 
     Attributes:
         task: Its number in torch.
+        ran: What ran, by the recipe and the group of the block of the forward.
     """
 
     def __init__(self, task: int) -> None:
         self.task = task
-        self._ran: dict[tuple[Recipe, Any], _Ran] = {}
-
-    def add(self, part: Pass, group: Any) -> None:
-        """Remember the ops of a chain, which ran in a block of that group before."""
-        _, skip = part.chain.ops[0]._quantizers.called
-        ran = self._ran.setdefault((part.recipe, group), _Ran({}, {}, set(), part.env))
-        ran.add(part, skip)
+        self.ran: dict[tuple[Recipe, Any], _Ran] = {}
 
     def end(self) -> None:
         """Advance the scales of the gradients."""
-        ran, self._ran = self._ran, {}
+        ran, self.ran = self.ran, {}
         for (recipe, group), of in ran.items():
             _advance(recipe, of, group, "backward")
 
@@ -245,7 +246,7 @@ def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
     for op in ops:
         quantizers, states = ran.quantizers.get(op), op._quantizers
         if quantizers is None and (states.own or states._by_recipe.get(recipe, True)):
-            if mode == "forward":  # it may be the first time
+            if mode == "forward" and (states.borrows or recipe not in states._by_recipe):
                 states.use(op, recipe, ran.env)
             quantizers = _recording(op, recipe, mode)
         for quantizer in quantizers or ():  # ops may share one

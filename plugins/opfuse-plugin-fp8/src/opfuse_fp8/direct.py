@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.ops.row_groups import RowGroups
 
-from .conditions import DTYPES, PLAIN, of_quantizer
+from .conditions import DTYPES, PLAIN, of_kind
 from .quantizers import DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -96,4 +96,7 @@ def by_kernels(x: Tensor, quantizer: Any) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    return kernels_run(x.device) and not of_quantizer(quantizer, alone=True)
+    dtype, chooses = getattr(quantizer, "dtype", None), bool(quantizer.four_over_six)
+    return kernels_run(x.device) and not of_kind(
+        type(quantizer), dtype, quantizer.square, chooses, True
+    )
