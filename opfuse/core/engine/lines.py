@@ -80,6 +80,8 @@ class CastContext(_DeclaredContext):
     """The context of a cast inside of a fused op; made by :func:`contexts` from :func:`of_cast`."""
 
     __slots__ = ("pass_name", "quantizer", "step", "usage")
+    pass_name: str
+    step: Step
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Refuse what a fused op saves for a cast."""
@@ -383,9 +385,8 @@ def recompute(how: Recompute, before: Contexts, ctx: Any, usage: Usage) -> None:
     shell, ctxs = ctx.saved_tensors[how.place], []
     for i, op in how.step.indexed:
         if isinstance(op, Cast):
-            (cast,) = contexts([of_cast(how.step, "recompute", op.quantizer, usage)])
-            cast.saved_tensors = (shell,)
-            ctxs.append(cast)
+            ctxs += contexts([of_cast(how.step, "recompute", op.quantizer, usage)])
+            ctxs[-1].saved_tensors = (shell,)
         else:
             ctxs.append(before[i])
     again: Any = how.run(ctxs)

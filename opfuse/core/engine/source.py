@@ -184,10 +184,6 @@ class Source:
         found = [of_cast.format(i) if isinstance(op, Cast) else of_op(i) for i, op in step.indexed]
         return f"[{', '.join(found)}]"
 
-    def contexts_of(self, step: Step) -> str:
-        """The contexts of the ops and casts of a step."""
-        return self.each(step, "c{}".format, "k{}")
-
     def run_cast(self, step: Step, x: str) -> None:
         """Run a cast by itself."""
         cast, edge = step.op, step.start
@@ -202,10 +198,10 @@ class Source:
 
         Making one takes half a microsecond, and resetting it a twentieth of that.
         """
-        ops, pooled, others = self.chain.ops, {}, {}
+        pooled, others = dict[str, Any](), dict[str, Any]()
         for i in range(first, len(values)):
             is_free = self.traced or i in self.program.free_ops
-            names = None if is_free else tuple(declared(ops[i], "context_names"))
+            names = None if is_free else tuple(declared(self.chain.ops[i], "context_names"))
             alone = self.traced or i in self.program.unpooled_ops
             (others if alone else pooled)[f"c{i}"] = lines.context_class(names), values[i]
         for step in [step for step in self.steps if step.source]:

@@ -135,8 +135,7 @@ class ScaleBuffer:
                 torch._foreach_copy_(old, list(new))
             return
         for row, quantizer in enumerate(quantizers):
-            quantizer._shared = self, row
-            quantizer._fixed = self._views[row][:3]
+            quantizer._shared, quantizer._fixed = (self, row), self._views[row][:3]
             for name, view in zip(_NAMES, self._views[row], strict=True):
                 setattr(quantizer, name, view)
 

@@ -96,7 +96,5 @@ def by_kernels(x: Tensor, quantizer: Any) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    dtype, chooses = getattr(quantizer, "dtype", None), bool(quantizer.four_over_six)
-    return kernels_run(x.device) and not of_kind(
-        type(quantizer), dtype, quantizer.square, chooses, True
-    )
+    kind = type(quantizer), getattr(quantizer, "dtype", None), quantizer.square
+    return kernels_run(x.device) and not of_kind(*kind, bool(quantizer.four_over_six), True)

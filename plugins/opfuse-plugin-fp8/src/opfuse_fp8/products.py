@@ -127,9 +127,9 @@ def gradients(
     x, *weights = ctx.saved_tensors
     dgrad, wgrad = weights[0] is not None, x is not None
     dtype = ctx.dtype or grad_output.dtype
-    dy = grad_output  # what comes quantized was checked
-    if not isinstance(dy, QuantizedTensor):
-        dy = ctx.quantizers["grad_output"](dy, Usage(dgrad, wgrad))
+    quantize, usage = ctx.quantizers["grad_output"], Usage(dgrad, wgrad)
+    # what comes quantized was checked
+    dy = grad_output if isinstance(grad_output, QuantizedTensor) else quantize(grad_output, usage)
     stops = [*itertools.accumulate(sizes)]
     spans = [*zip((0, *stops), stops, strict=False)]
     dx: Tensor | None = None

@@ -207,9 +207,8 @@ class _TensorQuantizer(BaseQuantizer):
         alike = [type(q) is type(self) and _settings(q) == _settings(self) for q in quantizers]
         if not known or not all(alike):
             return None
-        made = None
-        if _groups_by_kernels is not None:
-            made = _groups_by_kernels(tensor, ends, usage, quantizers)
+        run = _groups_by_kernels
+        made = None if run is None else run(tensor, ends, usage, quantizers)
         return cast_each(tensor, ends, usage, quantizers) if made is None else made
 
     def quantize_parts(self, parts: Sequence[Tensor], usage: Usage) -> QuantizedTensor:
