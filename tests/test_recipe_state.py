@@ -62,6 +62,21 @@ def step(chain, x, scale=1.0, **kwargs):
         return chain(x if scale == 1 else scale * x)
 
 
+@pytest.mark.parametrize("skip", [(), ("skipped",)])
+def test_a_chain_that_quantizes_nothing_may_be_in_a_checkpoint(skip):
+    """Its recomputation needs neither the recipe nor its scales."""
+    linear = [ops.Linear(8, 8, name="skipped")] if skip else []
+    chain, x = opfuse.Sequential(ops.RMSNorm(8), *linear, ops.GELU()), torch.randn(4, 8)
+    grads = []
+    for checkpointed in (False, True):
+        leaf = x.clone().requires_grad_()
+        with opfuse.autocast(RECIPE, skip=skip):
+            y = checkpoint(chain, leaf, use_reentrant=False) if checkpointed else chain(leaf)
+        y.sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
 def test_a_tool_is_asked_once_how_it_wraps_updates():
     """And again after it went and came; both passes of a step advance by what it made."""
     asked, ran = [], []
