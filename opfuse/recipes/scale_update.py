@@ -19,6 +19,11 @@ from ..core.quantization.state import PreparedOps
 from ..core.settings import current, is_captured
 from ..core.tools import Wrapped, require
 
+current_task = torch._C._current_graph_task_id
+"""The number of the run of autograd that computes gradients in this thread, or ``NO_TASK``."""
+
+NO_TASK = -1
+
 
 class Pass(NamedTuple):
     """A pass of a chain under a recipe, as its plan knows it.
@@ -120,7 +125,7 @@ class Block:
 
     def begin_backward(self, part: Pass) -> None:
         """Note that the backward of a chain runs, whose scales advance at the end of autograd."""
-        task = torch._C._current_graph_task_id()
+        task = current_task()
         if thread.autograd_run is None or thread.autograd_run.task != task:
             thread.autograd_run = AutogradRun(task)
             Variable._execution_engine.queue_callback(thread.autograd_run.end)
@@ -140,7 +145,7 @@ class Block:
         for recipe, ops in self._unrestored.items():
             _warn_unrestored(recipe, ops)
         for recipe, of in ran.items():
-            if in_backward():
+            if current_task() != NO_TASK:
                 continue  # a recomputation, which restores the state itself
             if failed or not (torch.is_grad_enabled() or recipe in self._calibrating):
                 for op in of.ops:
@@ -197,13 +202,9 @@ thread = _Thread()
 
 def begin_backward(part: Pass) -> None:
     """Tell the block in which a chain ran that its backward runs, under a recipe with state."""
-    block, _ = part.chain.ops[0]._quantizers.called
-    (block or Block()).begin_backward(part)
-
-
-def in_backward() -> bool:
-    """Return whether autograd is computing gradients in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    if current_task() != NO_TASK:  # its function may be called by itself
+        block, _ = part.chain.ops[0]._quantizers.called
+        (block or Block()).begin_backward(part)
 
 
 class Update(NamedTuple):

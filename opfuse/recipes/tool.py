@@ -10,7 +10,7 @@ from ..core.engine.program import Program
 from ..core.hookspecs import Run, hookimpl
 from ..core.settings import current, is_captured
 from .checkpoint import check_checkpoint
-from .scale_update import Pass, begin_backward, in_backward
+from .scale_update import Pass, begin_backward
 
 
 @hookimpl
@@ -75,7 +75,7 @@ def _backward(run: Run, part: Pass) -> Run:
     """A backward, of which the block of its forward is told."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        if not is_dynamo_compiling() and in_backward():
+        if not is_dynamo_compiling():
             begin_backward(part)
         return run(ctx, *grads)
 
