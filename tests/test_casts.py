@@ -259,6 +259,26 @@ def test_tensors_saved_for_a_cast_are_refused(register):
         run(chain, x)
 
 
+def test_the_context_of_a_cast_serves_later_calls_and_takes_no_attributes(register):
+    class Writes(Separately):
+        seen, leaves = [], False
+
+        def fuser_forward(self, basic_op_ctxs, input_, **given):
+            self.seen.append(basic_op_ctxs[1])
+            if self.leaves:
+                basic_op_ctxs[1].other = input_
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+
+    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), Writes))
+    chain, x = mlp()
+    run(chain, x), run(chain, x)
+    first, second = Writes.seen
+    assert first is second
+    Writes.leaves = True
+    with pytest.raises(AttributeError, match="other"):
+        run(chain, x)
+
+
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_a_fused_cast_that_is_forgotten_is_refused(passes, register):
     class Forgets(Separately):

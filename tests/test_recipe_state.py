@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import sys
 import threading
+from collections import Counter
 from dataclasses import fields
 from typing import ClassVar
 
@@ -58,6 +60,59 @@ def updates(chain):
 def step(chain, x, scale=1.0, **kwargs):
     with opfuse.autocast(RECIPE, **kwargs):
         return chain(x if scale == 1 else scale * x)
+
+
+@pytest.mark.parametrize("skip", [(), ("skipped",)])
+def test_a_chain_that_quantizes_nothing_may_be_in_a_checkpoint(skip):
+    """Its recomputation needs neither the recipe nor its scales."""
+    linear = [ops.Linear(8, 8, name="skipped")] if skip else []
+    chain, x = opfuse.Sequential(ops.RMSNorm(8), *linear, ops.GELU()), torch.randn(4, 8)
+    grads = []
+    for checkpointed in (False, True):
+        leaf = x.clone().requires_grad_()
+        with opfuse.autocast(RECIPE, skip=skip):
+            y = checkpoint(chain, leaf, use_reentrant=False) if checkpointed else chain(leaf)
+        y.sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_a_tool_is_asked_once_how_it_wraps_updates():
+    """And again after it went and came; both passes of a step advance by what it made."""
+    asked, ran = [], []
+
+    class Tool:
+        @opfuse.hookimpl
+        def opfuse_wrap_update(self, run):
+            asked.append(run)
+            return lambda update: (ran.append(update.mode), run(update))
+
+    chain, x = mlp()
+    for times in (1, 2):
+        record = opfuse.plugins.register(Tool(), name="updates", tool=True)
+        for _ in range(2):
+            step(chain, x).sum().backward()
+        opfuse.plugins.remove(record)
+        step(chain, x).sum().backward()
+        assert len(asked) == times and ran == ["forward", "backward"] * 2 * times
+    assert updates(chain) == [6] * 6
+
+
+def test_what_a_plan_knows_is_not_asked_in_each_step():
+    """The Python of a step under a recipe, as counts, which no machine changes."""
+    chain, x = mlp()
+    counts = Counter()
+    for _ in range(3):
+        step(chain, x).sum().backward()
+    sys.setprofile(
+        lambda frame, event, arg: counts.update([frame.f_code.co_name] * (event == "call"))
+    )
+    try:
+        step(chain, x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert not counts.keys() & {"use", "of_mode", "quantized_parameters", "param_source", "wrap"}
+    assert counts["unpack"] == counts["rebuild"] == 1
 
 
 def test_state_advances_at_the_exit_of_the_outermost_block():

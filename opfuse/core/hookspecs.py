@@ -292,8 +292,8 @@ def opfuse_wrap_pass(program: Any, pass_name: str, run: Run) -> Run | None:
 def opfuse_wrap_update(run: Run) -> Run | None:
     """Wrap the update of a recipe's quantizers, after a forward or a backward. None leaves it.
 
-    It is asked for each update, once per step of training. The update is called with an
-    :class:`opfuse.recipes.scale_update.Update`, and may be called for parts of it.
+    It is asked before the first update, and again after a tool comes or goes. The update is called
+    with an :class:`opfuse.recipes.scale_update.Update`, and may be called for parts of it.
 
     Example:
         @opfuse.hookimpl

@@ -37,22 +37,23 @@ def wrap_call(
     run: Callable[..., Any], *, chain: Any = None, module: nn.Module | None = None
 ) -> Callable[..., Any]:
     """What tools make of the calls of a chain, or of a module between chains."""
-    wrapped, active = _CallWrapper(run, chain, module), manager.active_tools(current.selection)
+    wrapped = Wrapped("opfuse_wrap_call", run, chain=chain, module=module)
+    active = manager.active_tools(current.selection)
     waiting = [r for r in manager.tools if r not in active and r.state in ("found", "loaded")]
     return wrapped if waiting or wrapped.choose() is not run else run  # they may be switched on
 
 
-class _CallWrapper:
-    """Calls what the tools make of a call that the selection in force does not switch off.
+class Wrapped:
+    """Calls what the tools make of a function that the selection in force does not switch off.
 
     Args:
-        run: What calls a chain or a module.
-        chain: The :class:`opfuse.core.engine.chain.Chain`, or None.
-        module: The module, or None.
+        hook: One of their hooks.
+        run: The function.
+        **given: The other arguments of the hook.
     """
 
-    def __init__(self, run: Callable[..., Any], chain: Any, module: nn.Module | None) -> None:
-        self._run, self._given = run, {"chain": chain, "module": module}
+    def __init__(self, hook: str, run: Callable[..., Any], **given: Any) -> None:
+        self._hook, self._run, self._given = hook, run, given
         self._latest = run  # which a graph has
         self._made: dict[str | None, tuple[Any, Callable[..., Any]]] = {}  # by selection
 
@@ -61,7 +62,7 @@ class _CallWrapper:
         tools = manager.active_tools(selection := current.selection)
         made = self._made.get(selection)
         if made is None or made[0] is not tools:
-            made = tools, wrap(tools, "opfuse_wrap_call", self._run, **self._given)
+            made = tools, wrap(tools, self._hook, self._run, **self._given)
             self._made[selection] = made
         self._latest = made[1]
         return made[1]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Quantizer, Usage, dequantize
+from ..core.quantization.formats import each_only
 from ..core.quantization.quantizer import same_quantizer
 from ..core.quantization.weights import WeightCache, may_remember
 from ..core.settings import current
@@ -48,7 +49,9 @@ def quantized_operands(
     params, wants = ctx.params[: len(names)], ctx.param_requires_grad[: len(names)]
     override, wgrad, dgrad = ctx.backward_override, any(wants), ctx.input_requires_grad
     quantized = ctx.requires_grad and override is None  # the backward is too
-    x = ctx.quantizers["input"](input_, Usage(True, quantized and wgrad))
+    x: Any = input_  # what comes quantized was checked
+    if not isinstance(x, QuantizedTensor):
+        x = ctx.quantizers["input"](x, Usage(True, quantized and wgrad))
     usage = Usage(True, quantized and dgrad)
     first, last = ctx.quantizers[names[0]], ctx.quantizers[names[-1]]
     shared = len(names) > 1 and (first._recording or first) is (last._recording or last)
@@ -57,12 +60,10 @@ def quantized_operands(
     else:
         weights = []
         for i, name in enumerate(names):
-            weights.append(ctx.quantized_weight(usage, name=name, index=i))
+            weights.append(ctx.weights.quantized(name, params[i], ctx.quantizers[name], usage))
     if ctx.requires_grad:  # the backward reads its own copies, or those of the forward
         read = COLUMNWISE if override is None else ROWWISE
-        saved: list[Any] = []
-        for tensor in (x, *weights):
-            saved.append(tensor.only(read))
+        saved: list[Any] = each_only((x, *weights), read)
         if override == "high_precision":
             dtype = ctx.dtype or x.dtype
             saved = [dequantize(tensor).to(dtype) for tensor in (input_, *params)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,50 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..core.plugins import manager
 from ..core.quantization.coded_tensor import quantized_parameters
 from ..core.quantization.names import matching
 from ..core.quantization.quantizer import CALIBRATING, Quantizer, Recipe
 from ..core.quantization.state import PreparedOps
 from ..core.settings import current, is_captured
-from ..core.tools import require, wrap
+from ..core.tools import Wrapped, require
+
+current_task = torch._C._current_graph_task_id
+"""The number of the run of autograd that computes gradients in this thread, or ``NO_TASK``."""
+
+NO_TASK = -1
+
+
+class Pass(NamedTuple):
+    """A pass of a chain under a recipe, as its plan knows it.
+
+    Attributes:
+        recipe: The recipe.
+        chain: The chain.
+        env: The environment of the plan.
+        quantizers: Those that record what the pass casts, by op. An op is missing if the recipe
+            skips it, or if it has quantized parameters, which bring their quantizers.
+    """
+
+    recipe: Recipe
+    chain: Any
+    env: Any
+    quantizers: Mapping[Any, Sequence[Quantizer]]
+
+    @classmethod
+    def of(cls, program: Any, mode: str) -> Pass:
+        """That of a program which is being made."""
+        chain, recipe, skip = program.chain, program.recipe, current.skip
+        known = [
+            op for op in chain.ops if not (quantized_parameters(op) or matching(op.name, skip))
+        ]
+        return cls(recipe, chain, program.env, {op: _recording(op, recipe, mode) for op in known})
+
+
+_pending = operator.attrgetter("pending_names")
+
+
+def _recording(op: Any, recipe: Recipe, mode: str) -> Sequence[Quantizer]:
+    return [*filter(_pending, op._quantizers.of_mode(op, recipe, mode))]
 
 
 class _Ran(NamedTuple):
@@ -25,17 +63,20 @@ class _Ran(NamedTuple):
 
     Attributes:
         ops: The ops, each with its chain.
+        quantizers: See :class:`Pass`.
         skips: The patterns of ops that were left out.
         env: The environment of the first chain.
     """
 
     ops: dict[Any, Any]
+    quantizers: dict[Any, Sequence[Quantizer]]
     skips: set[tuple[str, ...]]
     env: Any
 
-    def add(self, chain: Any, skip: tuple[str, ...]) -> None:
+    def add(self, part: Pass, skip: tuple[str, ...]) -> None:
         """Add the ops of a chain."""
-        self.ops.update(dict.fromkeys(chain.ops, chain))
+        self.ops.update(dict.fromkeys(part.chain.ops, part.chain))
+        self.quantizers.update(part.quantizers)
         self.skips.add(skip)
 
 
@@ -53,14 +94,15 @@ class Block:
         self._calibrating: set[Recipe] = set()
         self._captured = False
 
-    def begin(self, recipe: Recipe, chain: Any, env: Any, records: bool) -> None:
+    def begin(self, part: Pass, records: bool) -> None:
         """Note that a chain runs under a recipe, and whether its state advances.
 
         Raises:
             RuntimeError: The maxima are taken over a group, and the model is not prepared.
         """
+        recipe, ops = part.recipe, part.chain.ops
         skip, observer = current.values.skip, current.values.observer
-        for op in chain.ops:
+        for op in ops:
             states = op._quantizers
             states.called = self, skip
             if states.unrestored and recipe in states.unrestored:
@@ -69,11 +111,11 @@ class Block:
                     self._unrestored.setdefault(recipe, []).append(op)
         if not records:  # grad mode is off, and nothing is calibrated
             return
-        self._ran.setdefault(recipe, _Ran({}, set(), env)).add(chain, skip)
+        self._ran.setdefault(recipe, _Ran({}, {}, set(), part.env)).add(part, skip)
         self._captured |= current.is_capturing
         if observer is not None and observer.records:
             self._calibrating.add(recipe)
-        for op in chain.ops if self.group is not None else ():
+        for op in ops if self.group is not None else ():
             if not op._prepared.ops():
                 raise RuntimeError(
                     f"autocast(amax_reduction_group=...) expected a prepared model, so that all "
@@ -81,13 +123,15 @@ class Block:
                     f"{type(op).__name__} without: call opfuse.assign_names(model) first"
                 )
 
-    def begin_backward(self, recipe: Recipe, chain: Any, env: Any) -> None:
+    def begin_backward(self, part: Pass) -> None:
         """Note that the backward of a chain runs, whose scales advance at the end of autograd."""
-        task = torch._C._current_graph_task_id()
+        task = current_task()
         if thread.autograd_run is None or thread.autograd_run.task != task:
             thread.autograd_run = AutogradRun(task)
             Variable._execution_engine.queue_callback(thread.autograd_run.end)
-        thread.autograd_run.add(recipe, chain, env, self.group)
+        _, skip = part.chain.ops[0]._quantizers.called
+        ran = thread.autograd_run.ran
+        ran.setdefault((part.recipe, self.group), _Ran({}, {}, set(), part.env)).add(part, skip)
 
     def end(self, *, failed: bool) -> None:
         """Advance the state of the ops that ran, or discard their records.
@@ -101,7 +145,7 @@ class Block:
         for recipe, ops in self._unrestored.items():
             _warn_unrestored(recipe, ops)
         for recipe, of in ran.items():
-            if in_backward():
+            if current_task() != NO_TASK:
                 continue  # a recomputation, which restores the state itself
             if failed or not (torch.is_grad_enabled() or recipe in self._calibrating):
                 for op in of.ops:
@@ -126,20 +170,16 @@ class AutogradRun:
 
     Attributes:
         task: Its number in torch.
+        ran: What ran, by the recipe and the group of the block of the forward.
     """
 
     def __init__(self, task: int) -> None:
         self.task = task
-        self._ran: dict[tuple[Recipe, Any], _Ran] = {}
-
-    def add(self, recipe: Recipe, chain: Any, env: Any, group: Any) -> None:
-        """Remember the ops of a chain, which ran in a block of that group before."""
-        _, skip = chain.ops[0]._quantizers.called
-        self._ran.setdefault((recipe, group), _Ran({}, set(), env)).add(chain, skip)
+        self.ran: dict[tuple[Recipe, Any], _Ran] = {}
 
     def end(self) -> None:
         """Advance the scales of the gradients."""
-        ran, self._ran = self._ran, {}
+        ran, self.ran = self.ran, {}
         for (recipe, group), of in ran.items():
             _advance(recipe, of, group, "backward")
 
@@ -160,15 +200,11 @@ thread = _Thread()
 """That of the current thread."""
 
 
-def begin_backward(recipe: Recipe, chain: Any, env: Any) -> None:
+def begin_backward(part: Pass) -> None:
     """Tell the block in which a chain ran that its backward runs, under a recipe with state."""
-    block, _ = chain.ops[0]._quantizers.called
-    (block or Block()).begin_backward(recipe, chain, env)
-
-
-def in_backward() -> bool:
-    """Return whether autograd is computing gradients in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    if current_task() != NO_TASK:  # its function may be called by itself
+        block, _ = part.chain.ops[0]._quantizers.called
+        (block or Block()).begin_backward(part)
 
 
 class Update(NamedTuple):
@@ -209,18 +245,16 @@ def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
         ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in ran.skips)}
     found: dict[int, tuple[Quantizer, Any]] = {}
     for op in ops:
-        states = op._quantizers
-        if not (states.own or states._by_recipe.get(recipe, True)):
-            continue  # it quantizes nothing
-        if mode == "forward":
-            states.use(op, recipe, ran.env)
-        for quantizer in states.of_mode(op, recipe, mode):
-            if quantizer.pending_names:  # ops may share one
-                found[id(quantizer)] = quantizer, op
+        quantizers, states = ran.quantizers.get(op), op._quantizers
+        if quantizers is None and (states.own or states._by_recipe.get(recipe, True)):
+            if mode == "forward" and (states.borrows or recipe not in states._by_recipe):
+                states.use(op, recipe, ran.env)
+            quantizers = _recording(op, recipe, mode)
+        for quantizer in quantizers or ():  # ops may share one
+            found[id(quantizer)] = quantizer, op
     if found:
-        tools = manager.active_tools(current.selection)
-        run = wrap(tools, "opfuse_wrap_update", _update)
-        run(Update(recipe, mode, group, [*found.values()], ran.ops, prepared, ran.env))
+        given = recipe, mode, group, [*found.values()], ran.ops, prepared, ran.env
+        _wrapped_update(Update(*given))
 
 
 def _update(update: Update, group: Any = None) -> None:
@@ -236,6 +270,9 @@ def _update(update: Update, group: Any = None) -> None:
         require("distributed", who, current.selection)
     with torch.no_grad():
         update.recipe.update([quantizer for quantizer, _ in update.quantizers], group)
+
+
+_wrapped_update = Wrapped("opfuse_wrap_update", _update)
 
 
 def _warn_unrestored(recipe: Recipe, ops: list[Any]) -> None:

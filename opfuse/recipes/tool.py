@@ -10,7 +10,7 @@ from ..core.engine.program import Program
 from ..core.hookspecs import Run, hookimpl
 from ..core.settings import current, is_captured
 from .checkpoint import check_checkpoint
-from .scale_update import begin_backward, in_backward
+from .scale_update import Pass, begin_backward
 
 
 @hookimpl
@@ -21,15 +21,16 @@ def opfuse_wrap_pass(program: Program, pass_name: str, run: Run) -> Run | None:
         RuntimeError: In a call: ``torch.compile`` cannot trace what the recipe does, or
             ``torch.utils.checkpoint`` would not restore it.
     """
-    if program.recipe is None:
+    if not any(program.facts.edges.quantizers):  # it quantizes nothing
         return None
     observer = current.observer
     records = program.advances and (program.grad_mode or getattr(observer, "records", False))
     if program.compiling:
         return _refusal(program, records) if pass_name == "forward" else None
+    part = Pass.of(program, pass_name)
     if pass_name == "forward":
-        return _forward(run, records)
-    return _backward(run) if program.advances else None
+        return _forward(run, part, records)
+    return _backward(run, part) if program.advances else None
 
 
 def _refusal(program: Program, records: bool) -> Run | None:
@@ -52,7 +53,7 @@ def _refusal(program: Program, records: bool) -> Run | None:
     return refuse
 
 
-def _forward(run: Run, records: bool) -> Run:
+def _forward(run: Run, part: Pass, records: bool) -> Run:
     """A forward, of which the block is told; ``records``: it advances the state of the recipe."""
 
     def forward(
@@ -64,19 +65,18 @@ def _forward(run: Run, records: bool) -> Run:
         for op in program.chain.ops:
             op._quantizers.latest = program.recipe
         if current.block is not None:
-            current.block.begin(program.recipe, program.chain, program.env, records)
+            current.block.begin(part, records)
         return run(fuser, program, input, tensors, extra_inputs, kwargs)
 
     return forward
 
 
-def _backward(run: Run) -> Run:
+def _backward(run: Run, part: Pass) -> Run:
     """A backward, of which the block of its forward is told."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        if not is_dynamo_compiling() and in_backward():
-            program = ctx.program
-            begin_backward(program.recipe, program.chain, program.env)
+        if not is_dynamo_compiling():
+            begin_backward(part)
         return run(ctx, *grads)
 
     return backward

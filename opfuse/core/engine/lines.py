@@ -16,13 +16,14 @@ from ..op import is_kind, refuse_kind
 from ..op_context import OperationContext, alias, summed
 from ..quantization import BOTH, QuantizedTensor, Quantizer, Recipe, Usage
 from ..quantization.coded_tensor import first_tensor, plain
+from ..quantization.formats import rebuild, unpack
 from ..quantization.quantizer import same_quantizer
 from . import checks
 from .blueprint import Blueprint
 from .chain import Chain, Slot
 from .facts import Recompute, Step
 
-__all__ = ["alias", "first_tensor", "plain", "summed"]
+__all__ = ["alias", "first_tensor", "plain", "rebuild", "summed", "unpack"]
 
 Contexts = Mapping[int, Any]
 """The contexts of some ops, by their index."""
@@ -73,23 +74,12 @@ def in_range(title: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return ranged
 
 
-_OF_CASTS = vars(OperationContext())
+class CastContext(_DeclaredContext):
+    """The context of a cast inside of a fused op; made by :func:`contexts` from :func:`of_cast`."""
 
-
-class CastContext(OperationContext):
-    """The context of a cast inside of a fused op.
-
-    Args:
-        step: The step of the fused op.
-        pass_name: The pass.
-        quantizer: The quantizer of the cast.
-        usage: The copies that it makes.
-    """
-
-    def __init__(self, step: Step, pass_name: str, quantizer: Quantizer, usage: Usage) -> None:
-        # not by the __init__ of the class above, since there are as many as casts
-        vars(self).update(_OF_CASTS, quantizer=quantizer, usage=usage)
-        self.step, self.pass_name = step, pass_name
+    __slots__ = ("pass_name", "quantizer", "step", "usage")
+    pass_name: str
+    step: Step
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Refuse what a fused op saves for a cast."""
@@ -97,6 +87,21 @@ class CastContext(OperationContext):
             what = "gave tensors to save_for_backward of a Cast, which saves nothing"
             who = f"{type(self.step.op).__name__}: fuser_{self.pass_name}"
             raise RuntimeError(f"{who} {what}: they would be lost")
+
+
+def of_cast(
+    step: Step, pass_name: str, quantizer: Quantizer, usage: Usage
+) -> tuple[type[Any], dict[str, Any]]:
+    """Class and attributes of the context of a cast.
+
+    Args:
+        step: The step of the fused op.
+        pass_name: The pass.
+        quantizer: The quantizer of the cast.
+        usage: The copies that it makes.
+    """
+    own = {"quantizer": quantizer, "usage": usage, "step": step, "pass_name": pass_name}
+    return CastContext, vars(OperationContext()) | own
 
 
 def attributes_left(ctx: Any) -> dict[str, Any]:
@@ -132,8 +137,7 @@ def forward_result(
         checks.refuse_result(program, step.op, method, result)
     x, outputs = result
     if step.cast_places:
-        check_cast_end(step, x, step.matched[-1], method)
-        (outputs,) = without_casts(step, method, outputs)
+        (outputs,) = without_casts(step, method, x, step.matched[-1], outputs)
     if not step.has_extras:
         return x, []
     if [*map(len, outputs)] != counts:
@@ -177,8 +181,8 @@ def fused_backward_result(
         checks.refuse_result(program, step.op, method, result)
     dx, of_params, of_extras = result
     if step.cast_places:
-        check_cast_end(step, dx, step.matched[0], method)
-        of_params, of_extras = without_casts(step, method, of_params, of_extras)
+        given = dx, step.matched[0], of_params, of_extras
+        of_params, of_extras = without_casts(step, method, *given)
     if len(of_params) != step.stop - step.start:
         who, count = type(step.op).__name__, step.stop - step.start
         raise RuntimeError(f"{who} must give parameter gradients for {count} basic ops")
@@ -195,22 +199,25 @@ def fused_backward_result(
     return dx, grads, [*itertools.chain.from_iterable(of_extras)]
 
 
-def check_cast_end(step: Step, given: Any, op: Any, method: str) -> None:
-    """Refuse a result of another kind than that of the cast that a fused op ends with."""
-    if given is None or not isinstance(op, Cast):
-        return
-    right = isinstance(given, QuantizedTensor) and (
-        given.quantizer is op.quantizer or same_quantizer(given.quantizer, op.quantizer)
-    )
-    if not right or not ((here := given.usage) == BOTH or here.covers(op.usage)):
-        got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
-        what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
-        who = f"{type(step.op).__name__}: {method} expected to give"
-        raise TypeError(f"{who} {what}, since it ends with a Cast; got {got}")
+def without_casts(step: Step, method: str, given: Any, op: Any, *results: Any) -> list[Any]:
+    """The entries of results for basic ops; those for casts must be empty.
 
-
-def without_casts(step: Step, method: str, *results: Any) -> list[Any]:
-    """The entries of results for basic ops; those for casts must be empty."""
+    Args:
+        step: The step.
+        method: The method that gave the results.
+        given: What it computes.
+        op: What it ends with: what a cast gives is of that cast.
+        *results: The results, with an entry for each op and cast.
+    """
+    if given is not None and isinstance(op, Cast):
+        right = isinstance(given, QuantizedTensor) and (
+            given.quantizer is op.quantizer or same_quantizer(given.quantizer, op.quantizer)
+        )
+        if not right or not ((here := given.usage) == BOTH or here.covers(op.usage)):
+            got = repr(given) if isinstance(given, QuantizedTensor) else "a plain tensor"
+            what = f"what {type(op.quantizer).__name__} quantizes for {op.usage}"
+            who = f"{type(step.op).__name__}: {method} expected to give"
+            raise TypeError(f"{who} {what}, since it ends with a Cast; got {got}")
     found = []
     for entries in results:
         if len(entries) == len(step.matched):  # else there are too many, or too few: it is refused
@@ -364,22 +371,22 @@ def drop_among(how: Recompute, ctx: Any, kept: Sequence[Any]) -> tuple[Any, Usag
     return (*before, entry, *rest[1:]) if rest else kept, dropped
 
 
-def recompute(how: Recompute, contexts: Contexts, ctx: Any, usage: Usage) -> None:
+def recompute(how: Recompute, before: Contexts, ctx: Any, usage: Usage) -> None:
     """Restore an input that was not kept.
 
     Args:
         how: How it is computed again.
-        contexts: The contexts of the ops of the step before.
+        before: The contexts of the ops of the step before.
         ctx: The context of the op that it is the input of.
         usage: The copies that it had.
     """
     shell, ctxs = ctx.saved_tensors[how.place], []
     for i, op in how.step.indexed:
         if isinstance(op, Cast):
-            ctxs.append(cast := CastContext(how.step, "recompute", op.quantizer, usage))
-            cast.saved_tensors = (shell,)
+            ctxs += contexts([of_cast(how.step, "recompute", op.quantizer, usage)])
+            ctxs[-1].saved_tensors = (shell,)
         else:
-            ctxs.append(contexts[i])
+            ctxs.append(before[i])
     again: Any = how.run(ctxs)
     if how.cast is not None:
         again = how.cast.quantizer.requantize(again, shell, usage)
@@ -397,35 +404,6 @@ def _is_of(kept: Any, output: Any, cast: Cast | None) -> bool:
     if not isinstance(output, QuantizedTensor):
         return False
     return {*map(id, kept.tensors())} <= {id(None), *map(id, output.tensors())}
-
-
-# Quantized tensors among saved ones: their parts as plain tensors, which autograd can keep
-
-
-def unpack(saved: list[Any]) -> list[tuple[int, QuantizedTensor, int, int]]:
-    """Move the tensors of quantized tensors to the end, so that all other places stay.
-
-    Returns:
-        For each: its place, the quantized tensor without its tensors, and their range.
-    """
-    found = []
-    for place, entry in enumerate(tuple(saved)):
-        if isinstance(entry, QuantizedTensor):
-            shell, parts = entry.apart()
-            found.append((place, shell, len(saved), len(saved) + len(parts)))
-            saved[place] = None
-            saved.extend(parts)
-    return found
-
-
-def rebuild(
-    saved: tuple[Any, ...], quantized: Sequence[tuple[int, QuantizedTensor, int, int]]
-) -> tuple[Any, ...]:
-    """Undo :func:`unpack`."""
-    entries = list(saved)
-    for place, shell, first, last in quantized:
-        entries[place] = shell.over(saved[first:last])
-    return tuple(entries)
 
 
 # Ops that store the gradients of their parameters themselves

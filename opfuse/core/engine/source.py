@@ -171,13 +171,6 @@ class Source:
         found = [of_cast.format(i) if isinstance(op, Cast) else of_op(i) for i, op in step.indexed]
         return f"[{', '.join(found)}]"
 
-    def contexts_of(self, step: Step) -> str:
-        """The contexts of the ops and casts of a step."""
-        for edge, cast in step.casts:
-            given = step, self.pass_name, cast.quantizer, cast.usage
-            self.call(lines.CastContext, *given, at=edge)
-        return self.each(step, "c{}".format, "CastContext_{}()")
-
     def run_cast(self, step: Step, x: str) -> None:
         """Run a cast by itself."""
         cast, edge = step.op, step.start
@@ -192,31 +185,35 @@ class Source:
 
         Making one takes half a microsecond, and resetting it a twentieth of that.
         """
-        everyone, ops = range(first, len(values)), self.chain.ops
-        others = [i for i in everyone if self.traced or i in self.program.unpooled_ops]
-        self._pooled = [i for i in everyone if i not in others]
-        for indexes in filter(None, (self._pooled, others)):
-            names, kinds = several(f"c{i}" for i in indexes), []
-            for i in indexes:
-                is_free = self.traced or i in self.program.free_ops
-                names_left = None if is_free else tuple(declared(ops[i], "context_names"))
-                kinds.append((lines.context_class(names_left), values[i]))
-            make = f"{names} = {self.call(lines.contexts, kinds, at=indexes[0])}()"
-            if indexes is self._pooled:
-                self.add(f"try: {names} = {self.bind('idle', [])}.pop()")
+        pooled, others = dict[str, Any](), dict[str, Any]()
+        for i in range(first, len(values)):
+            is_free = self.traced or i in self.program.free_ops
+            names = None if is_free else tuple(declared(self.chain.ops[i], "context_names"))
+            alone = self.traced or i in self.program.unpooled_ops
+            (others if alone else pooled)[f"c{i}"] = lines.context_class(names), values[i]
+        for step in [step for step in self.steps if step.source]:
+            for edge, cast in step.casts:
+                kind = lines.of_cast(step, self.pass_name, cast.quantizer, cast.usage)
+                (others if self.traced else pooled)[f"k{edge}"] = kind
+        self._pooled = tuple(pooled)
+        for kinds in filter(None, (pooled, others)):
+            taken, at = several(kinds), next(iter(kinds))
+            make = f"{taken} = {self.call(lines.contexts, [*kinds.values()], at=at)}()"
+            if kinds is pooled:
+                self.add(f"try: {taken} = {self.bind('idle', [])}.pop()")
                 make = f"except IndexError: {make}"
             self.add(make)
 
     def release_contexts(self, **fields: Iterable[int]) -> None:
         """Reset fields of the contexts of some ops, and let the next call take all contexts."""
         for name, ops in fields.items():
-            if found := [f"c{i}.{name} = " for i in ops if i in self._pooled]:
+            if found := [f"c{i}.{name} = " for i in ops if f"c{i}" in self._pooled]:
                 self.add(f"{''.join(found)}{'()' if name == 'params' else 'None'}")
-        left = [f"c{i}.{name}" for i, name in self.program.saved_attributes if i in self._pooled]
-        if left:
+        saved = self.program.saved_attributes
+        if left := [f"c{i}.{name}" for i, name in saved if f"c{i}" in self._pooled]:
             self.add(f"del {', '.join(left)}")
         if self._pooled:
-            self.add(f"idle.append(({several(f'c{i}' for i in self._pooled)}))")
+            self.add(f"idle.append(({several(self._pooled)}))")
 
     def by_index(self, indexes: Iterable[int]) -> str:
         """A dict of contexts."""

@@ -158,7 +158,7 @@ class Backward(Source):
             self._of_params[i] = f"*g{i}" if first < last else ""
 
     def _run_fused(self, step: Step, run: str) -> None:
-        start, contexts = step.start, self.contexts_of(step)
+        start, contexts = step.start, self.each(step, "c{}".format, "k{}")
         given = self.each(step, self._output_grads, "()")
         counts = [op.num_extra_inputs for op in self.chain.ops[start : step.stop]]
         fixed = self.program, step, self._reached, counts

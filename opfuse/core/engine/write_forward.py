@@ -85,7 +85,7 @@ class Forward(Source):
 
     def _run_fused(self, step: Step, run: str) -> None:
         self._set_numbers(step)
-        contexts, keywords = self.contexts_of(step), self.program.facts.kwargs
+        contexts, keywords = self.each(step, "c{}".format, "k{}"), self.program.facts.kwargs
         given = self.each(step, lambda i: self._extra_inputs(step, i), "()")
         kwargs = self.each(step, lambda i: f"kwargs[{i}]" if keywords[i] else "{}", "{{}}")
         slots = enumerate(self.chain.outputs_of(step.start, step.stop))

@@ -17,8 +17,8 @@ import itertools
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -117,16 +117,6 @@ class QuantizedTensor(ABC):
         fields: dict[str, Any] = dict(zip(self.tensor_names, tensors, strict=True))
         return dataclasses.replace(self, **fields)
 
-    def apart(self) -> tuple[Self, list[Tensor | None]]:
-        """A copy of this whose tensors are None, and :meth:`tensors`."""
-        shell, tensors = object.__new__(type(self)), []
-        fields = vars(shell)
-        fields.update(vars(self))
-        for name in self.tensor_names:
-            tensors.append(getattr(self, name))
-            fields[name] = None
-        return shell, tensors
-
     def without_data(self) -> Self:
         """The scales alone: a copy of this whose values are None."""
         return self.over(
@@ -141,16 +131,8 @@ class QuantizedTensor(ABC):
 
     def only(self, usage: Usage) -> Self:
         """A view of this with only the copies that ``usage`` needs, to keep for a backward."""
-        needless = tuple(itertools.compress(Usage._fields, map(operator.not_, usage)))
-        kept, lacks = object.__new__(type(self)), False
-        fields = vars(kept)
-        fields.update(vars(self))
-        for name in self.tensor_names:
-            if name.startswith(needless):
-                fields[name] = None
-            elif fields[name] is None and name in self.data_names:
-                lacks = True  # the other copy may serve as this one
-        return self if lacks and not kept.usage.covers(usage) else kept
+        (kept,) = each_only((self,), usage)
+        return kept
 
     def without_padding(self, name: str) -> Tensor | None:
         """One of its tensors, without the elements that represent no value."""
@@ -258,6 +240,59 @@ class QuantizedTensor(ABC):
             what = f"the {copy} copy is asked for, but it has only {here or 'no tensors'}"
             raise ValueError(f"{type(self).__name__}.dequantize: {what}")
         return copy
+
+
+T = TypeVar("T", bound=QuantizedTensor)
+
+
+def each_only(tensors: Iterable[T], usage: Usage) -> list[T]:
+    """:meth:`QuantizedTensor.only` of several."""
+    needless = tuple(itertools.compress(Usage._fields, map(operator.not_, usage)))
+    found = []
+    for tensor in tensors:
+        kept, lacks = object.__new__(type(tensor)), False
+        fields = vars(kept)
+        fields.update(vars(tensor))
+        for name in tensor.tensor_names:
+            if name.startswith(needless):
+                fields[name] = None
+            elif fields[name] is None and name in tensor.data_names:
+                lacks = True  # the other copy may serve as this one
+        found.append(tensor if lacks and not kept.usage.covers(usage) else kept)
+    return found
+
+
+# Quantized tensors among others that autograd keeps: their parts as plain tensors
+
+
+def unpack(saved: list[Any]) -> list[tuple[int, Any, dict[str, Any], int, int]]:
+    """Move the tensors of quantized tensors to the end, so that all other places stay.
+
+    Returns:
+        For each: its place, its class, its other fields, and the range of its tensors.
+    """
+    found = []
+    for place, entry in enumerate(tuple(saved)):
+        if isinstance(entry, QuantizedTensor):
+            fields, start = dict(vars(entry)), len(saved)
+            for name in entry.tensor_names:
+                saved.append(fields.pop(name))
+            saved[place] = None
+            found.append((place, type(entry), fields, start, len(saved)))
+    return found
+
+
+def rebuild(
+    saved: tuple[Any, ...], quantized: Sequence[tuple[int, Any, dict[str, Any], int, int]]
+) -> tuple[Any, ...]:
+    """Undo :func:`unpack`."""
+    entries = list(saved)
+    for place, kind, others, start, stop in quantized:
+        entries[place] = made = object.__new__(kind)
+        fields = vars(made)
+        fields.update(others)
+        fields.update(zip(kind.tensor_names, saved[start:stop], strict=True))
+    return tuple(entries)
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -98,7 +98,10 @@ class QuantizerStates:
         called: The block around that call, and the patterns of ops to skip.
         unrestored: The recipes without state in the last checkpoint, until the user was warned.
         name: The name of the op that the quantizers know; None: there are none yet.
+        borrows: Whether quantizers were those of quantized parameters, which may be replaced.
     """
+
+    borrows = False
 
     def __init__(self) -> None:
         self.own: dict[str, Quantizer] = {}
@@ -128,6 +131,7 @@ class QuantizerStates:
             return {}
         lives = living_weights(op).items()
         theirs = {name: p.quantized.quantizer for name, p in lives if p.recipe == recipe}
+        self.borrows |= bool(theirs)
         if (known := self._by_recipe.get(recipe)) is not None:
             known.update({name: theirs[name] for name in known if name in theirs})
             return known

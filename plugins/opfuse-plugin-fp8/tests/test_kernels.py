@@ -228,13 +228,15 @@ def test_what_changes_of_a_quantizer_changes_its_next_cast(name):
 def test_a_kernel_that_reads_a_state_notes_that_a_graph_captures_it(monkeypatch):
     quantizer, x = quantizer_of("delayed"), drawn((32, 64), dtype=torch.bfloat16)[0]
     made = library.cast(x, Into(quantizer, BOTH))
-    assert not quantizer._captured
-    for module in (launch, fp8.quantizers):
-        monkeypatch.setattr(module, "is_captured", lambda device: True)
-    library.cast(x, Into(quantizer, BOTH, made))  # with the scale that it had
-    assert not quantizer._captured
-    library.cast(x, Into(quantizer.unrecorded(), BOTH))
-    assert quantizer._captured[0] is quantizer.scale
+    assert not quantizer.is_fixed()
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8.quantizers, "is_captured", lambda device: True)
+        library.cast(x, Into(quantizer, BOTH, made))  # with the scale that it had
+    assert not quantizer.is_fixed()
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8.quantizers, "is_captured", lambda device: True)
+        library.cast(x, Into(quantizer.unrecorded(), BOTH))
+    assert quantizer.is_fixed()
 
 
 SHAPES = [(1,), (127,), (1, 1), (3, 127), (129, 130), (2, 3, 64), (2, 1, 3, 40), (3, 1536)]

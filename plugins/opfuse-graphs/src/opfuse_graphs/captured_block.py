@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from opfuse import Recipe
-from opfuse.recipes.scale_update import Block
+from opfuse.recipes.scale_update import Block, Pass
 
 
 class CapturedBlock(Block):
@@ -16,27 +13,27 @@ class CapturedBlock(Block):
 
     Attributes:
         forward: What ran, as arguments of :meth:`begin`.
-        backward: What its backward ran, as arguments of :meth:`begin_backward`.
+        backward: What its backward ran, each as :meth:`begin_backward` takes it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward: list[tuple[Any, ...]] = []
-        self.backward: list[tuple[Any, ...]] = []
+        self.forward: list[tuple[Pass, bool]] = []
+        self.backward: list[Pass] = []
 
-    def begin(self, recipe: Recipe, chain: Any, env: Any, records: bool) -> None:
+    def begin(self, part: Pass, records: bool) -> None:
         """Note that a chain runs under a recipe."""
-        super().begin(recipe, chain, env, records)
-        self.forward.append((recipe, chain, env, records))
+        super().begin(part, records)
+        self.forward.append((part, records))
 
-    def begin_backward(self, recipe: Recipe, chain: Any, env: Any) -> None:
+    def begin_backward(self, part: Pass) -> None:
         """Note that its backward runs."""
-        self.backward.append((recipe, chain, env))
+        self.backward.append(part)
 
     def discard(self) -> None:
         """Discard the records of both passes, since a capture is no step."""
         self.end(failed=True)
-        for recipe, chain, _ in self.backward:
-            for op in chain.ops:
-                for quantizer in op._quantizers.of_mode(op, recipe, "backward"):
+        for part in self.backward:
+            for op in part.chain.ops:
+                for quantizer in op._quantizers.of_mode(op, part.recipe, "backward"):
                     quantizer.discard()

@@ -276,7 +276,7 @@ class GraphedForward:
                     param.grad = param.grad.clone()
         self._replay_backward()
         for ran in self.captured.backward:
-            begin_backward(*ran)
+            begin_backward(ran)
         return [None if x is None else x.detach() for x in self._gradients]
 
     def __reduce__(self) -> Any:

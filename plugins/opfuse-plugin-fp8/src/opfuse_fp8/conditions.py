@@ -24,8 +24,8 @@ from .nvfp4 import NVFP4Quantizer, StochasticNVFP4Quantizer
 from .quantizers import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 from .twins import Into
 
-ONE_SCALE = CurrentQuantizer, DelayedQuantizer
-"""Quantizers without blocks, for :func:`has_blocks`, which need not be asked then."""
+ANY_SHAPE = BlockQuantizer, CurrentQuantizer, DelayedQuantizer
+"""Quantizers whose kernels cast any shape: :func:`has_blocks` need not be asked."""
 
 _KNOWN = BlockQuantizer, CurrentQuantizer, DelayedQuantizer, MXQuantizer
 _FP4 = NVFP4Quantizer, StochasticNVFP4Quantizer

@@ -3,8 +3,8 @@
 The buffer has a row for each quantizer, and the tensors of its state are views of that row: by
 name, shape and dtype they are what they were. Once in a buffer they stay where they are, so a CUDA
 graph finds them. A tensor that was replaced, as when a model moves to another device, is no view
-of it any more: :func:`update_delayed` notices, and makes a new buffer for its quantizer. It never
-moves tensors that a graph's capture saw: their values are copied out and back at each step.
+of it any more: :func:`update_delayed` notices, and makes a new buffer for its quantizer. It moves
+no tensor that a graph's capture may have seen: its values are copied out and back at each step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def update_delayed(quantizers: Sequence[Quantizer], group: Any) -> None:
     loose: dict[Any, list[DelayedQuantizer]] = {}
     for quantizer in others:
         device, length = quantizer.amax.device, len(quantizer.amax_history)
-        kind = device, length, quantizer.most_recent, quantizer.note_capture()
+        kind = device, length, quantizer.most_recent, quantizer.is_fixed()
         loose.setdefault(kind, []).append(quantizer)
     for found in loose.values():
         ScaleBuffer(found).take_in(found)
@@ -130,12 +130,12 @@ class ScaleBuffer:
             quantizers: Those that it was made of, all of them with such tensors or none.
         """
         self.advance(range(len(quantizers)))
-        if quantizers[0].note_capture():
+        if quantizers[0].is_fixed():
             for old, new in zip(_states(quantizers), zip(*self._views, strict=True), strict=True):
                 torch._foreach_copy_(old, list(new))
             return
         for row, quantizer in enumerate(quantizers):
-            quantizer._shared = self, row
+            quantizer._shared, quantizer._fixed = (self, row), self._views[row][:3]
             for name, view in zip(_NAMES, self._views[row], strict=True):
                 setattr(quantizer, name, view)
 

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from opfuse.core.quantization import QuantizedTensor, Usage
 from opfuse.ops.row_groups import RowGroups
 
-from .conditions import DTYPES, PLAIN, of_quantizer
+from .conditions import DTYPES, PLAIN, of_kind
 from .quantizers import DelayedQuantizer, MXQuantizer
 from .twins import Into
 
@@ -96,4 +96,5 @@ def by_kernels(x: Tensor, quantizer: Any) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    return kernels_run(x.device) and not of_quantizer(quantizer, alone=True)
+    kind = type(quantizer), getattr(quantizer, "dtype", None), quantizer.square
+    return kernels_run(x.device) and not of_kind(*kind, bool(quantizer.four_over_six), True)

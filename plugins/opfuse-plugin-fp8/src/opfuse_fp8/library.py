@@ -12,7 +12,7 @@ from torch import Tensor
 from opfuse.core.quantization import QuantizedTensor
 
 from . import twins
-from .conditions import DTYPES, ONE_SCALE, PLAIN, has_blocks, output_shape, takes
+from .conditions import ANY_SHAPE, DTYPES, PLAIN, has_blocks, output_shape, takes
 from .kernels import launch_nvfp4
 from .kernels.launch import FORWARD, Casting, PartsCasting, backward, forward, is_unaligned
 from .kernels.launch_norms import norm
@@ -27,7 +27,7 @@ def cast(x: Any, into: Into) -> QuantizedTensor:
     """:func:`opfuse_fp8.twins.cast`, by the kernels if they take the call."""
     quantizer = into.quantizer
     known = type(x) in PLAIN and x.dtype in DTYPES and x.ndim and x.numel()  # `takes` of one
-    if not known or not (isinstance(quantizer, ONE_SCALE) or has_blocks(into, x.shape)):
+    if not known or not (isinstance(quantizer, ANY_SHAPE) or has_blocks(into, x.shape)):
         return twins.cast(x, into)
     x = x.contiguous()
     if isinstance(quantizer, NVFP4Quantizer):

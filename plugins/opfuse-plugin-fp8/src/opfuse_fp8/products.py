@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from opfuse import Environment, FusedOperation, Fusion, OperationContext, Optional
-from opfuse.core.quantization import COLUMNWISE, ROWWISE, Usage
+from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
 from opfuse.ops import BasicLinear, Bias, ParallelLinear
 from opfuse.ops.authoring import added
 
@@ -127,7 +127,9 @@ def gradients(
     x, *weights = ctx.saved_tensors
     dgrad, wgrad = weights[0] is not None, x is not None
     dtype = ctx.dtype or grad_output.dtype
-    dy = ctx.quantizers["grad_output"](grad_output, Usage(dgrad, wgrad))
+    quantize, usage = ctx.quantizers["grad_output"], Usage(dgrad, wgrad)
+    # what comes quantized was checked
+    dy = grad_output if isinstance(grad_output, QuantizedTensor) else quantize(grad_output, usage)
     stops = [*itertools.accumulate(sizes)]
     spans = [*zip((0, *stops), stops, strict=False)]
     dx: Tensor | None = None

@@ -207,9 +207,8 @@ class _TensorQuantizer(BaseQuantizer):
         alike = [type(q) is type(self) and _settings(q) == _settings(self) for q in quantizers]
         if not known or not all(alike):
             return None
-        made = None
-        if _groups_by_kernels is not None:
-            made = _groups_by_kernels(tensor, ends, usage, quantizers)
+        run = _groups_by_kernels
+        made = None if run is None else run(tensor, ends, usage, quantizers)
         return cast_each(tensor, ends, usage, quantizers) if made is None else made
 
     def quantize_parts(self, parts: Sequence[Tensor], usage: Usage) -> QuantizedTensor:
@@ -324,8 +323,8 @@ class DelayedQuantizer(_TensorQuantizer):
         device: Of its state.
 
     :func:`opfuse_fp8.delayed.update_delayed` advances it, and puts its state next to that of the
-    other quantizers of a block: then the tensors are views of a buffer. Once a CUDA graph was
-    captured that reads them, they stay where they are.
+    other quantizers of a block: then the tensors are views of a buffer. There they stay, as they do
+    once a CUDA graph was captured that reads them.
 
     Attributes:
         scale: What values are multiplied by, fp32, (1,).
@@ -338,7 +337,8 @@ class DelayedQuantizer(_TensorQuantizer):
     state_names = ("scale", "amax", "amax_history")
     pending_names = ("amax",)
     if_infinite = "its scale stayed as it was"
-    _captured: tuple[Tensor, ...] = ()  # what a CUDA graph reads
+    # its state where it stays: in a buffer, or where a CUDA graph reads it
+    _fixed: tuple[Tensor | None, ...] = (None,) * 3
 
     def __init__(
         self,
@@ -363,22 +363,22 @@ class DelayedQuantizer(_TensorQuantizer):
 
     def with_largest(self, tensor: Tensor, usage: Usage, amax: Tensor) -> Tensors:
         """See :meth:`_TensorQuantizer.with_largest`."""
-        self.note_capture()
+        self.is_fixed()
         self.record(amax)
         scale = self.scale.clone()
         return *self.with_scale(tensor, usage, scale), scale
 
-    def note_capture(self) -> bool:
-        """Return whether a CUDA graph reads the state where it is, also one that is captured now.
+    def is_fixed(self) -> bool:
+        """Return whether the state has to stay where it is: a CUDA graph may read it there.
 
-        To be called where a cast reads or writes the state.
+        To be called where a cast reads or writes state that is not known to be fixed.
         """
         if self._recording is not None:
-            return self._recording.note_capture()  # type: ignore[attr-defined, no-any-return]
+            return self._recording.is_fixed()  # type: ignore[attr-defined, no-any-return]
         state = self.scale, self.amax, self.amax_history
         if is_captured(self.scale.device):
-            self._captured = state
-        return bool(self._captured) and any(map(operator.is_, state, self._captured))
+            self._fixed = state
+        return any(map(operator.is_, state, self._fixed))
 
     def record(self, amax: Tensor) -> None:
         """Record the largest magnitude of a tensor, which a kernel may have found.
@@ -404,7 +404,7 @@ class DelayedQuantizer(_TensorQuantizer):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has its own state, which shares no memory with that of other quantizers."""
         own = [name for name in (*self.state_names, "infinite") if name in vars(self)]
-        apart = {"_shared": None, "_captured": ()}
+        apart = {"_shared": None, "_fixed": (None,) * 3}
         return {**vars(self), **apart, **{n: vars(self)[n].clone() for n in own}}
 
 

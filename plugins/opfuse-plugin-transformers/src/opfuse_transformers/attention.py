@@ -336,7 +336,8 @@ def _circumstances(x: Tensor, linears: Sequence[Any]) -> tuple[Any, ...]:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current.values
     autocast = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
     modes += autocast, autocast and torch.get_autocast_dtype(x.device.type)
-    found: list[Any] = [_version(x), modes]
+    # how often it was written to, as far as that is counted
+    found: list[Any] = [0 if x.is_inference() else x._version, modes]
     for linear in linears:
         # its class and forward, the hooks that its call would run, and its parameters
         own = vars(linear)
@@ -348,11 +349,6 @@ def _circumstances(x: Tensor, linears: Sequence[Any]) -> tuple[Any, ...]:
                 version = 0 if param.is_inference() else param._version
                 found += id(param), version, param.requires_grad
     return tuple(found)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to, as far as that is counted."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Projection(standin.ChildInPlace):

@@ -15,7 +15,6 @@ from opfuse_triton.sums import sum_strips
 from torch import Tensor
 
 from opfuse.core.quantization import COLUMNWISE, ROWWISE, QuantizedTensor, Usage
-from opfuse.ops.authoring import is_captured
 
 from ..quantizers import BlockQuantizer, CurrentQuantizer, MXQuantizer
 from ..together import waiting
@@ -168,8 +167,8 @@ class Casting:
             if values is None:
                 self.values = wide = torch.empty(shape, dtype=dtype, device=device)
         elif form == "tensor" and again is None:
-            if is_captured(device):
-                quantizer.note_capture()
+            if quantizer._fixed[0] is not quantizer.scale:
+                quantizer.is_fixed()
             scale, amax = quantizer.scale, quantizer.amax
         elif form == "tensor":
             scale = again.scale
