@@ -106,7 +106,7 @@ class QuantizedGroups:
         params = ctx.params[: self._count]
         made = None if known else _cast_at_once(params, quantizers, usage)
         if made is None:
-            return [group.quantized_weight(usage, name="weight", index=0) for group in self._each]
+            return [group.quantized_weight(usage) for group in self._each]
         for i, name in enumerate(names):
             cache.remember(name, params[0 if self._stacked else i], quantizers[i], made[i])
         return made
@@ -272,7 +272,18 @@ class _Group:
         quantizers = [ctx.quantizers[name] for name in names]
         self.quantizers = dict(zip(_NAMES, quantizers, strict=True))
 
-    def quantized_weight(self, usage: Usage, *, name: str, index: int) -> QuantizedTensor:
+    @property
+    def weights(self) -> _Group:
+        """Where the weight is cast, in the place of the op's cache."""
+        return self
+
+    def quantized(
+        self, name: str, weight: Tensor, quantizer: Quantizer, usage: Usage
+    ) -> QuantizedTensor:
+        """As :meth:`WeightCache.quantized`; the op's cache knows the weight by another name."""
+        return self.quantized_weight(usage)
+
+    def quantized_weight(self, usage: Usage) -> QuantizedTensor:
         """As :meth:`OperationContext.quantized_weight`, for this group."""
         index, part = self._where
         return self._ctx.quantized_weight(usage, name=self._names[1], index=index, part=part)
