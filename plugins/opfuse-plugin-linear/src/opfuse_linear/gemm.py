@@ -224,8 +224,8 @@ def are_aligned(*tensors: Tensor | None) -> bool:
             return False
         if t.dtype is not first.dtype or t.device != first.device or t.stride(-1) != 1:
             return False
-        steps = [t.data_ptr(), *[stride * t.element_size() for stride in t.stride()[:-1]]]
-        if not all([step > 0 and step % 16 == 0 for step in steps]):
+        steps = [stride * t.element_size() for stride in t.stride()[:-1]]
+        if t.data_ptr() % 16 or not all([step > 0 and step % 16 == 0 for step in steps]):
             return False
     return True
 
