@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from opfuse_transformers import logits
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import opfuse
@@ -271,6 +272,37 @@ def test_they_are_those_of_the_weights_of_their_call(pair):
     before = model(**given).logits
     twin.load_state_dict(weights, assign=True)
     torch.testing.assert_close(got.logits, before)
+
+
+class _Double(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def _with_bias_first(head):
+    weight = head.weight
+    del head._parameters["weight"], head._parameters["bias"]
+    head.bias = torch.nn.Parameter(torch.linspace(-1, 1, len(weight)))
+    head.weight = weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: parametrize.register_parametrization(head, "weight", _Double()),
+        torch.nn.utils.parametrizations.weight_norm,
+        _with_bias_first,
+    ],
+    ids=["a parametrization", "weight norm", "the bias is registered first"],
+)
+def test_the_weight_of_the_head_is_no_matter_of_order(change, pair):
+    model, twin, given, computed = pair
+    for each in (model, twin):
+        change(each.lm_head)
+    expected, got = model(**given), twin(**given)
+    assert not computed
+    torch.testing.assert_close(got.logits, expected.logits)
+    torch.testing.assert_close(got.loss, expected.loss)
 
 
 def test_what_stands_for_them_is_used_as_they_are(pair):
