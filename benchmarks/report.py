@@ -163,6 +163,11 @@ def table(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
+def unsaid(row: Row) -> Row:
+    """A row for a part of the page whose title says whether its goal is met."""
+    return row | {"pass": None, "reason": "within the noise" if near(row) else row["reason"]}
+
+
 def tables(rows: Iterable[Row]) -> list[str]:
     """A table of ratios for each machine, under its name."""
     places: dict[str, list[Row]] = {}
@@ -329,7 +334,8 @@ def written(runs: list[Run]) -> tuple[str, str]:
     noisy = [row for row in single if too_noisy(row)]
     clear = [row for row in single if row not in noisy]
     behind, met = (
-        tables(row for row in clear if row["pass"] is wanted) for wanted in (False, True)
+        tables(map(unsaid, (row for row in clear if row["pass"] is wanted)))
+        for wanted in (False, True)
     )
     for missed, line in swarms(rows):
         (behind if missed else met).extend(["", line])
@@ -339,7 +345,7 @@ def written(runs: list[Run]) -> tuple[str, str]:
         "headline": table(filter(None, (first(rows, *wanted) for wanted in HEADLINE))),
         "behind": behind,
         "met": met,
-        "noisy": tables(row | {"pass": None, "reason": "too noisy"} for row in noisy),
+        "noisy": tables(row | {"pass": None, "reason": ""} for row in noisy),
         "runs": [f"- {where(run)}" for run in runs],
         "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in slow)],
         "chains": [chains_in(pairs, len(slow))],
