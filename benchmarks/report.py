@@ -135,23 +135,50 @@ def percent(share: float) -> str:
     return f"{float(f'{100 * share:.2g}'):g} %"
 
 
+def state(row: Row) -> str:
+    """Whether a row met its goal, and whether noise could turn that."""
+    missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
+    met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
+    return met + ", within the noise" * (near(row) and row["pass"] is not None)
+
+
 def table(rows: Iterable[Row]) -> list[str]:
-    """Ratios as a Markdown table."""
-    lines = ["| | case | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
+    """Ratios as a Markdown table, which names a case in the first of its rows."""
+    lines = ["| case | | ratio | measured | goal | bound | |", "|---|---|---|---|---|---|---|"]
+    of_case: dict[str, list[Row]] = {}
     for row in rows:
-        value = "" if row["value"] is None else f"{row['value']:.3g}"
-        value += f" ± {percent(row['noise'])}" if row["noise"] else ""
-        value = "≈ " * (row.get("beyond_noise") is False and bool(row["noise"])) + value
-        sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
-        missed = "missed" if near(row) else f"**missed** {row['reason']}".strip()
-        met = row["reason"] if row["pass"] is None else "met" if row["pass"] else missed
-        met += ", within the noise" * (near(row) and row["pass"] is not None)
-        bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
-        lines.append(
-            f"| {row['id']} | {row['case']} | {against(row)} | {value} | {sign} {row['goal']:.3g} "
-            f"| {bound} | {met} |"
-        )
+        of_case.setdefault(row["case"], []).append(row)
+    for case, found in of_case.items():
+        for row in found:
+            value = "" if row["value"] is None else f"{row['value']:.3g}"
+            value += f" ±{percent(row['noise'])}" if row["noise"] else ""
+            value = "≈" * (row.get("beyond_noise") is False and bool(row["noise"])) + value
+            ratio = against(row).replace("times as fast as ", "")
+            sign = "=" if row.get("exact", row["den"] == "plan") else "≤" if row["cost"] else "≥"
+            bound = "" if row["bound"] is None else f"{row['bound']:.3g}"
+            lines.append(
+                f"| {case if row is found[0] else ''} | {row['id']} | {ratio} | {value} "
+                f"| {sign}{row['goal']:.3g} | {bound} | {state(row)} |"
+            )
     return lines
+
+
+def unsaid(row: Row) -> Row:
+    """A row for a part of the page whose title says whether its goal is met."""
+    return row | {"pass": None, "reason": "within the noise" if near(row) else row["reason"]}
+
+
+def tables(rows: Iterable[Row]) -> list[str]:
+    """A table of ratios for each machine, under its name."""
+    places: dict[str, list[Row]] = {}
+    for row in rows:
+        case, _, place = row["case"].partition("; ")
+        places.setdefault(place, []).append(row | {"case": case})
+    lines = []
+    for place, found in places.items():
+        name = {"": "CPU", "tuned allocator": "CPU, tuned allocator"}.get(place, place)
+        lines += [f"**{name}**", "", *table(found), ""]
+    return lines[:-1]
 
 
 def bars(axis: Any, rows: list[Row], label: str) -> None:
@@ -288,6 +315,9 @@ HEADLINE = (  # a row of the page's first table: id, what its case contains, aga
 SWARMS = ("L1", "L3", "C4")
 """Goals with so many cases that the page sums them up."""
 
+SLOW = 0.9
+"""A chain without plugins has a row of its own below this share of the speed of PyTorch."""
+
 TOO_NOISY = 0.25
 """A row with this noise or more says neither that a goal is met nor that it is missed."""
 
@@ -303,17 +333,22 @@ def written(runs: list[Run]) -> tuple[str, str]:
     single = [row for row in rows if row["id"] not in SWARMS]
     noisy = [row for row in single if too_noisy(row)]
     clear = [row for row in single if row not in noisy]
-    behind, met = (table(row for row in clear if row["pass"] is wanted) for wanted in (False, True))
+    behind, met = (
+        tables(map(unsaid, (row for row in clear if row["pass"] is wanted)))
+        for wanted in (False, True)
+    )
     for missed, line in swarms(rows):
         (behind if missed else met).extend(["", line])
     pairs = sorted((pair for run in runs for pair in unfused(run)), key=lambda pair: pair[1])
+    slow = [(case, speed) for case, speed in pairs if speed < SLOW]
     parts = {
         "headline": table(filter(None, (first(rows, *wanted) for wanted in HEADLINE))),
         "behind": behind,
         "met": met,
-        "noisy": table(row | {"pass": None, "reason": "too noisy"} for row in noisy),
+        "noisy": tables(row | {"pass": None, "reason": ""} for row in noisy),
         "runs": [f"- {where(run)}" for run in runs],
-        "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in pairs)],
+        "unfused": ["| chain | ratio |", "|---|---|", *(f"| {n} | {v:.2f} |" for n, v in slow)],
+        "chains": [chains_in(pairs, len(slow))],
         "alone": alone([row for row in rows if row["id"] == "L3"]),
         "unknown": unknown(runs, rows),
         **on_gpu(stored("h100-kernels")),
@@ -326,15 +361,25 @@ def written(runs: list[Run]) -> tuple[str, str]:
     )
 
 
+def chains_in(pairs: list[tuple[str, float]], slow: int) -> str:
+    """What the chains without plugins have in common."""
+    median = statistics.median(speed for _, speed in pairs)
+    return f"{len(pairs)} chains have a median of {median:.2f}. {slow} of them are below {SLOW}"
+
+
 def on_gpu(timed: dict[str, Any]) -> dict[str, list[str]]:
     """The parts of the page about kernels on a GPU: each case where most others were timed."""
     copied, product = timed["limits"]
     lines = ["| | at | us | share | separate | compile | Liger |", "|---|---|---|---|---|---|---|"]
+    above = "", ""
     for case, row, ratios in timed_cases(timed):
         share = (row["flops"] / product or row["floor"] / copied) / row["seconds"]
         shown = ["" if of is None else f"{of:.2f}" for of in ratios]
-        first = [case, row["part"].rpartition(": ")[2], f"{row['seconds'] * 1e6:.0f}"]
+        (plugin, _, name), at = case.partition(": "), row["part"].rpartition(": ")[2]
+        first = name if plugin == above[0] else f"**{plugin}:** {name}"
+        first = [first, "" if (plugin, at) == above else at, f"{row['seconds'] * 1e6:.0f}"]
         lines.append(f"| {' | '.join([*first, f'{share:.0%}', *shown])} |")
+        above = plugin, at
     limits = f"{copied / 1e12:.1f} TB/s, and {product / 1e12:.0f} TFLOP/s in bf16"
     return {"kernels": lines, "compared": [compared_in(timed)], "limits": [limits]}
 
@@ -501,18 +546,26 @@ def unknown(runs: list[Run], rows: list[Row]) -> list[str]:
 
 
 def alone(rows: list[Row]) -> list[str]:
-    """A table of single ops: over eager, over a function by hand, and whether the goal is met."""
-    lines = ["| op | over PyTorch | over by hand | noise | goal | |", "|---|---|---|---|---|---|"]
+    """A table of single ops: over eager / over a function by hand; a column for each size."""
+    of_op: dict[str, dict[str, str]] = {}
+    usual = statistics.mode(row["goal"] for row in rows)
     for row in sorted(rows, key=lambda row: row["case"]):
+        passes, op, size = row["case"].split(", ")
         beside = row.get("beside") or {}
         over = [beside.get(f"opfuse-off / {name}") for name in ("eager", "hand")]
-        cells = [f"{value:.2f}" if value else "" for value in over]
-        noise = f"±{row['noise']:.0%}" if row["noise"] else ""
-        state = "met" if row["pass"] else "missed"
-        state = row["reason"] or ("too noisy" if too_noisy(row) else state)
-        lines.append(
-            f"| {row['case']} | {cells[0]} | {cells[1]} | {noise} | {row['goal']} | {state} |"
-        )
+        cell = "/".join(f"{value:.2f}" if value else "" for value in over)
+        if row["reason"] or too_noisy(row):
+            cell = f"({cell})"
+        elif not row["pass"]:
+            cell = f"**{cell}**"
+        cell += f" ≥{row['goal']:.3g}" * (row["goal"] != usual)
+        name, _, width = op.partition(":")
+        size = size if not width or "x" in size else f"{size}x{width}"
+        of_op.setdefault(name, {})[f"{passes}, {size}"] = cell
+    sizes = sorted({size for cells in of_op.values() for size in cells})
+    lines = [f"| op | {' | '.join(sizes)} |", f"|{'---|' * (len(sizes) + 1)}"]
+    for name, cells in of_op.items():
+        lines.append(f"| {name} | {' | '.join(cells.get(size, '') for size in sizes)} |")
     return lines
 
 

@@ -10,14 +10,13 @@ PASSES = {"joint", "forward", "backward"}
 
 PAGE = """# The checks
 
-This page lists what the conformance kit requires, check by check, and the usual cause of a failure.
-A failing check prints the smallest case as code to run. Run that first. {{doc}}`write-a-plugin`
-says how to run the kit.
+What the conformance kit requires, and the usual cause of a failure. A failing check prints the
+smallest case as code: run that first. {{doc}}`write-a-plugin` says how to run the kit.
 
 ## Of a fusion
 
-{{class}}`opfuse.testing.FusionSuite` runs these checks on each fusion of a plugin. The names are
-those of `opfuse.testing.CHECKS`. A test's name ends in one, and `limits` takes them.
+{{class}}`opfuse.testing.FusionSuite` runs these checks on each fusion of a plugin. A test's name
+ends in one of these names, and `limits` takes them.
 
 | Check | Meaning | Usual cause of a failure |
 |---|---|---|
@@ -45,67 +44,59 @@ skipped. Mend these first.
 
 CAUSES = {
     # of a fusion
-    "condition": (
-        "`when` returns False, None or a single word; it reads the data of a parameter, or more "
-        "than the ops and `env`"
-    ),
+    "condition": "`when` returns False, None or a single word; it reads a parameter's data",
     "settings": (
-        "a setting of torch (deterministic algorithms, precision of products, default dtype, "
-        "number of threads) is set for a kernel, and not set back where it raises; an attribute of "
-        "an op is set in a call"
+        "a setting of torch, or an attribute of an op, is set for a kernel and not set back where "
+        "it raises"
     ),
     "pattern": (
-        "`when` is narrower than the pattern and does not say so; or another fusion of the "
-        "plugin takes these ops first"
+        "`when` refuses without a sentence; another fusion of the plugin takes these ops first"
     ),
     "runs": (
         "a width, a dtype or a layout that nobody thought of; an assumption about `input_.ndim`"
     ),
     "codes": (
         "a plain tensor where the pattern has a `Cast`; values rounded to another dtype before "
-        "they are quantized; scales that are the quantizer's state, and not a copy"
+        "they are quantized; the quantizer's own scales in place of a copy"
     ),
     "unmodified_inputs": (
-        "an in-place operation on `input_`, an extra input or a parameter; `.to()` and "
-        "`.contiguous()` return the same tensor where there is nothing to do"
+        "an in-place operation on the result of `.to()` or `.contiguous()`, which may be the same "
+        "tensor"
     ),
     "saved_state": (
-        "a tensor is saved that no gradient needs, or is missing where one does; the output of "
-        "a cast in place of its input; another order than that of `saved_names`"
+        "a tensor that no gradient needs, or none where one does; the output of a cast in place "
+        "of its input; another order than that of `saved_names`"
     ),
     "unmodified_gradients": (
-        "the backward writes into `grad_output` where `ctx.owns_grad_output` is false, or into "
-        "a saved tensor"
+        "the backward writes into `grad_output` where `ctx.owns_grad_output` is false"
     ),
     "output": (
-        "a value is rounded where the ops do not round, or computed in half precision where "
-        "they use fp32; a mask or a strip ends at the wrong row; a number of the op is not used"
+        "a value is rounded where the ops do not round, or not computed in fp32 where they do; a "
+        "mask ends at the wrong row; a number of the op is not used"
     ),
     "strides": (
-        "`torch.empty` or `.contiguous()` where the ops keep the order of dimensions of their "
-        "operand, as `torch.empty_like` does"
+        "`torch.empty` or `.contiguous()` where the ops keep the order of dimensions, as "
+        "`torch.empty_like` does"
     ),
     "recompute": (
-        "the output is computed again from something that has changed since, such as a number "
-        "of the op or the state of a quantizer"
+        "the output is computed again from something that has changed since, such as a number of "
+        "the op"
     ),
     "gradients": (
-        "a sum over rows in half precision; a missing factor; the formula of another forward; a "
-        "broadcast dimension that is not summed; numbers of the op in place of those of the "
-        "forward; a division by a weight or a scale that may be 0; what an activation saved is "
-        "read without `saved_input`"
+        "a sum over rows in half precision; a missing factor; a broadcast dimension that is not "
+        "summed; a division by a weight that may be 0; an activation's input read without "
+        "`saved_input`"
     ),
     "aliasing": (
-        "the output is a view of the input or of a saved tensor; a buffer is kept on the fused "
-        "op and used by the next call"
+        "the output is a view of the input; a buffer is kept on the fused op and used by the next "
+        "call"
     ),
     "requires_grad": (
-        "`ctx.input_requires_grad` or `ctx.param_requires_grad` is not asked; "
-        "`tensor.requires_grad` is asked instead"
+        "`tensor.requires_grad` is asked in place of `ctx.input_requires_grad` or "
+        "`ctx.param_requires_grad`"
     ),
     "grad_input": (
-        '`grad_input = "fresh"` is declared, and the backward returns `grad_output` or a view '
-        "of something"
+        '`grad_input = "fresh"` is declared, and the backward returns `grad_output` or a view'
     ),
     "autocast": "`ctx.dtype` is ignored, or taken for the dtype of the output where it is None",
     "repeatable": (
@@ -113,32 +104,30 @@ CAUSES = {
         "first call"
     ),
     "interleaved": (
-        "something of a call is kept on the fused op and not on a context, such as whether the "
-        "kernel ran"
+        "something of a call, such as whether the kernel ran, is kept on the fused op and not on "
+        "a context"
     ),
     "orders": (
-        "a grid, a strip, a workspace or a choice of code is made at the first call, and kept for "
-        "calls of another number of rows or dimensions, mode, dtype or gradient"
+        "a grid, a workspace or a choice of code is made at the first call, and kept for others"
     ),
     "follows_values": (
-        "a parameter, a buffer or a number is read in `__init__` or `planned`; something is cached "
-        "by the version or the address of a tensor"
+        "a parameter, a buffer or a number is read in `__init__` or `planned`; a cache by a "
+        "tensor's version or address"
     ),
     "keeps_numbers": (
-        "the backward reads `self.basic_ops[0].scale` or `training`, and not what the forward left "
-        "on the context"
+        "the backward reads `self.basic_ops[0].scale` or `training`, and not the context"
     ),
     "nan_and_inf": (
         "a maximum or a comparison drops NaN; a mask multiplies by zero in place of choosing; "
-        "`ctx.is_reached` is not asked where the loss uses an extra output alone"
+        "`ctx.is_reached` is not asked"
     ),
     "magnitude": (
-        "a square, an exponential or a product leaves the range of the dtype; a difference of "
-        "two large numbers; an epsilon inside of half precision"
+        "a square, an exponential or a product leaves the range of the dtype; a difference of two "
+        "large numbers; an epsilon in half precision"
     ),
     "errors": (
-        "an exception is caught; a shape that the ops refuse is broadcast; what a call sets is not "
-        "set back where it raises"
+        "an exception is caught; a shape that the ops refuse is broadcast; what a call sets is "
+        "not set back"
     ),
     "together": (
         "a fusion relies on what another one of the plugin leaves, or leaves something else"
@@ -148,12 +137,12 @@ CAUSES = {
         "base class: call the op's own methods"
     ),
     "saved_bytes": (
-        "both an input and its cast are saved; a mask is saved in a wide dtype; a view keeps "
-        "its whole storage"
+        "both an input and its cast are saved; a mask in a wide dtype; a view that keeps its "
+        "whole storage"
     ),
     "released": (
-        "a tensor is kept on the fused op, on a module or in a closure; it is on a context as "
-        "an attribute, and not in `save_for_backward`"
+        "a tensor is kept on the fused op, on a module or in a closure, or is an attribute of a "
+        "context and not in `save_for_backward`"
     ),
     "versions": "a `detach()` of other memory, or `.data` of what the op got, is saved",
     "generator": "a seed is set, or drawn where the ops draw none",
@@ -166,21 +155,21 @@ CAUSES = {
         "`batch_invariant` is declared, and the order of a sum depends on the number of rows"
     ),
     "main_grad": (
-        "the fused op adds to `main_grad` itself, or with another factor, or changes a gradient "
-        "after `ctx.grad_sum` has it: see `adds_to_sum`"
+        "the fused op adds to `main_grad` itself, or changes a gradient after `ctx.grad_sum` has "
+        "it: see `adds_to_sum`"
     ),
     "recipe": "a tensor is cast twice, or by another quantizer; a quantizer's state is read late",
     "held_results": (
-        "an in-place operation or `out=` on what an operation of PyTorch gave, or on a view of it, "
-        "without asking `opfuse.ops.authoring.may_write`"
+        "an in-place operation or `out=` on what an operation of PyTorch gave, without asking "
+        "`opfuse.ops.authoring.may_write`"
     ),
     "opcheck": (
         "a custom operator without a fake implementation, or whose schema says that it changes "
         "nothing"
     ),
     "compile": (
-        "the fused op has a side effect, reads a tensor's value or calls what Dynamo cannot "
-        "trace: refuse where `env.compiling`, or register a custom operator"
+        "a side effect, a read of a tensor's value, or what Dynamo cannot trace: refuse where "
+        "`env.compiling`, or register a custom operator"
     ),
     # of a plugin
     "entry_point": "the package is not installed, or its entry point names another module",

@@ -31,32 +31,27 @@ DO_NOT_EDIT = "<!-- Written by docs/generate.py. -->\n"
 
 HOOKS = """# Hooks
 
-A plugin implements hooks in the module that its entry point of group `{group}` names. \
-Every hook returns declarations.
-opfuse calls hooks while it loads plugins or plans, never during a forward or backward pass. \
-It calls each plugin on its own: if one
-raises, you get an {{class}}`opfuse.PluginWarning`, and the others go on. \
-An implementation may take fewer arguments than
-the hook has. \
-opfuse refuses a function that is marked and is not a hook, and lists the hooks.
+A plugin implements hooks in the module that its entry point of group `{group}` names. Each returns
+declarations. opfuse calls hooks while it loads plugins or plans, never during a forward or
+backward pass. It calls each plugin on its own: if one raises, you get an
+{{class}}`opfuse.PluginWarning`, and the others go on. An implementation may take fewer arguments
+than the hook has.
 
-A package may declare hooks of its own ({{doc}}`plugins`): `opfuse-convert` has \
-{{func}}`~opfuse_convert.hookspecs.opfuse_converters`. If your plugin works without that
-package, mark the function with `opfuse.hookimpl(optionalhook=True)`: \
-it is then ignored where the package is missing.
+A package may declare hooks of its own ({{doc}}`plugins`): `opfuse-convert` has
+{{func}}`~opfuse_convert.hookspecs.opfuse_converters`. If your plugin works without that package,
+mark the function with `opfuse.hookimpl(optionalhook=True)`.
 
 The examples build on each other, and begin with `import opfuse`.
 """
 
 CONTRACTS = """# The contracts
 
-A fusion replaces ops in one pass. The other pass stays as it is, \
-or another plugin's fusion replaces it. That
-works because each op publishes what its forward leaves for its backward, by name and in order:
+A fusion replaces ops in one pass. The other pass stays as it is, or another plugin's fusion
+replaces it. That works because each op publishes what its forward leaves for its backward, by name
+and in order:
 
-- A **forward** fusion leaves exactly this in the context of each op that it replaces. \
-An entry that no gradient needs is
-  None. Where `ctx.requires_grad` is false it leaves nothing.
+- A **forward** fusion leaves exactly this in the context of each op that it replaces. An entry
+  that no gradient needs is None. Where `ctx.requires_grad` is false it leaves nothing.
 - A **backward** fusion may rely on exactly this.
 - A **joint** fusion replaces both passes and may keep anything between them.
 
@@ -64,44 +59,35 @@ An entry that no gradient needs is
 |---|---|---|---|---|
 {rows}
 
-Every context also has the attributes of {{class}}`opfuse.OperationContext`, fused or not. \
-The numbers of an op are
-there before a fused forward runs; it may leave others, \
-and the backward uses what it left. Parameters are not saved: a
-forward finds their values in `ctx.params`, \
-in the order of the op's `param_names`, and a backward returns one gradient,
-or None, for each.
+The {{doc}}`reference` says which dtype an entry has. Every context also has the attributes of
+{{class}}`opfuse.OperationContext`, fused or not. The numbers of an op are there before a fused
+forward runs; it may leave others, and the backward uses those. Parameters are not saved: a forward
+finds their values in `ctx.params`, in the order of the op's `param_names`, and a backward returns
+one gradient, or None, for each.
 
-*Gradient of the input* is what `grad_input` declares: \
-*fresh* is a new tensor that nobody else holds, *same* is the
-incoming gradient itself or a new tensor, *shared* may alias something that the caller sees. \
-A step may write into its
-incoming gradient only where its context says `owns_grad_output`, which follows from this column. \
-Under a recipe the
-input and the weights of `BasicLinear` and `ParallelLinear` are saved quantized, unless the
-recipe says otherwise; a fusion that multiplies quantized tensors gets them from
-{{meth}}`opfuse.ops.BasicLinear.quantized_operands`. With `cache_quantized_input` an activation
-saves its input quantized. {{meth}}`opfuse.ops.Activation.operand` does so, and a backward fusion
-reads it with {{meth}}`opfuse.ops.Activation.saved_input`. Where `ctx.saves_params`
-(autocast, under `opfuse.options(prefer="memory")`), the weight is saved before autocast's cast; \
-so are those of `ParallelLinear`, which has these methods too. \
-A forward fusion that calls
-{{meth}}`opfuse.ops.BasicLinear.operands`, and a backward fusion that calls
-{{meth}}`opfuse.ops.BasicLinear.saved_operands`, do not have to know this.
+*Gradient of the input* is what `grad_input` declares: *fresh* is a new tensor that nobody else
+holds, *same* is the incoming gradient itself or a new tensor, *shared* may alias something that
+the caller sees. A step may write into its incoming gradient only where its context says
+`owns_grad_output`, which follows from this column.
 
-Each op's description in the {{doc}}`reference` says which dtype an entry has.
+Some tensors are saved in another form. Methods of the ops know it, so call these:
+
+- Under a recipe the input and the weights of `BasicLinear` and `ParallelLinear` are saved
+  quantized, unless the recipe says otherwise. A fusion that multiplies quantized tensors calls
+  {{meth}}`opfuse.ops.BasicLinear.quantized_operands`.
+- Where `ctx.saves_params` (autocast, under `opfuse.options(prefer="memory")`), their weights are
+  saved before autocast's cast. A forward fusion calls {{meth}}`opfuse.ops.BasicLinear.operands`, a
+  backward fusion {{meth}}`opfuse.ops.BasicLinear.saved_operands`.
+- With `cache_quantized_input` an activation saves its input quantized. Call
+  {{meth}}`opfuse.ops.Activation.operand` and {{meth}}`opfuse.ops.Activation.saved_input`.
 
 ## Ops of your own
 
-Your own op declares the same: `saved_names`, \
-`context_names`, `grad_input` and `num_extra_inputs` or
-`num_extra_outputs` on the class, and in `extra_input_dtypes` which extra inputs are `"integer"` \
-or `"bool"`; the others
-must be floating point. An op that declares no `saved_names` runs like any other, \
-but only its author's
-fusions can know what it saved. A new {{class}}`opfuse.ops.Activation` inherits its row; one
-with its own numbers declares `number_names`, and leaves them as `numbers`, \
-which {{meth}}`opfuse.ops.Activation.operand` does for a fusion too.
+Your own op declares the same: `saved_names`, `context_names`, `grad_input` and `num_extra_inputs`
+or `num_extra_outputs` on the class, and in `extra_input_dtypes` which extra inputs are `"integer"`
+or `"bool"`; the others must be floating point. An op that declares no `saved_names` runs like any
+other, but only its author's fusions can know what it saved. A new {{class}}`opfuse.ops.Activation`
+inherits its row; one with its own numbers declares `number_names`, and leaves them as `numbers`.
 """
 
 
@@ -151,18 +137,15 @@ GRAMMAR = """# What convert reads in a forward
 
 `opfuse.convert` reads the source of a `forward`. {text}
 
-Everything else stays your own code. \
-It runs where you wrote it, and reads its values when it runs.
-A chain replaces statements between two such places. \
-Each call checks again, where the chain begins, everything that was looked
-up for it: every link of `F.silu`, the parts of a `ModuleList` in their order, \
-a number in a config, the code and defaults
-of a helper. If one of them has changed, your statements run.
+Everything else stays your own code. It runs where you wrote it, and reads its values when it runs.
+A chain replaces statements between two such places. Each call checks again, where the chain
+begins, everything that was looked up for it: every link of `F.silu`, the parts of a `ModuleList`
+in their order, a number in a config, the code and defaults of a helper. If one has changed, your
+statements run.
 
-Source counts only if compiling it gives exactly the code of the function. \
-So a function that was given to `exec` is left alone,
-and so is one whose file was edited after it was imported. \
-Decorators that keep `__wrapped__` stay around the function.
+Source counts only if compiling it gives exactly the code of the function. So a function that was
+given to `exec`, or whose file was edited after the import, is left alone. Decorators that keep
+`__wrapped__` stay around the function.
 
 ## Functions
 

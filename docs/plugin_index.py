@@ -11,24 +11,22 @@ HERE = pathlib.Path(__file__).parent / "plugin-index"
 
 PAGE = """# Plugin index
 
-Each row is the report of `opfuse check-plugin` on one plugin. The reports are in
-`docs/plugin-index/`, and this page says nothing that is not in them. Listing is no
-recommendation: the plugin's authors ran the command, and anyone can run it again.
+Each row is the report of `opfuse check-plugin` on one plugin, of `docs/plugin-index/`. Listing is
+no recommendation: the plugin's authors ran the command, and anyone can run it again.
 
 {table}
 
 - **Contract** is the entry-point group that the plugin was written for ({{doc}}`versioning`).
 - **torch** and **Triton** are the versions that the plugin declares, by itself or by what it
   requires of opfuse.
-- **Conformance** counts checks of the suites of `opfuse.testing`, each on each fusion that
-  it is for. A check is *skipped* if it does not apply, or if nothing here can run it, and a
-  *limit* is a check that the plugin declares it fails. Both are listed below, with the reason.
-  *Quick* means that of the checks of a fusion only {quick}
-  ran. The tier *reference* is PyTorch on a CPU: there a fusion with a Triton kernel runs what
-  stands in for it, if the plugin's tests ask for that. The tier *interpret* runs the kernel, in
-  Triton's interpreter, and the tier *gpu* on a GPU.
+- **Conformance** counts checks of the suites of `opfuse.testing`, each on each fusion that it is
+  for. A check is *skipped* if it does not apply, or if nothing here can run it, and a *limit* is
+  a check that the plugin declares it fails. Both are listed below, with the reason. *Quick* means
+  that of the checks of a fusion only {quick} ran. The tier *reference* is PyTorch on a CPU, with
+  what stands in for a Triton kernel if the plugin's tests ask for that. The tier *interpret* runs
+  the kernel in Triton's interpreter, and the tier *gpu* on a GPU.
 - **Run on hardware** is yes if a record of `python -m opfuse_triton gpu` is in the report, or if
-  the suite itself ran on a GPU. Otherwise the report has no run on one.
+  the suite itself ran on a GPU.
 
 ## How to be listed
 
@@ -42,10 +40,9 @@ and the check below. You need no permission, and no host but that of your own co
    $ opfuse check-plugin opfuse-plugin-fast-bias --tests tests
    ```
 
-   `--tests` names your own tests. Your subclasses of the conformance suites run, with their
-   `makers`, `examples` and `limits`, and nothing else of the tests. The report names what they
-   change. Without `--tests` the suite runs as it comes. `TRITON_INTERPRET=1` before the command
-   runs kernels in Triton's interpreter.
+   `--tests` names your own tests, of which your subclasses of the conformance suites run. The
+   report names what they change. `TRITON_INTERPRET=1` before the command runs kernels in Triton's
+   interpreter.
 2. If you have a GPU, record a run on it. `--results` takes the record.
 
    ```console
@@ -74,10 +71,10 @@ compares their fusions with those that are installed.
 
 ## The plugins
 
-In these tables, *CPU* and *GPU* say whether the condition of a fusion takes the chains
-that its pattern matches: all, a part of them, or none, with the most frequent reason. This is
-with no tuning table and with the options that a user has. Where the report was made without a
-GPU, the condition was told of an H100.
+*CPU* and *GPU* say whether the condition of a fusion takes the chains that its pattern matches,
+with no tuning table and the options that a user has. A number is that of the most frequent
+reason, below the table. Where the report was made without a GPU, the condition was told of an
+H100.
 
 {plugins}
 """
@@ -163,7 +160,9 @@ def section(report):
             parts.append(f"Other hooks of `{plugin['name']}`: {', '.join(others)}.")
     if fusions(report):
         lines = ["| Pass | Fusion | Pattern | CPU | GPU | Checks |", "|---|---|---|---|---|---|"]
-        parts.append("\n".join([*lines, *map(line, fusions(report))]))
+        reasons: dict[str, int] = {}
+        parts.append("\n".join([*lines, *(line(fusion, reasons) for fusion in fusions(report))]))
+        parts += filter(None, ["\n".join(f"{at}. {cell(why)}" for why, at in reasons.items())])
     changed = [
         f"`{suite}`: {', '.join(f'`{name}`' for name in names)}"
         for suite, names in report["conformance"]["changes"].items()
@@ -179,13 +178,19 @@ def cell(text):
     return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;").replace("_", "\\_")
 
 
-def line(fusion):
+def line(fusion, reasons):
+    """The row of a fusion; adds why devices do not take it to ``reasons``, which are numbered."""
+
+    def taken(device):
+        answer, _, why = usage(fusion, device).partition(": ")
+        return f"{answer} ({reasons.setdefault(why, len(reasons) + 1)})" if why else answer
+
     name = fusion["name"] + ("" if fusion["default"] == "on" else f" ({fusion['default']})")
     cells = (
         fusion["pass"],
         cell(name),
         f"`{fusion['pattern']}`",
-        *(cell(usage(fusion, device)) for device in ("cpu", "cuda")),
+        *(cell(taken(device)) for device in ("cpu", "cuda")),
     )
     return f"| {' | '.join(cells)} | {counts(fusion['checks'])} |"
 

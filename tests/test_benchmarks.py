@@ -647,12 +647,30 @@ def test_what_is_too_noisy_is_neither_met_nor_missed():
     ]
     ((missed, line),) = report.swarms(rows)
     assert missed == 0 and "3 cases, 2 of them too noisy to say; median 1, worst 1" in line
-    states = [line.split(" | ")[-1] for line in report.alone(rows)[2:]]
-    assert states == ["met |", "too noisy |", "too noisy |"]
+    for row, size in zip(rows, ("4x8", "6x8", "9x8"), strict=True):
+        over = {"opfuse-off / eager": row["value"], "opfuse-off / hand": 1.25}
+        row |= {"case": f"forward, gelu, fp32 of {size}", "beside": over}
+    missed = rows[0] | {"case": "forward, norm:8, fp32 of 6", "pass": False, "goal": 0.8}
+    assert report.alone([*rows, missed]) == [
+        "| op | forward, fp32 of 4x8 | forward, fp32 of 6x8 | forward, fp32 of 9x8 |",
+        "|---|---|---|---|",
+        "| gelu | 1.00/1.25 | (0.50/1.25) | (15.30/1.25) |",
+        "| norm |  | **1.00/1.25** ≥0.8 |  |",
+    ]
     assert report.pictured([{"ratios": [row | {"id": "C1"} for row in rows]}]) == [
         rows[0] | {"id": "C1"}
     ]
     assert report.percent(1.3) == "130 %" and report.percent(0.00056) == "0.056 %"
+
+
+def test_a_case_is_named_once_and_under_its_machine():
+    others = ({"den": "compile"}, {"case": "y; tuned allocator"}, {"case": "y; A GPU"})
+    lines = report.tables([ROW, *(ROW | other for other in others)])
+    first, second = [line for line in lines if "C1" in line][:2]
+    assert first.startswith("| x | C1 | eager |") and second.startswith("|  | C1 | compile |")
+    machines = [line for line in lines if line.startswith("**")]
+    assert machines == ["**CPU**", "**CPU, tuned allocator**", "**A GPU**"]
+    assert sum(line.startswith("| y |") for line in lines) == 2
 
 
 def test_the_page_is_current():
