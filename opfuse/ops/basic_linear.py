@@ -201,15 +201,8 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         )
         return reader(op, {"weight": ParamSource(module, weight, transposed)}, name)
 
-    @property
-    def local_in_features(self) -> int | None:
-        """``in_features``."""
-        return self.in_features
-
-    @property
-    def local_out_features(self) -> int | None:
-        """``out_features``."""
-        return self.out_features
+    local_in_features = property(lambda op: op.in_features, doc="``in_features``.")
+    local_out_features = property(lambda op: op.out_features, doc="``out_features``.")
 
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""

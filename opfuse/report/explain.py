@@ -70,7 +70,9 @@ class Explanation:
         return "\n\n".join(dict.fromkeys(call.code for call in self.calls))
 
     def _described(self, *, full: bool) -> str:
-        lines = [line for row in self.memory for line in wrap(_memory_line(*row), "", "  ")]
+        lines = []
+        for path, cls, action in self.memory:
+            lines += wrap(f"{path}: {action} ({cls})" if path else f"{cls}: {action}", "", "  ")
         return "\n".join([*lines, describe(self.calls, self.own, self.convertible, full=full)])
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
@@ -122,11 +124,6 @@ class Explanation:
             ValueError: Another name.
         """
         write(path, draw(self.calls, nothing=str(self)))
-
-
-def _memory_line(path: str, cls: str, action: str) -> str:
-    """What a module does by a memory plan, in a line."""
-    return f"{path}: {action} ({cls})" if path else f"{cls}: {action}"
 
 
 def _planned(model: nn.Module) -> tuple[tuple[str, str, str], ...]:

@@ -8,6 +8,7 @@ products, versions of torch, Triton and the plugin.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -187,10 +188,8 @@ def setting(device: torch.device) -> dict[str, Any]:
 @functools.cache
 def _triton_version() -> str | None:
     for name in ("triton", "pytorch-triton", "triton-windows"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
