@@ -49,9 +49,8 @@ class LinearOperation(RowwiseOperation):
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """Input and weights of a linear layer, or the gradient of its output."""
-        tensors = (
-            ["input", *["weight"] * self._num_weights] if mode == "forward" else ["grad_output"]
-        )
+        forward = ["input", *["weight"] * self._num_weights]
+        tensors = forward if mode == "forward" else ["grad_output"]
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:

@@ -224,11 +224,9 @@ def rotated(
     """
     count, dtype = rotation.rotary_dim, torch.promote_types(wide(x.dtype), cos.dtype)
     a, b = _pairs(x[..., :count].to(dtype), rotation)
+    tables = cos.unsqueeze(-2), sin.unsqueeze(-2)
     (cos_a, cos_b), (sin_a, sin_b) = [
-        _pairs(table.unsqueeze(-2), rotation)
-        if table.shape[-1] == count
-        else (table.unsqueeze(-2),) * 2
-        for table in (cos, sin)
+        _pairs(table, rotation) if table.shape[-1] == count else (table, table) for table in tables
     ]
     if back:
         sin_a, sin_b = -sin_b, -sin_a

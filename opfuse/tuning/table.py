@@ -209,9 +209,8 @@ def table_for(device: torch.device) -> Table:
     Warns of a file that cannot be read, and of entries of other versions. Strict mode raises.
     """
     path = path_for(device)
-    if path is None or not any(
-        tool.name == "tuning" for tool in manager.active_tools(current.selection)
-    ):
+    tools = [tool.name for tool in manager.active_tools(current.selection)]
+    if path is None or "tuning" not in tools:
         return NO_TABLE
     here = setting(device)
     key = path, subject_key(here)
