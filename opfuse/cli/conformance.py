@@ -164,9 +164,8 @@ def _cases(subject: Subject, makers: Any) -> Iterator[Case]:
     if not isinstance(fusion, Fusion) or has_collectives(fusion):
         return
     subject = subject._replace(makers=tuple(makers.items()))
-    recipes = (
-        recipes_for(subject.plugin) if "recipe" in fusion.needs or fusion.names_casts else [None]
-    )
+    has_casts = "recipe" in fusion.needs or fusion.names_casts
+    recipes = recipes_for(subject.plugin) if has_casts else [None]
     sizes = itertools.product((torch.bfloat16, torch.float32), (((4096,), 1024), ((3,), 32)))
     for (dtype, (rows, width)), recipe in itertools.product([*sizes], recipes):
         for elements in structures(fusion.pattern):

@@ -74,10 +74,8 @@ def _wrong_offers(report: dict[str, Any], records: list[PluginRecord]) -> Iterat
 def _versions() -> dict[str, str]:
     versions = {}
     for name in RANGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -72,25 +72,12 @@ class SplitLayer:
 
     _split: NotSplit
 
-    @property
-    def tensor_parallel_mode(self) -> str | None:
-        """How the layer is split among processes."""
-        return self._split.mode
-
-    @property
-    def tensor_parallel_group(self) -> Any:
-        """The processes; None: all."""
-        return self._split.group
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """The number of processes."""
-        return self._split.size
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tensors outside of the layer are split along the rows."""
-        return self._split.sequence
+    tensor_parallel_mode = property(lambda op: op._split.mode, doc="How the layer is split.")
+    tensor_parallel_group = property(lambda op: op._split.group, doc="The processes; None: all.")
+    tensor_parallel_size = property(lambda op: op._split.size, doc="The number of processes.")
+    sequence_parallel = property(
+        lambda op: op._split.sequence, doc="Whether tensors around the layer are split by rows."
+    )
 
 
 def check_tracker(op: object, tracker: Tracker) -> None:

@@ -151,10 +151,7 @@ class Activation(RowwiseOperation):
         """That of formulas of the library, which compute each value alone."""
         return ("rows",) if self._in_parts else ()
 
-    @property
-    def cache_quantized_input(self) -> bool:
-        """True if the input is kept in FP8."""
-        return self._caches
+    cache_quantized_input = property(lambda op: op._caches, doc="Whether the input is in FP8.")
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """See :meth:`opfuse.ops.BasicOperation.reset_recipe_state`."""

@@ -49,9 +49,8 @@ class LinearOperation(RowwiseOperation):
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """Input and weights of a linear layer, or the gradient of its output."""
-        tensors = (
-            ["input", *["weight"] * self._num_weights] if mode == "forward" else ["grad_output"]
-        )
+        forward = ["input", *["weight"] * self._num_weights]
+        tensors = forward if mode == "forward" else ["grad_output"]
         return [QuantizerRole("linear", tensor, self.name) for tensor in tensors]
 
     def get_input_quantizer(self) -> Quantizer | None:
@@ -201,15 +200,8 @@ class BasicLinear(SplitLayer, WithLaterArguments, LinearOperation):
         )
         return reader(op, {"weight": ParamSource(module, weight, transposed)}, name)
 
-    @property
-    def local_in_features(self) -> int | None:
-        """``in_features``."""
-        return self.in_features
-
-    @property
-    def local_out_features(self) -> int | None:
-        """``out_features``."""
-        return self.out_features
+    local_in_features = property(lambda op: op.in_features, doc="``in_features``.")
+    local_out_features = property(lambda op: op.out_features, doc="``out_features``.")
 
     def reset_parameters(self) -> None:
         """Draw the weight again, unless another module holds it or it is on the meta device."""

@@ -154,9 +154,8 @@ class GatedActivation(Activation, built_in=True):
             self._write_gradients(self._like(dy), *self._halves(x), *self._halves(dx))
         else:
             for of_x, rows, dy in blocks(x, dx, grad_output.contiguous()):
-                self._write_gradients(
-                    self._like(dy.to(dtype)), *self._halves(of_x.to(dtype)), *self._halves(rows)
-                )
+                halves = *self._halves(of_x.to(dtype)), *self._halves(rows)
+                self._write_gradients(self._like(dy.to(dtype)), *halves)
         return dx
 
     def _write_gradients(self, dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor) -> None:

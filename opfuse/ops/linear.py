@@ -17,7 +17,7 @@ from ..core.op import BasicOperation
 from ..core.op_context import ModuleCache, OperationContext, Unread
 from ._common import OpGrads, RowwiseOperation, check_bool, check_size, expected, sum_rows
 from ._reading import check_stock, reader, tensor_of
-from ._split import NotSplit, SplitLayer, forked, split_of
+from ._split import SplitLayer, forked, split_of
 from .basic_linear import BasicLinear, draw
 
 
@@ -286,9 +286,7 @@ class Linear(SplitLayer, FusedOperation):
         assert isinstance(linear, BasicLinear)
         return linear
 
-    @property
-    def _split(self) -> NotSplit:  # type: ignore[override]
-        return self._linear._split
+    _split: Any = property(lambda op: op._linear._split)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for index, name in enumerate(("weight", "bias")[: len(self.basic_ops)]):

@@ -118,9 +118,7 @@ class LowRankLinear(RowwiseOperation):
             ValueError: A weight is not a matrix, or they do not fit each other.
         """
         sources = {"weight": base, "lora_a": lora_a, "lora_b": lora_b}
-        weight, a, b = [
-            tensor_of(cls, module, "weight", dims=2).shape for module in sources.values()
-        ]
+        weight, a, b = [tensor_of(cls, m, "weight", dims=2).shape for m in sources.values()]
         (outputs, inputs), rank = weight, a[0]
         if (a, b) != ((rank, inputs), (outputs, rank)):
             what = f"matrices of ({rank}, {inputs}) and ({outputs}, {rank}) beside a weight"

@@ -367,10 +367,7 @@ def _check_linear(name: str, linear: nn.Module) -> None:
 
 def _split_of(named: Mapping[str, Any]) -> NotSplit:
     """How all of the linears are split among processes."""
-    splits = {
-        name: NotSplit() if isinstance(linear, nn.Linear) else linear._split
-        for name, linear in named.items()
-    }
+    splits = {name: getattr(linear, "_split", NotSplit()) for name, linear in named.items()}
     first, *_ = splits.values()
     for name, split in splits.items():
         alike = [(each.mode, each.group, each.sequence) for each in (split, first)]

@@ -19,6 +19,7 @@ from ._common import (
     shows,
 )
 from .arithmetic import wide
+from .modulate import broadcasts
 
 Turns = tuple[Tensor, Tensor]
 """Cosine and sine of each pair, ``(..., rotary_dim / 2)``, or of each feature."""
@@ -202,9 +203,7 @@ class ApplyRoPE(_Rotary):
 def _check_fits(op: object, name: str, shape: torch.Size, input_: Tensor) -> None:
     """Refuse shapes that do not broadcast to the dimensions before the heads."""
     wanted = input_.shape[:-2]
-    pairs = zip(reversed(shape), reversed(wanted), strict=False)
-    fits = len(shape) <= len(wanted) and all(a in (1, b) for a, b in pairs)
-    if input_.ndim < 2 or not fits:
+    if input_.ndim < 2 or not broadcasts(shape, wanted):
         where = f"before the heads of an input of shape {tuple(input_.shape)}"
         what = f"{name} that fit the dimensions {tuple(wanted)} {where}"
         raise ValueError(expected(op, what, tuple(shape)))
@@ -225,11 +224,9 @@ def rotated(
     """
     count, dtype = rotation.rotary_dim, torch.promote_types(wide(x.dtype), cos.dtype)
     a, b = _pairs(x[..., :count].to(dtype), rotation)
+    tables = cos.unsqueeze(-2), sin.unsqueeze(-2)
     (cos_a, cos_b), (sin_a, sin_b) = [
-        _pairs(table.unsqueeze(-2), rotation)
-        if table.shape[-1] == count
-        else (table.unsqueeze(-2),) * 2
-        for table in (cos, sin)
+        _pairs(table, rotation) if table.shape[-1] == count else (table, table) for table in tables
     ]
     if back:
         sin_a, sin_b = -sin_b, -sin_a

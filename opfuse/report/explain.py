@@ -31,6 +31,7 @@ from .replaced_forward import MEMORY, replaced_forwards
 from .text import Call, Traffic, describe
 
 _OWN = "path", "class", "reason"
+_NOWHERE: dict[str, Any] = {"path": "", "owner": ""}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -70,7 +71,9 @@ class Explanation:
         return "\n\n".join(dict.fromkeys(call.code for call in self.calls))
 
     def _described(self, *, full: bool) -> str:
-        lines = [line for row in self.memory for line in wrap(_memory_line(*row), "", "  ")]
+        lines = []
+        for path, cls, action in self.memory:
+            lines += wrap(f"{path}: {action} ({cls})" if path else f"{cls}: {action}", "", "  ")
         return "\n".join([*lines, describe(self.calls, self.own, self.convertible, full=full)])
 
     def to_dict(self) -> dict[str, list[dict[str, Any]]]:
@@ -124,11 +127,6 @@ class Explanation:
         write(path, draw(self.calls, nothing=str(self)))
 
 
-def _memory_line(path: str, cls: str, action: str) -> str:
-    """What a module does by a memory plan, in a line."""
-    return f"{path}: {action} ({cls})" if path else f"{cls}: {action}"
-
-
 def _planned(model: nn.Module) -> tuple[tuple[str, str, str], ...]:
     """What a memory plan attached to the modules of a model."""
     found = [(path, m, vars(m)[MEMORY]) for path, m in model.named_modules() if MEMORY in vars(m)]
@@ -152,30 +150,23 @@ class _Calls(Recorder):
     """Collects the plans of the calls made while it is in the thread's scope."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.ran: list[tuple[OperationFuser, Program]] = []
+        self.ran: list[tuple[OperationFuser, Program, dict[str, Any]]] = []
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
         """Keep the plan."""
-        ops = tuple(op_class(op).__name__ for op in fuser.ops)
-        grad_enabled, why = torch.is_grad_enabled(), _why_unfused()
         self._params = memory_of(given[1][: program.num_params])
-        call = Call("", "", ops, program.plan, grad_enabled, why, quantized=quantized_by(program))
-        self.calls.append(call)
-        self.ran.append((fuser, program))
+        facts = {"ops": tuple(op_class(op).__name__ for op in fuser.ops), "plan": program.plan}
+        facts |= {"grad_enabled": torch.is_grad_enabled(), "unfused": _why_unfused()}
+        self.ran.append((fuser, program, facts | {"quantized": quantized_by(program)}))
 
     def sends(self, op: Any, forward: int, backward: int) -> None:
         """Keep what an op sends."""
-        number, program = max(
-            (n, program) for n, (_, program) in enumerate(self.ran) if op in program.chain.ops
-        )
+        _, program, facts = [ran for ran in self.ran if op in ran[1].chain.ops][-1]
         place = program.chain.ops.index(op)
         steps = [step for step in program.forward if step.start <= place < step.stop]
         overlapped = any(getattr(step.op, "overlaps", False) for step in steps)
         sent = Traffic(op_class(op).__name__, forward, backward, overlapped)
-        self.calls[number] = dataclasses.replace(
-            self.calls[number], sent=(*self.calls[number].sent, sent)
-        )
+        facts["sent"] = *facts.get("sent", ()), sent
 
     def saved(self, program: Program, tensors: Mapping[int, Sequence[Any]]) -> None:
         """Keep how much each step leaves for the backward, each storage once."""
@@ -187,8 +178,8 @@ class _Calls(Recorder):
             sizes.append(sum(size for key, size in found.items() if key not in seen))
             seen |= found.keys()
         # an op may have called another chain since
-        number = max(n for n, call in enumerate(self.calls) if call.plan is program.plan)
-        self.calls[number] = dataclasses.replace(self.calls[number], saved_bytes=tuple(sizes))
+        facts = [facts for _, ran, facts in self.ran if ran.plan is program.plan][-1]
+        facts["saved_bytes"] = tuple(sizes)
 
 
 def _why_unfused() -> str:
@@ -221,19 +212,14 @@ def _locate(model: Any) -> dict[OperationFuser, dict[str, Any]]:
     found: list[tuple[str, Any, nn.Module]] = []
     if isinstance(model, nn.Module):
         found += [(path, module, module) for path, module in model.named_modules()]
-        found += [
-            (path, chain, module)
-            for path, module, each in replaced_forwards(model)
-            for chain in each.chains
-        ]
+        for path, module, each in replaced_forwards(model):
+            found += [(path, chain, module) for chain in each.chains]
     for path, module, owner in found:
         if not isinstance(module, (Sequential, FusibleOperation)):
             continue
         if isinstance(module, Sequential):
-            alone |= {
-                inner: f"apart from the chain around it: {why}"
-                for inner, why in parts(module)[1].items()
-            }
+            for inner, why in parts(module)[1].items():
+                alone[inner] = f"apart from the chain around it: {why}"
         value, place = module._cache.value, {"path": path, "owner": op_class(owner).__name__}
         groups = value[0] if isinstance(value, tuple) else [value]  # a container has several
         for fuser in [group for group in groups if isinstance(group, OperationFuser)]:
@@ -281,21 +267,13 @@ def explain(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Explanati
         model(*inputs, **kwargs)
     places = _locate(model)
     calls = tuple(
-        dataclasses.replace(call, notes=_notes(program), code=program.code, **places.get(fuser, {}))
-        for call, (fuser, program) in zip(recorder.calls, recorder.ran, strict=True)
+        Call(notes=_notes(program), code=program.code, **facts, **places.get(fuser, _NOWHERE))
+        for fuser, program, facts in recorder.ran
     )
     if not isinstance(model, nn.Module):
         return Explanation(calls)
-    own = [
-        (path, op_class(module).__name__, replaced.reason)
-        for path, module, replaced in replaced_forwards(model)
-        if replaced.reason
-    ]
-    unconverted = 0 if calls or own else _convertible(model)
-    return Explanation(calls, tuple(own), unconverted, _planned(model))
-
-
-def _convertible(model: nn.Module) -> int:
-    """How many modules of a model could be converted; 0 where no package does so."""
-    entry = manager.entry_points["opfuse.reports"].get("convertible")
-    return int(entry.load()(model)) if entry else 0
+    replaced = replaced_forwards(model)
+    own = [(path, op_class(m).__name__, each.reason) for path, m, each in replaced if each.reason]
+    count = manager.entry_points["opfuse.reports"].get("convertible")
+    convertible = 0 if calls or own or count is None else int(count.load()(model))
+    return Explanation(calls, tuple(own), convertible, _planned(model))

@@ -26,10 +26,8 @@ def table(rows: Collection[Sequence[str]], numbers_from: int = 99) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [
-            f"{cell:{'>' if i >= numbers_from else '<'}{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(n) if i >= numbers_from else cell.ljust(n) for i, (cell, n) in pairs]
         lines.append("  ".join(cells).rstrip())
     return lines
 

@@ -81,14 +81,10 @@ def quantized_by(program: Any) -> Quantized:
     if recipe is None:
         return Quantized()
     quantizers, needs = program.facts.edges.quantizers, program.facts.needs
-    products: list[bool] = []
-    rows: list[QuantizedRow] = []
+    products, rows = list[bool](), list[QuantizedRow]()
+    backward = recipe.backward_override is None
     for i, op in enumerate(program.chain.ops):
-        given = {
-            "dgrad": needs.inputs[i],
-            "wgrad": any(needs.params[i]),
-            "backward": recipe.backward_override is None,
-        }
+        given = {"dgrad": needs.inputs[i], "wgrad": any(needs.params[i]), "backward": backward}
         if op.param_names and (op.num_quantizers("backward") or getattr(op, "unquantized", "")):
             products += _products(op, quantizers[i], **given)
         if quantizers[i]:

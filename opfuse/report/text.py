@@ -121,13 +121,10 @@ def sent_by(call: Call) -> str:
     """What a process sends to others in a call; ``""``: nothing."""
     if not call.sent:
         return ""
-    sizes = [sum(getattr(sent, of) for sent in call.sent) for of in ("forward", "backward")]
+    sizes = {of: sum(getattr(sent, of) for sent in call.sent) for of in ("forward", "backward")}
     beside = sum(sent.forward + sent.backward for sent in call.sent if sent.overlapped)
     ops = ", ".join(dict.fromkeys(sent.op for sent in call.sent))
-    both = " and ".join(
-        f"{as_bytes(size) if size else 'nothing'} in the {of}"
-        for of, size in zip(("forward", "backward"), sizes, strict=True)
-    )
+    both = " and ".join(f"{as_bytes(n) if n else 'nothing'} in the {of}" for of, n in sizes.items())
     much = f"; {as_bytes(beside)} of it beside other work" if beside else ""
     return f"sends {both} ({ops}){much}"
 

@@ -48,9 +48,8 @@ class Measurements(ToolFacts):
             return None
         read_facts = {name: read(name) for name in ("rows", "features", "contiguous")}
         known = {name: value for name, value in read_facts.items() if value is not None}
-        return applicable_entry(
-            entries, known, trades_time=trades_time(candidate.source), prefer=self._prefer
-        )
+        time = trades_time(candidate.source)
+        return applicable_entry(entries, known, trades_time=time, prefer=self._prefer)
 
     def wrapped(self, run: Callable[[Choice], Any]) -> Callable[[Choice], Any]:
         """The choice with these measurements."""
@@ -67,12 +66,8 @@ class Measurements(ToolFacts):
 
     def _refusal(self, candidate: Candidate) -> str:
         """Return why a candidate is refused by its own measurement, or ``""``."""
-        found = self.found.get(candidate)
-        return (
-            found.refusal(trades_time=trades_time(candidate.source), prefer=self._prefer)
-            if found
-            else ""
-        )
+        found, time = self.found.get(candidate), trades_time(candidate.source)
+        return found.refusal(trades_time=time, prefer=self._prefer) if found else ""
 
     def _without_rejected(self, choice: Choice, free: Sequence[Candidate]) -> list[Candidate]:
         """Refuse candidates to which others are preferred.

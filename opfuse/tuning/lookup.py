@@ -104,7 +104,5 @@ def applicable_entry(
     fitting = {s: found for s, found in entries.items() if known.items() <= s._asdict().items()}
     if wrong := [found for found in fitting.values() if found.wrong]:
         return wrong[0]
-    refused = {
-        bool(found.refusal(trades_time=trades_time, prefer=prefer)) for found in fitting.values()
-    }
+    refused = {bool(f.refusal(trades_time=trades_time, prefer=prefer)) for f in fitting.values()}
     return fitting[max(fitting)] if len(refused) == 1 else None

@@ -41,11 +41,6 @@ class MeasuredCall:
     extras: Sequence[Tensor]
     kwargs: Sequence[dict[str, Any]]
 
-    @property
-    def names(self) -> list[tuple[str, ...]]:
-        """The names of the keyword arguments of each basic op."""
-        return [tuple(of) for of in self.kwargs]
-
     def extra(self, slot: tuple[int, int]) -> Tensor:
         """The extra input that the caller gave for ``(op, slot)``."""
         return self.extras[self.program.chain.arguments[slot]]
@@ -142,7 +137,8 @@ def part_program(
     if exact:
         env, autocast = env._replace(dtype=torch.float64, recipe=None), None
         edges = Edges({}, {}, [{}] * len(span))
-    facts = Facts(chain, env, needs, edges, whole.params[here], call.names[here], autocast)
+    names = [*map(tuple, call.kwargs[here])]
+    facts = Facts(chain, env, needs, edges, whole.params[here], names, autocast)
     taken = () if candidate is None else (_moved(candidate, span.start, chain, edges, env),)
     return compile_program(facts, taken)
 

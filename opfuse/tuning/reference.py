@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.engine.program import Program
 from ..core.environment import shape_of
 from ..core.op import BasicOperation
+from ..report.isolation import is_equal
 from .clock import Clock
 from .comparing import as_tuple, gradients
 from .parts import MeasuredCall, compiled, part_program
@@ -94,11 +95,11 @@ class Reference:
         """Which tensor that it does not own a fusion wrote into, as a sentence; that is undone."""
         leaves, arriving, changed = self.first.leaves, self.first.arriving, []
         for place, (leaf, owned) in enumerate(zip(leaves, self._owned, strict=True)):
-            if not _equal(leaf, owned):
+            if not is_equal(leaf, owned):
                 leaves[place] = _copy(owned).requires_grad_(leaf.requires_grad)
                 changed.append(self._names[place])
         for shape, gradient in tuple(arriving.items()):
-            if not _equal(gradient, self._drawn[shape]):
+            if not is_equal(gradient, self._drawn[shape]):
                 del arriving[shape]
                 changed.append("the gradient that arrives")
         if not changed:
@@ -206,12 +207,6 @@ def _copy(tensor: Tensor) -> Tensor:
     span = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.detach().as_strided((span + 1,), (1,)).clone()
     return memory.as_strided(tensor.shape, tensor.stride(), 0)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two have the same numbers; NaN equals NaN."""
-    alike = torch.isclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
-    return bool(alike.all())
 
 
 def _kept(results: Results) -> Results:

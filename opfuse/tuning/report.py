@@ -99,10 +99,8 @@ class TuningReport:
         lines = wrap("; ".join(parts) + ".", "")
         for text in (*map(str, self.wrong), *(f"not measured: {why}" for why in self.unmeasured)):
             lines += wrap(text, "  ", "    ")
-        lines += [
-            f"Written to {self.path}." if self.path else "Not written: OPFUSE_TUNING is empty."
-        ]
-        return "\n".join(lines)
+        end = f"Written to {self.path}." if self.path else "Not written: OPFUSE_TUNING is empty."
+        return "\n".join([*lines, end])
 
     __repr__ = __str__
 

@@ -8,6 +8,7 @@ products, versions of torch, Triton and the plugin.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -187,10 +188,8 @@ def setting(device: torch.device) -> dict[str, Any]:
 @functools.cache
 def _triton_version() -> str | None:
     for name in ("triton", "pytorch-triton", "triton-windows"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
@@ -210,9 +209,8 @@ def table_for(device: torch.device) -> Table:
     Warns of a file that cannot be read, and of entries of other versions. Strict mode raises.
     """
     path = path_for(device)
-    if path is None or not any(
-        tool.name == "tuning" for tool in manager.active_tools(current.selection)
-    ):
+    tools = [tool.name for tool in manager.active_tools(current.selection)]
+    if path is None or "tuning" not in tools:
         return NO_TABLE
     here = setting(device)
     key = path, subject_key(here)

@@ -54,7 +54,10 @@ class Whole(Job):
         The time is that of ``prefer="speed"``, which decides where that is on. The bytes are those
         of both options, whose plans may differ.
         """
-        chain, own = self._ways()
+        chain: Any = self.replaced.chain
+        own: Any = functools.partial(self.replaced.own_operations, self._module)
+        if self._compiled:
+            chain, own = compiled(chain), compiled(own)
         params = self.replaced.parameters(self._module)
         grads = torch.is_grad_enabled()
         wanted = [t for t in (*self._given, *params) if grads and t.requires_grad]
@@ -106,12 +109,6 @@ class Whole(Job):
         nbytes = sum(tensor.nbytes for tensor in (*self._given, *params))
         more = range(Clock.of(self.device).sets(nbytes) - 1)
         return [self._given, *[_copies(self._given) for _ in more]]
-
-    def _ways(self) -> tuple[Any, Any]:
-        """The chain, and the module's own operations, as functions of what is given."""
-        own = functools.partial(self.replaced.own_operations, self._module)
-        ways: Any = self.replaced.chain, own
-        return (compiled(ways[0]), compiled(ways[1])) if self._compiled else ways
 
     @property
     def declines(self) -> bool:

@@ -24,16 +24,20 @@ class Kind(NamedTuple):
     Attributes:
         description: The description in its ``pyproject.toml``.
         offers: The name of its fusion, or the class of its recipe.
+        fuses: The pass of its fusion.
     """
 
     description: str
     offers: str
+    fuses: str = "forward"
 
 
 KINDS = {
     "forward": Kind("A fusion of bias and activation for opfuse", "bias+activation"),
-    "joint": Kind("A fusion of RMSNorm and activation for opfuse", "rmsnorm+activation"),
-    "backward": Kind("A fusion of bias and activation gradients for opfuse", "bias+activation"),
+    "joint": Kind("A fusion of RMSNorm and activation for opfuse", "rmsnorm+activation", "joint"),
+    "backward": Kind(
+        "A fusion of bias and activation gradients for opfuse", "bias+activation", "backward"
+    ),
     "op": Kind("An op for opfuse, and its fusion with a residual add", "scale+add"),
     "recipe": Kind("A recipe for opfuse in int8 with one scale per tensor", "Int8"),
 }
@@ -72,7 +76,7 @@ def write(name: str, into: Path, kind: str = "forward") -> Path:
     folder = into / (PREFIX + short)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already, and nothing is overwritten")
-    kernel = ["kernel"] * (TEMPLATE / kind / "src/opfuse_NAME/kernels.py").exists()
+    kernel = ["kernel"] * (kind in ("forward", "backward"))
     for part in [TEMPLATE / name for name in ("any", *kernel, kind)]:  # a kind may replace a file
         for source in sorted(part.rglob("*")):
             if source.is_file() and "__pycache__" not in source.parts:
@@ -85,7 +89,9 @@ def write(name: str, into: Path, kind: str = "forward") -> Path:
 
 def fill(text: str, name: str, kind: str) -> str:
     """Text of the template for one plugin; its name has underscores in identifiers."""
-    text = _for_kind(text, kind).replace("DESCRIPTION", KINDS[kind].description)
+    description, _, fuses = KINDS[kind]
+    text = _for_kind(text, kind).replace("DESCRIPTION", description)
+    text = text.replace("opfuse_PASS", f"opfuse_{fuses}").replace("PASS", fuses.upper())
     return re.sub(r"NAME\b", name, text.replace("opfuse_NAME", f"opfuse_{name.replace('-', '_')}"))
 
 

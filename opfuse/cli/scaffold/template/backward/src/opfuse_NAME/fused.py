@@ -45,7 +45,7 @@ class BiasActivationGrad(FusedOperation):
         numbers = getattr(ctx, "numbers", ())  # of the forward: the op's may have changed
         needs = bias_ctx.input_requires_grad, bias_ctx.param_requires_grad[0]
         functions = self._functions
-        if functions is not None and self._kernels.takes(dy, x):
+        if functions is not None and self._kernels.takes(x, dy, dy.dtype):
             values = functions.numbers(numbers)
             dx, dbias = self._kernels.bias_activation_grad(dy, x, functions, values, *needs)
         else:

@@ -1,4 +1,4 @@
-"""Both gradients in one pass over memory. Only this file and the cases import Triton."""
+"""The kernel, one pass over memory. Only this file and the cases import Triton."""
 
 from __future__ import annotations
 
@@ -19,11 +19,31 @@ from opfuse_triton import (
 )
 from opfuse_triton.machine import is_interpreting
 from torch import Tensor
-
-STRIP = 128
-"""The rows that one program sums."""
+from torch.nn import Parameter
 
 
+# only forward
+@triton.jit
+def bias_activation_kernel(
+    x_ptr, bias_ptr, y_ptr, hidden_ptr, rows, features, numbers,
+    VALUE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of ``ROWS`` rows and ``COLUMNS`` features, masked where it ends."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (feature < features)
+    at = row * features + feature
+    x = tl.load(x_ptr + at, inside)
+    bias = tl.load(bias_ptr + feature, feature < features)
+    hidden = x.to(tl.float32) + bias.to(tl.float32)
+    hidden = hidden.to(x.dtype)  # rounded, as between the separate ops
+    if hidden_ptr is not None:
+        tl.store(hidden_ptr + at, hidden, inside)
+    y = VALUE(hidden.to(tl.float32), *numbers)
+    tl.store(y_ptr + at, y.to(x.dtype), inside)
+
+
+# only backward
 @triton.jit
 def bias_activation_grad_kernel(
     dy_ptr, x_ptr, dx_ptr, sums_ptr, rows, features, numbers,
@@ -49,34 +69,45 @@ def bias_activation_grad_kernel(
         tl.store(sums_ptr + start + column, tl.sum(total, 0), column < features)
 
 
+# all
 def configs(target: Target, facts: Mapping[str, Any]) -> list[Config]:
     """The best first; ``opfuse_triton`` says what the target and the facts have."""
     columns = min(next_power_of_2(facts["features"]), 512)
+    # only forward
+    return [Config({"ROWS": 4096 // columns, "COLUMNS": columns})]
+    # only backward
     return [Config({"ROWS": min(2048 // columns, STRIP), "COLUMNS": columns})]
+    # all
 
+
+# only forward
+KERNEL = Kernel(bias_activation_kernel, configs)
+# only backward
+STRIP = 128
+"""The rows that one program sums."""
 
 KERNEL = Kernel(bias_activation_grad_kernel, configs)
+# all
 
 
-def functions_for(activation: Any) -> DeviceFunctions | None:
-    """What the kernel computes an activation with; None: it is gated, or has no functions."""
-    found = functions_of(activation)
-    return found if found is not None and found.linear_value is None else None
+# only forward
+def bias_activation(
+    x: Tensor, bias: Tensor, functions: DeviceFunctions, numbers: tuple[float, ...], keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``activation(x + bias)`` and, if ``keep``, ``x + bias``."""
+    y, hidden = torch.empty_like(x), torch.empty_like(x) if keep else None
+    features = bias.numel()
+    rows = x.numel() // features
+
+    def grid(config: Config) -> tuple[int, int]:
+        return cdiv(rows, config["ROWS"]), cdiv(features, config["COLUMNS"])
+
+    arguments = x, bias, y, hidden, rows, features, numbers
+    KERNEL.launch(grid, *arguments, VALUE=functions.value)
+    return y, hidden
 
 
-def takes(dy: Tensor, x: Tensor) -> bool:
-    """Whether the kernel can take a call; the twin takes the others."""
-    return (
-        x.device.type == ("cpu" if is_interpreting() else "cuda")
-        and x.dtype is dy.dtype
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and {type(x), type(dy)} == {Tensor}  # a subclass may do something else
-        and x.is_contiguous()
-        and dy.is_contiguous()
-        and x.numel() > 0
-    )
-
-
+# only backward
 def bias_activation_grad(
     dy: Tensor,
     x: Tensor,
@@ -98,3 +129,23 @@ def bias_activation_grad(
     arguments = dy, x, dx, sums, rows, features, numbers
     KERNEL.launch(grid, *arguments, DERIVATIVE=functions.derivative, STRIP=STRIP)
     return dx, None if sums is None else sums.sum(0)
+
+
+# all
+def functions_for(activation: Any) -> DeviceFunctions | None:
+    """What the kernel computes an activation with; None: it is gated, or has no functions."""
+    found = functions_of(activation)
+    return found if found is not None and found.linear_value is None else None
+
+
+def takes(x: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel can take a call; the twin takes the others."""
+    return (
+        x.device.type == ("cpu" if is_interpreting() else "cuda")
+        and x.dtype is dtype
+        and {x.dtype, other.dtype} <= {torch.float32, torch.bfloat16, torch.float16}
+        and {type(x), type(other)} <= {Tensor, Parameter}  # a subclass may do something else
+        and x.is_contiguous()
+        and other.is_contiguous()
+        and x.numel() > 0
+    )

@@ -9,8 +9,8 @@ from opfuse import Fusion, hookimpl
 
 
 @hookimpl
-def opfuse_forward_fusions() -> list[Fusion]:
-    """Bias + activation."""
+def opfuse_PASS_fusions() -> list[Fusion]:
+    """What this plugin fuses."""
     from . import fused
 
-    return fused.FORWARD
+    return fused.PASS
