@@ -156,13 +156,12 @@ def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunRe
     return result
 
 
-def fused(case: Case, *, grads: bool = True, chain: Any = None) -> RunResult:
+def fused(case: Case, *, grads: bool = True) -> RunResult:
     """Run a case with its fusion.
 
     Args:
         case: The case.
         grads: Run the backward too.
-        chain: Replaces the chain, given the chain.
 
     Raises:
         Declined: The fusion refused, or the separate ops do.
@@ -170,7 +169,7 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None) -> RunResult:
     """
     separate(case)
     with only(case.subject), Plans() as plans, blamed():
-        result = forward(case, chain=chain)
+        result = forward(case)
         plans.require(case)
         return backward(case, result) if grads else result
 
