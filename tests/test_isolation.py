@@ -195,7 +195,7 @@ def test_what_a_first_call_makes_is_made_again_by_the_next_one(look):
 
 
 def test_a_sharded_model_is_as_it_was(tmp_path):
-    gloo.spawn(tuning_ranks.sharded, tmp_path)
+    gloo.apart(tuning_ranks.sharded, tmp_path)
 
 
 @pytest.fixture

@@ -1106,7 +1106,7 @@ def test_an_empty_opfuse_tuning_writes_no_table(register, monkeypatch):
 def test_two_ranks_with_different_tables(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
-    gloo.spawn(tuning_ranks.worker, tmp_path)
+    gloo.apart(tuning_ranks.worker, tmp_path)
 
 
 def test_check_ranks_needs_a_group():
