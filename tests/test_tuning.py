@@ -24,7 +24,7 @@ import toy_fusions
 import toy_recipe
 import tuning_ranks
 from fakes import OneByOne
-from tuned import Prescribed
+from tuned import Prescribed, tables_in
 
 import opfuse
 from opfuse import Fusion, ops
@@ -43,13 +43,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A folder of its own for the tables."""
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
-    tables.reload()
-    yield tmp_path / "tables"
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
+    with tables_in(tmp_path / "tables"):
+        yield tmp_path / "tables"
 
 
 @pytest.fixture
