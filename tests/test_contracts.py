@@ -32,12 +32,9 @@ SUPPORT = pathlib.Path(__file__).parent / "support"
 
 
 @pytest.fixture(autouse=True)
-def _alone():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _alone(one_thread):
     with opfuse.plugins.using(""):
         yield
-    torch.set_num_threads(threads)
 
 
 # What is saved
