@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from fakes import fused, no_plugins, register  # noqa: F401
+from fakes import fused, no_plugins, one_thread, register  # noqa: F401
 
 os.environ["OPFUSE_TUNING"] = ""  # what was measured on this machine decides nothing in tests
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rounding import Rounding, RoundingPlugin, RoundingQuantizer, round_to
+from rounding import Rounding, RoundingQuantizer, round_to, rounding  # noqa: F401
 
 import opfuse
 from opfuse import ops
 from opfuse.core.quantization import QuantizedActivation, QuantizedTensor, Usage
+from opfuse.testing.running import OneByOne
 
 CAST = "Cast[RoundingQuantizer]"
-
-
-@pytest.fixture(autouse=True)
-def rounding():
-    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
-    with opfuse.plugins.using("rounding"):
-        yield
-    opfuse.plugins.remove(record)
 
 
 @pytest.fixture
@@ -35,17 +28,7 @@ def register():
         handle.unregister()
 
 
-class Separately(opfuse.FusedOperation):
-    """The ops and casts one after the other."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **given):
-        return self.run_separately(basic_op_ctxs, input_, **given)
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
-        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
-
-
-class Seen(Separately):
+class Seen(OneByOne):
     """The same, and keeps what it is given."""
 
     seen: list
@@ -156,7 +139,7 @@ FORWARD = {
 def test_forward_patterns_with_casts(name, debug, register):
     chain, x = mlp()
     expected = run(chain, x)
-    register("forward", opfuse.Fusion(FORWARD[name], Separately, name="with casts"))
+    register("forward", opfuse.Fusion(FORWARD[name], OneByOne, name="with casts"))
     with opfuse.options(debug=debug):
         same(run(chain, x), expected)
     fused = [step for step in plan(chain).forward if step.fusion]
@@ -178,7 +161,7 @@ def test_what_has_extra_tensors_may_end_in_a_cast(register):
 
     expected = both()
     pattern = (ops.MakeExtraOutput, ops.AddExtraInput, ops.GELU, ops.Cast)
-    register("forward", opfuse.Fusion(pattern, Separately))
+    register("forward", opfuse.Fusion(pattern, OneByOne))
     got = both()
     assert any(step.fusion for step in plan(chain).forward)
     same(got[:3], expected[:3])
@@ -198,7 +181,7 @@ BACKWARD = {
 def test_backward_patterns_with_casts(name, debug, register):
     chain, x = mlp()
     expected = run(chain, x)
-    register("backward", opfuse.Fusion(BACKWARD[name], Separately, name="with casts"))
+    register("backward", opfuse.Fusion(BACKWARD[name], OneByOne, name="with casts"))
     with opfuse.options(debug=debug):
         same(run(chain, x), expected)
     assert any(step.fusion and step.casts for step in plan(chain).backward)
@@ -228,15 +211,15 @@ def test_what_stands_before_a_fused_cast_is_not_asked_to_quantize(register):
             assert next_op_input_quantizer is None
             return input_
 
-    register("forward", opfuse.Fusion((ops.Cast, ops.BasicLinear), Separately))
+    register("forward", opfuse.Fusion((ops.Cast, ops.BasicLinear), OneByOne))
     chain = opfuse.Sequential(Ported(), ops.Linear(4, 4))
     with opfuse.autocast(Rounding()):
         chain(torch.randn(2, 4))
-    assert "Separately" in [step.op for step in plan(chain).forward]
+    assert "OneByOne" in [step.op for step in plan(chain).forward]
 
 
 def test_tensors_for_a_cast_are_refused(register):
-    class Wrong(Separately):
+    class Wrong(OneByOne):
         def fuser_forward(self, basic_op_ctxs, input_, **given):
             y, _ = super().fuser_forward(basic_op_ctxs, input_, **given)
             return y, [(), (input_,)]
@@ -248,7 +231,7 @@ def test_tensors_for_a_cast_are_refused(register):
 
 
 def test_tensors_saved_for_a_cast_are_refused(register):
-    class Wrong(Separately):
+    class Wrong(OneByOne):
         def fuser_forward(self, basic_op_ctxs, input_, **given):
             basic_op_ctxs[1].save_for_backward(input_)
             return super().fuser_forward(basic_op_ctxs, input_, **given)
@@ -260,7 +243,7 @@ def test_tensors_saved_for_a_cast_are_refused(register):
 
 
 def test_the_context_of_a_cast_serves_later_calls_and_takes_no_attributes(register):
-    class Writes(Separately):
+    class Writes(OneByOne):
         seen, leaves = [], False
 
         def fuser_forward(self, basic_op_ctxs, input_, **given):
@@ -281,7 +264,7 @@ def test_the_context_of_a_cast_serves_later_calls_and_takes_no_attributes(regist
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_a_fused_cast_that_is_forgotten_is_refused(passes, register):
-    class Forgets(Separately):
+    class Forgets(OneByOne):
         def fuser_forward(self, basic_op_ctxs, input_, **given):
             y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
             return y.dequantize(), extras
@@ -306,7 +289,7 @@ DOES_NOT = ", and this fusion does not cast there"
 @pytest.mark.parametrize("passes", ["forward", "backward", "forward_backward"])
 def test_what_spans_a_cast_is_refused_with_a_sentence(passes, register):
     pattern = (ops.BasicLinear, ops.Bias) if passes == "backward" else SPANNING
-    register(passes, opfuse.Fusion(pattern, Separately, name="spanning"))
+    register(passes, opfuse.Fusion(pattern, OneByOne, name="spanning"))
     chain, x = mlp()
     expected = [*map(torch.clone, run(chain, x))]
     reasons = [refusal.reason for refusal in plan(chain).refused]
@@ -327,14 +310,14 @@ def test_a_fusion_that_does_its_casts_itself(passes, register):
     pattern = (ops.BasicLinear, ops.Bias) if passes == "backward" else SPANNING
     chain, x = mlp()
     expected = run(chain, x)
-    register(passes, opfuse.Fusion(pattern, Separately, declares=("casts",), name="spanning"))
+    register(passes, opfuse.Fusion(pattern, OneByOne, declares=("casts",), name="spanning"))
     same(run(chain, x), expected)
     assert any(step.fusion for step in (*plan(chain).forward, *plan(chain).backward))
 
 
 @pytest.mark.parametrize("casts", [False, True])
 def test_a_fusion_function_over_casts(casts, register):
-    class Fused(Separately):
+    class Fused(OneByOne):
         pass
 
     Fused.casts = casts
@@ -353,19 +336,19 @@ def test_a_fusion_function_over_casts(casts, register):
 
 
 def test_a_joint_pattern_that_names_casts(register):
-    register("forward_backward", opfuse.Fusion((ops.GELU, ops.Cast), Separately, name="wrong"))
+    register("forward_backward", opfuse.Fusion((ops.GELU, ops.Cast), OneByOne, name="wrong"))
     chain, x = mlp()
     with pytest.warns(opfuse.PluginWarning, match="its pattern must not name Cast"):
         run(chain, x)
     with pytest.raises(
         ValueError, match="where it declares casts, its pattern is of the ops alone"
     ):
-        opfuse.Fusion((ops.GELU, ops.Cast), Separately, declares=("casts",))
+        opfuse.Fusion((ops.GELU, ops.Cast), OneByOne, declares=("casts",))
 
 
 def test_a_cast_is_matched_by_its_name_alone(register):
     """A pattern of any pointwise op does not mean casts."""
-    register("forward", opfuse.Fusion((opfuse.Subclasses(opfuse.BasicOperation),) * 2, Separately))
+    register("forward", opfuse.Fusion((opfuse.Subclasses(opfuse.BasicOperation),) * 2, OneByOne))
     chain = opfuse.Sequential(ops.Identity(), ops.Linear(4, 4, bias=False))
     with opfuse.autocast(Rounding()):
         chain(torch.randn(2, 4))
@@ -373,7 +356,7 @@ def test_a_cast_is_matched_by_its_name_alone(register):
 
 
 def test_without_a_recipe_a_pattern_with_casts_matches_nothing(register):
-    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), Separately))
+    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), OneByOne))
     chain, x = mlp()
     chain(x)
     assert parts(chain) == ["BasicLinear", "Bias", "GELU", "BasicLinear", "Bias"]
@@ -409,7 +392,7 @@ def test_ops_one_by_one_read_no_codes_that_quantize_passes_on(register, passes):
     chain = opfuse.Sequential(ops.Quantize(), ops.GELU(), ops.GELU(), ops.Quantize(False, True))
     x = torch.randn(3, 4, requires_grad=True)
     expected = run(chain, x)
-    register(passes, opfuse.Fusion([type(op) for op in chain], Separately))
+    register(passes, opfuse.Fusion([type(op) for op in chain], OneByOne))
     same(run(chain, x), expected)
     which = "backward" if passes == "backward" else "forward"
     assert "Quantize + GELU + GELU + Quantize" in parts(chain, which)
@@ -458,7 +441,7 @@ def test_saved_tensors_are_the_quantized_ones_and_own_their_scales():
     assert sorted(t.numel() for t in tensors) == [1] * 4 + [32] * 3 + [64] * 2
 
 
-class Recomputing(Separately):
+class Recomputing(OneByOne):
     recomputes = True
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
@@ -523,8 +506,8 @@ def test_precedence_and_benefit_hold_for_casts(register):
     """An avoided cast counts: (GELU, Cast) saves 2, and a larger fusion over it wins."""
     register(
         "forward",
-        opfuse.Fusion((ops.GELU, ops.Cast), Separately, name="small"),
-        opfuse.Fusion((ops.Bias, ops.GELU, ops.Cast), Separately, name="large"),
+        opfuse.Fusion((ops.GELU, ops.Cast), OneByOne, name="small"),
+        opfuse.Fusion((ops.Bias, ops.GELU, ops.Cast), OneByOne, name="large"),
     )
     chain, x = mlp()
     run(chain, x)
@@ -549,14 +532,14 @@ def test_a_backward_that_begins_late_goes_through_a_fused_cast(register):
 
     expected = grads()
     pattern = (ops.Cast, ops.Bias, ops.MakeExtraOutput, ops.GELU)
-    register("backward", opfuse.Fusion(pattern, Separately))
+    register("backward", opfuse.Fusion(pattern, OneByOne))
     same(grads(), expected)
     assert any(step.fusion for step in plan(chain).backward)
 
 
 def test_a_backward_that_begins_late_records_nothing_behind_what_a_gradient_reaches(register):
     """The shape is known behind the fused linear only: zeros go through its cast, and count nowhere."""
-    register("forward", opfuse.Fusion((ops.MakeExtraOutput, ops.Cast, ops.BasicLinear), Separately))
+    register("forward", opfuse.Fusion((ops.MakeExtraOutput, ops.Cast, ops.BasicLinear), OneByOne))
     torch.manual_seed(0)
     linears = [ops.BasicLinear(4, 4), ops.BasicLinear(4, 4)]
     chain = opfuse.Sequential(linears[0], ops.MakeExtraOutput(), linears[1])
@@ -572,8 +555,8 @@ def test_a_backward_that_begins_late_records_nothing_behind_what_a_gradient_reac
 
 
 def test_torch_compile_with_a_fused_cast(register):
-    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), Separately))
-    register("backward", opfuse.Fusion((ops.Cast, ops.Bias, ops.GELU), Separately))
+    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), OneByOne))
+    register("backward", opfuse.Fusion((ops.Cast, ops.Bias, ops.GELU), OneByOne))
     chain, x = mlp()
     expected = run(chain, x)
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
@@ -586,7 +569,7 @@ def test_torch_compile_with_a_fused_cast(register):
 
 
 def test_explain_shows_casts(register):
-    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), Separately, name="gelu and cast"))
+    register("forward", opfuse.Fusion((ops.GELU, ops.Cast), OneByOne, name="gelu and cast"))
     chain, x = mlp()
 
     def step(x):
@@ -615,7 +598,7 @@ def test_a_fusion_that_needs_a_recipe_is_not_looked_for_without(register):
         asked.append(env.recipe)
         return "not here" if env.recipe.step == 1.0 else True
 
-    register("forward", opfuse.Fusion((ops.GELU,), Separately, when, needs=("recipe",)))
+    register("forward", opfuse.Fusion((ops.GELU,), OneByOne, when, needs=("recipe",)))
     chain, x = opfuse.Sequential(ops.GELU()), torch.randn(3, 4)
     assert not opfuse.explain(chain, x).to_dict()["refused"] and not asked
     with opfuse.autocast(Rounding(step=1.0)):
@@ -623,4 +606,4 @@ def test_a_fusion_that_needs_a_recipe_is_not_looked_for_without(register):
     assert refusal["reason"] == "not here"
     with opfuse.autocast(Rounding()):
         (row,) = opfuse.explain(chain, x).to_dict()["forward"]
-    assert row["op"] == "Separately" and asked == [Rounding(step=1.0), Rounding()]
+    assert row["op"] == "OneByOne" and asked == [Rounding(step=1.0), Rounding()]

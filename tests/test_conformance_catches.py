@@ -17,6 +17,7 @@ import faulty_unseen_again
 import faulty_values  # noqa: F401  # adds to the faults
 import ordinary
 import pytest
+import right
 import sound
 import torch
 
@@ -24,15 +25,7 @@ import opfuse
 from opfuse import testing
 from opfuse.testing.processes import PLUGIN_CHECKS
 
-pytestmark = pytest.mark.alone
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("one_thread")]
 
 
 def first_failure(subject, **given):
@@ -74,7 +67,7 @@ def test_each_wrong_fusion_fails_its_check(name, register):
 
 
 def test_a_sound_recomputation_passes(register):
-    register(name="faulty", forward_fusions=[opfuse.Fusion((opfuse.ops.GELU,), faulty.Recomputing)])
+    register(name="faulty", forward_fusions=[opfuse.Fusion((opfuse.ops.GELU,), right.Recomputing)])
     (subject,) = testing.subjects("faulty")
     assert first_failure(subject) is None
 
@@ -132,7 +125,7 @@ def test_a_check_that_an_earlier_one_would_spare(register):
 def test_a_sound_fusion_beside_a_wrong_one(register):
     faults = [faulty.FAULTS[name] for name in ("DoublesAGradient", "IsWrongInHalfPrecision")]
     sound_one = opfuse.Fusion(
-        [opfuse.ops.BasicLinear, opfuse.ops.Bias], faulty.Forward, name="sound"
+        [opfuse.ops.BasicLinear, opfuse.ops.Bias], right.Forward, name="sound"
     )
     register(
         name="faulty",
@@ -165,7 +158,7 @@ def on_a_gpu(matched, env):
 
 @pytest.mark.parametrize(("when", "says"), [(never, "prime numbers"), (on_a_gpu, "on a GPU")])
 def test_a_fusion_without_a_case(when, says, no_plugins):
-    fusion = opfuse.Fusion([opfuse.ops.GELU], faulty.Pointwise, when, name="untested")
+    fusion = opfuse.Fusion([opfuse.ops.GELU], right.Pointwise, when, name="untested")
     subject, suite = testing.Subject("faulty", "forward", fusion), testing.FusionSuite()
     if when is never:  # once, and the other checks are skipped
         outcome = suite.check(subject, next(iter(testing.CHECKS)))

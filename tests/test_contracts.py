@@ -14,6 +14,7 @@ from collections import Counter
 import chains
 import pytest
 import torch
+from fakes import registered
 from rounding import Rounding, RoundingPlugin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,12 +32,9 @@ SUPPORT = pathlib.Path(__file__).parent / "support"
 
 
 @pytest.fixture(autouse=True)
-def _alone():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _alone(one_thread):
     with opfuse.plugins.using(""):
         yield
-    torch.set_num_threads(threads)
 
 
 # What is saved
@@ -117,11 +115,8 @@ def test_forward_fusions_save_what_is_declared(monkeypatch):
     for seed in range(300):
         drawn = chains.RandomChain(seed, cuts=False)
         monkeypatch.setattr(Watching, "seen", [], raising=False)
-        handle = opfuse.register_forward_fusion(lambda basic, *, recipe: [Watching(basic)])
-        try:
+        with registered("forward", lambda basic, *, recipe: [Watching(basic)]):
             y, *_ = drawn.forward()
-        finally:
-            handle.unregister()
         wants, declared = drawn.x.requires_grad, []
         for op, ctx, saved, x, out, *extras in Watching.seen:
             params = [op.read_parameter(name) for name in op.param_names]

@@ -10,7 +10,7 @@ from typing import ClassVar
 import fusing
 import pytest
 import torch
-from fakes import OneByOne
+from fakes import OneByOne, registered
 from torch import nn
 
 import opfuse
@@ -438,14 +438,11 @@ def test_wrong_gradients_of_a_fusion_are_refused(grads, text):
         def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
             return grads(grad_output)
 
-    handle = opfuse.register_backward_fusion(opfuse.Fusion((ops.Bias, ops.AddExtraInput), Wrong))
-    try:
+    with registered("backward", opfuse.Fusion((ops.Bias, ops.AddExtraInput), Wrong)):
         x = torch.ones(1, 2, requires_grad=True)
         y = opfuse.Sequential(ops.Bias(2), ops.AddExtraInput())(x, torch.ones(1, 2))
         with pytest.raises(RuntimeError, match=text):
             y.sum().backward()
-    finally:
-        handle.unregister()
 
 
 def test_a_failing_kernel_is_the_users_to_see():
@@ -453,12 +450,9 @@ def test_a_failing_kernel_is_the_users_to_see():
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
             raise ZeroDivisionError("in the kernel")
 
-    handle = opfuse.register_forward_fusion(opfuse.Fusion((ops.Identity, ops.GELU), Broken))
-    try:
+    with registered("forward", opfuse.Fusion((ops.Identity, ops.GELU), Broken)):
         with pytest.raises(ZeroDivisionError, match="in the kernel"):
             opfuse.Sequential(ops.Identity(), ops.GELU())(torch.ones(1, 1))
-    finally:
-        handle.unregister()
 
 
 def test_a_fusion_that_expands_to_other_ops_names_its_plugin():
@@ -495,8 +489,7 @@ def test_a_fusion_that_does_not_take_a_kwarg_is_not_used():
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
             return input_ * 100, [(), ()]
 
-    handle = opfuse.register_forward_fusion(opfuse.Fusion((Keyword, ops.Identity), Fused))
-    try:
+    with registered("forward", opfuse.Fusion((Keyword, ops.Identity), Fused)):
         chain = opfuse.Sequential(Keyword(), ops.Identity())
         x = torch.ones(1, 1)
         assert chain(x).item() == 100
@@ -504,8 +497,6 @@ def test_a_fusion_that_does_not_take_a_kwarg_is_not_used():
         assert "does not take the keyword argument 'add' given to Keyword" in str(
             fuser_of(chain)._last[1].plan.refused
         )
-    finally:
-        handle.unregister()
 
 
 def test_an_op_of_another_class_is_not_matched_and_torch_derived_classes_are():
@@ -546,13 +537,10 @@ def test_row_alignment_is_part_of_the_key_only_where_it_is_asked_for():
 
     fusion = opfuse.Fusion((ops.Identity, ops.GELU), Both, when, needs=("row_alignment",))
     chain = opfuse.Sequential(ops.Identity(), ops.GELU())
-    handle = opfuse.register_forward_fusion(fusion)
-    try:
+    with registered("forward", fusion):
         for rows in (3, 5, 6, 8, 16, 7, 96, 384, 512):
             chain(torch.ones(rows, 2, requires_grad=True))
         assert seen == [1, 2, 8, 16, 32, 128]
-    finally:
-        handle.unregister()
     assert manager.generation
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.utils.prune
+from fakes import registered
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -433,14 +434,11 @@ def test_a_forward_that_gives_something_else_is_named(result, got):
         def fuser_forward(self, *args, **kwargs):
             return result
 
-    handle = opfuse.register_forward_fusion(opfuse.Fusion([ops.GELU], Wrong))
-    try:
+    with registered("forward", opfuse.Fusion([ops.GELU], Wrong)):
         with pytest.raises(
             TypeError, match=rf"Wrong \(registered in code\): fuser_forward must return .*{got}"
         ):
             opfuse.Sequential(ops.GELU(), ops.SiLU())(torch.randn(2))
-    finally:
-        handle.unregister()
 
 
 @pytest.mark.parametrize(
@@ -451,15 +449,12 @@ def test_a_backward_that_gives_something_else_is_named(result):
         def fuser_backward(self, *args, **kwargs):
             return result
 
-    handle = opfuse.register_backward_fusion(opfuse.Fusion([ops.GELU], Wrong))
-    try:
+    with registered("backward", opfuse.Fusion([ops.GELU], Wrong)):
         y = opfuse.Sequential(ops.SiLU(), ops.GELU())(torch.randn(2, requires_grad=True))
         with pytest.raises(
             TypeError, match=r"Wrong \(registered in code\): fuser_backward must return a tuple of"
         ):
             y.sum().backward()
-    finally:
-        handle.unregister()
 
 
 def test_batched_gradients_of_an_extra_output_are_refused():
@@ -691,27 +686,21 @@ class Remembering(Slope):
 
 
 def test_a_fused_forward_finds_the_number_of_its_op_in_the_context():
-    handle = opfuse.register_forward_fusion(opfuse.Fusion([Slope], Short))
-    try:
+    with registered("forward", opfuse.Fusion([Slope], Short)):
         x = torch.randn(2, requires_grad=True)
         chain = opfuse.Sequential(Slope(2.0))
         y = chain(x)
         chain[0].slope = 5.0
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, 2.0))
-    finally:
-        handle.unregister()
 
 
 def test_a_forward_that_leaves_no_attribute_is_named():
-    handle = opfuse.register_forward_fusion(opfuse.Fusion([Remembering], Short))
-    try:
+    with registered("forward", opfuse.Fusion([Remembering], Short)):
         with pytest.raises(
             RuntimeError,
             match=r"op 0 \(Remembering\) declares the context attribute 'seen', but .* Short",
         ):
             opfuse.Sequential(Remembering(2.0))(torch.randn(2, requires_grad=True))
-    finally:
-        handle.unregister()
 
 
 # Forward-mode AD
@@ -726,8 +715,7 @@ def test_tangents_are_not_lost(frozen, autocast):
 
     chain = opfuse.Sequential(ops.Linear(4, 4), ops.GELU()).requires_grad_(not frozen)
     x, tangent = torch.randn(3, 4), torch.randn(3, 4)
-    handle = opfuse.register_forward_fusion(opfuse.Fusion([ops.GELU], Blind))
-    try:
+    with registered("forward", opfuse.Fusion([ops.GELU], Blind)):
         chain(x)
         with forward_ad.dual_level(), torch.autocast("cpu", enabled=autocast):
             y = chain(forward_ad.make_dual(x, tangent))
@@ -735,8 +723,6 @@ def test_tangents_are_not_lost(frozen, autocast):
         assert [step.fusion for step in opfuse.explain(chain, x).calls[0].plan.forward][
             -1
         ] == "Blind"
-    finally:
-        handle.unregister()
     plain = lambda x: F.gelu(F.linear(x, chain[0].weight, chain[0].bias), approximate="tanh")  # noqa: E731
     _, expected = torch.func.jvp(plain, (x,), (tangent,))
     torch.testing.assert_close(
@@ -817,8 +803,7 @@ def test_rows_are_told_only_where_they_are_known():
             return self.basic_ops[0].op_forward(ctxs[0], x), [()]
 
     fusion = opfuse.Fusion([ops.GELU], Fused, when, needs=("row_alignment", "rows"))
-    handle = opfuse.register_forward_fusion(fusion)
-    try:
+    with registered("forward", fusion):
         opfuse.Sequential(ops.SiLU(), ops.GELU())(torch.randn(16, 4))
         assert told[-1] == (16, 16)
         told.clear()
@@ -828,8 +813,6 @@ def test_rows_are_told_only_where_they_are_known():
         # Plain does not say that it keeps them
         opfuse.Sequential(Plain(), ops.GELU())(torch.randn(16, 4))
         assert set(told) == {(1, None)}
-    finally:
-        handle.unregister()
 
 
 @pytest.mark.parametrize("names", [(), ("input",)])

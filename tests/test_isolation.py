@@ -14,22 +14,19 @@ import tuning_ranks
 from rounding import Rounding, RoundingPlugin
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from tuned import tables_in
 
 import opfuse
 from opfuse import ops
 from opfuse.core.introspection import standing_for
 from opfuse.report.isolation import isolated
-from opfuse.tuning import table as tables
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A folder of its own for the tables."""
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
-    tables.reload()
-    yield
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
+    with tables_in(tmp_path / "tables"):
+        yield
 
 
 class Counting(nn.Module):
@@ -195,7 +192,7 @@ def test_what_a_first_call_makes_is_made_again_by_the_next_one(look):
 
 
 def test_a_sharded_model_is_as_it_was(tmp_path):
-    gloo.spawn(tuning_ranks.sharded, tmp_path)
+    gloo.apart(tuning_ranks.sharded, tmp_path)
 
 
 @pytest.fixture

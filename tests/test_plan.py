@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from fakes import registered
 
 import opfuse
 from opfuse import Environment, Fusion, OneOrMore, PluginWarning, Subclasses, ops
@@ -782,8 +783,7 @@ def test_the_plan_of_a_call_is_known_without_the_call():
             return input_ * 4, [(), ()]
 
     chain, x = opfuse.Sequential(A(), A()), torch.ones(3)
-    made = opfuse.register_forward_fusion(Fusion((A, A), Pair, name="pair"))
-    try:
+    with registered("forward", Fusion((A, A), Pair, name="pair")):
         plan = plan_of(chain, x)
         assert [step.fusion for step in plan.forward] == ["pair"] and not calls
         chain(x)
@@ -796,5 +796,3 @@ def test_the_plan_of_a_call_is_known_without_the_call():
         assert plan_of(opfuse.Sequential(A(), torch.nn.ReLU(), A()), x) is None
         chain[0].register_forward_hook(lambda *unused: None)
         assert plan_of(chain, x) is None
-    finally:
-        made.unregister()

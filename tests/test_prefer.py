@@ -312,10 +312,10 @@ def test_a_fused_step_is_seen_by_neither(make):
 # With the rest of torch
 
 
-def test_fsdp2_frees_and_gathers_the_saved_weight(tmp_path):
+def test_fsdp2_frees_and_gathers_the_saved_weight():
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
-    gloo.spawn(prefer_ranks.worker, tmp_path)
+    gloo.together(prefer_ranks.worker)
 
 
 def test_a_compiled_chain_saves_what_prefer_says():

@@ -8,19 +8,12 @@ import torch
 from opfuse import ops
 from opfuse.testing import FusionSuite
 
-pytestmark = pytest.mark.alone  # each chain runs with no plugin on, under fusions registered here
+# each chain runs with no plugin on, under fusions registered here
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("one_thread")]
 
 SEEDS = range(150 if FusionSuite.thorough else 60)
 COVERS = {**{f"any {kind}": (kind,) for kind in chains.KINDS}, "any": tuple(chains.KINDS)}
 SETTINGS = [*fusing.VARIANTS, *COVERS, "competing"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def setting(name, seed):

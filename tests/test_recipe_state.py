@@ -15,7 +15,8 @@ import gloo
 import pytest
 import recipe_ranks
 import torch
-from rounding import Rounding, RoundingPlugin, RoundingQuantizer
+from fakes import registered
+from rounding import Rounding, RoundingPlugin, RoundingQuantizer, rounding  # noqa: F401
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -28,14 +29,6 @@ from opfuse.core.quantization.formats import ScaledTensor
 from opfuse.core.settings import current
 
 RECIPE = Rounding(levels=8)
-
-
-@pytest.fixture(autouse=True)
-def rounding():
-    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
-    with opfuse.plugins.using("rounding"):
-        yield
-    opfuse.plugins.remove(record)
 
 
 def mlp():
@@ -262,8 +255,7 @@ def test_an_op_that_runs_under_a_recipe_elsewhere_has_no_quantizer_here(in_a_thr
         thread.start()
         thread.join()
 
-    handle = opfuse.register_forward_fusion(opfuse.Fusion([ops.BasicLinear], FusedAsks))
-    try:
+    with registered("forward", opfuse.Fusion([ops.BasicLinear], FusedAsks)):
         here(x)  # its plan is made
         FusedAsks.asked.clear()
         if in_a_thread:
@@ -271,8 +263,6 @@ def test_an_op_that_runs_under_a_recipe_elsewhere_has_no_quantizer_here(in_a_thr
         else:
             elsewhere()
         here(x)
-    finally:
-        handle.unregister()
     assert [quantizer is None for quantizer in FusedAsks.asked] == [False, True]
 
 
@@ -597,8 +587,8 @@ def test_a_group_needs_a_prepared_model():
         step(chain, x, amax_reduction_group=object())
 
 
-def test_two_ranks_of_which_one_skips_an_op(tmp_path):
-    gloo.spawn(recipe_ranks.worker, tmp_path)
+def test_two_ranks_of_which_one_skips_an_op():
+    gloo.apart(recipe_ranks.worker)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import itertools
 import weakref
 
-import faulty
 import pytest
+import right
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +12,7 @@ import opfuse
 from opfuse import ops
 
 
-class Joint(faulty.Recomputing):
+class Joint(right.Recomputing):
     """The same, of both passes, with a state of its own."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
@@ -30,7 +30,7 @@ class Joint(faulty.Recomputing):
 
 @pytest.fixture(params=["forward", "joint"])
 def fused(request, register):
-    cls = {"forward": faulty.Recomputing, "joint": Joint}[request.param]
+    cls = {"forward": right.Recomputing, "joint": Joint}[request.param]
     register(**{f"{request.param}_fusions": [opfuse.Fusion((ops.GELU,), cls, name="gelu")]})
 
 
@@ -99,7 +99,7 @@ def test_a_graph_that_is_retained(fused):
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "everything"])
 def test_what_needs_no_gradient_is_neither_kept_nor_computed_again(fused, frozen, monkeypatch):
-    monkeypatch.setattr(faulty.Recomputing, "again", None)
+    monkeypatch.setattr(right.Recomputing, "again", None)
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=frozen == "weight")
     chain[1].requires_grad_(frozen == "input")
     chain[1].weight.requires_grad_(False)
@@ -113,7 +113,7 @@ def test_what_needs_no_gradient_is_neither_kept_nor_computed_again(fused, frozen
 
 def test_a_call_that_does_not_agree_keeps(fused, monkeypatch):
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
-    before = faulty.Recomputing.fuser_forward
+    before = right.Recomputing.fuser_forward
 
     def disagree(self, basic_op_ctxs, input_, **unused):
         y, extras = before(self, basic_op_ctxs, input_)
@@ -121,8 +121,8 @@ def test_a_call_that_does_not_agree_keeps(fused, monkeypatch):
             basic_op_ctxs[0].recomputable_output = y.clone()  # not what the next op saves
         return y, extras
 
-    monkeypatch.setattr(faulty.Recomputing, "fuser_forward", disagree)
-    monkeypatch.setattr(faulty.Recomputing, "again", None)
+    monkeypatch.setattr(right.Recomputing, "fuser_forward", disagree)
+    monkeypatch.setattr(right.Recomputing, "again", None)
     assert (3, 4) in saved(chain, x)[0]
     for got, want in zip(gradients(chain, x), separate(lambda: gradients(chain, x)), strict=True):
         torch.testing.assert_close(got, want)
@@ -179,7 +179,7 @@ def test_one_after_the_other(fused):
 
 
 def test_who_recomputes_says_how(register):
-    class Forgetful(faulty.Recomputing):
+    class Forgetful(right.Recomputing):
         fuser_recompute = opfuse.FusedOperation.fuser_recompute
 
     register(forward_fusions=[opfuse.Fusion((ops.GELU,), Forgetful)])
@@ -215,7 +215,7 @@ def test_a_linear_behind_keeps_no_input(fused, behind, rows):
 
 @pytest.mark.parametrize("behind", BEHIND)
 def test_for_frozen_linears_nothing_is_computed_again(fused, behind, monkeypatch):
-    monkeypatch.setattr(faulty.Recomputing, "again", None)
+    monkeypatch.setattr(right.Recomputing, "again", None)
     chain = opfuse.Sequential(ops.GELU(), BEHIND[behind]()).requires_grad_(False)
     x = torch.randn(3, 5, requires_grad=True)
     assert saved(chain, x)[0].count((3, 5)) == 1  # the input of GELU
@@ -234,7 +234,7 @@ def test_a_norm_behind_keeps_no_input_if_its_weight_is_frozen(fused):
 
 
 def test_under_autocast_a_linear_behind_gives_fp32_gradients(register):
-    register(forward_fusions=[opfuse.Fusion((ops.GELU,), faulty.Recomputing, name="gelu")])
+    register(forward_fusions=[opfuse.Fusion((ops.GELU,), right.Recomputing, name="gelu")])
     chain, x = make(4, 5), torch.randn(3, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = chain(x)

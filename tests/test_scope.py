@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from rounding import Rounding, RoundingPlugin
+from rounding import Rounding, rounding  # noqa: F401
 from torch import nn
 
 import opfuse
@@ -19,14 +19,6 @@ from opfuse.core.settings import current
 
 RECIPE = Rounding(levels=8)
 STATELESS = Rounding()
-
-
-@pytest.fixture(autouse=True)
-def rounding():
-    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
-    with opfuse.plugins.using("rounding"):
-        yield
-    opfuse.plugins.remove(record)
 
 
 def model():

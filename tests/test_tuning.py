@@ -24,7 +24,7 @@ import toy_fusions
 import toy_recipe
 import tuning_ranks
 from fakes import OneByOne
-from tuned import Prescribed
+from tuned import Prescribed, tables_in
 
 import opfuse
 from opfuse import Fusion, ops
@@ -43,13 +43,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A folder of its own for the tables."""
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
-    tables.reload()
-    yield tmp_path / "tables"
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
+    with tables_in(tmp_path / "tables"):
+        yield tmp_path / "tables"
 
 
 @pytest.fixture
@@ -1106,7 +1103,7 @@ def test_an_empty_opfuse_tuning_writes_no_table(register, monkeypatch):
 def test_two_ranks_with_different_tables(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
-    gloo.spawn(tuning_ranks.worker, tmp_path)
+    gloo.apart(tuning_ranks.worker, tmp_path)
 
 
 def test_check_ranks_needs_a_group():

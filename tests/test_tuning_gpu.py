@@ -8,23 +8,20 @@ from unittest import mock
 import pytest
 import torch
 from fake_gpu import FakeGPU
+from tuned import tables_in
 
 import opfuse
 from opfuse import Fusion
 from opfuse.ops import Dropout, Identity
 from opfuse.tuning import measuring
-from opfuse.tuning import table as tables
 from opfuse.tuning.clock import GPUClock, capture
 from opfuse.tuning.reference import Reference
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
-    tables.reload()
-    yield
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
+def folder(tmp_path):
+    with tables_in(tmp_path):
+        yield
 
 
 @pytest.fixture

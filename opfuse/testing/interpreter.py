@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_MARK = "_opfuse_testing"
+METHODS = "cast_impl", "create_fp_to_fp", "create_dot", "binary_op"
+"""The methods of the interpreter's builder that are replaced."""
+
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """Conversions to fp8 saturate on a GPU (``cvt.rn.satfinite``), and not in torch."""
 
@@ -31,11 +33,8 @@ def install() -> None:
         ImportError: Triton is not installed.
     """
     builder = _builder()
-    if not hasattr(builder, _MARK):
-        names = "cast_impl", "create_fp_to_fp", "create_dot", "binary_op"
-        originals = {name: getattr(builder, name) for name in names}
-        setattr(builder, _MARK, originals)
-        _replace(builder, originals)
+    if builder.binary_op.__module__ != __name__:
+        _replace(builder, {name: getattr(builder, name) for name in METHODS})
         _prepare_once()
 
 
@@ -53,7 +52,6 @@ def _prepare_once() -> None:
             return nothing()
         return prepare(fn)
 
-    setattr(once, _MARK, prepare)
     interpreter._patch_lang = once
 
 
@@ -77,17 +75,6 @@ def count_programs() -> Iterator[list[Any]]:
         yield places
     finally:
         builder.set_grid_idx = original
-
-
-def uninstall() -> None:
-    """Put Triton's own methods back."""
-    builder = _builder()
-    for name, method in getattr(builder, _MARK, {}).items():
-        setattr(builder, name, method)
-    if hasattr(builder, _MARK):
-        delattr(builder, _MARK)
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        interpreter._patch_lang = getattr(interpreter._patch_lang, _MARK)  # type: ignore[attr-defined]
 
 
 def _replace(builder: Any, originals: dict[str, Any]) -> None:

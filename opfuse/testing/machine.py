@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import interpreter
 from .running import fused
 
 
@@ -56,22 +57,12 @@ PROGRAMS = 512
 
 def rows_by_grid(chains: Any) -> int | None:
     """The rows with which an interpreted fusion starts about :data:`PROGRAMS`; None: any number."""
-    from .interpreter import count_programs
-
     found = []
     for case in chains.plain[:1]:
         for rows in (64, 128):
-            with contextlib.suppress(Exception), count_programs() as programs:
+            with contextlib.suppress(Exception), interpreter.count_programs() as programs:
                 fused(case.with_(rows=(rows,)))
                 found.append(len(programs))
     if len(found) < 2 or found[0] == found[1]:
         return None
     return max(128, 64 * PROGRAMS // (found[1] - found[0]))
-
-
-def prepare(tier: Tier) -> None:
-    """Make this process ready for a tier: the interpreter exact, for the one that interprets."""
-    if tier.name == "interpret":
-        from .interpreter import install
-
-        install()

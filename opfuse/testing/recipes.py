@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -227,14 +228,10 @@ def _record() -> PluginRecord:
 @contextlib.contextmanager
 def offered() -> Iterator[None]:
     """The plugin ``opfuse-testing`` is there, for a ``with`` block; it serves every recipe."""
-    record, before, own = _record(), manager.records, _record().recipes
-    for other in before:
-        record.recipes = {**record.recipes, **other.recipes}
-    manager.records = [*before, record]
-    try:
+    record, others = _record(), (other.recipes for other in manager.records)
+    record.recipes = functools.reduce(operator.or_, others, _Plugin().opfuse_recipes())
+    with manager.temporarily(records=[*manager.records, record]):
         yield
-    finally:  # the next one may be among other plugins
-        manager.records, record.recipes = before, own
 
 
 def recipes_for(plugin: str) -> tuple[Recipe, ...]:

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from ..core.hookspecs import hookimpl
 from ..core.plugins import manager
 from ..core.records import PluginRecord
 from ..core.settings import Recorder, Settings, current
+from ..tuning.comparing import gradients
 from . import recipes
 from .cases import Built, Case, Subject, seeded
 from .failures import UNUSED, Declined, Failure, blamed
@@ -137,32 +138,24 @@ def backward(case: Case, result: RunResult, retain_graph: bool = False) -> RunRe
         result: The result of :func:`forward`.
         retain_graph: Let the backward run again.
     """
-    kinds = ("all", "first"), ("all", "extra")
-    chosen = [
-        y.requires_grad and case.reached in kinds[k > 0] for k, y in enumerate(result.outputs)
-    ]
-    weights = [w for w, use in zip(case.weights(result.outputs), chosen, strict=True) if use]
-    outputs = [y for y, use in zip(result.outputs, chosen, strict=True) if use]
+    reached = {"first": slice(1), "extra": slice(1, None)}.get(case.reached, slice(None))
+    pairs = [*zip(result.outputs, case.weights(result.outputs), strict=True)][reached]
+    result.weights = [weight for y, weight in pairs if y.requires_grad]
     wanted = {name: leaf for name, leaf in result.built.leaves.items() if leaf.requires_grad}
-    found: Sequence[Tensor | None] = [None] * len(wanted)
-    if outputs and wanted:
-        leaves = list(wanted.values())
-        given: Any = dict(allow_unused=True, retain_graph=retain_graph)
-        with seeded(case.device, 1) as state:
-            found = torch.autograd.grad(outputs, leaves, weights, **given)
-            result.states = [*result.states[:1], state()]
-    result.weights = weights
-    result.grads = dict(zip(wanted, found, strict=True))
+    outputs = [y for y, _ in pairs if y.requires_grad]
+    with seeded(case.device, 1) as state:
+        found = gradients(outputs, [*wanted.values()], result.weights, again=retain_graph)
+        result.states = [*result.states[:1], *[state()] * bool(found)]
+    result.grads = dict(zip(wanted, found or [None] * len(wanted), strict=True))
     return result
 
 
-def fused(case: Case, *, grads: bool = True, chain: Any = None) -> RunResult:
+def fused(case: Case, *, grads: bool = True) -> RunResult:
     """Run a case with its fusion.
 
     Args:
         case: The case.
         grads: Run the backward too.
-        chain: Replaces the chain, given the chain.
 
     Raises:
         Declined: The fusion refused, or the separate ops do.
@@ -170,7 +163,7 @@ def fused(case: Case, *, grads: bool = True, chain: Any = None) -> RunResult:
     """
     separate(case)
     with only(case.subject), Plans() as plans, blamed():
-        result = forward(case, chain=chain)
+        result = forward(case)
         plans.require(case)
         return backward(case, result) if grads else result
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from ..core.quantization import Recipe
+from . import interpreter
 from .cases import Op, Subject, subjects
 from .checks import CHECKS, DEPENDENT, ROOTS
 from .failures import Failure
 from .generate import Chains, make_chains
-from .machine import Tier, is_interpreting, prepare, rows_by_grid, tiers
+from .machine import Tier, is_interpreting, rows_by_grid, tiers
 from .processes import PLUGIN_CHECKS, registered_module
 from .report import Outcome, judge, run_all
 from .running import alone, holding
@@ -139,7 +140,8 @@ class FusionSuite(Suite):
 
     def test_fusion(self, tier: Tier, subject: Subject, fusion_check: str) -> None:
         """One check on every case it is for; skipped where it fails as what it rests on does."""
-        prepare(tier)
+        if tier.name == "interpret":
+            interpreter.install()
         names = (fusion_check, f"{subject.name}: {fusion_check}")
         limited = any(name in self.limits for name in names)
         roots = {*ROOTS, *(f"{subject.name}: {root}" for root in ROOTS)} & {*self.limits}

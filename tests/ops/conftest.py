@@ -10,11 +10,8 @@ from opfuse.testing import tolerance
 
 
 @pytest.fixture(autouse=True)
-def _ops_alone(no_plugins):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _ops_alone(no_plugins, one_thread):
+    """Of each test here."""
 
 
 def assert_near(actual, expected, dtype=None, *, gemm=False, what="output"):

@@ -7,7 +7,7 @@ import copy
 import random
 
 import torch
-from fakes import make_plugin
+from fakes import make_plugin, registered
 from torch import nn
 from torch.nn import functional as F
 
@@ -64,15 +64,11 @@ class Joint(Forwarding):
         return super().fuser_backward(inner, grad_output, **given)
 
 
-KINDS = {
-    "forward": (Forwarding, opfuse.register_forward_fusion),
-    "backward": (Backwarding, opfuse.register_backward_fusion),
-    "joint": (Joint, opfuse.register_forward_backward_fusion),
-}
+KINDS = {"forward": Forwarding, "backward": Backwarding, "joint": Joint}
 
 
 def intervals(cls, seed, density=0.7):
-    """A fusion function that replaces random intervals of whatever it gets."""
+    """Only a fusion function that replaces random intervals of whatever it gets."""
 
     def random_intervals(basic, *, recipe):
         rng, result, position = random.Random(f"{seed} {len(basic)}"), [], 0
@@ -82,7 +78,7 @@ def intervals(cls, seed, density=0.7):
             position += len(part)
         return result
 
-    return random_intervals
+    return [random_intervals]
 
 
 def patterns(cls, seed):
@@ -103,19 +99,12 @@ def patterns(cls, seed):
 @contextlib.contextmanager
 def covers(seed, kinds=tuple(KINDS), style=intervals):
     """No plugin, and fusions over random parts of every chain in the passes given."""
-    handles = []
-    for kind in kinds:
-        cls, register = KINDS[kind]
-        fusions = style(cls, f"{seed} {kind}")
-        handles += [
-            register(fusion) for fusion in (fusions if isinstance(fusions, list) else [fusions])
-        ]
-    try:
-        with opfuse.plugins.using(""):
-            yield
-    finally:
-        for handle in handles:
-            handle.unregister()
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            fusions = style(KINDS[kind], f"{seed} {kind}")
+            stack.enter_context(registered(kind, *fusions))
+        stack.enter_context(opfuse.plugins.using(""))
+        yield
 
 
 # Random chains
@@ -452,7 +441,7 @@ def plan_in_some_order(seed, **limit):
             hooks[f"{kind}_fusions"] = [
                 opfuse.Fusion(
                     [any_op] * n,
-                    KINDS[kind][0],
+                    KINDS[kind],
                     name=f"{kind} {n}",
                     benefit=n // 2,
                     priority=number % 2,

@@ -9,14 +9,13 @@ import opfuse
 from opfuse import ops
 
 
-def run(rank, folder):
+def run(rank):
     size = gloo.RANKS
-    with gloo.member(rank, folder):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            _check_all(rank, size, dtype)
-        _check_layouts(rank, size)
-        _check_inside_a_chain(rank, size)
-        _check_errors()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        _check_all(rank, size, dtype)
+    _check_layouts(rank, size)
+    _check_inside_a_chain(rank, size)
+    _check_errors()
 
 
 def _inputs(size, rows, dtype):

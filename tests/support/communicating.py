@@ -18,6 +18,7 @@ from opfuse.ops import (
     CopyToTensorParallelRegion,
     ReduceScatter,
 )
+from opfuse.testing.running import OneByOne
 
 
 def matrix(tensor):
@@ -189,14 +190,8 @@ class Row(Communicating):
         return self.start_gather(dy).wait() if self.scatters else dy
 
 
-class ColumnOfCodes(Column):
+class ColumnOfCodes(OneByOne, Column):
     """Right under a recipe: what is gathered is cast."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **given):
-        return self.run_separately(basic_op_ctxs, input_, **given)
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
-        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
 
 
 def plain_calls(ops, env):

@@ -6,7 +6,6 @@ import copy
 import warnings
 
 import fusing
-import gloo
 import torch
 from torch import nn
 
@@ -65,14 +64,13 @@ def wrap(chain, how):
     return torch.compile(wrapped, backend="aot_eager") if how.endswith("compiled") else wrapped
 
 
-def worker(rank, folder):
+def worker(rank):
     warnings.simplefilter("ignore")
-    with gloo.member(rank, folder):
-        for variant in fusing.VARIANTS:
-            torch._dynamo.reset()
-            with fusing.fusions(variant):
-                for how in WRAPPINGS:
-                    train(rank, how, f"{variant}, {how}")
+    for variant in fusing.VARIANTS:
+        torch._dynamo.reset()
+        with fusing.fusions(variant):
+            for how in WRAPPINGS:
+                train(rank, how, f"{variant}, {how}")
 
 
 def train(rank, how, name):

@@ -3,9 +3,11 @@
 That is never left to what is installed.
 """
 
+import contextlib
 import types
 
 import pytest
+import torch
 
 import opfuse
 from opfuse.core import plugins
@@ -41,11 +43,38 @@ def _returning(value):
     return lambda: value
 
 
+REGISTER = {
+    "forward": opfuse.register_forward_fusion,
+    "backward": opfuse.register_backward_fusion,
+    "joint": opfuse.register_forward_backward_fusion,
+}
+
+
+@contextlib.contextmanager
+def registered(kind, *fusions):
+    """Fusions of a pass, or "joint" ones, registered in code for a block."""
+    handles = [REGISTER[kind](fusion) for fusion in fusions]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.unregister()
+
+
 @pytest.fixture
 def no_plugins():
     """No plugin and no fusion registered in code."""
     with plugins.isolated(), plugins.using(""):
         yield
+
+
+@pytest.fixture
+def one_thread():
+    """PyTorch computes in one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

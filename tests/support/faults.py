@@ -9,14 +9,9 @@ import threading
 from collections.abc import Callable
 
 import torch
+from fakes import registered
 
 import opfuse
-
-REGISTER = {
-    "forward": opfuse.register_forward_fusion,
-    "backward": opfuse.register_backward_fusion,
-    "joint": opfuse.register_forward_backward_fusion,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +39,8 @@ class Fault:
     @contextlib.contextmanager
     def on(self):
         """This fusion and no other."""
-        handle = REGISTER[self.kind](self.fusion)
-        try:
-            with opfuse.plugins.using(""):
-                yield
-        finally:
-            handle.unregister()
+        with registered(self.kind, self.fusion), opfuse.plugins.using(""):
+            yield
 
 
 def plain_calls(ops, env):
@@ -102,6 +93,32 @@ def unlike(fault, chain, x, grad=None):
         right = run(chain, x, grad)
     with fault.on():
         return differ(run(chain, x, grad), right)
+
+
+def only_there(fault, wrong, right):
+    """Whether the fusion changes the answer for an input of one shape, and not for one of another."""
+    here, there = (unlike(fault, fault.chain(shape[-1]), rows(*shape)) for shape in (wrong, right))
+    return here and not there
+
+
+def after_fewer_rows(fault):
+    """Whether a call gives something else behind one with fewer rows."""
+    chain = fault.chain(8)
+    with opfuse.plugins.using(""):
+        right = run(chain, rows(100, 8))
+    with fault.on():
+        run(chain, rows(4, 8))
+        return differ(run(chain, rows(100, 8)), right)
+
+
+def after_another_call(fault):
+    """Whether the gradient of a call is another one behind the forward of a second call."""
+    chain, first, second = fault.chain(8), rows(4, 8), rows(5, 8)[1:]
+    with opfuse.plugins.using(""):
+        (right,) = torch.autograd.grad(chain(first).sum(), first)
+    with fault.on():
+        y, _ = chain(first), chain(second)
+        return differ(torch.autograd.grad(y.sum(), first), [right])
 
 
 def disturbed(call, other):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from chains import Forwarding
+from right import Backward, BiasGrad, Forward, Pointwise, Recomputing
 from torch.nn import functional as F
 
 import opfuse
@@ -59,81 +60,6 @@ def faulty(check, says, kind, *pattern, when=None, examples=(), **given):
         return cls
 
     return add
-
-
-class Forward(opfuse.FusedOperation):
-    """Linear + bias, as it should be; what follows spoils one thing."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return self.spoil(F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), x), [(), ()]
-
-    def spoil(self, y, x):
-        return y
-
-
-class Backward(opfuse.FusedOperation):
-    """The backward of linear + bias, as it should be."""
-
-    grad_input = "fresh"
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        x, weight = self.saved_operands(basic_op_ctxs[0])
-        dy = (
-            grad_output
-            if basic_op_ctxs[0].dtype is None
-            else grad_output.to(basic_op_ctxs[0].dtype)
-        )
-        rows = dy.reshape(-1, dy.shape[-1])
-        dw = None if x is None else self.grad_weight(rows, x.reshape(-1, x.shape[-1]))
-        db = self.grad_bias(dy) if basic_op_ctxs[1].param_requires_grad[0] else None
-        return (
-            (None if weight is None else self.grad_input_of(dy, weight)),
-            [(dw,), (db,)],
-            [(), ()],
-        )
-
-    def saved_operands(self, ctx):
-        return BasicLinear.saved_operands(ctx)
-
-    def grad_weight(self, dy, x):
-        return dy.t() @ x
-
-    def grad_bias(self, dy):
-        return dy.reshape(-1, dy.shape[-1]).sum(0)
-
-    def grad_input_of(self, dy, weight):
-        return dy @ weight
-
-
-class Pointwise(opfuse.FusedOperation):
-    """Forward of one activation, as it should be."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (act,) = self.basic_ops
-        return self.spoil(act.forward_value(act.operand(basic_op_ctxs[0], input_))), [()]
-
-    def spoil(self, y):
-        return y
-
-
-class Recomputing(opfuse.FusedOperation):
-    """Forward of one activation that lets go of its output, as it should be."""
-
-    recomputes = True
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (act,), (ctx,) = self.basic_ops, basic_op_ctxs
-        y = act.forward_value(act.operand(ctx, input_))
-        if ctx.may_recompute and ctx.input_requires_grad:
-            ctx.recomputable_output = y
-        return y, [()]
-
-    def fuser_recompute(self, basic_op_ctxs):
-        return self.again(*basic_op_ctxs[0].saved_tensors)
-
-    def again(self, x):
-        return self.basic_ops[0].forward_value(x)
 
 
 # What is saved
@@ -370,16 +296,10 @@ class IgnoresStrides(Pointwise):
 @faulty("gradients", "(?s)is (wrong by|NaN in).*layout='", "backward", GELU)
 class IgnoresStridesOfTheGradient(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        dense = torch.as_strided(
-            grad_output, grad_output.shape, torch.empty(grad_output.shape).stride()
-        )
-        return (
-            self.basic_ops[0].backward_value(
-                dense, self.basic_ops[0].saved_input(basic_op_ctxs[0])
-            ),
-            [()],
-            [()],
-        )
+        (gelu,), (ctx,) = self.basic_ops, basic_op_ctxs
+        strides = torch.empty(grad_output.shape).stride()
+        dense = torch.as_strided(grad_output, grad_output.shape, strides)
+        return gelu.backward_value(dense, gelu.saved_input(ctx)), [()], [()]
 
 
 @faulty("output", r"(?s)wrong by.*rows=\((63|65|127|129|255|257),\)", "forward", BasicLinear, Bias)
@@ -419,12 +339,10 @@ class GivesAnotherDtype(Pointwise):
 class TakesEveryActivationForGELU(opfuse.FusedOperation):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        act, hidden = self.basic_ops[1], F.linear(x, weight)
-        act.operand(basic_op_ctxs[1], hidden)
-        return (act.forward_value(hidden) if act.gated else F.gelu(hidden, approximate="tanh")), [
-            (),
-            (),
-        ]
+        act = self.basic_ops[1]
+        hidden = act.operand(basic_op_ctxs[1], F.linear(x, weight))
+        y = act.forward_value(hidden) if act.gated else F.gelu(hidden, approximate="tanh")
+        return y, [(), ()]
 
 
 @faulty("output", "wrong by", "forward", BasicLinear, Optional(Bias), GELU)
@@ -473,11 +391,8 @@ class IsNotDeterministic(Pointwise):
 
     def spoil(self, y):
         self.calls += 1
-        return (
-            torch.nextafter(y, torch.full_like(y, torch.inf))
-            if self.calls % 2 and y.dtype is torch.float32
-            else y
-        )
+        moves = self.calls % 2 and y.dtype is torch.float32
+        return torch.nextafter(y, torch.full_like(y, torch.inf)) if moves else y
 
 
 @faulty("nan_and_inf", "the output is NaN in 0 places", "forward", ReLU)
@@ -500,13 +415,8 @@ class IgnoresTheRecipe(Forward):
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         y, extras = super().fuser_forward(basic_op_ctxs, input_)
         if basic_op_ctxs[0].quantizers:
-            y = (
-                F.linear(
-                    input_.dequantize() if hasattr(input_, "quantizer") else input_,
-                    basic_op_ctxs[0].params[0],
-                )
-                + 0.01
-            )
+            x = input_.dequantize() if hasattr(input_, "quantizer") else input_
+            y = F.linear(x, basic_op_ctxs[0].params[0]) + 0.01
         return y, extras
 
 
@@ -593,16 +503,8 @@ class GivesTheGradientItselfForOneRow(Backward):
 
 
 @faulty("grad_input", "declares grad_input='fresh', but returns grad_output", "backward", Bias)
-class ClaimsAFreshGradient(opfuse.FusedOperation):
+class ClaimsAFreshGradient(BiasGrad):
     grad_input = "fresh"
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        db = (
-            grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
-            if basic_op_ctxs[0].param_requires_grad[0]
-            else None
-        )
-        return grad_output, [(db,)], [()]
 
 
 @faulty(

@@ -8,7 +8,27 @@ from __future__ import annotations
 import functools
 
 import torch
-from faults import as_if_contiguous, collect, differ, disturbed, rows, run, unlike
+from faults import (
+    after_another_call,
+    after_fewer_rows,
+    as_if_contiguous,
+    collect,
+    differ,
+    disturbed,
+    only_there,
+    rows,
+    unlike,
+)
+from right import (
+    BiasActivationGrad,
+    BiasGelu,
+    Forward,
+    L2Forward,
+    LinearGrad,
+    Pointwise,
+    RMSNormForward,
+    flat,
+)
 from torch.nn import functional as F
 
 import opfuse
@@ -26,62 +46,21 @@ def bias_relu(n):
     return [Bias(n), ReLU()]
 
 
-class BiasReluGrad(opfuse.FusedOperation):
-    """Right: what the backward fusions of this file differ from in one place."""
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        bias, relu = basic_op_ctxs
-        dx = self.basic_ops[1].backward_value(self.grad(grad_output), relu.saved_tensors[0])
-        db = self.total(dx.reshape(-1, dx.shape[-1])) if bias.param_requires_grad[0] else None
-        return dx, [(db,), ()], [(), ()]
-
-    def grad(self, grad_output):
-        return grad_output
-
-    def total(self, dx):
-        return dx.sum(0)
-
-
-class LinearBias(opfuse.FusedOperation):
-    """Right: what the forward fusions of a linear layer differ from in one place."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return self.product(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
-
-    def product(self, x, weight, bias):
-        return F.linear(x, weight, bias)
-
-
-def scale_of(norm, ctx, dtype):
-    """What a norm multiplies by."""
-    (weight,) = ctx.params
-    return weight.to(dtype) + 1 if norm.zero_centered_gamma else weight.to(dtype)
-
-
 @fault("widths", "forward", (RMSNorm,), lambda n: [RMSNorm(n)])
-class OneBlockOf1024(opfuse.FusedOperation):
+class OneBlockOf1024(RMSNormForward):
     """The mean square is taken over one block of 1024 features; what is beyond them is masked."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        x = input_.float() if input_.dtype in (torch.float16, torch.bfloat16) else input_
-        squares = x[..., :1024].square().sum(norm._dims, keepdim=True)
-        rstd = torch.rsqrt(squares / norm.weight.numel() + norm.eps)
-        if ctx.requires_grad:
-            ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
-            ctx.zero_centered_gamma = norm.zero_centered_gamma
-        return (x * rstd * scale_of(norm, ctx, x.dtype)).to(ctx.dtype or input_.dtype), [()]
+    def mean_square(self, x, input_):
+        (norm,) = self.basic_ops
+        return x[..., :1024].square().sum(norm._dims, keepdim=True) / norm.weight.numel()
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(1536), rows(4, 1536)) and not unlike(
-            fault, fault.chain(1024), rows(4, 1024)
-        )
+        return only_there(fault, (4, 1536), (4, 1024))
 
 
 @fault("widths", "backward", (Bias, ReLU), bias_relu)
-class WholeTilesOf512(BiasReluGrad):
+class WholeTilesOf512(BiasActivationGrad):
     """From 512 features on the gradient of the bias is summed in tiles of 512; the last one only if it is full."""
 
     def total(self, dx):
@@ -90,13 +69,11 @@ class WholeTilesOf512(BiasReluGrad):
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(768), rows(4, 768)) and not unlike(
-            fault, fault.chain(1024), rows(4, 1024)
-        )
+        return only_there(fault, (4, 768), (4, 1024))
 
 
 @fault("rows", "backward", (Bias, ReLU), bias_relu)
-class TileOfOneRow(BiasReluGrad):
+class TileOfOneRow(BiasActivationGrad):
     """The number of tiles of 64 rows is rounded by 62, so that a last tile of one row is left out."""
 
     def total(self, dx):
@@ -105,34 +82,25 @@ class TileOfOneRow(BiasReluGrad):
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(8), rows(129, 8)) and not unlike(
-            fault, fault.chain(8), rows(128, 8)
-        )
+        return only_there(fault, (129, 8), (128, 8))
 
 
 @fault("rows", "forward", (L2Normalization,), lambda n: [L2Normalization()])
-class FullTilesGoAnotherWay(opfuse.FusedOperation):
+class FullTilesGoAnotherWay(L2Forward):
     """One row less than two tiles of 128 is taken for two tiles: the last row starts one row early."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        x = input_.float() if input_.dtype in (torch.float16, torch.bfloat16) else input_
-        rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + norm.eps)
-        if x.ndim > 1 and x.shape[-2] % 256 == 255:
-            rstd = torch.cat((rstd[..., :-1, :], rstd[..., -2:-1, :]), -2)
-        if ctx.requires_grad:
-            ctx.save_for_backward(*((input_, rstd) if ctx.input_requires_grad else (None, None)))
-        return (x * rstd).to(ctx.dtype or input_.dtype), [()]
+    def rstd(self, x):
+        rstd = super().rstd(x)
+        early = x.ndim > 1 and x.shape[-2] % 256 == 255
+        return torch.cat((rstd[..., :-1, :], rstd[..., -2:-1, :]), -2) if early else rstd
 
     @staticmethod
     def shows(fault):
-        return unlike(fault, fault.chain(8), rows(255, 8)) and not unlike(
-            fault, fault.chain(8), rows(128, 8)
-        )
+        return only_there(fault, (255, 8), (128, 8))
 
 
 @fault("layouts", "forward", (BasicLinear, Bias), linear)
-class WeightByItsPointer(LinearBias):
+class WeightByItsPointer(Forward):
     """The weight is read as if it were contiguous."""
 
     def product(self, x, weight, bias):
@@ -146,7 +114,7 @@ class WeightByItsPointer(LinearBias):
 
 
 @fault("layouts", "backward", (Bias, ReLU), bias_relu)
-class TransposedGradient(BiasReluGrad):
+class TransposedGradient(BiasActivationGrad):
     """A gradient that overlaps nowhere is read by its pointer."""
 
     def grad(self, grad_output):
@@ -158,7 +126,7 @@ class TransposedGradient(BiasReluGrad):
 
 
 @fault("layouts", "backward", (Bias, ReLU), bias_relu)
-class ExpandedGradient(BiasReluGrad):
+class ExpandedGradient(BiasActivationGrad):
     """The gradient of a sum is one number in memory, and read as if it were all of them."""
 
     def grad(self, grad_output):
@@ -170,7 +138,7 @@ class ExpandedGradient(BiasReluGrad):
 
 
 @fault("caches", "forward", (BasicLinear, Bias), linear)
-class CachedById(LinearBias):
+class CachedById(Forward):
     """The weight is transposed once, for as long as the parameter is the same object."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
@@ -214,54 +182,27 @@ class CachedByVersion(CachedById):
             return differ([fused], [chain(x)])
 
 
-class BiasGelu(opfuse.FusedOperation):
-    """Right: a joint fusion that keeps the bias's output, from which the joint ones below differ in one place."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        hidden = input_ + basic_op_ctxs[0].params[0].to(input_.dtype)
-        hidden = hidden.to(basic_op_ctxs[1].dtype or hidden.dtype)
-        self.keep(basic_op_ctxs[0], hidden)
-        return F.gelu(hidden, approximate="tanh"), [(), ()]
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        bias, _ = basic_op_ctxs
-        dx = self.basic_ops[1].backward_value(grad_output, self.kept(bias))
-        return (
-            dx,
-            [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()],
-            [(), ()],
-        )
-
-
 @fault("state", "joint", (Bias, GELU), lambda n: [Bias(n), GELU()])
 class KeptOnTheOp(BiasGelu):
     """What the backward needs is an attribute of the fused op: that of the latest call."""
 
-    def keep(self, ctx, hidden):
+    def keep(self, bias, act, hidden):
         self.hidden = hidden
 
-    def kept(self, ctx):
+    def kept(self, bias, act):
         return self.hidden
 
     @staticmethod
     def shows(fault):
-        chain, first, second = fault.chain(8), rows(4, 8), rows(5, 8)[1:]
-        with opfuse.plugins.using(""):
-            (right,) = torch.autograd.grad(chain(first).sum(), first)
-        with fault.on():
-            y = chain(first)
-            chain(second)
-            return differ(torch.autograd.grad(y.sum(), first), [right])
+        return after_another_call(fault)
 
 
 @fault("state", "forward", (GELU,), lambda n: [GELU()])
-class SavedBesideItsVersion(opfuse.FusedOperation):
+class SavedBesideItsVersion(Pointwise):
     """It saves another tensor over the input's memory, whose version does not move when the input is changed."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (gelu,) = basic_op_ctxs, self.basic_ops
-        x = gelu.operand(ctx, input_.data)
-        return gelu.forward_value(x), [()]
+        return super().fuser_forward(basic_op_ctxs, input_.data)
 
     @staticmethod
     def shows(fault):
@@ -295,11 +236,7 @@ class SeedsInItsBackward(opfuse.FusedOperation):
         torch.manual_seed(1234)
         bias, (mask,) = basic_op_ctxs[0], basic_op_ctxs[0].saved_tensors
         dx = grad_output if mask is None else grad_output * mask * self.scale
-        return (
-            dx,
-            [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()],
-            [(), ()],
-        )
+        return dx, [(flat(dx).sum(0) if bias.param_requires_grad[0] else None,), ()], [(), ()]
 
     @staticmethod
     def shows(fault):
@@ -312,19 +249,11 @@ class SeedsInItsBackward(opfuse.FusedOperation):
 
 
 @fault("half", "forward", (RMSNorm,), lambda n: [RMSNorm(n)])
-class SquaresInHalf(opfuse.FusedOperation):
+class SquaresInHalf(RMSNormForward):
     """The squares are taken in the input's own dtype: in fp16 those of numbers above 255 are infinite."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        dtype = torch.float32 if input_.dtype in (torch.float16, torch.bfloat16) else input_.dtype
-        rstd = torch.rsqrt(input_.square().to(dtype).mean(norm._dims, keepdim=True) + norm.eps)
-        if ctx.requires_grad:
-            ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
-            ctx.zero_centered_gamma = norm.zero_centered_gamma
-        return (input_.to(dtype) * rstd * scale_of(norm, ctx, dtype)).to(
-            ctx.dtype or input_.dtype
-        ), [()]
+    def mean_square(self, x, input_):
+        return input_.square().to(x.dtype).mean(self.basic_ops[0]._dims, keepdim=True)
 
     @staticmethod
     def shows(fault):
@@ -332,7 +261,7 @@ class SquaresInHalf(opfuse.FusedOperation):
 
 
 @fault("half", "forward", (BasicLinear, Bias), linear)
-class EveryHalfIsBfloat16(LinearBias):
+class EveryHalfIsBfloat16(Forward):
     """Under autocast half precision is taken for bf16, and a result in fp16 has seen bf16."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
@@ -350,14 +279,12 @@ class EveryHalfIsBfloat16(LinearBias):
 
 
 @fault("eval", "forward", (BasicLinear, Bias), linear)
-class RoundedInEval(opfuse.FusedOperation):
+class RoundedInEval(Forward):
     """In evaluation the weight is rounded to bf16, which is good enough there."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        if not self.basic_ops[0].training:
-            weight = weight.bfloat16().to(weight.dtype)
-        return F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
+    def product(self, x, weight, bias):
+        rounded = weight if self.basic_ops[0].training else weight.bfloat16().to(weight.dtype)
+        return super().product(x, rounded, bias)
 
     @staticmethod
     def shows(fault):
@@ -386,7 +313,7 @@ class OperandsOnTheOp(opfuse.FusedOperation):
 
 
 @fault("larger", "backward", (Bias, ReLU), bias_relu)
-class WorkspaceOfTheFirstCall(BiasReluGrad):
+class WorkspaceOfTheFirstCall(BiasActivationGrad):
     """The partial sums, of 32 rows each, have as much room as the first call needed."""
 
     def total(self, dx):
@@ -397,37 +324,17 @@ class WorkspaceOfTheFirstCall(BiasReluGrad):
 
     @staticmethod
     def shows(fault):
-        chain = fault.chain(8)
-        with opfuse.plugins.using(""):
-            right = run(chain, rows(100, 8))
-        with fault.on():
-            run(chain, rows(4, 8))
-            return differ(run(chain, rows(100, 8)), right)
+        return after_fewer_rows(fault)
 
 
 @fault("frozen", "backward", (BasicLinear,), lambda n: [BasicLinear(n, n)])
-class OneBatchOfThree(opfuse.FusedOperation):
+class OneBatchOfThree(LinearGrad):
     """Where only the weight needs a gradient, and the input has three dimensions, one batch gives it."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        x, w = basic_op_ctxs[0].saved_tensors
-        dy = (
-            grad_output
-            if basic_op_ctxs[0].dtype is None
-            else grad_output.to(basic_op_ctxs[0].dtype)
-        )
-        if w is None and x is not None and x.ndim == 3 and x.shape[0]:
-            return None, [(torch.bmm(dy.mT, x)[0],)], [()]
-        return (
-            self.basic_ops[0].op_backward(basic_op_ctxs[0], grad_output)[0],
-            [self.dw(dy, x)],
-            [()],
-        )
-
-    def dw(self, dy, x):
-        return (
-            None if x is None else dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])),
-        )
+    def grad_weight(self, dy, x, weight):
+        if weight is None and x.ndim == 3 and x.shape[0]:
+            return torch.bmm(dy.mT, x)[0]
+        return super().grad_weight(dy, x, weight)
 
     @staticmethod
     def shows(fault):

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 from faulty import FAULTS as OTHERS
-from faulty import Backward, Forward, Pointwise, faulty
+from faulty import faulty
+from right import Backward, BiasGrad, Forward, LayerNormForward, Pointwise
 from torch.nn import functional as F
 
 import opfuse
@@ -27,9 +29,9 @@ from opfuse.ops import (
     ReLU,
     RoPE,
 )
+from opfuse.testing.running import OneByOne
 
 KNOWN = {*OTHERS}
-HALF = torch.float16, torch.bfloat16
 
 
 def eager(ops, env):
@@ -38,61 +40,7 @@ def eager(ops, env):
     return "it is not for compiled code" if env.compiling else True
 
 
-class OneByOne(opfuse.FusedOperation):
-    """Right: its basic ops, in either pass; what follows spoils one thing."""
-
-    kwarg_names = None
-
-    def fuser_forward(self, basic_op_ctxs, input_, **given):
-        return self.run_separately(basic_op_ctxs, input_, **given)
-
-
-class Both(OneByOne):
-    """The same for a backward."""
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
-        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
-
-
-class BiasGrad(opfuse.FusedOperation):
-    """Right: the backward of a bias."""
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        (ctx,) = basic_op_ctxs
-        db = None
-        if ctx.param_requires_grad[0]:
-            db = self.total(grad_output.reshape(-1, grad_output.shape[-1]))
-        return self.passed(grad_output), [(db,)], [()]
-
-    def total(self, dy):
-        return dy.sum(0)
-
-    def passed(self, dy):
-        return dy
-
-
 # Values
-
-
-class Norm(opfuse.FusedOperation):
-    """Right: the forward of a LayerNorm."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        x = input_.float() if input_.dtype in HALF else input_
-        (weight, bias), dims = ctx.params, norm._dims
-        mean = x.mean(dims, keepdim=True)
-        rstd = torch.rsqrt(self.variance(x, mean, dims) + norm.eps)
-        if ctx.requires_grad:
-            needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
-            saved = input_, weight if ctx.input_requires_grad else None, mean, rstd
-            ctx.save_for_backward(*(saved if needed else (None,) * 4))
-            ctx.zero_centered_gamma = norm.zero_centered_gamma
-        scale = weight.to(x.dtype) + norm.zero_centered_gamma
-        return ((x - mean) * rstd * scale + bias.to(x.dtype)).to(ctx.dtype or input_.dtype), [()]
-
-    def variance(self, x, mean, dims):
-        return (x - mean).square().mean(dims, keepdim=True)
 
 
 def whole(ops, env):
@@ -100,7 +48,7 @@ def whole(ops, env):
 
 
 @faulty("output", "mean=100", "forward", LayerNorm, when=whole)
-class SquareOfTheMean(Norm):
+class SquareOfTheMean(LayerNormForward):
     """The variance as E[x2] - E[x]2."""
 
     def variance(self, x, mean, dims):
@@ -188,16 +136,10 @@ class DividesByNothing(opfuse.FusedOperation):
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         (mask,), p = basic_op_ctxs[0].saved_tensors, torch.tensor(basic_op_ctxs[0].p)
+        if mask is None:
+            return grad_output * 1, [()], [()]
         scale = (1 / (1 - p)).to(grad_output.device)
-        return (
-            (
-                grad_output * 1
-                if mask is None
-                else (grad_output * mask * scale).to(grad_output.dtype)
-            ),
-            [()],
-            [()],
-        )
+        return (grad_output * mask * scale).to(grad_output.dtype), [()], [()]
 
 
 class Loss(OneByOne):
@@ -289,20 +231,15 @@ class SingleThroughHalf(BiasGrad):
 
 
 @faulty("output", "(?s)the output is wrong by.*switched=", "joint", Dropout)
-class ModeOfTheChain(Both):
+class ModeOfTheChain(OneByOne):
     """It drops where the chain trains."""
 
     def planned(self, env):
         self.drops = env.training
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
-        op = self.basic_ops[0]
-        before = op.training
-        op.training = self.drops
-        try:
+        with mock.patch.object(self.basic_ops[0], "training", self.drops):
             return super().fuser_forward(basic_op_ctxs, input_, **given)
-        finally:
-            op.training = before
 
 
 class ReusesWithoutGrad(opfuse.FusedOperation):
@@ -377,7 +314,7 @@ class PositionsByAddress(TargetsByAddress):
 
 
 @faulty("follows_values", "were changed, .*wrong by", "joint", ClampedSwiGLU, when=eager)
-class NumbersByTheFirst(Both):
+class NumbersByTheFirst(OneByOne):
     """The numbers are read again where ``limit`` is another one."""
 
     kept = None
@@ -535,7 +472,7 @@ class ReadsTheParameterAgain(opfuse.FusedOperation):
 
 
 @faulty("gradients", "(?s)wrong by.*parametrized=True", "backward", BasicLinear, when=eager)
-class ReadsTheWeightInItsBackward(Both):
+class ReadsTheWeightInItsBackward(OneByOne):
     """The same for a gradient, under the value that the weight has by then."""
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):

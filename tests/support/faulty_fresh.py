@@ -8,7 +8,19 @@ from __future__ import annotations
 import functools
 
 import torch
-from faults import as_if_contiguous, collect, differ, disturbed, leave_numbers, rows, run, unlike
+from faults import (
+    after_another_call,
+    after_fewer_rows,
+    as_if_contiguous,
+    collect,
+    differ,
+    disturbed,
+    leave_numbers,
+    rows,
+    run,
+    unlike,
+)
+from right import BiasActivationGrad, BiasGelu, L2Forward, LayerNormForward, Pointwise, flat, wide
 from torch.nn import functional as F
 
 import opfuse
@@ -28,28 +40,16 @@ from opfuse.ops import (
 
 FAULTS = []
 fault = functools.partial(collect, FAULTS)
-half = (torch.float16, torch.bfloat16)
 
 
 @fault("widths", "forward", (LayerNorm,), lambda n: [LayerNorm(n)])
-class MaskedLanesCount(opfuse.FusedOperation):
+class MaskedLanesCount(LayerNormForward):
     """From 513 features on the variance is divided by the size of the block, the power of two above them."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        dtype = torch.float32 if input_.dtype in half else input_.dtype
-        x, (weight, bias), n = input_.to(dtype), ctx.params, norm.weight.numel()
-        dims = tuple(range(-len(norm.normalized_shape), 0))
-        mean = x.mean(dims, keepdim=True)
+    def variance(self, x, mean, dims):
+        n = self.basic_ops[0].weight.numel()
         block = 1 << (n - 1).bit_length() if n > 512 else max(n, 1)
-        rstd = torch.rsqrt((x - mean).square().sum(dims, keepdim=True) / block + norm.eps)
-        if ctx.requires_grad:
-            needed = ctx.input_requires_grad or ctx.param_requires_grad[0]
-            saved = (input_, weight if ctx.input_requires_grad else None, mean, rstd)
-            ctx.save_for_backward(*(saved if needed else (None,) * 4))
-            ctx.zero_centered_gamma = norm.zero_centered_gamma
-        scale = weight.to(dtype) + 1 if norm.zero_centered_gamma else weight.to(dtype)
-        return ((x - mean) * rstd * scale + bias.to(dtype)).to(ctx.dtype or input_.dtype), [()]
+        return (x - mean).square().sum(dims, keepdim=True) / block
 
     @staticmethod
     def shows(fault):
@@ -61,19 +61,12 @@ class MaskedLanesCount(opfuse.FusedOperation):
 
 
 @fault("rows", "forward", (L2Normalization,), lambda n: [L2Normalization()])
-class RowInOneByte(opfuse.FusedOperation):
+class RowInOneByte(L2Forward):
     """The statistics are stored under the low byte of the row's number: those of row 256 are row 0's."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        x = input_.to(torch.float32 if input_.dtype in half else input_.dtype)
-        rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + norm.eps)
-        stored = rstd.reshape(-1)[torch.arange(rstd.numel(), device=x.device) % 256].reshape(
-            rstd.shape
-        )
-        if ctx.requires_grad:
-            ctx.save_for_backward(*((input_, stored) if ctx.input_requires_grad else (None, None)))
-        return (x * rstd).to(ctx.dtype or input_.dtype), [()]
+    def stored(self, rstd):
+        rows = torch.arange(rstd.numel(), device=rstd.device) % 256
+        return rstd.reshape(-1)[rows].reshape(rstd.shape)
 
     @staticmethod
     def shows(fault):
@@ -89,10 +82,8 @@ class BiasOfStrideOne(opfuse.FusedOperation):
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, as_if_contiguous(basic_op_ctxs[1].params[0]).to(x.dtype)), [
-            (),
-            (),
-        ]
+        bias = as_if_contiguous(basic_op_ctxs[1].params[0]).to(x.dtype)
+        return F.linear(x, weight, bias), [(), ()]
 
     @staticmethod
     def shows(fault):
@@ -125,29 +116,19 @@ class PackedForInference(opfuse.FusedOperation):
 
 
 @fault("state", "joint", (Bias, GELU), lambda n: [Bias(n), GELU()])
-class StackOfCalls(opfuse.FusedOperation):
+class StackOfCalls(BiasGelu):
     """Calls push what their backward needs, and the backward pops: right only from the last to the first."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        hidden = input_ + basic_op_ctxs[0].params[0].to(input_.dtype)
-        hidden = hidden.to(basic_op_ctxs[1].dtype or hidden.dtype)
-        if basic_op_ctxs[0].requires_grad or basic_op_ctxs[1].requires_grad:
+    def keep(self, bias, act, hidden):
+        if bias.requires_grad or act.requires_grad:
             self.__dict__.setdefault("stack", []).append(hidden)
-        return F.gelu(hidden, approximate="tanh"), [(), ()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        dx = self.basic_ops[1].backward_value(grad_output, self.stack.pop())
-        wanted = basic_op_ctxs[0].param_requires_grad[0]
-        return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if wanted else None,), ()], [(), ()]
+    def kept(self, bias, act):
+        return self.stack.pop()
 
     @staticmethod
     def shows(fault):
-        chain, first, second = fault.chain(8), rows(4, 8), rows(5, 8)[1:]
-        with opfuse.plugins.using(""):
-            (right,) = torch.autograd.grad(chain(first).sum(), first)
-        with fault.on():
-            y, _ = chain(first), chain(second)
-            return differ(torch.autograd.grad(y.sum(), first), [right])
+        return after_another_call(fault)
 
 
 @fault("generator", "forward", (Bias, Dropout), lambda n: [Bias(n), Dropout(0.5)])
@@ -182,13 +163,12 @@ class SquareOfHalf(opfuse.FusedOperation):
         (x,) = basic_op_ctxs[0].saved_tensors
         if x is None:
             return None, [()], [()]
-        wide = torch.float32 if x.dtype in half else x.dtype
-        square, v = (x * x).to(wide), x.to(wide)
+        v = wide(x)
+        square = (x * x).to(v.dtype)
         t = torch.tanh(v * (0.7978845608028654 + 0.035677408136300125 * square))
-        slope = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * (
-            0.7978845608028654 + 0.10703222440890037 * square
-        )
-        return (grad_output.to(wide) * slope).to(x.dtype), [()], [()]
+        inner = 0.7978845608028654 + 0.10703222440890037 * square
+        slope = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * inner
+        return (grad_output.to(v.dtype) * slope).to(x.dtype), [()], [()]
 
     @staticmethod
     def shows(fault):
@@ -221,14 +201,11 @@ class ScaledAfterTheProduct(opfuse.FusedOperation):
 
 
 @fault("eval", "backward", (Bias, SiLU), lambda n: [Bias(n), SiLU()])
-class NothingToTrainInEval(opfuse.FusedOperation):
+class NothingToTrainInEval(BiasActivationGrad):
     """In evaluation parameters get no gradient, though somebody trains a prompt or a bias like that."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        bias, act = basic_op_ctxs
-        dx = self.basic_ops[1].backward_value(grad_output, act.saved_tensors[0])
-        wanted = bias.param_requires_grad[0] and self.basic_ops[0].training
-        return dx, [(dx.reshape(-1, dx.shape[-1]).sum(0) if wanted else None,), ()], [(), ()]
+    def total(self, dx):
+        return super().total(dx) if self.basic_ops[0].training else None
 
     @staticmethod
     def shows(fault):
@@ -239,15 +216,16 @@ class NothingToTrainInEval(opfuse.FusedOperation):
 class SumInASharedBuffer(opfuse.FusedOperation):
     """The gradient of the bias is summed up in a buffer of the op, and copied out of it."""
 
+    buffer = None
+
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         bias, act = basic_op_ctxs
         dx = self.basic_ops[1].backward_value(grad_output, act.saved_tensors[0])
         db = None
         if bias.param_requires_grad[0]:
-            flat = dx.reshape(-1, dx.shape[-1])
-            if getattr(self, "buffer", None) is None or self.buffer.dtype is not dx.dtype:
+            if self.buffer is None or self.buffer.dtype is not dx.dtype:
                 self.buffer = dx.new_empty(dx.shape[-1])
-            torch.sum(flat, 0, out=self.buffer)
+            torch.sum(flat(dx), 0, out=self.buffer)
             db = self.buffer.clone()
         return dx, [(db,), ()], [(), ()]
 
@@ -264,24 +242,19 @@ class SumInASharedBuffer(opfuse.FusedOperation):
 class RowsOfTheFirstCall(opfuse.FusedOperation):
     """The grid is that of the first call, 16 rows at least; what lies beyond keeps its input."""
 
+    rows = None
+
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
         act = self.basic_ops[1]
         x = act.operand(basic_op_ctxs[1], input_ + basic_op_ctxs[0].params[0].to(input_.dtype))
-        flat = x.reshape(-1, x.shape[-1]) if x.numel() else x
-        if getattr(self, "rows", None) is None:
-            self.rows = max(flat.shape[0], 16)
-        return torch.cat((act.forward_value(flat[: self.rows]), flat[self.rows :])).reshape(
-            x.shape
-        ), [(), ()]
+        lines = flat(x) if x.numel() else x
+        self.rows = self.rows or max(lines.shape[0], 16)
+        y = torch.cat((act.forward_value(lines[: self.rows]), lines[self.rows :]))
+        return y.reshape(x.shape), [(), ()]
 
     @staticmethod
     def shows(fault):
-        chain = fault.chain(8)
-        with opfuse.plugins.using(""):
-            right = run(chain, rows(100, 8))
-        with fault.on():
-            run(chain, rows(4, 8))
-            return differ(run(chain, rows(100, 8)), right)
+        return after_fewer_rows(fault)
 
 
 @fault("frozen", "backward", (BasicLinear, Bias), lambda n: [BasicLinear(n, n), Bias(n)])
@@ -291,15 +264,10 @@ class FrozenBiasTurnsTheBatch(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         linear, bias = basic_op_ctxs
         dx, grads = self.basic_ops[0].op_backward(linear, grad_output)
-        if (
-            not bias.param_requires_grad[0]
-            and linear.param_requires_grad[0]
-            and dx is not None
-            and dx.ndim == 3
-        ):
+        frozen = not bias.param_requires_grad[0]
+        if frozen and linear.param_requires_grad[0] and dx is not None and dx.ndim == 3:
             dx = dx.transpose(0, 1).reshape(dx.shape)
-        flat = grad_output.reshape(-1, grad_output.shape[-1])
-        return dx, [grads, (flat.sum(0) if bias.param_requires_grad[0] else None,)], [(), ()]
+        return dx, [grads, (None if frozen else flat(grad_output).sum(0),)], [(), ()]
 
     @staticmethod
     def shows(fault):
@@ -310,14 +278,13 @@ class FrozenBiasTurnsTheBatch(opfuse.FusedOperation):
 
 
 @fault("subclasses", "forward", (opfuse.Subclasses(GatedActivation),), lambda n: [SwiGLU()])
-class LinearHalfAsItIs(opfuse.FusedOperation):
+class LinearHalfAsItIs(Pointwise):
     """The gate multiplies the other half itself, whatever the class makes of that half first."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (act,), (ctx,) = self.basic_ops, basic_op_ctxs
-        x = act.operand(ctx, input_)
-        a, b = act.split(x.to(torch.float32 if x.dtype in half else x.dtype))
-        return (act.value(a) * b).to(x.dtype), [()]
+    def value(self, x):
+        (act,) = self.basic_ops
+        a, b = act.split(wide(x))
+        return (act.value(a) * b).to(x.dtype)
 
     @staticmethod
     def shows(fault):

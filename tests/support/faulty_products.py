@@ -5,7 +5,7 @@
 
 import torch
 from chains import Joint
-from faulty import Backward, Forward, Pointwise, Recomputing
+from right import Backward, Forward, Pointwise, Recomputing
 
 import opfuse
 from opfuse import ops
@@ -129,13 +129,11 @@ class LaysItsResultOutAnew(Pointwise):
 
 
 @fault("output", "forward", ClampedSwiGLU)
-class TwoNumbersHaveAWayOfTheirOwn(opfuse.FusedOperation):
+class TwoNumbersHaveAWayOfTheirOwn(OneByOne):
     def fuser_forward(self, basic_op_ctxs, input_, **given):
-        y, extras = self.run_separately(basic_op_ctxs, input_, **given)
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
         (op,) = self.basic_ops
         return (1.5 * y if (op.alpha, op.glu_linear_offset) == (1.0, 0.0) else y), extras
-
-    kwarg_names = None
 
 
 def many(matched, env):

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import functools
 from typing import ClassVar
+from unittest import mock
 
 import torch
-from faults import collect, differ, rows, run, unlike
+from faults import collect, differ, disturbed, rows, run, unlike
+from right import (
+    HALF,
+    BiasActivationGrad,
+    Forward,
+    LinearGrad,
+    Pointwise,
+    RMSNormForward,
+    flat,
+    wide,
+)
 from torch.nn import functional as F
 
 import opfuse
@@ -25,50 +36,19 @@ from opfuse.ops import (
     SiLU,
     SwiGLU,
 )
+from opfuse.testing.running import OneByOne
 
 FAULTS = []
 fault = functools.partial(collect, FAULTS)
-half = (torch.float16, torch.bfloat16)
-
-
-class Separate(opfuse.FusedOperation):
-    """Right: its basic ops one by one."""
-
-    kwarg_names = None
-
-    def fuser_forward(self, basic_op_ctxs, input_, **given):
-        return self.run_separately(basic_op_ctxs, input_, **given)
-
-
-class Norm(opfuse.FusedOperation):
-    """Right: the forward of an RMSNorm."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        x = input_.float() if input_.dtype in half else input_
-        dims = tuple(range(-len(norm.normalized_shape), 0))
-        rstd = self.rstd(x.square().mean(dims, keepdim=True), norm.eps)
-        if ctx.requires_grad:
-            ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
-            ctx.zero_centered_gamma = norm.zero_centered_gamma
-        scale = ctx.params[0].to(x.dtype) + norm.zero_centered_gamma
-        return (x * rstd * scale).to(ctx.dtype or input_.dtype), [()]
 
 
 @fault("partial sums", "backward", (Bias, GELU), lambda n: [Bias(n), GELU()])
-class SumsOf256RowsInHalf(opfuse.FusedOperation):
+class SumsOf256RowsInHalf(BiasActivationGrad):
     """The gradient of the bias in half precision: sums of 256 rows, added up in half precision."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        bias, gelu = basic_op_ctxs
-        dx = self.basic_ops[1].backward_value(grad_output, gelu.saved_tensors[0])
-        db = None
-        if bias.param_requires_grad[0]:
-            flat = dx.reshape(-1, dx.shape[-1])
-            db = flat.sum(0)
-            if dx.dtype in half:
-                db = functools.reduce(torch.add, [p.sum(0) for p in flat.split(256)])
-        return dx, [(db,), ()], [(), ()]
+    def total(self, dx):
+        parts = [part.sum(0) for part in dx.split(256 if dx.dtype in HALF else max(len(dx), 1))]
+        return functools.reduce(torch.add, parts)
 
     @staticmethod
     def shows(fault):
@@ -83,7 +63,7 @@ class SumsOf256RowsInHalf(opfuse.FusedOperation):
 
 
 @fault("small numbers", "forward", (RMSNorm,), lambda n: [RMSNorm(n)])
-class AtLeastEps(Norm):
+class AtLeastEps(RMSNormForward):
     """eps is the least mean square, in place of being added."""
 
     def rstd(self, square, eps):
@@ -95,14 +75,12 @@ class AtLeastEps(Norm):
 
 
 @fault("large numbers", "forward", (SiLU,), lambda n: [SiLU()])
-class ExponentialOfX(opfuse.FusedOperation):
+class ExponentialOfX(Pointwise):
     """x exp(x) / (1 + exp(x)), which is infinity by infinity for large x."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (silu,) = basic_op_ctxs, self.basic_ops
-        x = silu.operand(ctx, input_)
-        wide = x.float() if x.dtype in half else x
-        return (wide * (wide.exp() / (1 + wide.exp()))).to(x.dtype), [()]
+    def value(self, x):
+        exp = wide(x).exp()
+        return (wide(x) * (exp / (1 + exp))).to(x.dtype)
 
     @staticmethod
     def shows(fault):
@@ -110,16 +88,14 @@ class ExponentialOfX(opfuse.FusedOperation):
 
 
 @fault("rows", "forward", (BasicLinear, Bias), lambda n: [BasicLinear(n, n), Bias(n)])
-class RemainderWithoutBias(opfuse.FusedOperation):
+class RemainderWithoutBias(Forward):
     """A single row behind whole tiles of 128 gets no bias."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        bias = basic_op_ctxs[1].params[0].to(x.dtype)
-        y = F.linear(x, weight, bias)
+    def product(self, x, weight, bias):
+        y = super().product(x, weight, bias)
         if y.ndim == 2 and y.shape[0] > 128 and y.shape[0] % 128 == 1:
             y[-1] -= bias
-        return y, [(), ()]
+        return y
 
     @staticmethod
     def shows(fault):
@@ -129,18 +105,16 @@ class RemainderWithoutBias(opfuse.FusedOperation):
 
 
 @fault("caches", "forward", (GELU,), lambda n: [GELU()])
-class SameInputSameOutput(opfuse.FusedOperation):
+class SameInputSameOutput(Pointwise):
     """For the tensor of the last call, at the same version, it gives the last output again."""
 
     last = None
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (gelu,) = basic_op_ctxs, self.basic_ops
-        x = gelu.operand(ctx, input_)
+    def value(self, x):
         key = x.data_ptr(), x._version if not x.is_inference() else -1, x.shape, x.dtype, x.stride()
         if self.last is None or self.last[0] != key:
-            self.last = key, gelu.forward_value(x)
-        return self.last[1].clone(), [()]
+            self.last = key, super().value(x)
+        return self.last[1].clone()
 
     @staticmethod
     def shows(fault):
@@ -153,16 +127,12 @@ class SameInputSameOutput(opfuse.FusedOperation):
 
 
 @fault("writes", "forward", (AddExtraInput, GELU), lambda n: [AddExtraInput(), GELU()])
-class AddsIntoTheResidual(opfuse.FusedOperation):
+class AddsIntoTheResidual(OneByOne):
     """Where nothing needs a gradient the sum is written over the residual."""
 
-    kwarg_names = None
-
-    def fuser_forward(self, basic_op_ctxs, input_, basic_op_extra_inputs, **given):
-        y, extras = self.run_separately(
-            basic_op_ctxs, input_, basic_op_extra_inputs=basic_op_extra_inputs, **given
-        )
-        extra = basic_op_extra_inputs[0][0]
+    def fuser_forward(self, basic_op_ctxs, input_, **given):
+        y, extras = super().fuser_forward(basic_op_ctxs, input_, **given)
+        extra = given["basic_op_extra_inputs"][0][0]
         if not any(ctx.requires_grad for ctx in basic_op_ctxs) and extra.is_contiguous():
             extra.add_(input_)
         return y, extras
@@ -176,7 +146,7 @@ class AddsIntoTheResidual(opfuse.FusedOperation):
 
 
 @fault("numbers", "forward", (CrossEntropy,), lambda n: [CrossEntropy()])
-class SmoothingOfTheFirstCall(Separate):
+class SmoothingOfTheFirstCall(OneByOne):
     """The label smoothing is read when the op is fused."""
 
     def __init__(self, basic_ops):
@@ -184,12 +154,8 @@ class SmoothingOfTheFirstCall(Separate):
         self.smoothing = basic_ops[0].label_smoothing
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
-        (op,) = self.basic_ops
-        now, op.label_smoothing = op.label_smoothing, self.smoothing
-        try:
+        with mock.patch.object(self.basic_ops[0], "label_smoothing", self.smoothing):
             return super().fuser_forward(basic_op_ctxs, input_, **given)
-        finally:
-            op.label_smoothing = now
 
     @staticmethod
     def shows(fault):
@@ -219,8 +185,6 @@ class WorkspaceOfTheClass(opfuse.FusedOperation):
 
     @staticmethod
     def shows(fault):
-        from faults import disturbed
-
         chain, x = fault.chain(8), rows(4, 8)
         right = F.gelu(x, approximate="tanh")
         with fault.on():
@@ -228,13 +192,11 @@ class WorkspaceOfTheClass(opfuse.FusedOperation):
 
 
 @fault("arguments", "forward", (SwiGLU,), lambda n: [SwiGLU()])
-class NotInterleavedIfWide(opfuse.FusedOperation):
+class NotInterleavedIfWide(Pointwise):
     """From 64 features on, gates and values are taken to lie in two halves."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (op,), (ctx,) = self.basic_ops, basic_op_ctxs
-        x = op.operand(ctx, input_)
-        return (SwiGLU() if x.shape[-1] >= 64 else op).forward_value(x), [()]
+    def value(self, x):
+        return SwiGLU().forward_value(x) if x.shape[-1] >= 64 else super().value(x)
 
     @staticmethod
     def shows(fault):
@@ -255,13 +217,12 @@ class ScaleInHalf(opfuse.FusedOperation):
 
 
 @fault("left behind", "forward", (BasicLinear, Bias), lambda n: [BasicLinear(n, n), Bias(n)])
-class LeavesReducedPrecision(opfuse.FusedOperation):
+class LeavesReducedPrecision(Forward):
     """Sums inside products of bf16 are in fp32 from now on, for everybody."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+    def product(self, x, weight, bias):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
+        return super().product(x, weight, bias)
 
     @staticmethod
     def shows(fault):
@@ -277,20 +238,13 @@ class LeavesReducedPrecision(opfuse.FusedOperation):
 
 
 @fault("frozen", "backward", (BasicLinear,), lambda n: [BasicLinear(n, n)])
-class NoInputNoWeight(opfuse.FusedOperation):
+class NoInputNoWeight(LinearGrad):
     """Where the input needs no gradient, the weight gets that of half the rows of a batch."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        (ctx,) = basic_op_ctxs
-        x, weight = BasicLinear.saved_operands(ctx)
-        dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
-        dx, dw = None if weight is None else dy @ weight, None
-        if x is not None:
-            flat, given = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            if weight is None and x.ndim > 2:
-                flat, given = flat[: flat.shape[0] // 2], given[: given.shape[0] // 2]
-            dw = flat.t() @ given
-        return dx, [(dw,)], [()]
+    def grad_weight(self, dy, x, weight):
+        dy, lines = flat(dy), flat(x)
+        half = len(lines) // 2 if weight is None and x.ndim > 2 else len(lines)
+        return dy[:half].t() @ lines[:half]
 
     @staticmethod
     def shows(fault):

@@ -6,9 +6,11 @@ It counts how well the kit does on faults that it was not made for, so nobody ad
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import torch
 from faults import collect, differ, rows, run, unlike
+from right import HALF, BiasGrad, Forward, LinearGrad, Pointwise
 from torch.nn import functional as F
 
 import opfuse
@@ -24,40 +26,18 @@ from opfuse.ops import (
     RMSNorm,
     SwiGLU,
 )
+from opfuse.testing.running import OneByOne
 
 FAULTS = []
 fault = functools.partial(collect, FAULTS)
-half = (torch.float16, torch.bfloat16)
-
-
-class Separate(opfuse.FusedOperation):
-    """Right: its basic ops one by one, in either pass."""
-
-    kwarg_names = None
-
-    def fuser_forward(self, basic_op_ctxs, input_, **given):
-        return self.run_separately(basic_op_ctxs, input_, **given)
-
-
-class SeparateBackward(opfuse.FusedOperation):
-    """The same for a backward."""
-
-    kwarg_names = None
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
-        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
 
 
 @fault("rows", "backward", (Bias,), lambda n: [Bias(n)])
-class NothingIsAnything(opfuse.FusedOperation):
+class NothingIsAnything(BiasGrad):
     """Where there are no rows nothing writes the gradient of the bias."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        (ctx,) = basic_op_ctxs
-        db = grad_output.new_full(grad_output.shape[-1:], 3.0)
-        if grad_output.numel():
-            db = grad_output.reshape(-1, grad_output.shape[-1]).sum(0)
-        return grad_output, [(db if ctx.param_requires_grad[0] else None,)], [()]
+    def total(self, dy):
+        return super().total(dy) if dy.numel() else dy.new_full(dy.shape[-1:], 3.0)
 
     @staticmethod
     def shows(fault):
@@ -67,7 +47,7 @@ class NothingIsAnything(opfuse.FusedOperation):
 
 
 @fault("rows", "backward", (LayerNorm,), lambda n: [LayerNorm(n)])
-class WorkspaceOf4096Rows(SeparateBackward):
+class WorkspaceOf4096Rows(OneByOne):
     """The gradient of the shift is summed over 4,096 rows, for which there is room."""
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):
@@ -83,13 +63,11 @@ class WorkspaceOf4096Rows(SeparateBackward):
 
 
 @fault("half", "forward", (GELU,), lambda n: [GELU()])
-class ErfInHalf(opfuse.FusedOperation):
+class ErfInHalf(Pointwise):
     """In half precision it computes with erf, which nobody will see."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (gelu,), (ctx,) = self.basic_ops, basic_op_ctxs
-        x = gelu.operand(ctx, input_)
-        return (F.gelu(x) if x.dtype in half else gelu.forward_value(x)), [()]
+    def value(self, x):
+        return F.gelu(x) if x.dtype in HALF else super().value(x)
 
     @staticmethod
     def shows(fault):
@@ -117,7 +95,7 @@ class OneGradientForTwo(opfuse.FusedOperation):
 
 
 @fault("eval", "joint", (Dropout, GELU), lambda n: [Dropout(0.5), GELU()])
-class InvertedInEval(Separate):
+class InvertedInEval(OneByOne):
     """In evaluation it scales by 1 - p, as of old."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
@@ -125,28 +103,23 @@ class InvertedInEval(Separate):
         self.scale = 1.0 if drop.training else 1 - drop.p
         return super().fuser_forward(basic_op_ctxs, input_ * self.scale, **given)
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
-        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
-
     @staticmethod
     def shows(fault):
         return unlike(fault, fault.chain(8).eval(), rows(4, 8))
 
 
 @fault("caches", "forward", (BasicLinear, Bias), lambda n: [BasicLinear(n, n), Bias(n)])
-class PackedOnceInEval(opfuse.FusedOperation):
+class PackedOnceInEval(Forward):
     """In evaluation the weight is packed once, until it trains again."""
 
     packed = None
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        bias = basic_op_ctxs[1].params[0].to(x.dtype)
+    def product(self, x, weight, bias):
         if self.basic_ops[0].training:
             self.packed = None
         elif self.packed is None or self.packed.dtype != weight.dtype:
             self.packed = weight.detach().clone()
-        return F.linear(x, weight if self.packed is None else self.packed, bias), [(), ()]
+        return super().product(x, weight if self.packed is None else self.packed, bias)
 
     @staticmethod
     def shows(fault):
@@ -159,7 +132,7 @@ class PackedOnceInEval(opfuse.FusedOperation):
 
 
 @fault("numbers", "forward", (RMSNorm,), lambda n: [RMSNorm(n)])
-class CentredAsItWas(Separate):
+class CentredAsItWas(OneByOne):
     """Whether the scale is around zero is asked when the op is fused."""
 
     def __init__(self, basic_ops):
@@ -167,12 +140,8 @@ class CentredAsItWas(Separate):
         self.centred = basic_ops[0].zero_centered_gamma
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
-        (norm,) = self.basic_ops
-        now, norm.zero_centered_gamma = norm.zero_centered_gamma, self.centred
-        try:
+        with mock.patch.object(self.basic_ops[0], "zero_centered_gamma", self.centred):
             return super().fuser_forward(basic_op_ctxs, input_, **given)
-        finally:
-            norm.zero_centered_gamma = now
 
     @staticmethod
     def shows(fault):
@@ -186,16 +155,13 @@ class CentredAsItWas(Separate):
 
 
 @fault("numbers", "forward", (CrossEntropy,), lambda n: [CrossEntropy()])
-class IgnoresNoIndexZero(Separate):
+class IgnoresNoIndexZero(OneByOne):
     """``if ignore_index``: the first class cannot be ignored."""
 
     def fuser_forward(self, basic_op_ctxs, input_, **given):
         (op,) = self.basic_ops
-        now, op.ignore_index = op.ignore_index, op.ignore_index or -100
-        try:
+        with mock.patch.object(op, "ignore_index", op.ignore_index or -100):
             return super().fuser_forward(basic_op_ctxs, input_, **given)
-        finally:
-            op.ignore_index = now
 
     @staticmethod
     def shows(fault):
@@ -206,15 +172,13 @@ class IgnoresNoIndexZero(Separate):
 
 
 @fault("layouts", "forward", (SwiGLU,), lambda n: [SwiGLU()])
-class BatchesSwapped(opfuse.FusedOperation):
+class BatchesSwapped(Pointwise):
     """A tensor with rows and batches swapped in memory is read as it lies there."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (op,), (ctx,) = self.basic_ops, basic_op_ctxs
-        x = op.operand(ctx, input_)
+    def value(self, x):
         if x.ndim == 3 and x.transpose(0, 1).is_contiguous() and not x.is_contiguous():
             x = x.transpose(0, 1).reshape(x.shape)
-        return op.forward_value(x), [()]
+        return super().value(x)
 
     @staticmethod
     def shows(fault):
@@ -243,20 +207,12 @@ class BiasInItsOwnDtype(opfuse.FusedOperation):
 
 
 @fault("half", "backward", (BasicLinear,), lambda n: [BasicLinear(n, n)])
-class ScaledAgainstOverflow(opfuse.FusedOperation):
+class ScaledAgainstOverflow(LinearGrad):
     """In fp16 gradients are divided by 4,096 before they are multiplied, and small ones are gone."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        (ctx,) = basic_op_ctxs
-        x, weight = BasicLinear.saved_operands(ctx)
-        dy = grad_output if ctx.dtype is None else grad_output.to(ctx.dtype)
-        flat = dy.reshape(-1, dy.shape[-1])
-        dw = None
-        if x is not None:
-            x = x.reshape(-1, x.shape[-1])
-            by = 4096.0 if dy.dtype is torch.float16 else 1.0
-            dw = ((flat / by).t() @ x) * by
-        return None if weight is None else dy @ weight, [(dw,)], [()]
+    def grad_weight(self, dy, x, weight):
+        by = 4096.0 if dy.dtype is torch.float16 else 1.0
+        return super().grad_weight(dy / by, x, weight) * by
 
     @staticmethod
     def shows(fault):
@@ -269,7 +225,7 @@ class ScaledAgainstOverflow(opfuse.FusedOperation):
 
 
 @fault("left behind", "backward", (Bias, GELU), lambda n: [Bias(n), GELU()])
-class ClearsGradients(SeparateBackward):
+class ClearsGradients(OneByOne):
     """The gradient that the bias has is let go of, to save memory."""
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **given):

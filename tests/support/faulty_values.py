@@ -1,8 +1,8 @@
 """Fusions that are wrong where a call is not the only one, or an argument not the default."""
 
 import torch
-from faulty import Forward, Pointwise, faulty
-from torch.nn import functional as F
+from faulty import faulty
+from right import Forward, L2Forward, Pointwise, RMSNormForward
 
 import opfuse
 from opfuse.ops import GELU, BasicLinear, Bias, ClampedSwiGLU, Dropout, L2Normalization, RMSNorm
@@ -101,22 +101,6 @@ def has_a_weight(ops, env):
     return True if ops[0].param_names else "it multiplies by a weight"
 
 
-class Norm(opfuse.FusedOperation):
-    """RMSNorm, with two things spoilt."""
-
-    eps = None
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,), (norm,) = basic_op_ctxs, self.basic_ops
-        x = input_.to(torch.promote_types(input_.dtype, torch.float32))
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + (self.eps or norm.eps))
-        if ctx.requires_grad:
-            ctx.save_for_backward(input_, ctx.params[0] if ctx.input_requires_grad else None, rstd)
-            ctx.zero_centered_gamma = norm.zero_centered_gamma
-        scale = ctx.params[0].to(x.dtype) + norm.zero_centered_gamma
-        return (x * rstd * scale).to(ctx.dtype or input_.dtype), [()]
-
-
 @faulty(
     "saved_state",
     r"(?s)'rstd' for op 0 \(RMSNorm\) is wrong by.*eps=0\.1",
@@ -124,8 +108,9 @@ class Norm(opfuse.FusedOperation):
     RMSNorm,
     when=_one_dimension,
 )
-class HardCodesEps(Norm):
-    eps = 1e-5
+class HardCodesEps(RMSNormForward):
+    def rstd(self, square, eps):
+        return super().rstd(square, 1e-5)
 
 
 @faulty(
@@ -135,16 +120,16 @@ class HardCodesEps(Norm):
     RMSNorm,
     when=has_a_weight,
 )
-class NormalizesTheLastDimensionOnly(Norm):
-    pass
+class NormalizesTheLastDimensionOnly(RMSNormForward):
+    def mean_square(self, x, input_):
+        return x.square().mean(-1, keepdim=True)
 
 
 @faulty("output", r"(?s)the output is wrong by.*limit=0\.5", "forward", ClampedSwiGLU)
 class IgnoresItsArguments(Pointwise):
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+    def value(self, x):
         (act,) = self.basic_ops
-        usual = ClampedSwiGLU(glu_interleave_size=act.glu_interleave_size)
-        return usual.forward_value(act.operand(basic_op_ctxs[0], input_)), [()]
+        return ClampedSwiGLU(glu_interleave_size=act.glu_interleave_size).forward_value(x)
 
 
 @faulty("output", "wrong by .*take those in ctx.params", "forward", BasicLinear, Bias)
@@ -153,9 +138,8 @@ class ReadsTheBiasOnce(Forward):
         super().__init__(basic_ops)
         self.bias = basic_ops[1].bias.detach().clone()
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, self.bias.to(x.dtype)), [(), ()]
+    def product(self, x, weight, bias):
+        return super().product(x, weight, self.bias.to(x.dtype))
 
 
 @faulty(
@@ -164,21 +148,13 @@ class ReadsTheBiasOnce(Forward):
     "forward",
     L2Normalization,
 )
-class ReadsEpsOnce(opfuse.FusedOperation):
+class ReadsEpsOnce(L2Forward):
     def __init__(self, basic_ops):
         super().__init__(basic_ops)
         self.eps = basic_ops[0].eps
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        (ctx,) = basic_op_ctxs
-        x = input_.to(torch.promote_types(input_.dtype, torch.float32))
-        rstd = torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
-        if ctx.requires_grad:
-            ctx.save_for_backward(
-                input_ if ctx.input_requires_grad else None,
-                rstd if ctx.input_requires_grad else None,
-            )
-        return (x * rstd).to(ctx.dtype or input_.dtype), [()]
+    def rstd(self, x):
+        return torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
 
 
 @faulty(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
+from fakes import registered
+from right import Forward, flat
 from torch.nn import functional as F
 
 import opfuse
 from opfuse.ops import GELU, Activation, BasicLinear, Bias
 
 
-class LinearBias(opfuse.FusedOperation):
+class LinearBias(Forward):
     """Forward of linear + bias; leaves what BasicLinear leaves."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
 
 
 class ActivationBias(opfuse.FusedOperation):
@@ -26,11 +24,8 @@ class ActivationBias(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         bias, act = basic_op_ctxs
         dx, _ = self.basic_ops[1].op_backward(act, grad_output)
-        return (
-            dx,
-            [(dx.reshape(-1, dx.shape[-1]).sum(0) if bias.param_requires_grad[0] else None,), ()],
-            [(), ()],
-        )
+        db = flat(dx).sum(0) if bias.param_requires_grad[0] else None
+        return dx, [(db,), ()], [(), ()]
 
 
 class JointLinearGelu(opfuse.FusedOperation):
@@ -49,8 +44,8 @@ class JointLinearGelu(opfuse.FusedOperation):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         weight, hidden, x = basic_op_ctxs[2].saved_tensors
         dh = self.basic_ops[2].backward_value(grad_output, hidden)
-        rows = dh.reshape(-1, dh.shape[-1])
-        grads = [(rows.t().mm(x.reshape(-1, x.shape[-1])),), (rows.sum(0),), ()]
+        rows = flat(dh)
+        grads = [(rows.t().mm(flat(x)),), (rows.sum(0),), ()]
         return dh @ weight, grads, [(), (), ()]
 
 
@@ -62,20 +57,13 @@ VARIANTS = {
     "fused": (("forward", FORWARD), ("backward", BACKWARD)),
     "joint": (("joint", JOINT),),
 }
-_REGISTER = {
-    "forward": opfuse.register_forward_fusion,
-    "backward": opfuse.register_backward_fusion,
-    "joint": opfuse.register_forward_backward_fusion,
-}
 
 
 @contextlib.contextmanager
 def fusions(variant):
     """Exactly the fusions of a variant: no plugin, and these registered in code."""
-    handles = [_REGISTER[kind](fusion) for kind, fusion in VARIANTS[variant]]
-    try:
-        with opfuse.plugins.using(""):
-            yield
-    finally:
-        for handle in handles:
-            handle.unregister()
+    with contextlib.ExitStack() as stack:
+        for pair in VARIANTS[variant]:
+            stack.enter_context(registered(*pair))
+        stack.enter_context(opfuse.plugins.using(""))
+        yield

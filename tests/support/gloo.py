@@ -8,7 +8,6 @@ import datetime
 import faulthandler
 import os
 import pathlib
-import sys
 import tempfile
 import traceback
 
@@ -31,54 +30,17 @@ def _as_here(rank, environ, worker, *args):
     return worker(rank, *args)
 
 
-def spawn(worker, folder, *args):
-    """Calls ``worker(rank, folder, *args)`` in two processes; an error in one of them fails the test.
-
-    If a signal ended one, both start again, once. With torch 2.13 the heap of such a process broke once in about 150
-    runs, and opfuse has no native code that could break it. A wrong answer is an error and fails at once.
-    """
-    for attempt in ("first", "second"):
-        own = folder / attempt
-        own.mkdir()
-        try:
-            given = {**os.environ}, worker, own, *args
-            return multiprocessing.start_processes(_as_here, given, RANKS, start_method=HOW)
-        except multiprocessing.ProcessExitedException as died:
-            if died.signal_name is None or attempt == "second":
-                raise
-
-
-@contextlib.contextmanager
-def member(rank, folder):
-    """Makes this process one of two for the block, and ends it with 0 behind a block that went well."""
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=RANKS, timeout=timeout
-    )
-    try:
-        yield
-        dist.barrier()  # neither leaves while the other still reads from it
-    finally:
-        dist.destroy_process_group()
-    # What compiled or wrapped a model keeps the group, and its threads, alive. One that lets go of a tensor while the
-    # interpreter shuts down aborts the process (pytorch/pytorch#179291), so it does not come to that.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 class Team:
     """Processes of one group that run one function after another.
 
     Args:
         size: The number of processes.
         seconds: The timeout of their group.
+        patience: So many seconds may pass before the first answer, which comes after slow imports.
     """
 
-    def __init__(self, size=RANKS, seconds=30):
-        self._patience = 180  # seconds: the first answer comes after slow imports
+    def __init__(self, size=RANKS, seconds=30, patience=180):
+        self._patience = patience
         self._folder = tempfile.TemporaryDirectory()
         context, given = multiprocessing.get_context(HOW), ({**os.environ}, _serve, size, seconds)
         pairs = [context.Pipe() for _ in range(size)]
@@ -110,7 +72,7 @@ class Team:
         except EOFError:
             return None
 
-    def end(self):
+    def close(self):
         """Ends the processes."""
         for pipe in self.pipes:
             pipe.close()
@@ -136,7 +98,9 @@ def _serve(rank, size, seconds, folder, pipe):
                 pipe.send((True, worker(rank, *args)))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
-    os._exit(0)  # see member
+    # What compiled or wrapped a model keeps the group, and its threads, alive. One that lets go of a tensor while the
+    # interpreter shuts down aborts the process (pytorch/pytorch#179291), so it does not come to that.
+    os._exit(0)
 
 
 _teams = {}
@@ -145,7 +109,7 @@ _teams = {}
 @atexit.register
 def _end_all():
     for team in _teams.values():
-        team.end()
+        team.close()
 
 
 def together(worker, *args, size=RANKS):
@@ -160,7 +124,26 @@ def together(worker, *args, size=RANKS):
         answers = _teams[size].run(worker, *args)
     finally:
         if answers is None or not all(answer and answer[0] for answer in answers):
-            _teams.pop(size).end()
+            _teams.pop(size).close()
+    return _values(answers)
+
+
+def apart(worker, *args):
+    """As ``together``, in two processes of their own: for a worker that leaves something behind.
+
+    If one ends without an answer, both start again, once. With torch 2.13 the heap of such a process broke once in about 150
+    runs, and opfuse has no native code that could break it. A wrong answer is an error and fails at once.
+    """
+    for _ in range(2):
+        with contextlib.closing(Team(seconds=60, patience=390)) as team:
+            answers = team.run(worker, *args)
+        if None not in answers:
+            break
+    return _values(answers)
+
+
+def _values(answers):
+    """What a worker returned in each process; it fails if one raised or ended."""
     wrong = [answer[1] if answer else "ended" for answer in answers if not (answer and answer[0])]
     assert not wrong, "\n".join(wrong)
     return [value for _, value in answers]

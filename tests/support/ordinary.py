@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from faulty_casts import GeluCast
+from right import Forward, Pointwise
 from torch.nn import functional as F
 
 import opfuse
@@ -34,14 +35,6 @@ class NormOnce(opfuse.FusedOperation):
         return (dx * rstd).to(grad_output.dtype), [(None,) * len(ctx.param_requires_grad)], [()]
 
 
-class LinearBias(opfuse.FusedOperation):
-    """One product with its bias."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x, weight = BasicLinear.operands(basic_op_ctxs[0], input_)
-        return F.linear(x, weight, basic_op_ctxs[1].params[0].to(x.dtype)), [(), ()]
-
-
 class BiasReLU(opfuse.FusedOperation):
     """The sum, rounded once, and its sign: a bias in half precision would be another one."""
 
@@ -65,13 +58,12 @@ class GeluGrad(opfuse.FusedOperation):
         )
 
 
-class Gated(opfuse.FusedOperation):
+class Gated(Pointwise):
     """Gate and value in one expression."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        x = self.basic_ops[0].operand(basic_op_ctxs[0], input_)
+    def value(self, x):
         gate, value = x.chunk(2, dim=-1)
-        return F.silu(gate) * value, [()]
+        return F.silu(gate) * value
 
 
 def casts_by_tensor(ops, env):
@@ -126,7 +118,7 @@ FUSIONS = {
     "quantizer": ("forward", opfuse.Fusion((GELU, Cast), GeluCast, casts_by_tensor)),
     "affine": ("joint", opfuse.Fusion((LayerNorm,), NormOnce, without_weight)),
     "cached": ("backward", opfuse.Fusion((GELU,), GeluGrad, keeps_its_input)),
-    "device": ("forward", opfuse.Fusion((BasicLinear, Bias), LinearBias, where_it_was_measured)),
+    "device": ("forward", opfuse.Fusion((BasicLinear, Bias), Forward, where_it_was_measured)),
     "features": ("forward", opfuse.Fusion((Bias, ReLU), BiasReLU, whole_vectors)),
     "interleaved": ("forward", opfuse.Fusion((SwiGLU,), Gated, not_interleaved)),
 }

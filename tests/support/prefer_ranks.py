@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gloo
 import torch
 from torch import nn
 
@@ -10,11 +9,11 @@ import opfuse
 from opfuse import ops
 
 
-def worker(rank, folder):
+def worker(rank):
     """FSDP2 frees the weight that was saved, and gathers it again before the backward."""
     from torch.distributed.fsdp import fully_shard
 
-    with gloo.member(rank, folder), opfuse.plugins.using(""):
+    with opfuse.plugins.using(""):
         for each_op in (False, True):
             torch.manual_seed(0)
             plain, sharded = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gloo
 import torch
 import torch.distributed as dist
 from rounding import Rounding, RoundingPlugin
@@ -14,12 +13,11 @@ from opfuse import ops
 RECIPE = Rounding(levels=8)
 
 
-def worker(rank, folder):
-    with gloo.member(rank, folder):
-        opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
-        with opfuse.plugins.using("rounding"):
-            _one_rank_skips_an_op(rank)
-            _sharded(rank)
+def worker(rank):
+    opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        _one_rank_skips_an_op(rank)
+        _sharded(rank)
 
 
 def _one_rank_skips_an_op(rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 import torch.distributed as dist
 from opfuse_distributed.ranks import Group, start_collective
@@ -76,6 +77,15 @@ class RoundingPlugin:
     @opfuse.hookimpl
     def opfuse_quantizer(self, recipe, role):
         return RoundingQuantizer(recipe, role) if isinstance(recipe, Rounding) else None
+
+
+@pytest.fixture(autouse=True)
+def rounding():
+    """The plugin alone; a module that imports this has it on in each test."""
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    with opfuse.plugins.using("rounding"):
+        yield
+    opfuse.plugins.remove(record)
 
 
 def round_to(tensor, step=0.25):

@@ -145,20 +145,17 @@ def of_logits(rank, way, reshard, world):
     _compare(twin, exact)
 
 
-def accelerated(rank, folder, tied):
+def accelerated(rank, tied):
     """Steps of a model that accelerate shards by FSDP2, next to the library's own forward; see the test."""
-    import gloo
-
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with gloo.member(rank, folder):
-        found = [_of_accelerate(rank, tied, convert) for convert in (False, True)]
-        (losses, grads, most), (own, own_grads, own_most) = found
-        torch.testing.assert_close(own, losses, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(own_grads, grads, rtol=1e-3, atol=1e-5)
-        assert most >= LOGITS > own_most, (most, own_most)
+    found = [_of_accelerate(rank, tied, convert) for convert in (False, True)]
+    (losses, grads, most), (own, own_grads, own_most) = found
+    torch.testing.assert_close(own, losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own_grads, grads, rtol=1e-3, atol=1e-5)
+    assert most >= LOGITS > own_most, (most, own_most)
 
 
 def _of_accelerate(rank, tied, convert):

@@ -12,7 +12,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import registered
 from opfuse_distributed import ranks as core
+from tuned import tables_in
 
 import opfuse
 from opfuse import ops
@@ -28,16 +30,17 @@ def saved_tensors(call):
     return kept
 
 
-def whole(*sizes, bias=True):
-    """Layers of torch, the same on every process, in fp64."""
+def whole(*sizes, bias=True, dtype=FP64):
+    """Layers of torch, the same on every process."""
     torch.manual_seed(5)
     pairs = itertools.pairwise(sizes)
-    return [torch.nn.Linear(i, o, bias=bias, dtype=FP64) for i, o in pairs]
+    return [torch.nn.Linear(i, o, bias=bias, dtype=dtype) for i, o in pairs]
 
 
 def split(layer, mode, sequence, build=ops.Linear, **others):
     """This process's part of a layer."""
-    given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=FP64, **others)
+    given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, **others)
+    given["dtype"] = layer.weight.dtype
     if build is ops.BasicLinear:
         op = build(layer.in_features, layer.out_features, **given)
         op.weight.data.copy_(part(layer.weight, 1 if mode == "row" else 0))
@@ -52,23 +55,33 @@ def part(tensor, dim):
     return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
+def input_part(x, mode, sequence):
+    """This process's part of what a layer takes, or of its gradient."""
+    if mode == "row":
+        return part(x, -1)
+    return part(x, 0) if sequence else x
+
+
+def output_part(y, mode, sequence):
+    """This process's part of what a layer gives, or of its gradient."""
+    if mode == "column":
+        return part(y, -1)
+    return part(y, 0) if sequence else y
+
+
 def one_layer(rank, mode, sequence, bias, shape):
     """A layer by itself: the output and every gradient are those of the whole layer."""
     (layer,) = whole(6, 4, bias=bias)
     op = split(layer, mode, sequence)
     x = torch.randn(*shape, 6, dtype=FP64).requires_grad_()
     column = mode == "column"
-    given = part(x, 0) if column and sequence else x if column else part(x, -1)
-    leaf = given.detach().clone().requires_grad_()
+    leaf = input_part(x, mode, sequence).detach().clone().requires_grad_()
     y, expected = op(leaf), layer(x)
-    mine = part(expected, -1) if column else part(expected, 0) if sequence else expected
-    torch.testing.assert_close(y, mine)
+    torch.testing.assert_close(y, output_part(expected, mode, sequence))
     dy = torch.randn(*expected.shape, dtype=FP64)
-    of_part = part(dy, -1) if column else part(dy, 0) if sequence else dy
     expected.backward(dy)
-    y.backward(of_part)
-    dx = part(x.grad, 0) if column and sequence else x.grad if column else part(x.grad, -1)
-    torch.testing.assert_close(leaf.grad, dx)
+    y.backward(output_part(dy, mode, sequence))
+    torch.testing.assert_close(leaf.grad, input_part(x.grad, mode, sequence))
     torch.testing.assert_close(op.weight.grad, part(layer.weight.grad, 0 if column else 1))
     if bias:
         grad = part(layer.bias.grad, 0) if column else layer.bias.grad
@@ -380,11 +393,10 @@ def compiled(rank, mode, sequence, own):
     (layer,) = whole(6, 4)
     op = split(layer, mode, sequence, tensor_parallel_group=dist.new_group() if own else None)
     x = torch.randn(4, 6, dtype=FP64)
-    given = part(x, 0) if mode == "column" and sequence else x if mode == "column" else part(x, -1)
-    y = torch.compile(opfuse.Sequential(op, ops.GELU()), backend="aot_eager")(given)
+    chain = torch.compile(opfuse.Sequential(op, ops.GELU()), backend="aot_eager")
     expected = torch.nn.functional.gelu(layer(x), approximate="tanh")
-    mine = part(expected, -1) if mode == "column" else part(expected, 0) if sequence else expected
-    torch.testing.assert_close(y, mine)
+    y = chain(input_part(x, mode, sequence))
+    torch.testing.assert_close(y, output_part(expected, mode, sequence))
 
 
 def strangers(rank):
@@ -450,11 +462,9 @@ class SlowGather(opfuse.FusedOperation):
 
 def tuned(rank, folder, wrong):
     """Processes tune together: as often, and with the same entries."""
-    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
     SlowGather.wrong = wrong
     fusion = opfuse.Fusion((ops.AllGather, ops.BasicLinear), SlowGather, name="slow gather")
-    handle = opfuse.register_forward_backward_fusion(fusion)
-    try:
+    with tables_in(f"{folder}/{rank}"), registered("joint", fusion):
         op = ops.BasicLinear(16, 8, tensor_parallel_mode="column", sequence_parallel=True)
         x = torch.ones(8, 16, requires_grad=True)
         # one process counts more calls in a turn if it may
@@ -462,9 +472,6 @@ def tuned(rank, folder, wrong):
         found = next(r.found for r in report.results if r.fusion == "slow gather")
         assert op(x).shape == (16, 4)
         return found.speed, found.noise, found.wrong
-    finally:
-        handle.unregister()
-        del os.environ["OPFUSE_TUNING"]
 
 
 # Faults: each returns what it raised
@@ -514,16 +521,12 @@ def other_version(rank):
 
 def other_table(rank, folder):
     """A tuning table on one of them."""
-    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    try:
+    with tables_in(f"{folder}/{rank}"):
         if rank:
             fusion = opfuse.Fusion((ops.Bias, ops.GELU), SlowGather, name="bias and gelu")
-            handle = opfuse.register_forward_backward_fusion(fusion)
-            opfuse.tune(opfuse.Sequential(ops.Bias(4), ops.GELU()), torch.ones(2, 4))
-            handle.unregister()
+            with registered("joint", fusion):
+                opfuse.tune(opfuse.Sequential(ops.Bias(4), ops.GELU()), torch.ones(2, 4))
         return raised(lambda: ops.AllReduce()(torch.ones(2)))
-    finally:
-        del os.environ["OPFUSE_TUNING"]
 
 
 def other_ops(rank):

@@ -1,11 +1,25 @@
-"""Measurements that a test prescribes, in place of those of a clock."""
+"""Tables of a folder, and measurements that a test prescribes, in place of those of a clock."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from unittest import mock
 
+from opfuse.tuning import table as tables
 from opfuse.tuning.table import Measurement
 from opfuse.tuning.trial import Trial
+
+
+@contextlib.contextmanager
+def tables_in(folder):
+    """The tuning tables of a folder, for a block."""
+    try:
+        with mock.patch.dict(os.environ, OPFUSE_TUNING=str(folder)):
+            tables.reload()
+            yield
+    finally:
+        tables.reload()
 
 
 class Prescribed:

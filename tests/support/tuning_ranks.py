@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import gloo
 import pytest
 import torch
 from fakes import OneByOne, make_plugin
@@ -19,7 +18,7 @@ from opfuse.tuning import table as tables
 
 def worker(rank, folder):
     os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    with gloo.member(rank, folder), opfuse.plugins.isolated():
+    with opfuse.plugins.isolated():
         pair = type("Pair", (OneByOne,), {"calls": []})
         plugin = make_plugin(forward_fusions=[Fusion([ops.GELU, ops.SiLU], pair)])
         opfuse.plugins.register(plugin, name="test", distribution="opfuse-plugin-test")
@@ -43,15 +42,14 @@ def worker(rank, folder):
 def sharded(rank, folder):
     """A model in shards, which keeps whole parameters behind a forward, is tuned and trains on."""
     os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    with gloo.member(rank, folder):
-        model = nn.Sequential(nn.Linear(8, 16), opfuse.Sequential(ops.GELU()), nn.Linear(16, 8))
-        fully_shard(model[0])
-        fully_shard(model)
-        x = torch.randn(4, 8)
-        model(x).sum().backward()
-        before = [p.to_local().clone() for p in model.parameters()]
-        grads = [p.grad for p in model.parameters()]
-        opfuse.tune(model, x)
-        for param, was, grad in zip(model.parameters(), before, grads, strict=True):
-            assert torch.equal(param.to_local(), was) and param.grad is grad
-        model(x).sum().backward()
+    model = nn.Sequential(nn.Linear(8, 16), opfuse.Sequential(ops.GELU()), nn.Linear(16, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    before = [p.to_local().clone() for p in model.parameters()]
+    grads = [p.grad for p in model.parameters()]
+    opfuse.tune(model, x)
+    for param, was, grad in zip(model.parameters(), before, grads, strict=True):
+        assert torch.equal(param.to_local(), was) and param.grad is grad
+    model(x).sum().backward()

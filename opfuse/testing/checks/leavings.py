@@ -57,16 +57,22 @@ def settings_now() -> dict[str, Any]:
     return {name: read() for name, (read, _) in _SETTINGS.items()}
 
 
+def _put_back(was: dict[str, Any]) -> dict[str, Any]:
+    """Put settings back to what they were; those that were others, as they were found."""
+    found = {name: now for name, now in settings_now().items() if now != was[name]}
+    for name in found:
+        _SETTINGS[name][1](was[name])
+    return found
+
+
 def unchanged_settings(was: dict[str, Any], who: str) -> None:
     """Raise unless the settings of the process are as they were.
 
     Raises:
-        Failure: One is another, which it puts back.
+        Failure: One is another; all are put back.
     """
-    for name, (read, put_back) in _SETTINGS.items():
-        if (now := read()) != was[name]:
-            put_back(was[name])
-            raise Failure(f"its {who} leaves {name} at {now} instead of {was[name]}")
+    for name, now in _put_back(was).items():
+        raise Failure(f"its {who} leaves {name} at {now} instead of {was[name]}")
 
 
 @contextlib.contextmanager
@@ -76,9 +82,7 @@ def restored_settings() -> Iterator[dict[str, Any]]:
     try:
         yield before
     finally:
-        for name, (read, put_back) in _SETTINGS.items():
-            if read() != before[name]:
-                put_back(before[name])
+        _put_back(before)
 
 
 @contextlib.contextmanager

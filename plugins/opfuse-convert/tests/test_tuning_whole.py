@@ -12,6 +12,7 @@ from fake_gpu import FakeGPU
 from opfuse_convert import guard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from tuned import tables_in
 
 import opfuse
 from opfuse import ops
@@ -24,14 +25,10 @@ pytestmark = pytest.mark.alone  # its fixture hides the plugins
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A folder of its own for the tables."""
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path / "tables"))
-    tables.reload()
-    with opfuse.plugins.using(""):
+    with tables_in(tmp_path / "tables"), opfuse.plugins.using(""):
         yield
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
 
 
 def speed(monkeypatch, value):

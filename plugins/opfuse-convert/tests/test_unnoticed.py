@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from tuned import tables_in
 
 import opfuse
 from opfuse.cli import doctor
@@ -32,20 +33,18 @@ READS = []  # of a parametrization, counted where nothing is put back
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """A table of measurements with an entry, which is about something else; nothing is timed."""
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
     cpu, mode = torch.device("cpu"), [None, False, False]
     subject = {"plugin": None, "pass": "step", "fusion": "another", "mode": mode}
     found = dataclasses.asdict(tables.Measurement(1.0, 0.0, 1.0))
     subject |= {"dtype": [None], "options": []}
     row = {"setting": tables.setting(cpu), "subject": subject, "shape": [0, 0, True]}
-    job.add(tables.path_for(cpu), [row | {"found": found}])
-    tables.reload()
-    assert tables.table_for(cpu).entries
     for module in (trial, whole):
         monkeypatch.setattr(module, "compare", lambda *given, **how: Timing(1.0, 0.0, 1.0, 1.0))
-    yield
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
+    with tables_in(tmp_path):
+        job.add(tables.path_for(cpu), [row | {"found": found}])
+        tables.reload()
+        assert tables.table_for(cpu).entries
+        yield
 
 
 class Reads(nn.Module):

@@ -12,5 +12,5 @@ import torch
 @pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
 )
-def test_data_parallel(tmp_path):
-    gloo.spawn(data_parallel.worker, tmp_path)
+def test_data_parallel():
+    gloo.apart(data_parallel.worker)

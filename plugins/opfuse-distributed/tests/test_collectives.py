@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_collectives_between_two_processes_work(tmp_path):
-    gloo.spawn(collectives.run, tmp_path)
+def test_collectives_between_two_processes_work():
+    gloo.together(collectives.run)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import registered
 from opfuse_distributed.patterns import REDUCE_ADD_NORM
 from opfuse_distributed.testing import simulated
 
@@ -57,11 +58,8 @@ def test_a_fusion_takes_the_end_of_a_layer_with_the_next_norm(norm, sequence, bi
 
     expected = simulated.simulate(2, worker)
     ReduceAddNorm.calls = 0
-    registered = opfuse.register_forward_fusion(opfuse.Fusion(REDUCE_ADD_NORM, ReduceAddNorm))
-    try:
+    with registered("forward", opfuse.Fusion(REDUCE_ADD_NORM, ReduceAddNorm)):
         found = simulated.simulate(2, worker)
-    finally:
-        registered.unregister()
     assert ReduceAddNorm.calls == 2  # once on each process
     for mine, theirs in zip(found, expected, strict=True):
         assert theirs.error is None, theirs.error

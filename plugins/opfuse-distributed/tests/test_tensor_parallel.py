@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -105,13 +106,10 @@ def test_a_single_thing(check):
 
 
 def test_a_first_call_that_is_traced():
-    team = gloo.Team()  # whose group nothing has used
-    try:
+    with contextlib.closing(gloo.Team()) as team:  # whose group nothing has used
         for number, each in enumerate(itertools.product(["column", "row"], [False, True])):
             answers = team.run(ranks.compiled, *each, number > 0)
             assert answers == [(True, None)] * 2, (each, answers)
-    finally:
-        team.end()
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -192,11 +190,8 @@ def test_one_that_plans_again():
 
 def answers(worker, *args):
     """What ``worker`` returns in two processes of its own; None from one that ended."""
-    team = gloo.Team(seconds=10)
-    try:
+    with contextlib.closing(gloo.Team(seconds=10)) as team:
         return [answer and answer[1] for answer in team.run(worker, *args)]
-    finally:
-        team.end()
 
 
 def test_one_that_raises():

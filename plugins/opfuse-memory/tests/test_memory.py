@@ -23,11 +23,11 @@ from opfuse_memory.units import units_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from tuned import tables_in
 
 import opfuse
 from opfuse.report.calls import saved_bytes
 from opfuse.report.replaced_forward import MEMORY
-from opfuse.tuning import table as tables
 from opfuse.tuning.timing import MOST_NOISE, Timing
 
 TEXT = LLAMA, GPT2
@@ -630,10 +630,8 @@ def test_earlier_layers_keep_less():
     assert options_of(point, units, ["a"] * 4) == [0, 0, 1, 1]
 
 
-def test_the_same_table_gives_the_same_choice(tmp_path, monkeypatch, quick):
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
-    tables.reload()
-    try:
+def test_the_same_table_gives_the_same_choice(tmp_path, quick):
+    with tables_in(tmp_path):
         model, given = LLAMA.make(), inputs_of(LLAMA)
         first = opfuse.plan_memory(model, budget=0.5, **given)
         measured = len(quick)
@@ -645,9 +643,6 @@ def test_the_same_table_gives_the_same_choice(tmp_path, monkeypatch, quick):
         with opfuse.plugins.using(""):
             opfuse.plan_memory(model, budget=0.5, **given)
         assert len(quick) > measured + 6  # other times
-    finally:
-        monkeypatch.setenv("OPFUSE_TUNING", "")
-        tables.reload()
 
 
 class Configured(nn.Module):

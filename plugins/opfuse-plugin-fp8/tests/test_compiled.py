@@ -10,12 +10,12 @@ import pytest
 import torch
 from opfuse_fp8 import compiled, conditions, twins
 from opfuse_fp8.twins import Into
+from tuned import tables_in
 
 import opfuse
 from opfuse import ops
 from opfuse.core.quantization import BOTH, COLUMNWISE
 from opfuse.testing.machine import is_interpreting
-from opfuse.tuning import table as tables
 from opfuse.tuning import trial
 from opfuse.tuning.timing import Timing
 from opfuse.tuning.tolerance import code_steps
@@ -319,13 +319,9 @@ def planned(model, x, recipe):
 @pytest.fixture
 def table(monkeypatch, tmp_path):
     """A folder for tables, and a clock by which every candidate is twice as fast."""
-    monkeypatch.setenv("OPFUSE_TUNING", str(tmp_path))
-    tables.reload()
     monkeypatch.setattr(trial, "compare", lambda *given, **more: Timing(2.0, 0.01, 2e-3, 1e-3))
-    with opfuse.plugins.using("fp8"):
+    with tables_in(tmp_path), opfuse.plugins.using("fp8"):
         yield
-    monkeypatch.setenv("OPFUSE_TUNING", "")
-    tables.reload()
 
 
 CASTS = {"norm+cast", "activation+cast", "cast+activation", "cast+bias"}

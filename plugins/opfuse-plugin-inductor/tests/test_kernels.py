@@ -13,6 +13,7 @@ import threading
 
 import pytest
 import torch
+from fakes import registered
 from opfuse_inductor import conditions, kernels
 from torch import nn
 
@@ -631,13 +632,10 @@ def test_other_fusions_take_precedence():
         opfuse.Sequential(ops.RMSNorm(8), ops.SiLU(), ops.ConstantScale(2.0)),
         torch.randn(2, 8),
     )
-    registration = opfuse.register_forward_fusion(opfuse.Fusion((ops.SiLU,), Theirs, name="theirs"))
-    try:
+    with registered("forward", opfuse.Fusion((ops.SiLU,), Theirs, name="theirs")):
         # by name, the plugin would have precedence
         with using(None), torch.no_grad(), opfuse.options(**TRACED):
             plan = opfuse.explain(chain, x).calls[0].plan
-    finally:
-        registration.unregister()
     assert [step.fusion for step in plan.forward] == ["compiled run", "theirs", None]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 
 import pytest
@@ -13,35 +12,14 @@ import torch.distributed as dist
 from clock import watching
 from opfuse_distributed import ranks as core
 from opfuse_overlap import kernels
-from tuned import Prescribed
+from tensor_parallel import FP64, input_part, output_part, part, raised, split, whole
+from tuned import Prescribed, tables_in
 
 import opfuse
 from opfuse import ops
 from opfuse.report.calls import saved_bytes
 from opfuse.tuning import table as tables
 from opfuse.tuning.table import Measurement
-
-FP64 = torch.float64
-
-
-def part(tensor, dim):
-    """This process's part of a tensor."""
-    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
-def whole(*sizes, bias=True, dtype=FP64):
-    """Layers of torch, the same on every process."""
-    torch.manual_seed(5)
-    pairs = itertools.pairwise(sizes)
-    return [torch.nn.Linear(i, o, bias=bias, dtype=dtype) for i, o in pairs]
-
-
-def split(layer, mode, sequence):
-    """This process's part of a layer."""
-    given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=layer.weight.dtype)
-    op = ops.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, **given)
-    op.load_whole(layer.weight, layer.bias)
-    return op
 
 
 @contextlib.contextmanager
@@ -88,23 +66,20 @@ def one_layer(rank, mode, sequence, bias, shape, provider, pieces, dtype):
     op = split(layer, mode, sequence)
     x = torch.randn(*shape, 6, dtype=dtype).requires_grad_()
     column = mode == "column"
-    given = part(x, 0) if column and sequence else x if column else part(x, -1)
-    leaf = given.detach().clone().requires_grad_()
+    leaf = input_part(x, mode, sequence).detach().clone().requires_grad_()
     expected = layer(x)
     dy = torch.randn(*expected.shape, dtype=dtype)
-    of_part = part(dy, -1) if column else part(dy, 0) if sequence else dy
     expected.backward(dy)
     with overlapped(provider, pieces):
         forward, backward = fused_steps(op, leaf)
         assert len(forward) == len(backward) == 1 and forward[0] and backward == forward
         y = op(leaf)
-        y.backward(of_part)
+        y.backward(output_part(dy, mode, sequence))
         with torch.no_grad():
             assert torch.equal(op(leaf), y)
-    mine = part(expected, -1) if column else part(expected, 0) if sequence else expected
+    mine = output_part(expected, mode, sequence)
     close(y, mine, dtype)
-    dx = part(x.grad, 0) if column and sequence else x.grad if column else part(x.grad, -1)
-    close(leaf.grad, dx, dtype)
+    close(leaf.grad, input_part(x.grad, mode, sequence), dtype)
     close(op.weight.grad, part(layer.weight.grad, 0 if column else 1), dtype)
     if bias:
         grad = part(layer.bias.grad, 0) if column else layer.bias.grad
@@ -178,12 +153,8 @@ def fails(rank, mode, way, backward):
     with overlapped(pieces=4):
         op(x).sum().backward()
         setattr(kernels, name, product)
-        try:
-            for _ in range(2):  # all that the first one needed may have come before
-                op(x).sum().backward()
-        except Exception as error:
-            return type(error).__name__, str(error)
-    return None
+        # all that the first one needed may have come before
+        return raised(lambda: [op(x).sum().backward() for _ in range(2)])
 
 
 # A whole MLP
@@ -246,11 +217,7 @@ def an_mlp(rank, sequence, what, provider="c10d"):
 def into_sums(chain, first, second, sequence):
     """Layers whose weights' gradients are added to a sum of their own."""
     for place, layer, mode in ((0, first, "column"), (2, second, "row")):
-        given = dict(tensor_parallel_mode=mode, sequence_parallel=sequence, dtype=FP64)
-        op = ops.Linear(
-            layer.in_features, layer.out_features, accumulate_into_main_grad=True, **given
-        )
-        op.load_whole(layer.weight, layer.bias)
+        op = split(layer, mode, sequence, accumulate_into_main_grad=True)
         op.weight.main_grad = torch.zeros_like(op.weight)
         chain[place] = op
 
@@ -323,9 +290,7 @@ class Doubled(ops.BasicLinear):
 
 def as_measured(rank, folder):
     """What ``opfuse tune`` found decides: whether, and in how many pieces."""
-    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    tables.reload()
-    try:
+    with tables_in(f"{folder}/{rank}"):
         column = ops.BasicLinear(6, 4, tensor_parallel_mode="column", sequence_parallel=True)
         x = torch.randn(16, 6, requires_grad=True)
         with opfuse.plugins.using("overlap"):
@@ -341,16 +306,11 @@ def as_measured(rank, folder):
             with watching() as clock:
                 column(x)
             assert clock.count == {"gather": pieces}
-    finally:
-        os.environ["OPFUSE_TUNING"] = ""
-        tables.reload()
 
 
 def is_tuned(rank, folder):
     """All processes find the same, in the pieces that were the fastest on the slowest of them."""
-    os.environ["OPFUSE_TUNING"] = f"{folder}/{rank}"
-    tables.reload()
-    try:
+    with tables_in(f"{folder}/{rank}"):
         chain, *_ = mlp(16, 32, True, dtype=torch.float32)
         x = torch.randn(64, 16, requires_grad=True)
         with opfuse.plugins.using("overlap"):
@@ -360,9 +320,6 @@ def is_tuned(rank, folder):
         found = [each for shapes in table.entries.values() for each in shapes.values()]
         assert len(found) == 3 and not any(each.wrong for each in found), report
         return [(each.speed, each.configuration) for each in found]
-    finally:
-        os.environ["OPFUSE_TUNING"] = ""
-        tables.reload()
 
 
 def what_reports_say(rank):

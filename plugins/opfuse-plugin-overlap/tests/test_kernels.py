@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import gloo
@@ -151,11 +152,8 @@ def test_what_runs_beside_what():
     ],
 )
 def test_a_process_that_fails_while_pieces_are_on_their_way(mode, way, backward):
-    team = gloo.Team(seconds=20)
-    try:
+    with contextlib.closing(gloo.Team(seconds=20)) as team:
         answers = team.run(ranks.fails, mode, way, backward)
-    finally:
-        team.end()
     (_, (kind, text)), other = answers
     ops = ("AllGather", "BasicLinear") if mode == "column" else ("BasicLinear", "Bias")
     assert kind == "RankError"

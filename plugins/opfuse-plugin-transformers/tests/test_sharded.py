@@ -62,6 +62,6 @@ def test_a_loss_of_logits_that_are_read_late(way):
 
 @needs_loss
 @pytest.mark.parametrize("tied", [False, True])
-def test_accelerate_shards_a_head_with_its_norm(tied, tmp_path):
+def test_accelerate_shards_a_head_with_its_norm(tied):
     """By FSDP2, in a group with hooks on the head; with the embedding too where they are tied."""
-    gloo.spawn(ranks.accelerated, tmp_path, tied)
+    gloo.apart(ranks.accelerated, tied)

@@ -7,23 +7,16 @@ import pickle
 import pytest
 import torch
 from opfuse_quantized import QuantizedActivation
-from rounding import Rounding, RoundingPlugin
+from rounding import Rounding, rounding  # noqa: F401
 
 import opfuse
 from opfuse import ops, testing
 from opfuse.core.quantization import BOTH, QuantizedTensor
 from opfuse.ops import Cast
 from opfuse.testing import recipes
+from opfuse.testing.running import OneByOne
 
 STEP, LEVELS = Rounding(), Rounding(levels=8)
-
-
-@pytest.fixture(autouse=True)
-def rounding():
-    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
-    with opfuse.plugins.using("rounding"):
-        yield
-    opfuse.plugins.remove(record)
 
 
 def quantized(forward=True, backward=False, recipe=STEP, shape=(3, 4), op=None):
@@ -144,16 +137,6 @@ def test_a_chain_takes_a_gradient_as_it_is(casts, recipe=LEVELS):
     assert casts == [("quantize", "grad_output")]
 
 
-class Separately(opfuse.FusedOperation):
-    """Its ops and casts, one after the other."""
-
-    def fuser_forward(self, basic_op_ctxs, input_, **given):
-        return self.run_separately(basic_op_ctxs, input_, **given)
-
-    def fuser_backward(self, basic_op_ctxs, grad_output, **given):
-        return self.run_separately_backward(basic_op_ctxs, grad_output, **given)
-
-
 @pytest.mark.parametrize("fused", ["forward", "backward"])
 @pytest.mark.parametrize("pattern", ["one", "two"])
 def test_a_fused_op_that_would_cast_gives_way(casts, fused, pattern):
@@ -164,7 +147,7 @@ def test_a_fused_op_that_would_cast_gives_way(casts, fused, pattern):
     y, (x, z), results = quantized(recipe=LEVELS)[1].detach(), quantized(False, True, LEVELS), []
     z.backward(torch.randn(3, 4))
     dy = x.grad
-    for fusion in (None, opfuse.Fusion(patterns[pattern], Separately)):
+    for fusion in (None, opfuse.Fusion(patterns[pattern], OneByOne)):
         torch.manual_seed(0)
         chain = opfuse.Sequential(ops.BasicLinear(4, 4), ops.GELU(), ops.BasicLinear(4, 4))
         handles = []
@@ -173,7 +156,7 @@ def test_a_fused_op_that_would_cast_gives_way(casts, fused, pattern):
         step(chain, y.dequantize(), dy.dequantize(), LEVELS)
         fuser = next(iter(chain._module_groups))
         names = [type(step.op).__name__ for step in getattr(fuser._last[1], fused)]
-        assert ("Separately" in names) == (fusion is not None)
+        assert ("OneByOne" in names) == (fusion is not None)
         chain[0].weight.grad = None
         casts.clear()
         results.append(step(chain, y, dy, LEVELS))

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from fakes import registered
 from opfuse_quantized.formats import MXTensor, NVFP4Tensor
 from torch import nn
 
@@ -101,14 +102,11 @@ def test_a_fused_cast_is_a_step_of_its_own_there():
 
     made, x = model()
     fusion = opfuse.Fusion((ops.ReLU, ops.Cast), Writes, when=when, name="relu+cast")
-    registration = opfuse.register_forward_fusion(fusion)
-    try:
+    with registered("forward", fusion):
         with opfuse.autocast(testing.PerTensor()):
             report = opfuse.explain(made, x)
             with opfuse.watch_quantization() as seen:
                 watched = opfuse.explain(made, x)
-    finally:
-        registration.unregister()
     where = {row["tensor"] + row["op"]: row["where"] for row in rows(report)}
     assert where["input0.2: BasicLinear"] == "fused into relu+cast"
     where = {row["tensor"] + row["op"]: row["where"] for row in rows(watched)}

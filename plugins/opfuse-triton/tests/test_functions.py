@@ -66,8 +66,6 @@ LARGE += [1.5e38, -1.5e38, float("inf"), -float("inf"), float("nan")]
 @pytest.fixture
 def exact():
     interpreter.install()
-    yield
-    interpreter.uninstall()
 
 
 def inputs(op, dtype=torch.float32):
