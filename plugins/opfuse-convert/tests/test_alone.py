@@ -281,6 +281,13 @@ def test_a_norm_keeps_its_output_where_a_chain_alone_takes_it(layer, lent):
         assert (mine - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
+def test_the_first_step_of_a_copy_has_the_bits_of_the_next(lent):
+    _, converted = both(Layer())
+    twin = copy.deepcopy(converted)
+    first, second = trained(twin), trained(twin)
+    assert lent == [twin.part] * 2 and all(map(torch.equal, first, second))
+
+
 def test_a_chain_may_begin_with_a_module_that_does_nothing():
     compare(*both(Resting()))
 

@@ -188,6 +188,8 @@ class ConvertedForward(ReplacedForward):
         """Call the module, and note that nobody writes to an item of its result."""
         own = "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__
         own |= MEMORY in vars(module) or module._compiled_call_impl is not None
+        if self._guard is None:  # in the first call of a copy, which is to give what the next gives
+            self._made(module)
         chains = () if own or any(hook_dicts(module)) else (self, *self._further)
         for each in chains:
             site = each._conversion and each._conversion.call
