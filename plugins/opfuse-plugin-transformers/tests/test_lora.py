@@ -545,3 +545,15 @@ def test_a_head_that_computes_something_else_is_refused(change, why):
 def test_a_layer_without_adapters_is_refused():
     with pytest.raises(ValueError, match="a Linear has no adapters"):
         linear_ops(torch.nn.Linear(3, 4))
+
+
+def test_a_recipe_that_leaves_adapted_layers_unquantized_is_warned_of_once(models):
+    pytest.importorskip("opfuse_fp8", reason="the recipe is that of opfuse-plugin-fp8")
+    _, twin, _ = adapted(models)
+    said = "Float8CurrentScaling does not quantize every linear layer .*: no recipe .* LoRA adapter"
+    with opfuse.autocast("fp8-current"):
+        with pytest.warns(opfuse.PluginWarning, match=said):
+            models.step(twin)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", opfuse.PluginWarning)
+            models.step(twin)

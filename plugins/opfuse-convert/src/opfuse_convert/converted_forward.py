@@ -43,6 +43,7 @@ class ConvertedForward(ReplacedForward):
     _placed: Any = ()  # where the parameters are split among processes
     _own: Any = None  # the forward that the module itself has
     _quantizes = False  # whether its chain does under a recipe
+    _unquantized = ""  # why no recipe quantizes the products of an op of its chain
     _lends: Any = None  # the site and thread whose next call gives its output to a chain alone
     _alone: Any = None  # the same for this call
     _is_stale = False  # they were split otherwise since the chain was made
@@ -94,7 +95,7 @@ class ConvertedForward(ReplacedForward):
     def again(self, memo: dict[int, Any]) -> ConvertedForward:
         """The same for a copy of the module, whose chain is made at its first call."""
         made = ConvertedForward(self._converter, self.plugin, None)
-        made._quantizes = self._quantizes
+        made._quantizes, made._unquantized = self._quantizes, self._unquantized
         return self.copied(made, memo)
 
     @without_modes()
@@ -110,6 +111,7 @@ class ConvertedForward(ReplacedForward):
         every: Any = self.chain.modules()  # type: ignore[union-attr]
         ops = [op for op in every if isinstance(op, BasicOperation)]
         self._quantizes = any(op.num_quantizers("forward") for op in ops)
+        self._unquantized = next((op.unquantized for op in ops if op.unquantized), "")
         of_call = getattr(self._conversion.call, "further", ())
         self._further = [ConvertedForward(self._converter, self.plugin, each) for each in of_call]
         for each in self._further:
@@ -255,6 +257,8 @@ class ConvertedForward(ReplacedForward):
     def check_recipe(self, module: nn.Module, chosen: bool) -> None:
         """Warn once if the recipe in force quantizes nothing in the module, nor in a part of it.
 
+        If an op of its chain has products that no recipe quantizes, warn once of all such ops.
+
         Args:
             module: The module, which was called.
             chosen: Whether its chain was to run; otherwise a trace or a transform sees its forward.
@@ -264,6 +268,10 @@ class ConvertedForward(ReplacedForward):
             if self._quantizes and not chosen:
                 _warn_of_graph(recipe)
             return
+        if self._unquantized:
+            why = self._unquantized.removeprefix("not quantized: ")
+            text = f"{recipe} does not quantize every linear layer of a converted model: {why}"
+            manager.warn_once(text, text)
         why = self.fallback if chosen else "a trace or a transform sees it"
         if why and not self._told_of_recipe:
             self._told_of_recipe = True
