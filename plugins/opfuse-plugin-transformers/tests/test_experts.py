@@ -69,6 +69,14 @@ def test_an_expert_without_tokens_gets_zeros(models):
         torch.testing.assert_close(getattr(part, name).grad, getattr(other, name).grad)
 
 
+def test_one_graph_has_the_chain_of_experts(models):
+    _, twin, _ = models.pair("mixtral")
+    given = torch.randn(6, 64), torch.tensor([[0, 2], [1, 2], [3, 0]] * 2), torch.rand(6, 2)
+    with opfuse.options(chains_under_compile=True):
+        compiled = torch.compile(experts(twin), backend="aot_eager", fullgraph=True)(*given)
+    torch.testing.assert_close(compiled, experts(twin)(*given))
+
+
 @pytest.mark.parametrize(("name", "most"), [("fp8-current", 0.15), ("nvfp4", 0.6)])
 def test_experts_under_a_recipe(models, name, most):
     """Each expert is quantized, whatever its number of tokens; they are skipped by name."""

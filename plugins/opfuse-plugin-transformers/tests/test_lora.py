@@ -547,7 +547,14 @@ def test_a_layer_without_adapters_is_refused():
         linear_ops(torch.nn.Linear(3, 4))
 
 
-def test_a_recipe_that_leaves_adapted_layers_unquantized_is_warned_of_once(models):
+@pytest.fixture
+def warned_of_nothing(monkeypatch):
+    monkeypatch.setattr(opfuse.plugins.manager, "_warned", set())
+
+
+def test_a_recipe_that_leaves_adapted_layers_unquantized_is_warned_of_once(
+    models, warned_of_nothing
+):
     pytest.importorskip("opfuse_fp8", reason="the recipe is that of opfuse-plugin-fp8")
     _, twin, _ = adapted(models)
     said = "Float8CurrentScaling does not quantize every linear layer .*: no recipe .* LoRA adapter"
@@ -557,3 +564,22 @@ def test_a_recipe_that_leaves_adapted_layers_unquantized_is_warned_of_once(model
         with warnings.catch_warnings():
             warnings.simplefilter("error", opfuse.PluginWarning)
             models.step(twin)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8", "nvfp4"])
+def test_no_recipe_quantizes_an_adapter_beside_a_base_of_another_class(recipe, warned_of_nothing):
+    """Its rank need not suit the recipe."""
+    pytest.importorskip("opfuse_fp8", reason="the recipe is that of opfuse-plugin-fp8")
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    base = torch.nn.Sequential(conv1d(32, 64))
+    config = peft.LoraConfig(r=3, target_modules=["0"], fan_in_fan_out=True)
+    model = peft.get_peft_model(base, config).base_model.model
+    torch.nn.init.normal_(model[0].lora_B["default"].weight)
+    assert opfuse.convert(model).converted
+    x = torch.randn(5, 64)
+    params = [each for each in model.parameters() if each.requires_grad]
+    expected = model(x)
+    with pytest.warns(opfuse.PluginWarning, match="LoRA adapter"), opfuse.autocast(recipe):
+        found = model(x)
+    grads = [torch.autograd.grad(y.sum(), params) for y in (found, expected)]
+    assert torch.equal(found, expected) and all(map(torch.equal, *grads))

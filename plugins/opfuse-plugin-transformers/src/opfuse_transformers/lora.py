@@ -18,7 +18,7 @@ from opfuse_convert.guard import unreadable
 from opfuse_convert.probing import Leaf
 from torch import Tensor, nn
 
-from opfuse import BasicOperation, Environment, Sequential
+from opfuse import BasicOperation, Environment, Sequential, autocast
 from opfuse.ops import AddExtraInput, BasicLinear, Bias, ConstantScale, Dropout, LowRankLinear
 from opfuse.ops.authoring import op_class
 
@@ -105,6 +105,7 @@ def build(module: Any, env: Environment) -> Conversion | str:
     dropout = Dropout(drop.p) if op_class(drop) is nn.Dropout else None
     product, scale = BasicLinear.reading(b), ConstantScale(module.scaling[name])
     ops = [*([dropout] if dropout is not None else []), BasicLinear.reading(a), product]
+    scale.unquantized = LowRankLinear.unquantized  # type: ignore[misc]  # and so are its products
     chain = Sequential(*ops, scale, AddExtraInput())
     places = function_places(inspect.unwrap(op_class(module).forward))
     call = _LoRACall(name, dropout, scale)
@@ -284,4 +285,5 @@ class _LoRACall:
         base = module.base_layer(x)
         x = module._cast_input_dtype(x, module.lora_A[name].weight.dtype)
         extra = base if torch.is_autocast_enabled(x.device.type) else base.to(x.dtype)
-        return chain(x, extra).to(base.dtype)
+        with autocast(enabled=False):
+            return chain(x, extra).to(base.dtype)
