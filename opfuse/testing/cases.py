@@ -331,7 +331,10 @@ class Case:
 
     def with_(self, **changes: Any) -> Case:
         """The case with some attributes changed."""
-        return dataclasses.replace(self, **changes)
+        made = object.__new__(Case)  # dataclasses.replace takes six times as long
+        vars(made).update(vars(self), **changes)
+        assert len(vars(made)) == len(vars(self)), changes
+        return made
 
     @property
     def varied(self) -> list[str]:

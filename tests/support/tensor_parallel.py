@@ -464,7 +464,8 @@ def tuned(rank, folder, wrong):
     """Processes tune together: as often, and with the same entries."""
     SlowGather.wrong = wrong
     fusion = opfuse.Fusion((ops.AllGather, ops.BasicLinear), SlowGather, name="slow gather")
-    with tables_in(f"{folder}/{rank}"), registered("joint", fusion):
+    alone = opfuse.plugins.using("")  # an installed plugin would be measured too
+    with tables_in(f"{folder}/{rank}"), registered("joint", fusion), alone:
         op = ops.BasicLinear(16, 8, tensor_parallel_mode="column", sequence_parallel=True)
         x = torch.ones(8, 16, requires_grad=True)
         # one process counts more calls in a turn if it may
