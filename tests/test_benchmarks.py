@@ -36,14 +36,6 @@ from opfuse.ops.authoring import matmul_precision
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def made_up(times):
     """A timer that takes times instead: for each provider in turn, one that is repeated."""
     values = iter(times)

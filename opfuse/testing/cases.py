@@ -333,7 +333,9 @@ class Case:
         """The case with some attributes changed."""
         made = object.__new__(Case)  # dataclasses.replace takes six times as long
         vars(made).update(vars(self), **changes)
-        assert len(vars(made)) == len(vars(self)), changes
+        if len(vars(made)) != len(vars(self)):
+            unknown = ", ".join(sorted(changes.keys() - vars(self).keys()))
+            raise TypeError(f"Case.with_ expected attributes of a Case, got {unknown}")
         return made
 
     @property

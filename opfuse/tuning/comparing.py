@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from .tolerance import difference
 
@@ -96,6 +95,18 @@ def problem_of(
     return f"{what} {problem}" if problem else ""
 
 
+class _Own(nn.Module):
+    """Operations of a module, as the forward of another one."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any]) -> None:
+        super().__init__()
+        self.of, self._own = module, own
+
+    def forward(self, *given: Tensor) -> Any:
+        """Run the operations."""
+        return self._own(self.of, *given)
+
+
 def in_fp64(
     module: nn.Module,
     own: Callable[..., Any],
@@ -114,7 +125,7 @@ def in_fp64(
         dtype: Another dtype than fp64.
     """
     named = (*module.named_parameters(), *module.named_buffers())
-    held = {name: tensor for name, tensor in named if tensor.is_floating_point()}
+    held = {f"of.{name}": tensor for name, tensor in named if tensor.is_floating_point()}
 
     def exact(dys: Sequence[Tensor | None]) -> list[Tensor | None]:
         floating = [t for t in (*given, *held.values()) if t.is_floating_point()]
@@ -122,9 +133,8 @@ def in_fp64(
         leaves = [wide[id(tensor)].requires_grad_() for tensor in wanted]
         args = tuple([wide.get(id(t), t) for t in given])
         replaced = {name: wide[id(tensor)] for name, tensor in held.items()}
-        autocast = torch.autocast(given[0].device.type, enabled=False)
-        with autocast, _reparametrize_module(module, replaced, tie_weights=True):
-            outputs = as_tuple(own(module, *args))
+        with torch.autocast(given[0].device.type, enabled=False):
+            outputs = as_tuple(torch.func.functional_call(_Own(module, own), replaced, args))
             if all(dy is None for dy in dys):
                 return [*outputs]
             pairs = zip(dys, outputs, strict=True)

@@ -69,6 +69,13 @@ def test_an_expert_without_tokens_gets_zeros(models):
         torch.testing.assert_close(getattr(part, name).grad, getattr(other, name).grad)
 
 
+@pytest.mark.parametrize("number", [-1, 4])
+def test_the_number_of_no_expert_is_refused(models, number):
+    _, twin, _ = models.pair("mixtral")
+    with pytest.raises((RuntimeError, ValueError), match="non-negative|split_sizes"):
+        experts(twin)(torch.randn(2, 64), torch.tensor([[0, number], [1, 2]]), torch.rand(2, 2))
+
+
 def test_one_graph_has_the_chain_of_experts(models):
     _, twin, _ = models.pair("mixtral")
     given = torch.randn(6, 64), torch.tensor([[0, 2], [1, 2], [3, 0]] * 2), torch.rand(6, 2)

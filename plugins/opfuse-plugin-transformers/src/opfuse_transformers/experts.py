@@ -174,9 +174,11 @@ class _ExpertsCall:
             return NotImplemented
         count = top_k_index.shape[-1]
         experts, order = torch.sort(top_k_index.reshape(-1))
-        numbers = torch.arange(module.num_experts, device=experts.device)
-        ends = torch.searchsorted(experts, numbers, right=True)  # a graph knows its size
-        sizes = ends - torch.nn.functional.pad(ends[:-1], (1, 0))
+        if torch.compiler.is_compiling():  # a graph does not know how many bincount gives
+            numbers = torch.arange(module.num_experts + 1, device=experts.device)
+            sizes = torch.searchsorted(experts, numbers).diff()
+        else:
+            sizes = torch.bincount(experts, minlength=module.num_experts)
         scales = top_k_weights.reshape(-1)[order]
         rows, kind = x[order // count], x.device.type
         if self._how(module) == "grouped_mm" and torch.is_autocast_enabled(kind):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from opfuse_convert.probing import Leaf
 from torch import Tensor, nn
 
 from opfuse import BasicOperation, Environment, Sequential, autocast
+from opfuse.core.settings import current
 from opfuse.ops import AddExtraInput, BasicLinear, Bias, ConstantScale, Dropout, LowRankLinear
 from opfuse.ops.authoring import op_class
 
@@ -285,5 +287,5 @@ class _LoRACall:
         base = module.base_layer(x)
         x = module._cast_input_dtype(x, module.lora_A[name].weight.dtype)
         extra = base if torch.is_autocast_enabled(x.device.type) else base.to(x.dtype)
-        with autocast(enabled=False):
+        with nullcontext() if current.recipe is None else autocast(enabled=False):
             return chain(x, extra).to(base.dtype)
