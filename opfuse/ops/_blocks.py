@@ -10,13 +10,13 @@ from torch import Tensor
 from ..core.overwriting import may_write
 from .arithmetic import wide
 
-BLOCK = 1 << 18
+BLOCK = 1 << 17
 """The number of values in a block.
 
 A few temporaries in fp32 fit a cache, and a call in Python is a small part of it.
 """
 
-LEAST = 1 << 19
+LEAST = 1 << 18
 """The number of values from which blocks pay off."""
 
 
@@ -38,19 +38,32 @@ def blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True)
 
 
+def memory(count: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Memory for so many blocks of a tensor in a dtype; each block is written over the last one.
+
+    New memory for each block would cost more than a cast, since the system clears its pages.
+    """
+    rows = min(x.shape[:-1].numel(), max(1, BLOCK // x.shape[-1]))
+    return x.new_empty((count, rows, x.shape[-1]), dtype=dtype).unbind()
+
+
+def widened(rows: Tensor, into: Tensor) -> Tensor:
+    """Rows in the dtype of a block's memory, in which they are unless they have it."""
+    return rows if rows.dtype is into.dtype else into[: len(rows)].copy_(rows)
+
+
 def scaled_by_blocks(
     x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``x rstd scale``, and ``rstd = 1 / sqrt(sum(x^2) / count + eps)``, by blocks of rows."""
     wider = wide(x.dtype)
     y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
+    values, squares = memory(2, x, wider)
     for of_x, rows, of_rstd in blocks(x, y, rstd):
-        of_x = of_x.to(wider)
-        torch.rsqrt(of_x.square().sum(-1, keepdim=True).div_(count).add_(eps), out=of_rstd)
-        if scale is None:
-            torch.mul(of_x, of_rstd, out=rows)
-        else:
-            torch.mul(of_x * of_rstd, scale, out=rows)
+        here, of_x = slice(len(of_x)), widened(of_x, values)
+        mean = torch.mul(of_x, of_x, out=squares[here]).sum(-1, keepdim=True).div_(count)
+        normalized = torch.mul(of_x, torch.rsqrt(mean.add_(eps), out=of_rstd), out=values[here])
+        rows.copy_(normalized if scale is None else normalized.mul_(scale))
     return y, rstd
 
 
@@ -59,16 +72,20 @@ def gradients_by_blocks(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The wanted gradients of ``x`` and ``scale`` in :func:`scaled_by_blocks`, by blocks."""
     needs_x, needs_weight = wants
-    dx, dw, wider = torch.empty_like(x) if needs_x else None, None, rstd.dtype
+    dx, dw = torch.empty_like(x) if needs_x else None, None
+    gradients, values, products = memory(3, x, rstd.dtype)
     for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
-        normalized, g = of_x.to(wider).mul(of_rstd), g.to(wider)
-        product = g * normalized
+        here, g = slice(len(of_x)), widened(g, gradients)
+        normalized = torch.mul(widened(of_x, values), of_rstd, out=values[here])
+        product = torch.mul(g, normalized, out=products[here])
         if needs_weight:
             dw = product.sum(0) if dw is None else dw.add_(product.sum(0))
         if dx is None:
             continue
         if scale is not None:
-            product, g = product.mul_(scale), g * scale
+            product.mul_(scale)
+            g = torch.mul(g, scale, out=gradients[here])
         mean = product.sum(-1, keepdim=True).div_(-count)
-        torch.mul(torch.addcmul(g, normalized, mean), of_rstd, out=rows)
+        torch.addcmul(g, normalized, mean, out=product).mul_(of_rstd)
+        rows.copy_(product)
     return dx, dw

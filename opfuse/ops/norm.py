@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ..core.fusible import ParamSource
 from ..core.op_context import Unread
 from ..core.plugins import manager
-from ._blocks import blocks, gradients_by_blocks, in_blocks, scaled_by_blocks
+from ._blocks import blocks, gradients_by_blocks, in_blocks, memory, scaled_by_blocks, widened
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, require, shows, sum_rows
 from ._reading import check_stock, eps_of, reader, tensor_of
 from ._samples import samples
@@ -275,9 +275,9 @@ class LayerNorm(_Norm):
             scale = mean.new_ones(self.normalized_shape)
         wants = [ctx.input_requires_grad, *needs, False, False][:3]
         constants = scale, self.normalized_shape, wants
-        if dtype is not x.dtype and len(self._dims) == 1 and in_blocks(x):
-            dy = grad_output.contiguous()
-            dx, *grads = _layer_norm_backward_by_blocks(dy, x, mean, rstd, constants)
+        halves = grad_output.dtype is x.dtype is not dtype and scale is not None
+        if halves and len(self._dims) == 1 and in_blocks(x):
+            dx, *grads = _mixed_layer_norm_backward(grad_output, x, mean, rstd, constants)
         else:
             dy = cast(grad_output, dtype)
             dx, *grads = _layer_norm_backward(dy, cast(x, dtype), mean, rstd, constants)
@@ -289,9 +289,8 @@ def _layer_norm_backward(
 ) -> tuple[Any, ...]:
     """The gradients of the input, weight and bias that are wanted.
 
-    All is in one dtype: mixed, torch's kernel on the CPU sums the weight's gradient in half
-    precision. The constants are the factor of the normalized values, ``normalized_shape``, and
-    which gradients are wanted.
+    The constants are the factor of the normalized values, ``normalized_shape``, and which gradients
+    are wanted.
     """
     scale, shape, wants = constants
     kernel = torch.ops.aten.native_layer_norm_backward.default
@@ -299,19 +298,25 @@ def _layer_norm_backward(
     return tuple([grad if wanted else None for grad, wanted in zip(grads, wants, strict=True)])
 
 
-def _layer_norm_backward_by_blocks(
+def _mixed_layer_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, constants: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The same in half precision, in fp32 by blocks."""
-    dtype, dx = mean.dtype, torch.empty_like(x) if constants[-1][0] else None
-    sums: list[Any] = [None, None]
-    for rows, of_dy, of_x, of_mean, of_rstd in blocks(x if dx is None else dx, dy, x, mean, rstd):
-        given = of_dy.to(dtype), of_x.to(dtype), of_mean, of_rstd
-        of_dx, *grads = _layer_norm_backward(*given, constants)
-        if of_dx is not None:
-            rows.copy_(of_dx)
-        for i, grad in enumerate(grads):
-            sums[i] = grad if sums[i] is None else sums[i].add_(grad)
+    """The same of half precision on a CPU.
+
+    torch's kernel casts in registers, but sums the gradients of weight and bias in half precision:
+    these are computed from blocks of rows in fp32. It takes no mixture without a weight.
+    """
+    scale, shape, (of_input, *of_params) = constants
+    dy, sums = dy.contiguous(), [None, None]
+    dx, _, _ = _layer_norm_backward(dy, x, mean, rstd, (scale, shape, [of_input, False, False]))
+    if any(of_params):
+        gradients, values = memory(2, x, mean.dtype)
+        for of_dy, of_x, *statistics in blocks(dy, x, mean, rstd):
+            rows = widened(of_dy, gradients), widened(of_x, values), *statistics
+            _, *grads = _layer_norm_backward(*rows, (scale, shape, [False, *of_params]))
+            sums = [
+                new if old is None else old.add_(new) for old, new in zip(sums, grads, strict=True)
+            ]
     return dx, *sums
 
 
