@@ -307,16 +307,16 @@ def _mixed_layer_norm_backward(
     these are computed from blocks of rows in fp32. It takes no mixture without a weight.
     """
     scale, shape, (of_input, *of_params) = constants
-    dy, sums = dy.contiguous(), [None, None]
+    dy, sums = dy.contiguous(), [mean.new_zeros(shape) if wanted else None for wanted in of_params]
     dx, _, _ = _layer_norm_backward(dy, x, mean, rstd, (scale, shape, [of_input, False, False]))
     if any(of_params):
         gradients, values = memory(2, x, mean.dtype)
-        for of_dy, of_x, *statistics in blocks(dy, x, mean, rstd):
-            rows = widened(of_dy, gradients), widened(of_x, values), *statistics
-            _, *grads = _layer_norm_backward(*rows, (scale, shape, [False, *of_params]))
-            sums = [
-                new if old is None else old.add_(new) for old, new in zip(sums, grads, strict=True)
-            ]
+        for of_dy, of_x, of_mean, of_rstd in blocks(dy, x, mean, rstd):
+            rows = widened(of_dy, gradients), widened(of_x, values), of_mean, of_rstd
+            _, *new = _layer_norm_backward(*rows, (scale, shape, [False, *of_params]))
+            for total, of_rows in zip(sums, new, strict=True):
+                if total is not None:
+                    total.add_(of_rows)
     return dx, *sums
 
 
