@@ -156,6 +156,10 @@ class Fusion:
         """Whether the pattern names :class:`opfuse.ops.Cast`."""
         return Cast in classes_in(self.pattern)
 
+    def may_match(self, classes: Set[type]) -> bool:
+        """Return whether ops of these classes have all that the pattern must find."""
+        return all(_occurs(each, classes) for each in self.pattern)
+
     def match(self, ops: Sequence[BasicOperation], start: int) -> list[int]:
         """Return the ends (exclusive) of matches that start at ``start``, in ascending order."""
         return sorted(_ends(self.pattern, ops, start) - {start})
@@ -231,6 +235,16 @@ def classes_in(elements: Sequence[Any]) -> list[Any]:
     return found
 
 
+def _occurs(element: Any, classes: Set[type]) -> bool:
+    if isinstance(element, OneOf):
+        return any(_occurs(inner, classes) for inner in element.elements)
+    if isinstance(element, OneOrMore):
+        return _occurs(element.element, classes)
+    if isinstance(element, Subclasses):
+        return any(issubclass(cls, element.cls) for cls in classes)
+    return isinstance(element, Optional) or element in classes
+
+
 def _matches(element: Any, op: BasicOperation, strict: bool) -> bool:
     if isinstance(element, OneOf):
         return any(_matches(inner, op, strict) for inner in element.elements)
@@ -261,11 +275,14 @@ def _ends(
     for element in pattern:
         inner = element.element if isinstance(element, (Optional, OneOrMore)) else element
         fresh = ends if isinstance(element, Optional) else set()
-        after = {end + 1 for end in ends if end < len(ops) and _matches(inner, ops[end], strict)}
+        after = _past(inner, ops, ends, strict)
         while isinstance(element, OneOrMore) and not after <= fresh:
             fresh = fresh | after
-            after = {
-                end + 1 for end in after if end < len(ops) and _matches(inner, ops[end], strict)
-            }
+            after = _past(inner, ops, after, strict)
         ends = fresh | after
     return ends
+
+
+def _past(element: Any, ops: Sequence[BasicOperation], starts: Set[int], strict: bool) -> set[int]:
+    """Return the ends of matches of one element, of one op each."""
+    return {i + 1 for i in starts if i < len(ops) and _matches(element, ops[i], strict)}

@@ -175,6 +175,8 @@ class _Finder:
         self.ops, self.env, self.edges = self.facts.chain.ops, self.facts.env, self.facts.edges
         self.prefer: str = self.env.options.get("prefer", "speed")
         self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
+        seen = [op for view in self.views.values() for op in view.ops]
+        self.classes = {cls for op in seen for cls in (type(op), op_class(op))}
         keeping = [declared(op, "keeps_rows") for op in self.ops]
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
 
@@ -203,6 +205,9 @@ class _Finder:
         if source.passes == "joint" and getattr(source.fusion, "names_casts", False):
             source.warn("a joint fusion makes its casts itself: its pattern must not name Cast")
             return
+        declared_fusion = source.fusion if isinstance(source.fusion, Fusion) else None
+        if declared_fusion and not declared_fusion.may_match(self.classes):
+            return
         for found in self._found(source):
             benefit = 0 if overlapping(found, taken) else self._benefit(found)
             if isinstance(benefit, str):
@@ -210,8 +215,8 @@ class _Finder:
             else:
                 found.benefit = benefit
                 yield found
-        if isinstance(source.fusion, Fusion):
-            self._refuse_uncovered(source, source.fusion)
+        if declared_fusion:
+            self._refuse_uncovered(source, declared_fusion)
 
     def _found(self, source: FusionSource) -> Iterator[Candidate]:
         """The matches of a fusion: the ops with the casts of its pass, or the ops alone.

@@ -13,6 +13,7 @@ import linecache
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -134,7 +135,7 @@ class Source:
     def compiled(self) -> Callable[..., Any]:
         """The function. A traceback shows its lines as long as it exists."""
         filename, text = f"<opfuse program {next(_numbers)}>", self.text
-        exec(compile(text, filename, "exec"), self._names)
+        exec(_named(_compile(text), filename), self._names)
         function: Any = self._names.pop(self.pass_name)
         linecache.cache[filename] = len(text), None, text.splitlines(True), filename
         weakref.finalize(function, linecache.cache.pop, filename, None)
@@ -246,6 +247,18 @@ def several(names: Iterable[str]) -> str:
     """Names in a tuple, without its parentheses unless it is empty."""
     found = ", ".join(names)
     return found if ", " in found else f"{found}," if found else "()"
+
+
+@functools.lru_cache(maxsize=512)
+def _compile(text: str) -> CodeType:
+    """The code of a source. Equal layers of a model have equal ones; compiling takes longest."""
+    return compile(text, "", "exec")
+
+
+def _named(code: CodeType, filename: str) -> CodeType:
+    """A copy of code, and of what it defines, of which a traceback reads another file."""
+    inner = [_named(c, filename) if isinstance(c, CodeType) else c for c in code.co_consts]
+    return code.replace(co_filename=filename, co_consts=tuple(inner))
 
 
 def _comment(text: str) -> str:
