@@ -11,6 +11,9 @@ EVERY = ASKED not in ("", "0")
 SHARE = 1.0 if EVERY else float(os.environ.get("OPFUSE_SHARE", 1))
 """Of the cases of a test that has more than a few, where another session runs all of them."""
 
+FEW = {"tests/models/": 4, "transformers/tests/test_conformance.py": 30}
+"""Of these tests all cases run, if there are no more: what other plugins give a model is in them."""
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
 """Fixtures with which no installed plugin is on: none is, or only what the test registers."""
@@ -33,7 +36,8 @@ def pytest_collection_modifyitems(config, items):
                 cases[0].cls.most_cases = mark.kwargs["each"] // (3 if INTERPRETED else 1)
             left_out.update(set(cases) - set(_some(cases, *mark.args, **mark.kwargs)))
         elif SHARE < 1 and not named:
-            left_out.update(set(cases) - set(_some(cases, SHARE, few=4)))
+            few = next((count for path, count in FEW.items() if path in cases[0].nodeid), 1)
+            left_out.update(set(cases) - set(_some(cases, SHARE, few=few)))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -41,8 +45,13 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     """Let each test draw the same numbers, whichever tests ran before it in its process."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(zlib.crc32(item.nodeid.encode()))
+    if torch := sys.modules.get(
+        "torch"
+    ):  # torch.manual_seed formats the stack for each kind of GPU
+        seed = (
+            torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+        )
+        seed(zlib.crc32(item.nodeid.encode()))
 
 
 def pytest_collection_finish(session):

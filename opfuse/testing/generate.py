@@ -178,12 +178,12 @@ def _accepted(
     shapes += itertools.product(MORE_ROWS if asks else (), WIDTHS)
     refused: list[Case] = []
     takes = set[Any]()  # where the condition does, and the separate ops refuse the plainest
+    of_width = functools.cache(lambda width: chains(lone, elements, width, one_by_one=one_by_one))
     for way, dtype, (rows, width) in itertools.product(_WAYS, DTYPES, shapes):
         if (way, dtype) in takes and (rows, width) not in SHAPES_OF_RECIPES:
             continue
         base = lone.with_(rows=rows, dtype=dtype, least=1 if rows == (3,) else rows[0])
-        made = chains(lone, elements, width, one_by_one=one_by_one)
-        cases = [way(placed(base, ops, width)) for ops in made]
+        cases = [way(placed(base, ops, width)) for ops in of_width(width)]
         if not cases or ((way, dtype) in takes and refusal(cases[0]) is not None):
             continue
         taken = [case for case in cases if refusal(case, runs=True) is None]
@@ -346,7 +346,7 @@ def ask(case: Case, **changes: Any) -> str:
     for name, param in params.items():
         param.requires_grad_(name not in case.frozen)
     names = [name for name in ("row_alignment", "rows") if name in fusion.needs]
-    of_rows = rows_of((*names,), torch.empty(*case.rows, 0, device="meta"))
+    of_rows = rows_of((*names,), torch.empty(*case.rows, 0, device="meta")) if names else ()
     facts: Any = dict(zip(names, of_rows, strict=True), dtype=case.dtype, recipe=case.recipe)
     env = environment(case.device, features=features, **facts)
     env = env._replace(options={**env.options, "prefer": case.prefer}, **changes)
