@@ -12,7 +12,7 @@ SHARE = 1.0 if EVERY else float(os.environ.get("OPFUSE_SHARE", 1))
 """Of the cases of a test that has more than a few, where another session runs all of them."""
 
 FEW = {"tests/models/": 4, "transformers/tests/test_conformance.py": 30}
-"""Of these tests all cases run, if there are no more: what other plugins give a model is in them."""
+"""So many cases of these tests all run: they show what other plugins give a model."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HIDING = {"no_plugins", "register", "nothing_installed", "rounding"}
