@@ -146,9 +146,6 @@ def base(session: nox.Session) -> str:
         session.run(*making, external=True)
         pip = [str(python), "-m", "pip", "install", "--no-compile", "-c", str(versions)]
         session.run(*pip, *requirements, external=True)
-        if not is_small:
-            compiling = ["-W", "ignore", "-m", "compileall", "-qq", "-j", "0", str(home)]
-            session.run(str(python), *compiling, external=True, success_codes=[0, 1])
         stamp.write_text(wanted)
     return str(python)
 
