@@ -164,7 +164,7 @@ class Fusion:
         """Return the ends (exclusive) of matches that start at ``start``, in ascending order."""
         return sorted(_ends(self.pattern, ops, start) - {start})
 
-    def uncovered(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
+    def near_matches(self, ops: Sequence[BasicOperation], start: int) -> dict[int, str]:
         """Return the matches from ``start`` that fail only because an op overrides something.
 
         Returns:

@@ -127,7 +127,7 @@ class BasicOperation(FusibleOperation):
         vars(self)["_around"] = around  # a tuple, so that torch registers no module
 
     @property
-    def with_surrounding(self) -> tuple[BasicOperation, ...]:
+    def ops_as_run(self) -> tuple[BasicOperation, ...]:
         """This op with those that :meth:`surround` gave it, as they run."""
         return (*self._around[0], self, *self._around[1])
 
@@ -477,10 +477,10 @@ class BasicOperation(FusibleOperation):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._quantizers.updated(self).save(destination, prefix, keep_vars)
+        self._quantizers.refresh(self).save(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._quantizers.updated(self).load(state_dict, prefix)
+        self._quantizers.refresh(self).load(state_dict, prefix)
         if type(self).set_extra_state is nn.Module.set_extra_state:
             key = f"{prefix}_extra_state"  # Transformer Engine writes one for every op
             pickled = state_dict.pop(key, None)

@@ -178,7 +178,7 @@ class Linear(SplitLayer, FusedOperation):
             split = {"tensor_parallel": is_split, "tensor_parallel_group": group}
             ops.append(Bias(out_features, device=device, dtype=dtype, **split))
             if linear.tensor_parallel_mode == "row":  # the biases are added up with the products
-                ops[1].surround(after=linear.with_surrounding[1:])
+                ops[1].surround(after=linear.ops_as_run[1:])
                 linear.surround()
         super().__init__(ops)
         self.in_features, self.out_features = linear.in_features, linear.out_features

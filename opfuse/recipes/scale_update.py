@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ..core.quantization.coded_tensor import quantized_parameters
-from ..core.quantization.names import matching
+from ..core.quantization.names import first_match
 from ..core.quantization.quantizer import CALIBRATING, Quantizer, Recipe
 from ..core.quantization.state import PreparedOps
 from ..core.settings import current, is_captured
@@ -46,7 +46,7 @@ class Pass(NamedTuple):
         """That of a program which is being made."""
         chain, recipe, skip = program.chain, program.recipe, current.skip
         known = [
-            op for op in chain.ops if not (quantized_parameters(op) or matching(op.name, skip))
+            op for op in chain.ops if not (quantized_parameters(op) or first_match(op.name, skip))
         ]
         return cls(recipe, chain, program.env, {op: _recording(op, recipe, mode) for op in known})
 
@@ -242,7 +242,7 @@ def _advance(recipe: Recipe, ran: _Ran, group: Any, mode: str) -> None:
             ops.update(dict.fromkeys(prepared[op._prepared]))
         ops[op] = None
     if () not in ran.skips:  # no block without names to skip
-        ops = {op: None for op in ops if not all(matching(op.name, skip) for skip in ran.skips)}
+        ops = {op: None for op in ops if not all(first_match(op.name, skip) for skip in ran.skips)}
     found: dict[int, tuple[Quantizer, Any]] = {}
     for op in ops:
         quantizers, states = ran.quantizers.get(op), op._quantizers

@@ -12,7 +12,7 @@ from ..core.environment import Environment
 from ..core.fused_op import FusedOperation
 from ..core.op import BasicOperation
 from ..core.quantization import Recipe
-from ..core.quantization.names import matching
+from ..core.quantization.names import first_match
 from ..core.quantization.state import PreparedOps
 from ..core.recipe_lookup import offered
 from .replaced_forward import KEPT_AS
@@ -82,5 +82,5 @@ def _make_quantizers(ops: Iterable[BasicOperation], recipe: Recipe, skip: tuple[
                 f"assign_names(recipe=...) expected parameters that have memory, got those of "
                 f"{type(op).__name__} {op.name!r} on the meta device: call model.to_empty first"
             )
-        if not matching(op.name, skip):
+        if not first_match(op.name, skip):
             op._quantizers.use(op, recipe, Environment(device, None, torch.float32, recipe))

@@ -175,7 +175,7 @@ class ReplacedForward(ABC):
     def _states(self) -> Sequence[tuple[str, Any, Any]]:
         """The quantizers of the ops of the chain, with name and key; of a copy, those it got."""
         ops = zip(self._ops(), self._keys(), strict=True)
-        return [(n, op._quantizers.updated(op), key) for (n, op), key in ops] or self._copied
+        return [(n, op._quantizers.refresh(op), key) for (n, op), key in ops] or self._copied
 
     def _keys(self) -> list[tuple[type, tuple[tuple[nn.Module, str], ...], int]]:
         """What tells the quantizers of ops apart: class, what it reads, the how many-th of these.

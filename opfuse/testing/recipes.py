@@ -30,7 +30,7 @@ from ..core.quantization import (
     Usage,
     nothing_recorded,
 )
-from ..core.quantization.formats import ScaledTensor, untransposed
+from ..core.quantization.formats import ScaledTensor, transpose_back
 from ..core.recipe_lookup import CACHE_RECIPE
 from ..core.records import PluginRecord
 from ..ops.row_groups import GroupedTensor, cast_each
@@ -141,7 +141,7 @@ class _Blocks(QuantizedTensor):
         codes = _matrix(codes)
         each = scale.repeat_interleave(128, 1)[:, : codes.shape[1]]
         values = (codes.float() * each).to(self.dtype)
-        return values.reshape(self.shape) if usage.rowwise else untransposed(values, self.shape)
+        return values.reshape(self.shape) if usage.rowwise else transpose_back(values, self.shape)
 
 
 class _PerBlock(Quantizer):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..core.engine.cover import best_cover, best_of, grouped, overlapping
+from ..core.engine.cover import best_cover, best_of, overlap_groups, overlaps
 from ..core.engine.facts import Candidate, Facts, ToolFacts
 from ..core.engine.selection import Choice
 from ..core.fusion import PASSES
@@ -97,12 +97,12 @@ class Measurements(ToolFacts):
             others: Fusions of one pass, or joint ones.
         """
         others = [c for c in others if c is not joint and not _is_preceded(c, others)]
-        (near,) = [group for group in grouped([joint, *others]) if joint in group]
+        (near,) = [group for group in overlap_groups([joint, *others]) if joint in group]
         near.remove(joint)
         if not near or not self._measured(joint, *near):
             return ""
         without = self._best_covers(near)
-        beside = self._best_covers([c for c in near if not overlapping(joint, [c])])
+        beside = self._best_covers([c for c in near if not overlaps(joint, [c])])
         if not (what := self._advantage(without, [*beside, joint])):
             return ""
         one_pass = all(c.passes != "joint" for c in near)
@@ -115,7 +115,7 @@ class Measurements(ToolFacts):
         for name in PASSES:
             free = [c for c in candidates if c.passes == name]
             joint = [c for c in chosen if c.passes == "joint"]
-            chosen += self._cover([c for c in free if not overlapping(c, joint)])
+            chosen += self._cover([c for c in free if not overlaps(c, joint)])
         return chosen
 
     def _cover(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -125,7 +125,7 @@ class Measurements(ToolFacts):
         all of them were measured, others are taken in place of those where they gain more.
         """
         chosen: list[Candidate] = []
-        for group in grouped(candidates):
+        for group in overlap_groups(candidates):
             cover = best_cover(group)
             if self._measured(*group):
                 found = [self.found[c] for c in group]
@@ -173,4 +173,4 @@ def _is_preceded(candidate: Candidate, others: Sequence[Candidate]) -> bool:
     """Return whether a candidate of higher precedence may take one of its ops."""
     own = candidate.source.precedence
     rivals = [o for o in others if o.passes != "joint" and o.source.precedence < own]
-    return candidate.passes == "joint" and bool(overlapping(candidate, rivals))
+    return candidate.passes == "joint" and bool(overlaps(candidate, rivals))

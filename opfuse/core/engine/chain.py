@@ -24,14 +24,12 @@ Slot = tuple[int, int]
 """The index of an op, and that of one of its extra inputs or outputs."""
 
 
-def flatten(
-    ops: Iterable[FusibleOperation], *, with_surrounding: bool = False
-) -> tuple[BasicOperation, ...]:
+def flatten(ops: Iterable[FusibleOperation], *, expand: bool = False) -> tuple[BasicOperation, ...]:
     """The basic ops that ``ops`` are or replace.
 
     Args:
         ops: The ops as the user wrote them.
-        with_surrounding: Add those that run around them, see :meth:`BasicOperation.surround`.
+        expand: Add those that run around them, see :meth:`BasicOperation.surround`.
     """
     basic: list[BasicOperation] = []
     for op in ops:
@@ -47,8 +45,8 @@ def flatten(
         if isinstance(op, Cast):
             raise TypeError("only the engine puts a Cast into a chain: use Quantize instead")
         basic += op.basic_ops if isinstance(op, FusedOperation) else [op]  # type: ignore[arg-type]
-    if with_surrounding:
-        return tuple([each for op in basic for each in op.with_surrounding])
+    if expand:
+        return tuple([each for op in basic for each in op.ops_as_run])
     return tuple(basic)
 
 
@@ -83,7 +81,7 @@ class Chain:
         self, ops: Iterable[FusibleOperation], *, part: bool = False, is_complete: bool = False
     ) -> None:
         self.written = tuple(ops)
-        self.ops = flatten(self.written, with_surrounding=not is_complete)
+        self.ops = flatten(self.written, expand=not is_complete)
         counted = set(flatten(self.written))
         self.own = tuple([i for i, op in enumerate(self.ops) if op in counted])
         self.title = f"chain [{', '.join(op_class(op).__name__ for op in self.written)}]"
@@ -195,7 +193,7 @@ class Chain:
         """The extra outputs of ``ops[start:stop]``."""
         return [(i, k) for i in range(start, stop) for k in range(self.ops[i].num_extra_outputs)]
 
-    def needed_after(self, slot: Slot, stop: int) -> bool:
+    def is_needed_after(self, slot: Slot, stop: int) -> bool:
         """Return whether the caller, or an op from ``stop`` on, uses an extra output."""
         return slot in self.public_outputs or any(
             source == slot and consumer >= stop for (consumer, _), source in self.sources.items()
@@ -314,7 +312,7 @@ def cut(fuser: Any, apart: Sequence[FusibleOperation]) -> Cut:
         between = list(group)
         for ops in [[op] for op in between] if alone else [between]:
             run: Any = ops[0] if alone else type(fuser)(ops, part=True)
-            stop = start + len(flatten(ops, with_surrounding=True))
+            stop = start + len(flatten(ops, expand=True))
             call = wrap_call(run, module=run) if alone else run
             own = [i for i in chain.own if start <= i < stop]
             inputs, outputs = _taken(chain, start, stop), chain.outputs_of(start, stop)

@@ -219,7 +219,7 @@ def param_grads(chain: Chain, index: int, grads: Any) -> tuple[Any, ...]:
     return several if count else ()
 
 
-def checked_saved(program: Blueprint, index: int, ctx: Any) -> tuple[Any, ...]:
+def check_saved(program: Blueprint, index: int, ctx: Any) -> tuple[Any, ...]:
     """The tensors that an op saves; refused if they are not those that it declares."""
     who = program.chain.name(index)
     count = len(declared(program.chain.ops[index], "saved_names"))

@@ -12,11 +12,11 @@ Explain = Callable[[Candidate, Sequence[Candidate]], str]
 
 def best_cover(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The non-overlapping candidates of one pass with the largest total benefit."""
-    groups = grouped(candidates)
+    groups = overlap_groups(candidates)
     return [c for group in groups for c in best_of(group, [(0, c.benefit) for c in group])]
 
 
-def grouped(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def overlap_groups(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """The candidates in groups, none of which overlaps another."""
     group: list[Candidate] = []
     end = 0
@@ -55,7 +55,7 @@ def best_of(
     return list(best[0][5])
 
 
-def overlapping(candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
+def overlaps(candidate: Candidate, others: Sequence[Candidate]) -> list[Candidate]:
     """The candidates among others that cover the same op or edge in the same pass."""
     found = [o for o in others if o.begin < candidate.end and candidate.begin < o.end]
     return [

@@ -74,7 +74,7 @@ class Span:
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
 
     @property
-    def indexed(self) -> list[tuple[int, BasicOperation]]:
+    def indexed_ops(self) -> list[tuple[int, BasicOperation]]:
         """Its ops, each with its index, and its casts, each with its edge."""
         found, index = [], self.start
         for op in self.matched:
@@ -85,7 +85,7 @@ class Span:
     @property
     def casts(self) -> list[tuple[int, Cast]]:
         """Its casts, each with its edge."""
-        return [(edge, op) for edge, op in self.indexed if isinstance(op, Cast)]
+        return [(edge, op) for edge, op in self.indexed_ops if isinstance(op, Cast)]
 
     @property
     def title(self) -> str:
@@ -154,7 +154,7 @@ class Step(Span):
         """
         found = [
             Step.alone(op, 2 * i + (not isinstance(op, Cast)))
-            for i, op in self.indexed
+            for i, op in self.indexed_ops
             if last is None or i <= last
         ]
         return found if pass_name == "forward" else found[::-1]

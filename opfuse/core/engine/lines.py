@@ -104,7 +104,7 @@ def of_cast(
     return CastContext, vars(OperationContext()) | own
 
 
-def attributes_left(ctx: Any) -> dict[str, Any]:
+def leftover_attributes(ctx: Any) -> dict[str, Any]:
     """What an op leaves on its context, if it declares nothing."""
     return {name: value for name, value in vars(ctx).items() if name not in _OF_ONE_PASS}
 
@@ -381,7 +381,7 @@ def recompute(how: Recompute, before: Contexts, ctx: Any, usage: Usage) -> None:
         usage: The copies that it had.
     """
     shell, ctxs = ctx.saved_tensors[how.place], []
-    for i, op in how.step.indexed:
+    for i, op in how.step.indexed_ops:
         if isinstance(op, Cast):
             ctxs += contexts([of_cast(how.step, "recompute", op.quantizer, usage)])
             ctxs[-1].saved_tensors = (shell,)
@@ -409,7 +409,7 @@ def _is_of(kept: Any, output: Any, cast: Cast | None) -> bool:
 # Ops that store the gradients of their parameters themselves
 
 
-def params_wanted(program: Blueprint, ctx: Any) -> list[list[Any]]:
+def wanted_params(program: Blueprint, ctx: Any) -> list[list[Any]]:
     """For each op that stores gradients its parameters; None for those that get none here.
 
     Args:

@@ -18,7 +18,7 @@ from ..introspection import is_dtensor, op_class, standing_for
 from ..plugins import manager
 from ..quantization import Quantizer
 from ..quantization.coded_tensor import note_of
-from ..quantization.names import check_names, matching
+from ..quantization.names import check_names, first_match
 from ..recipe_lookup import why_off
 from ..records import FusionSource
 from ..settings import Settings, current
@@ -150,7 +150,7 @@ def edges_of(
     known = {"environment": env, "is_recording": needs.grad_mode, "quantizers": {}}
     with current.temporarily(values=settings, **known):
         for op in chain.ops:
-            skipped = matching(op.name, settings.skip)
+            skipped = first_match(op.name, settings.skip)
             op.reset_recipe_state(recipe=None if skipped else env.recipe)
         return find_edges(chain, env, needs, off)
 

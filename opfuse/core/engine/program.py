@@ -50,15 +50,15 @@ class Program(Blueprint):
 
     def __init__(self, *data: Any) -> None:
         super().__init__(*data)
-        self.run_backward = self.wrapped("backward", _run_backward)
+        self.run_backward = self.wrap("backward", _run_backward)
         self.saves_call = self.run_backward is not _run_backward
-        self.call = self.wrapped("forward", _run_call)
+        self.call = self.wrap("forward", _run_call)
         more = self.double_backward, self.pre_forward_ops, self.autocast
         self.is_plain = self.call is _run_call and not any(more)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.run = self.function("forward", False, False, False)
 
-    def wrapped(self, pass_name: str, run: Any) -> Any:
+    def wrap(self, pass_name: str, run: Any) -> Any:
         """What tools make of what runs a pass."""
         return self.facts.wrap("opfuse_wrap_pass", run, program=self, pass_name=pass_name)
 
@@ -114,7 +114,7 @@ class Program(Blueprint):
         if (function := self._functions.get(variant)) is None:
             is_forward = variant[0] == "forward"
             write = Forward if is_forward else Backward
-            function = write(self, Variant(*variant)).write().compiled()
+            function = write(self, Variant(*variant)).write().compile()
             self.facts.check_tools()
             if is_forward and self.trains:
                 function = _applied(self, function)
@@ -213,7 +213,7 @@ def _applied(program: Program, run: Callable[..., Any]) -> Any:
     """The ``apply`` of the autograd function of a program."""
     back: Any = program.run_backward
     if program.compiling:  # nothing is decided later
-        back = program.wrapped("backward", program.backward_of([torch.empty(0)], traced=True))
+        back = program.wrap("backward", program.backward_of([torch.empty(0)], traced=True))
     passes = {"forward": staticmethod(run), "backward": staticmethod(back)}
     made: Any = type("OpfuseChain", (torch.autograd.Function,), passes)
     if program.compiling:

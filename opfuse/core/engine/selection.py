@@ -28,7 +28,7 @@ from ..fusion import PASSES, Fusion
 from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation
 from ..records import FusionSource
-from .cover import Explain, best_cover, conflict, overlapping
+from .cover import Explain, best_cover, conflict, overlaps
 from .facts import Candidate, Facts, View
 from .plan import Refusal
 
@@ -82,7 +82,7 @@ class Choice:
         """Those that overlap nothing taken; their conditions are asked when this is first read."""
         for source in self._sources:
             self.found += self._finder.candidates(source, self.taken)
-        return [c for c in self.found if not overlapping(c, self.taken)]
+        return [c for c in self.found if not overlaps(c, self.taken)]
 
     def rivals(self, *, alike: bool) -> list[Candidate]:
         """The candidates that choose later, and overlap nothing taken.
@@ -122,7 +122,7 @@ def choose(
     for _, of_class in groupby(enumerate(ordered, 1), key=lambda pair: pair[1].order):
         positions, group = zip(*of_class, strict=True)
         choices.append(Choice(finder, group, ordered[positions[-1] :], taken))
-        taken = taken + _checked(best(choices[-1]), choices[-1])
+        taken = taken + _check_choice(best(choices[-1]), choices[-1])
     taken.sort(key=lambda c: (PASSES.index(c.passes), c.begin))
     kept = taken[:limit]
     won, fitting = {*kept}, {*taken}
@@ -130,13 +130,13 @@ def choose(
     for loser, choice in losers:
         limited = f"beyond the limit of {limit} fusions" if loser in fitting else ""
         why = limited or finder.lost.get(loser)
-        lost = (why, None) if why else conflict(loser, overlapping(loser, taken), choice.explain)
+        lost = (why, None) if why else conflict(loser, overlaps(loser, taken), choice.explain)
         finder.refuse(loser, *lost)
     refused = tuple(sorted(finder.refused, key=_place))
     return Chosen(tuple(kept), refused, tuple(sorted(finder.row_facts)))
 
 
-def _checked(chosen: Any, choice: Choice) -> list[Candidate]:
+def _check_choice(chosen: Any, choice: Choice) -> list[Candidate]:
     """What a choice gave; refused if a tool made it no choice among the candidates."""
     is_list = isinstance(chosen, (list, tuple))
     if not is_list or not all(any(c is each for each in choice.candidates) for c in chosen):
@@ -144,7 +144,7 @@ def _checked(chosen: Any, choice: Choice) -> list[Candidate]:
         what = "must return a list of the candidates of its Choice"
         raise TypeError(f"a tool's opfuse_wrap_choice {what}, got {got}")
     for candidate in chosen:
-        if len(both := overlapping(candidate, chosen)) > 1:
+        if len(both := overlaps(candidate, chosen)) > 1:
             names = " and ".join(each.source.name for each in both)
             raise RuntimeError(f"a tool's opfuse_wrap_choice took {names}, which overlap")
     return [*chosen]
@@ -187,7 +187,7 @@ class _Finder:
             candidate
             for source in sources
             for candidate in finder.candidates(source, taken)
-            if not overlapping(candidate, taken)
+            if not overlaps(candidate, taken)
         ]
 
     def refuse(self, candidate: Candidate, reason: str, lost_to: str | None = None) -> None:
@@ -209,14 +209,14 @@ class _Finder:
         if declared_fusion and not declared_fusion.may_match(self.classes):
             return
         for found in self._found(source):
-            benefit = 0 if overlapping(found, taken) else self._benefit(found)
+            benefit = 0 if overlaps(found, taken) else self._benefit(found)
             if isinstance(benefit, str):
                 self.refuse(found, benefit)
             else:
                 found.benefit = benefit
                 yield found
         if declared_fusion:
-            self._refuse_uncovered(source, declared_fusion)
+            self._refuse_near_matches(source, declared_fusion)
 
     def _found(self, source: FusionSource) -> Iterator[Candidate]:
         """The matches of a fusion: the ops with the casts of its pass, or the ops alone.
@@ -241,13 +241,13 @@ class _Finder:
                         seen.add((candidate.begin, candidate.end))
                         yield candidate
 
-    def _refuse_uncovered(self, source: FusionSource, fusion: Fusion) -> None:
+    def _refuse_near_matches(self, source: FusionSource, fusion: Fusion) -> None:
         """Record, once per fusion, which ops override the arithmetic of its pattern."""
         view = self.views[source.passes]
         missed = [
             (j - i, i, j, why)
             for i in range(len(view.ops))
-            for j, why in fusion.uncovered(view.ops, i).items()
+            for j, why in fusion.near_matches(view.ops, i).items()
         ]
         said: set[int] = set()
         for _, i, j, why in sorted(missed):

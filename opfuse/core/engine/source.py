@@ -132,7 +132,7 @@ class Source:
         """The source."""
         return "\n".join(self._lines) + "\n"
 
-    def compiled(self) -> Callable[..., Any]:
+    def compile(self) -> Callable[..., Any]:
         """The function. A traceback shows its lines as long as it exists."""
         filename, text = f"<opfuse program {next(_numbers)}>", self.text
         exec(_named(_compile(text), filename), self._names)
@@ -169,7 +169,9 @@ class Source:
 
     def each(self, step: Step, of_op: Callable[[int], str], of_cast: str) -> str:
         """A list with an entry for each op of a step; ``of_cast`` is given a cast's edge."""
-        found = [of_cast.format(i) if isinstance(op, Cast) else of_op(i) for i, op in step.indexed]
+        found = [
+            of_cast.format(i) if isinstance(op, Cast) else of_op(i) for i, op in step.indexed_ops
+        ]
         return f"[{', '.join(found)}]"
 
     def run_cast(self, step: Step, x: str) -> None:
@@ -235,7 +237,7 @@ class Source:
         if self.env.recipe is not None:
             self.add(f"if isinstance({x}, QuantizedTensor): {x} = {x}.dequantize()")
 
-    def leave(self, x: str) -> None:
+    def write_return(self, x: str) -> None:
         """Give the caller what it can use."""
         if self.env.recipe is not None:
             recipe = None if self.env.compiling else self.env.recipe

@@ -92,7 +92,7 @@ class Backward(Source):
                     self.add(f"dy = {zeros_like}(dy)", "no gradient reaches the ops behind")
                 is_behind = False
             self._run(step, is_behind)
-        self.leave("dy")
+        self.write_return("dy")
         if watched:
             restore = self.bind("restore", put_back)
             self.add(f"for state, before in pending: {restore}(state, before)")
@@ -199,7 +199,7 @@ class Backward(Source):
         if self.traced:
             self.add("wanted = ctx.accumulating")
             return
-        self.add(f"wanted = {self.call(lines.params_wanted, self.program)}(ctx)")
+        self.add(f"wanted = {self.call(lines.wanted_params, self.program)}(ctx)")
         takers = [step for step in self.steps if step.source is None or step.op.adds_to_sum]
         taken = {i for step in takers for i in range(step.start, step.stop) if i <= self._reached}
         for n, (i, *_) in enumerate(self.program.accumulators):

@@ -52,7 +52,7 @@ class Forward(Source):
         self.add("x = input")
         for step in self.steps:
             self._run(step)
-        self.leave("x")
+        self.write_return("x")
         self._check()
         if self._trains:
             self._save()
@@ -89,7 +89,7 @@ class Forward(Source):
         given = self.each(step, lambda i: self._extra_inputs(step, i), "()")
         kwargs = self.each(step, lambda i: f"kwargs[{i}]" if keywords[i] else "{}", "{{}}")
         slots = enumerate(self.chain.outputs_of(step.start, step.stop))
-        used = [pair for pair in slots if self.chain.needed_after(pair[1], step.stop)]
+        used = [pair for pair in slots if self.chain.is_needed_after(pair[1], step.stop)]
         counts = [op.num_extra_outputs for op in self.chain.ops[step.start : step.stop]]
         fixed = self.program, step, counts, used
         result = self.call(lines.forward_result, *fixed, at=step.begin)
@@ -152,7 +152,7 @@ class Forward(Source):
         for i in self._doubtful:
             left = f"c{i}.to_save"
             is_wrong = f"{left} is None or len({left}) != {counts[i]}" if i in counts else left
-            check = self.call(checks.checked_saved, self.program, i, at=i)
+            check = self.call(checks.check_saved, self.program, i, at=i)
             self.add(f"if c{i}.saved_tensors is not None or {is_wrong}: {left} = {check}(c{i})")
 
     def _save(self) -> None:
@@ -168,7 +168,7 @@ class Forward(Source):
             if (how := program.recomputations.get(i)) is not None:
                 drop = self.call(lines.drop_among, how, at=i)
                 self.add(f"s{i}, ctx.dropped_{i} = {drop}(c{how.step.start}, s{i})")
-            self.add(f"ctx.left_{i} = {self.call(lines.attributes_left)}(c{i}), len(s{i})")
+            self.add(f"ctx.left_{i} = {self.call(lines.leftover_attributes)}(c{i}), len(s{i})")
             parts.append(f"*s{i}")
         flat = ", ".join(parts)
         if watched or program.recomputations or program.saves_quantized:

@@ -344,7 +344,7 @@ class ScaledTensor(QuantizedTensor):
         assert data is not None and self.scale_inv is not None  # checked
         compute = torch.float64 if data.dtype == torch.float64 else torch.float32
         values = (data.to(compute) * self.scale_inv.reshape(())).to(self.dtype)
-        return values if self.rowwise_data is not None else untransposed(values, self.shape)
+        return values if self.rowwise_data is not None else transpose_back(values, self.shape)
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -352,7 +352,7 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def untransposed(values: Tensor, shape: torch.Size) -> Tensor:
+def transpose_back(values: Tensor, shape: torch.Size) -> Tensor:
     """The values of a columnwise copy in the logical shape."""
     return values.t().reshape(shape).contiguous()
 

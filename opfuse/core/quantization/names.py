@@ -23,7 +23,7 @@ def remember(op: Any) -> None:
 
 
 @functools.lru_cache(4096)
-def matching(name: str, patterns: tuple[str, ...]) -> str:
+def first_match(name: str, patterns: tuple[str, ...]) -> str:
     """The first pattern that matches a name, or the name of an outer module; ``""``: none."""
     names = [*itertools.accumulate(name.split("."), "{}.{}".format)] if name else []
     return next((p for p in patterns if any(fnmatchcase(n, p) for n in names)), "")
@@ -48,7 +48,7 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
             if why := getattr(op, "unquantized", ""):
                 found[i] = why
             continue
-        if pattern := matching(op.name, skip):
+        if pattern := first_match(op.name, skip):
             found[i] = f"not quantized: skip names it, by {pattern!r}"
         elif off:
             found[i] = off
@@ -57,11 +57,11 @@ def why_unquantized(ops: Sequence[Any], skip: tuple[str, ...], off: str) -> dict
 
 def _refuse_part(op: Any, skip: tuple[str, ...]) -> None:
     """Refuse a pattern for a linear inside an op that combines several."""
-    if matching(op.name, skip):
+    if first_match(op.name, skip):
         return
     for inner in op.modules():
         name = getattr(inner, "name", "")
-        if isinstance(name, str) and (pattern := matching(name, skip)):
+        if isinstance(name, str) and (pattern := first_match(name, skip)):
             raise ValueError(
                 f"autocast(skip=...): {pattern!r} names {name!r}, which is a part of "
                 f"{type(op).__name__} {op.name!r}: skip all of it, by {op.name!r}"
@@ -83,7 +83,7 @@ def _check(patterns: tuple[str, ...], change: int) -> None:
     ops = [op for op in list(_named) if getattr(op, "num_quantizers", lambda _: 0)("forward")]
     known = {op.name: None for op in ops if op.name}
     for pattern in patterns:
-        if any(matching(name, (pattern,)) for name in known):
+        if any(first_match(name, (pattern,)) for name in known):
             continue
         if not known:
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..settings import current, is_captured
 from .coded_tensor import QuantizedParameter, quantized_parameters
-from .names import matching
+from .names import first_match
 from .quantizer import Quantizer, QuantizerRole, Recipe
 
 _KEY = "quantizers."
@@ -160,7 +160,7 @@ class QuantizerStates:
             raise
         return made
 
-    def updated(self, op: Any) -> QuantizerStates:
+    def refresh(self, op: Any) -> QuantizerStates:
         """These, with the current quantizers of the parameters of ``op``; a copy has its own."""
         for recipe in self._by_recipe:
             self.use(op, recipe)
@@ -191,7 +191,7 @@ class QuantizerStates:
     def in_force(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""
         observer = current.observer
-        if recipe is None or matching(op.name, current.skip):
+        if recipe is None or first_match(op.name, current.skip):
             return self.own
         if observer is None or recipe not in self._by_recipe:
             return self.of(recipe, recording=recording)

@@ -138,7 +138,7 @@ def ends_of(chain: Chain) -> tuple[Ends | None, Ends | None]:
                 f"{chain.title}: {given}, and {op_class(op).__name__} after it is said to take "
                 f"{ends.takes}: give both the same placement"
             )
-        if ends or len(op.with_surrounding) > 1:
+        if ends or len(op.ops_as_run) > 1:
             giver = (op, ends) if ends and ends.gives else None
     return (all_ends[0], all_ends[-1]) if ops else (None, None)
 

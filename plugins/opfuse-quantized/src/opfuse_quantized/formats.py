@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opfuse.core.quantization import ROWWISE
-from opfuse.core.quantization.formats import FP8, QuantizedTensor, Usage, matrix_of, untransposed
+from opfuse.core.quantization.formats import FP8, QuantizedTensor, Usage, matrix_of, transpose_back
 
 from .hadamard import unmixed
 from .swizzle import swizzled_size, unswizzled
@@ -69,7 +69,7 @@ class _TwoCopies(QuantizedTensor):
         size = (rows, columns) if usage.rowwise else (columns, rows)
         values = self._unpacked(getattr(self, f"{copy}_data")).reshape(size)
         values = self._scaled(copy, values).to(self.dtype)
-        return values.reshape(self.shape) if usage.rowwise else untransposed(values, self.shape)
+        return values.reshape(self.shape) if usage.rowwise else transpose_back(values, self.shape)
 
     @abstractmethod
     def _scale_shape(self, copy: str, outer: int, inner: int) -> tuple[int, ...]:
