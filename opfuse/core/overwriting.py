@@ -112,13 +112,10 @@ def unseen(tensor: Tensor, *, is_result: bool = False) -> Tensor:
     """
     if is_result and may_write(tensor):
         return tensor
-    if tracing() or not (dispatch_modes() or function_modes()):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return tensor.clone(memory_format=torch.contiguous_format)
+    return write_state(tensor.clone, memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
 
 
-def write_state(write: Callable[..., Any], *given: Any, **named: Any) -> None:
+def write_state(write: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Call an operation that writes into a state; no mode sees it, as for :func:`put_back`.
 
     A trace has it.
@@ -129,10 +126,9 @@ def write_state(write: Callable[..., Any], *given: Any, **named: Any) -> None:
         named: Those by name.
     """
     if tracing() or not (dispatch_modes() or function_modes()):
-        write(*given, **named)
-        return
+        return write(*given, **named)
     with torch._C.DisableTorchFunction(), _disable_current_modes():
-        write(*given, **named)
+        return write(*given, **named)
 
 
 def put_back(tensor: Tensor, value: Tensor) -> None:

@@ -27,8 +27,7 @@ def wrap(tools: Iterable[PluginRecord], hook: str, run: Run, **given: Any) -> Ru
     Raises:
         CallRefusedError: A tool refuses what would run.
     """
-    asked = [record for record in tools if hook in record.hooks]
-    for record in [record for record in asked if record.state == "loaded"]:
+    for record in [r for r in tools if hook in r.hooks and r.state == "loaded"]:
         run = manager.ask(record, hook, Callable, run=run, **given) or run  # type: ignore[arg-type]
     return run
 

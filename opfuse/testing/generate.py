@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .. import ops as built_in
 from ..core.engine.chain import Chain
-from ..core.engine.facts import Needs
-from ..core.engine.planner import edges_of, rows_of
+from ..core.engine.facts import Needs, edges_of
+from ..core.engine.planner import rows_of
 from ..core.environment import Environment
 from ..core.fusion import Fusion, OneOf, OneOrMore, Optional, Subclasses
 from ..core.op import BasicOperation, kinds_of
@@ -419,7 +419,7 @@ def matched(case: Case, ops: Sequence[BasicOperation] = ()) -> tuple[BasicOperat
         edges = edges_of(Chain(basic), env, needs, current.values._replace(recipe=recipe))
     begin, end = 2 * start + (not is_cast(case.ops[0])), 2 * stop + is_cast(case.ops[-1])
     view = edges.view(basic, case.subject.passes)
-    found = [op for op, place in zip(view.ops, view.places, strict=True) if begin <= place < end]
+    found = [op for place, op in view.items() if begin <= place < end]
     if len(found) != len(case.ops):
         raise Declined("nothing is cast where its pattern has a cast")
     return tuple(found)

@@ -156,8 +156,7 @@ def _moved(candidate: Candidate, start: int, chain: Chain, edges: Edges, env: En
     """The step of a candidate of the whole chain, built for a part of it."""
     begin, end = candidate.begin - 2 * start, candidate.end - 2 * start
     view = edges.view(chain.ops, candidate.passes if candidate.casts else "joint")
-    placed = zip(view.ops, view.places, strict=True)
-    matched = tuple(op for op, place in placed if begin <= place < end)
+    matched = tuple(op for place, op in view.items() if begin <= place < end)
     moved = dataclasses.replace(candidate, begin=begin, end=end, matched=matched)
     step = build_step(moved, (candidate.env or env)._replace(configuration=env.configuration))
     if step is None:

@@ -21,9 +21,9 @@ from ..hookspecs import Run
 from ..introspection import op_class
 from ..op import BasicOperation
 from ..quantization import BOTH, Quantizer, Recipe
-from ..quantization.names import why_unquantized
+from ..quantization.names import first_match, why_unquantized
 from ..records import PluginRecord
-from ..settings import current
+from ..settings import Settings, current
 from ..tools import wrap
 from .chain import Chain
 
@@ -47,13 +47,18 @@ class Recompute(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Span:
-    """A range of a chain: ``ops[start:stop]``, and casts on their edges.
+class Step:
+    """One call of one op, for the range of a chain that it replaces: ops and casts on their edges.
 
     Attributes:
         begin, end: The range in half steps, see :mod:`opfuse.core.engine.facts`; casts have a place
             there too.
         matched: The basic ops and the casts, in the order of the forward.
+        source: The :class:`~opfuse.core.records.FusionSource` of a fused op; None for another op.
+        benefit: Number of tensor reads and writes that a fusion saves.
+        env: The environment that was passed to a fusion.
+        op: The basic op, the cast, or the fused op; None: it is not built yet.
+        note: Further remarks for reports.
         start, stop: The range of basic ops; empty for a cast, whose edge is both.
         has_extras: Whether one of the basic ops has extra tensors.
         cast_places: Where in ``matched`` casts are, the last one first.
@@ -62,6 +67,11 @@ class Span:
     begin: int
     end: int
     matched: tuple[BasicOperation, ...]
+    source: Any = None
+    benefit: float = 0.0
+    env: Any = None
+    op: Any = None
+    note: str = ""
     start: int = dataclasses.field(init=False)
     stop: int = dataclasses.field(init=False)
     has_extras: bool = dataclasses.field(init=False)
@@ -72,6 +82,11 @@ class Span:
         places = reversed(range(len(self.matched)))
         self.cast_places = tuple([p for p in places if isinstance(self.matched[p], Cast)])
         self.has_extras = any(op.num_extra_inputs or op.num_extra_outputs for op in self.matched)
+
+    @classmethod
+    def alone(cls, op: BasicOperation, place: int) -> Step:
+        """A step of an op, or of a cast, by itself."""
+        return cls(place, place + 1, (op,), op=op)
 
     @property
     def indexed_ops(self) -> list[tuple[int, BasicOperation]]:
@@ -92,58 +107,14 @@ class Span:
         """The names of its ops and casts."""
         return " + ".join(op_class(op).__name__ for op in self.matched)
 
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Candidate(Span):
-    """A place where a fusion fits.
-
-    Attributes:
-        source: The :class:`~opfuse.core.records.FusionSource` that gave the fusion.
-        benefit: Number of tensor reads and writes that the fusion saves.
-        env: The environment that was passed to the fusion; None: that of the plan.
-        op: The fused op, if a fusion function has built it; or None.
-        note: Further remarks for reports.
-    """
-
-    source: Any
-    benefit: float = 0.0
-    env: Any = None
-    op: Any = None
-    note: str = ""
-
-    def remark(self, text: str) -> None:
-        """Put a remark before those that it has."""
-        self.note = "; ".join(filter(None, (text, self.note)))
-
-    @property
-    def passes(self) -> str:
-        """The pass that it replaces: ``"forward"``, ``"backward"`` or ``"joint"``."""
-        return str(self.source.passes)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Step(Span):
-    """One call of one op, for the range that it replaces.
-
-    Attributes:
-        op: The basic op, the cast, or the fused op.
-        source: Where a fused op comes from, see :class:`Candidate`; None for another op.
-        note: Further remarks for reports.
-    """
-
-    op: Any
-    source: Any = None
-    note: str = ""
-
-    @classmethod
-    def alone(cls, op: BasicOperation, place: int) -> Step:
-        """A step of an op, or of a cast, by itself."""
-        return cls(place, place + 1, (op,), op)
-
     @property
     def passes(self) -> str:
         """The pass that it replaces; ``"joint"`` for an op that is not fused."""
         return str(self.source.passes) if self.source else "joint"
+
+    def remark(self, text: str) -> None:
+        """Put a remark before those that it has."""
+        self.note = "; ".join(filter(None, (text, self.note)))
 
     def separate(self, pass_name: str, last: int | None = None) -> list[Step]:
         """The steps of its ops and casts, in the order of a pass.
@@ -158,6 +129,10 @@ class Step(Span):
             if last is None or i <= last
         ]
         return found if pass_name == "forward" else found[::-1]
+
+
+Candidate = Step
+"""A step that may be chosen: a place where a fusion fits."""
 
 
 class Needs(NamedTuple):
@@ -175,18 +150,6 @@ class Needs(NamedTuple):
     first_backward: int
     inputs: tuple[bool, ...]
     params: tuple[tuple[bool, ...], ...]
-
-
-class View(NamedTuple):
-    """The ops of a chain as the fusions of a pass see them, casts included.
-
-    Attributes:
-        ops: The ops, in the order of the forward.
-        places: The position of each, in half steps.
-    """
-
-    ops: tuple[BasicOperation, ...]
-    places: tuple[int, ...]
 
 
 class Edges(NamedTuple):
@@ -211,13 +174,12 @@ class Edges(NamedTuple):
         left = any(start <= i < stop for i in self.unquantized)
         return None if left and not any(self.quantizers[start:stop]) else recipe
 
-    def view(self, ops: Sequence[BasicOperation], pass_name: str) -> View:
-        """The ops and casts that a pass runs; for ``"joint"``, the ops alone."""
+    def view(self, ops: Sequence[BasicOperation], pass_name: str) -> dict[int, BasicOperation]:
+        """The ops and casts that a pass runs, by place in half steps; ``"joint"``: ops alone."""
         casts = {} if pass_name == "joint" else getattr(self, pass_name)
         placed: dict[int, BasicOperation] = {2 * i + 1: op for i, op in enumerate(ops)}
         placed |= {2 * edge: cast for edge, cast in casts.items()}
-        places = sorted(placed)
-        return View(tuple([placed[place] for place in places]), tuple(places))
+        return dict(sorted(placed.items()))
 
     def between(self, passes: str, start: int, stop: int) -> str:
         """Describe the casts of a pass between the ops of ``ops[start:stop]``; ``""``: none."""
@@ -234,37 +196,45 @@ def _by(cast: Cast) -> str:
     return type(cast.quantizer).__name__
 
 
-def find_edges(chain: Chain, env: Environment, needs: Needs, off: str = "") -> Edges:
-    """Ask each op for the quantizers of its input and of its output's gradient.
+def edges_of(
+    chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
+) -> Edges:
+    """Create the quantizers of the ops, and ask each op which ones its tensors need.
 
     Args:
         chain: The chain.
         env: The environment of the plan.
         needs: The gradients that it computes.
-        off: Why no plugin serves the recipe in force, or ``""``.
+        settings: Those of the plan. Ops read the recipe there; none is in force in a trace.
+        off: Why no plugin serves the recipe, or ``""``.
     """
-    unquantized = why_unquantized(chain.ops, current.skip, off)
-    quantizers = [op._quantizers.in_force(op, env.recipe, needs.grad_mode) for op in chain.ops]
-    current.quantizers = dict(zip(chain.ops, quantizers, strict=True))
-    if env.recipe is None:
-        return Edges({}, {}, quantizers, unquantized if off else {})
-    quantized_backward = env.recipe.backward_override is None
-    forward: dict[int, Cast] = {}
-    backward: dict[int, Cast] = {}
-    for i, op in enumerate(chain.ops):
-        dgrad, wgrad = needs.inputs[i], any(needs.params[i])
-        if (quantizer := op.get_input_quantizer()) is not None:
-            usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
-            forward[i] = Cast(quantizer, usage)
-        if i < needs.first_backward or not quantized_backward:
-            continue
-        if (quantizer := op.get_grad_output_quantizer()) is not None:
-            usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
-            if any(usage):
-                backward[i + 1] = Cast(quantizer, usage)
-    both = needs.grad_mode and not env.compiling
-    facts = _place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
-    return Edges(forward, backward, quantizers, unquantized, facts)
+    known = {"environment": env, "is_recording": needs.grad_mode, "quantizers": {}}
+    with current.temporarily(values=settings, **known):
+        for op in chain.ops:
+            skipped = first_match(op.name, settings.skip)
+            op.reset_recipe_state(recipe=None if skipped else env.recipe)
+        unquantized = why_unquantized(chain.ops, current.skip, off)
+        quantizers = [op._quantizers.in_force(op, env.recipe, needs.grad_mode) for op in chain.ops]
+        current.quantizers = dict(zip(chain.ops, quantizers, strict=True))
+        if env.recipe is None:
+            return Edges({}, {}, quantizers, unquantized if off else {})
+        quantized_backward = env.recipe.backward_override is None
+        forward: dict[int, Cast] = {}
+        backward: dict[int, Cast] = {}
+        for i, op in enumerate(chain.ops):
+            dgrad, wgrad = needs.inputs[i], any(needs.params[i])
+            if (quantizer := op.get_input_quantizer()) is not None:
+                usage = op.get_usage("input", dgrad=dgrad, wgrad=wgrad, backward=quantized_backward)
+                forward[i] = Cast(quantizer, usage)
+            if i < needs.first_backward or not quantized_backward:
+                continue
+            if (quantizer := op.get_grad_output_quantizer()) is not None:
+                usage = op.get_usage("grad_output", dgrad=dgrad, wgrad=wgrad)
+                if any(usage):
+                    backward[i + 1] = Cast(quantizer, usage)
+        both = needs.grad_mode and not env.compiling
+        facts = _place_quantize(chain.ops, forward, backward, env.row_alignment if both else None)
+        return Edges(forward, backward, quantizers, unquantized, facts)
 
 
 def _place_quantize(

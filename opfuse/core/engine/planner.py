@@ -18,25 +18,14 @@ from ..introspection import is_dtensor, op_class, standing_for
 from ..plugins import manager
 from ..quantization import Quantizer
 from ..quantization.coded_tensor import note_of
-from ..quantization.names import check_names, first_match
+from ..quantization.names import check_names
 from ..recipe_lookup import why_off
 from ..records import FusionSource
-from ..settings import Settings, current
+from ..settings import Settings
 from ..tools import check_options
 from .chain import Chain
 from .checks import check_attributes, check_differentiable, check_kwargs, check_tensors
-from .facts import (
-    Candidate,
-    Edges,
-    Facts,
-    Needs,
-    Recompute,
-    Shapes,
-    Step,
-    ToolFacts,
-    View,
-    find_edges,
-)
+from .facts import Candidate, Facts, Needs, Recompute, Shapes, Step, ToolFacts, edges_of
 from .plan import FusionPlan, PlanStep, Refusal
 from .program import Program
 from .selection import check_expansion, choose
@@ -142,19 +131,6 @@ def _shapes(chain: Chain, tensors: Sequence[Tensor] | None) -> Shapes:
     return [described[slice(*span)] for span in chain.param_ranges]
 
 
-def edges_of(
-    chain: Chain, env: Environment, needs: Needs, settings: Settings, off: str = ""
-) -> Edges:
-    """Create the quantizers of the ops, and ask each op which ones its tensors need."""
-    # ops read the recipe in the settings; it is not in force while tracing
-    known = {"environment": env, "is_recording": needs.grad_mode, "quantizers": {}}
-    with current.temporarily(values=settings, **known):
-        for op in chain.ops:
-            skipped = first_match(op.name, settings.skip)
-            op.reset_recipe_state(recipe=None if skipped else env.recipe)
-        return find_edges(chain, env, needs, off)
-
-
 def _environment(key: Key, input: Tensor | None) -> Environment:
     """The environment of a plan, from its key."""
     device = key.device
@@ -190,7 +166,7 @@ def _build(facts: Facts, sources: Sequence[FusionSource]) -> Program:
         chosen = choose(facts, sources, excluded)
         steps: list[Step] = []
         for candidate in chosen.taken:
-            step = build_step(candidate, candidate.env or facts.env)
+            step = build_step(candidate, candidate.env)
             if step is None:
                 excluded.add((candidate.source, candidate.begin, candidate.end))
                 break
@@ -201,18 +177,18 @@ def _build(facts: Facts, sources: Sequence[FusionSource]) -> Program:
 
 def build_step(candidate: Candidate, env: Environment) -> Step | None:
     """The step of a candidate; None, after a warning, if its author's code fails."""
-    ops, fused, source = candidate.matched, candidate.op, candidate.source
+    fused, source = candidate.op, candidate.source
     try:
         if fused is None:
-            fused = source.fusion.build(ops)
+            fused = source.fusion.build(candidate.matched)
         if isinstance(fused, FusedOperation):
             fused.planned(env)
     except Exception as error:
         what = "build" if fused is None else "planned"
         source.warn(f"its {what} raised {type(error).__name__}: {error}")
         return None
-    check_expansion(source, fused, ops)
-    return Step(candidate.begin, candidate.end, ops, fused, source, candidate.note)
+    check_expansion(source, fused, candidate.matched)
+    return dataclasses.replace(candidate, op=fused)
 
 
 def _needs(chain: Chain, grads: tuple[bool, ...] | None) -> Needs:
@@ -273,11 +249,10 @@ def _steps(facts: Facts, fused: Sequence[Step]) -> tuple[list[Step], list[Step]]
     return forward, backward if facts.env.requires_grad else []
 
 
-def _cover(view: View, taken: Sequence[Step]) -> list[Step]:
+def _cover(view: Mapping[int, Any], taken: Sequence[Step]) -> list[Step]:
     """The steps of one pass, first op to last: those taken, and single ops and casts elsewhere."""
     covered = {place for step in taken for place in range(step.begin, step.end)}
-    placed = zip(view.ops, view.places, strict=True)
-    alone = [Step.alone(op, place) for op, place in placed if place not in covered]
+    alone = [Step.alone(op, place) for place, op in view.items() if place not in covered]
     return sorted([*taken, *alone], key=lambda step: step.begin)
 
 

@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..introspection import kwarg_names, op_class
 from ..op import BasicOperation
 from ..records import FusionSource
 from .cover import Explain, best_cover, conflict, overlaps
-from .facts import Candidate, Facts, View
+from .facts import Candidate, Facts
 from .plan import Refusal
 
 logger = logging.getLogger("opfuse")
@@ -175,7 +175,7 @@ class _Finder:
         self.ops, self.env, self.edges = self.facts.chain.ops, self.facts.env, self.facts.edges
         self.prefer: str = self.env.options.get("prefer", "speed")
         self.views = {name: self.edges.view(self.ops, name) for name in PASSES}
-        seen = [op for view in self.views.values() for op in view.ops]
+        seen = [op for view in self.views.values() for op in view.values()]
         self.classes = {cls for op in seen for cls in (type(op), op_class(op))}
         keeping = [declared(op, "keeps_rows") for op in self.ops]
         self.rows_kept = list(itertools.accumulate(keeping, operator.and_, initial=True))
@@ -231,11 +231,12 @@ class _Finder:
             return
         ops_alone = source.passes == "joint" or "casts" in source.fusion.declares
         view = alone if ops_alone else self.views[source.passes]
-        views = (view,) if len(view.ops) == len(alone.ops) else (view, alone)
+        views = (view,) if len(view) == len(alone) else (view, alone)
         seen: set[tuple[int, int]] = set()
         for each in views:
-            for i in range(len(each.ops)):
-                for j in source.fusion.match(each.ops, i):
+            ops = tuple(each.values())
+            for i in range(len(ops)):
+                for j in source.fusion.match(ops, i):
                     candidate = _candidate(source, each, i, j)
                     if (candidate.begin, candidate.end) not in seen:
                         seen.add((candidate.begin, candidate.end))
@@ -244,10 +245,11 @@ class _Finder:
     def _refuse_near_matches(self, source: FusionSource, fusion: Fusion) -> None:
         """Record, once per fusion, which ops override the arithmetic of its pattern."""
         view = self.views[source.passes]
+        ops = tuple(view.values())
         missed = [
             (j - i, i, j, why)
-            for i in range(len(view.ops))
-            for j, why in fusion.near_matches(view.ops, i).items()
+            for i in range(len(ops))
+            for j, why in fusion.near_matches(ops, i).items()
         ]
         said: set[int] = set()
         for _, i, j, why in sorted(missed):
@@ -353,9 +355,10 @@ class _Finder:
         return getattr(self.env, name)
 
 
-def _candidate(source: FusionSource, view: View, i: int, j: int) -> Candidate:
-    """A candidate over ``view.ops[i:j]``."""
-    return Candidate(view.places[i], view.places[j - 1] + 1, view.ops[i:j], source)
+def _candidate(source: FusionSource, view: Mapping[int, Any], i: int, j: int) -> Candidate:
+    """A candidate over some of the ops and casts of a view."""
+    places = [*view][i:j]
+    return Candidate(places[0], places[-1] + 1, tuple([view[p] for p in places]), source)
 
 
 def _function_matches(

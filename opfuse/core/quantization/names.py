@@ -11,15 +11,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 _named: weakref.WeakSet[Any] = weakref.WeakSet()
-_changes = itertools.count(1)
-_change = 0
 
 
 def remember(op: Any) -> None:
     """Remember an op that got a name."""
-    global _change
     _named.add(op)
-    _change = next(_changes)
+    check_names.cache_clear()
 
 
 @functools.lru_cache(4096)
@@ -68,19 +65,15 @@ def _refuse_part(op: Any, skip: tuple[str, ...]) -> None:
             )
 
 
+@functools.lru_cache(64)
 def check_names(patterns: tuple[str, ...]) -> None:
     """Refuse patterns that match no op.
 
     Raises:
         ValueError: One matches no existing op that would be quantized.
     """
-    if patterns:
-        _check(patterns, _change)
-
-
-@functools.lru_cache(64)
-def _check(patterns: tuple[str, ...], change: int) -> None:
-    ops = [op for op in list(_named) if getattr(op, "num_quantizers", lambda _: 0)("forward")]
+    remembered = list(_named) if patterns else ()
+    ops = [op for op in remembered if getattr(op, "num_quantizers", lambda _: 0)("forward")]
     known = {op.name: None for op in ops if op.name}
     for pattern in patterns:
         if any(first_match(name, (pattern,)) for name in known):

@@ -107,7 +107,6 @@ class QuantizerStates:
         self.own: dict[str, Quantizer] = {}
         self._by_recipe: dict[Recipe, dict[str, Quantizer]] = {}
         self._unrecorded: dict[Recipe, dict[str, Quantizer]] = {}
-        self._names: dict[Recipe, dict[str, tuple[str, ...]]] = {}  # by mode
         self._recipe_names: dict[Recipe, str] = {}
         # recipe JSON -> state of a recipe not used yet
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -151,7 +150,6 @@ class QuantizerStates:
                     check_state(found)
                     made[name] = found
         self._recipe_names[recipe], self.name = op.engine.recipe_name(recipe), op.name
-        self._names[recipe] = {mode: quantizer_names(op, mode) for mode in MODES}
         self._by_recipe[recipe] = made
         try:
             self._restore(recipe, op)
@@ -184,9 +182,7 @@ class QuantizerStates:
     def of_mode(self, op: Any, recipe: Recipe | None, mode: str) -> list[Quantizer]:
         """The quantizers of :meth:`of` that the forward uses, or the backward."""
         known = self._by_recipe.get(recipe) or self.own  # type: ignore[arg-type]  # as `of` has it
-        by_mode = self._names.get(recipe)  # type: ignore[arg-type]
-        names = by_mode[mode] if by_mode else quantizer_names(op, mode)
-        return [*filter(None, map(known.get, names))]
+        return [*filter(None, map(known.get, quantizer_names(op, mode)))]
 
     def in_force(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""

@@ -72,10 +72,7 @@ class WeightCache:
         """
         if isinstance(weight, QuantizedParameter) and part is None:
             return weight.for_call(current.recipe, usage, f"the parameter {name}")
-        found = None
-        if current.weights == "cached":
-            found = self.reusable(name, weight, quantizer)
-        if found is not None:
+        if (found := self.reusable(name, weight, quantizer)) is not None:
             if found.usage.covers(usage):
                 return found
             usage = Usage(*map(max, usage, found.usage))  # so that all are of one scale
