@@ -276,7 +276,7 @@ def plugin(session: nox.Session, name: str) -> None:
 def together(session: nox.Session) -> None:
     """The core's tests again, with every plugin installed, but those that hide the plugins.
 
-    Fusing never changes the answer. Of a test with many cases a tenth run: see conftest.py.
+    Fusing never changes the answer. Of a test with several cases a tenth run: see conftest.py.
     """
     everything(session)
     session.env["OPFUSE_SHARE"] = "0.1"
