@@ -200,7 +200,7 @@ def arguments(rank):
         in repr(row)
     )
     assert row.bias.any() != bool(rank) and len(row.basic_ops) == 2
-    assert [type(op).__name__ for op in row.basic_ops[1].expansion] == ["Bias", "ReduceScatter"]
+    assert [type(op).__name__ for op in row.basic_ops[1].ops_as_run] == ["Bias", "ReduceScatter"]
     column = ops.BasicLinear(4, 6, tensor_parallel_mode="column")
     assert (column.local_out_features, column.tensor_parallel_size) == (3, 2)
     for group in [dist.new_group([each]) for each in range(2)]:
