@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -227,17 +227,17 @@ class _Finder:
         alone = self.views["joint"]
         if not isinstance(source.fusion, Fusion):
             for i, j, op in _function_matches(source, self.ops, self.env):
-                yield dataclasses.replace(_candidate(source, alone, i, j), op=op)
+                yield Candidate(2 * i + 1, 2 * j, self.ops[i:j], source, op=op)
             return
         ops_alone = source.passes == "joint" or "casts" in source.fusion.declares
         view = alone if ops_alone else self.views[source.passes]
         views = (view,) if len(view) == len(alone) else (view, alone)
         seen: set[tuple[int, int]] = set()
         for each in views:
-            ops = tuple(each.values())
+            places, ops = [*each], tuple(each.values())
             for i in range(len(ops)):
                 for j in source.fusion.match(ops, i):
-                    candidate = _candidate(source, each, i, j)
+                    candidate = Candidate(places[i], places[j - 1] + 1, ops[i:j], source)
                     if (candidate.begin, candidate.end) not in seen:
                         seen.add((candidate.begin, candidate.end))
                         yield candidate
@@ -245,7 +245,7 @@ class _Finder:
     def _refuse_near_matches(self, source: FusionSource, fusion: Fusion) -> None:
         """Record, once per fusion, which ops override the arithmetic of its pattern."""
         view = self.views[source.passes]
-        ops = tuple(view.values())
+        places, ops = [*view], tuple(view.values())
         missed = [
             (j - i, i, j, why)
             for i in range(len(ops))
@@ -254,7 +254,7 @@ class _Finder:
         said: set[int] = set()
         for _, i, j, why in sorted(missed):
             if said.isdisjoint(range(i, j)):
-                self.refuse(_candidate(source, view, i, j), why)
+                self.refuse(Candidate(places[i], places[j - 1] + 1, ops[i:j], source), why)
                 said |= set(range(i, j))
 
     def _benefit(self, candidate: Candidate) -> float | str:
@@ -353,12 +353,6 @@ class _Finder:
             return None
         self.row_facts.add(name)
         return getattr(self.env, name)
-
-
-def _candidate(source: FusionSource, view: Mapping[int, Any], i: int, j: int) -> Candidate:
-    """A candidate over some of the ops and casts of a view."""
-    places = [*view][i:j]
-    return Candidate(places[0], places[-1] + 1, tuple([view[p] for p in places]), source)
 
 
 def _function_matches(
