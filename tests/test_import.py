@@ -48,19 +48,26 @@ HIDE += "import opfuse; opfuse.plugins.manager.tools = []; opfuse.plugins.manage
 
 
 def test_names_of_a_package_that_is_not_installed_are_not_offered():
-    code = "from opfuse import *; print({'explain', 'tune'} <= {*dir(opfuse)}, 'convert' in dir(opfuse))"
-    assert python(HIDE + code) == "True False"
-    assert {"convert", "converted", "revert"} <= {*dir(opfuse)} or not importlib.util.find_spec(
-        "opfuse_convert"
-    )
-    for name, package in {
+    packages = {
         "convert": "opfuse-convert",
         "quantized_model_init": "opfuse-quantized",
         "QuantizedActivation": "opfuse-quantized",
         "from_te_extra_state": "opfuse-plugin-fp8",
-    }.items():
-        said = f"{HIDE}\ntry: opfuse.{name}\nexcept ImportError as error: print(error)"
-        assert f"opfuse.{name} needs the package {package}, which is not installed" in python(said)
+    }
+    code = f"""
+from opfuse import *
+print({{"explain", "tune"}} <= {{*dir(opfuse)}}, "convert" in dir(opfuse))
+for name in {[*packages]}:
+    try: getattr(opfuse, name)
+    except ImportError as error: print(error)
+"""
+    offered, *said = python(HIDE + code).splitlines()
+    assert offered == "True False"
+    assert {"convert", "converted", "revert"} <= {*dir(opfuse)} or not importlib.util.find_spec(
+        "opfuse_convert"
+    )
+    for (name, package), of_name in zip(packages.items(), said, strict=True):
+        assert f"opfuse.{name} needs the package {package}, which is not installed" in of_name
 
 
 def test_what_leaves_a_chain_quantized_needs_a_package():
