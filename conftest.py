@@ -45,12 +45,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_runtest_setup(item):
     """Let each test draw the same numbers, whichever tests ran before it in its process."""
-    if torch := sys.modules.get(
-        "torch"
-    ):  # torch.manual_seed formats the stack for each kind of GPU
-        seed = (
-            torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-        )
+    if torch := sys.modules.get("torch"):
+        has_gpu = torch.cuda.is_available()  # without one, torch formats the stack three times
+        seed = torch.manual_seed if has_gpu else torch.default_generator.manual_seed
         seed(zlib.crc32(item.nodeid.encode()))
 
 

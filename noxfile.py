@@ -46,8 +46,10 @@ DISTRIBUTIONS = str(ROOT / "tests" / "release" / "distributions.py")
 BIN = "Scripts" if os.name == "nt" else "bin"
 ALONE = ["--no-seed"]  # a virtual environment without pip: the base's pip installs into it
 CORE_ALONE = [f"--ignore={ROOT / 'tests' / 'models'}"]  # whole models take minutes: together
-UNSET = ("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "PYTHONPATH")
-UNSET += ("PYTHONDONTWRITEBYTECODE",)  # each of hundreds of processes would compile what it imports
+UNSET = (
+    *("OPFUSE_PLUGINS", "OPFUSE_STRICT", "OPFUSE_FUSION_LIMIT", "PYTHONPATH"),
+    "PYTHONDONTWRITEBYTECODE",  # each of hundreds of processes would compile what it imports
+)
 
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH: list[str] = PROJECT["tool"]["opfuse"]["torch"]

@@ -48,7 +48,7 @@ def test_wrong_in_some_circumstances(name, no_plugins):
     assert re.search(fault.says, str(outcome)) and outcome.failure, str(outcome)
 
 
-@pytest.mark.costly(16)
+@pytest.mark.costly(25)
 @pytest.mark.parametrize("name", faulty.FAULTS)
 def test_each_wrong_fusion_fails_its_check(name, register):
     fault = faulty.FAULTS[name]

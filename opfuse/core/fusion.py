@@ -275,14 +275,16 @@ def _ends(
     for element in pattern:
         inner = element.element if isinstance(element, (Optional, OneOrMore)) else element
         fresh = ends if isinstance(element, Optional) else set()
-        after = _past(inner, ops, ends, strict)
+        after = _ends_of_one(inner, ops, ends, strict)
         while isinstance(element, OneOrMore) and not after <= fresh:
             fresh = fresh | after
-            after = _past(inner, ops, after, strict)
+            after = _ends_of_one(inner, ops, after, strict)
         ends = fresh | after
     return ends
 
 
-def _past(element: Any, ops: Sequence[BasicOperation], starts: Set[int], strict: bool) -> set[int]:
+def _ends_of_one(
+    element: Any, ops: Sequence[BasicOperation], starts: Set[int], strict: bool
+) -> set[int]:
     """Return the ends of matches of one element, of one op each."""
     return {i + 1 for i in starts if i < len(ops) and _matches(element, ops[i], strict)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.overwriting import may_write
-from .arithmetic import wide
+from .arithmetic import wide, widened
 
 BLOCK = 1 << 17
 """The number of values in a block.
@@ -47,11 +47,6 @@ def memory(count: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return x.new_empty((count, rows, x.shape[-1]), dtype=dtype).unbind()
 
 
-def widened(rows: Tensor, into: Tensor) -> Tensor:
-    """Rows in the dtype of a block's memory, in which they are unless they have it."""
-    return rows if rows.dtype is into.dtype else into[: len(rows)].copy_(rows)
-
-
 def scaled_by_blocks(
     x: Tensor, scale: Tensor | None, eps: float, count: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +55,8 @@ def scaled_by_blocks(
     y, rstd = torch.empty_like(x, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=wider)
     values, squares = memory(2, x, wider)
     for of_x, rows, of_rstd in blocks(x, y, rstd):
-        here, of_x = slice(len(of_x)), widened(of_x, values)
+        here = slice(len(of_x))
+        of_x = widened(of_x, values[here])
         mean = torch.mul(of_x, of_x, out=squares[here]).sum(-1, keepdim=True).div_(count)
         normalized = torch.mul(of_x, torch.rsqrt(mean.add_(eps), out=of_rstd), out=values[here])
         rows.copy_(normalized if scale is None else normalized.mul_(scale))
@@ -75,8 +71,9 @@ def gradients_by_blocks(
     dx, dw = torch.empty_like(x) if needs_x else None, None
     gradients, values, products = memory(3, x, rstd.dtype)
     for rows, g, of_x, of_rstd in blocks(x if dx is None else dx, dy, x, rstd):
-        here, g = slice(len(of_x)), widened(g, gradients)
-        normalized = torch.mul(widened(of_x, values), of_rstd, out=values[here])
+        here = slice(len(of_x))
+        g = widened(g, gradients[here])
+        normalized = torch.mul(widened(of_x, values[here]), of_rstd, out=values[here])
         product = torch.mul(g, normalized, out=products[here])
         if needs_weight:
             dw = product.sum(0) if dw is None else dw.add_(product.sum(0))

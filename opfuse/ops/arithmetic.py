@@ -44,6 +44,11 @@ def widen(tensor: Tensor) -> Tensor:
     return cast(tensor, wide(tensor.dtype))
 
 
+def widened(x: Tensor, out: Tensor | None) -> Tensor:
+    """``widen(x)``, in ``out`` if that is given and another dtype is needed."""
+    return widen(x) if out is None or x.dtype is out.dtype else out.copy_(x)
+
+
 def add_product(
     total: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> None:

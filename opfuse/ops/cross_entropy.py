@@ -16,7 +16,7 @@ from ..core.overwriting import may_write, tracing
 from . import _blocks
 from ._common import ExtraTensorOperation, expected, require, rows_of, shows, whole
 from ._samples import sample_targets, samples
-from .arithmetic import added, multiplied, wide, widen, with_shares
+from .arithmetic import added, multiplied, wide, widened, with_shares
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -274,11 +274,6 @@ def gradients_by_parts(
     for place, part in zip(torch.split(out, len(found[0][1]) or 1), found, strict=True):
         place.copy_(of_part(*part))
     return out
-
-
-def widened(x: Tensor, out: Tensor | None) -> Tensor:
-    """``widen(x)``, in ``out`` if that is given and another dtype is needed."""
-    return widen(x) if out is None or x.dtype is out.dtype else out.copy_(x)
 
 
 # The arithmetic, row by row; for fusions too

@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from ..core.fusible import ParamSource
 from ..core.op_context import Unread
 from ..core.plugins import manager
-from ._blocks import blocks, gradients_by_blocks, in_blocks, memory, scaled_by_blocks, widened
+from ._blocks import blocks, gradients_by_blocks, in_blocks, memory, scaled_by_blocks
 from ._common import OpGrads, RowwiseOperation, check_shape, expected, require, shows, sum_rows
 from ._reading import check_stock, eps_of, reader, tensor_of
 from ._samples import samples
-from .arithmetic import cast, wide
+from .arithmetic import cast, wide, widened
 
 
 class _Norm(RowwiseOperation):
@@ -311,9 +311,10 @@ def _mixed_layer_norm_backward(
     dx, _, _ = _layer_norm_backward(dy, x, mean, rstd, (scale, shape, [of_input, False, False]))
     if any(of_params):
         gradients, values = memory(2, x, mean.dtype)
+        of_sums = scale, shape, [False, *of_params]
         for of_dy, of_x, of_mean, of_rstd in blocks(dy, x, mean, rstd):
-            rows = widened(of_dy, gradients), widened(of_x, values), of_mean, of_rstd
-            _, *new = _layer_norm_backward(*rows, (scale, shape, [False, *of_params]))
+            rows = widened(of_dy, gradients[: len(of_x)]), widened(of_x, values[: len(of_x)])
+            _, *new = _layer_norm_backward(*rows, of_mean, of_rstd, of_sums)
             for total, of_rows in zip(sums, new, strict=True):
                 if total is not None:
                     total.add_(of_rows)

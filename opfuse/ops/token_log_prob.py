@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from ..core.overwriting import may_write
 from ._common import check_bool, check_size, expected, rows_of, shows
 from ._samples import samples
-from .arithmetic import filled, multiplied, reusable, with_shares
-from .cross_entropy import RowLoss, Spare, capped, gradients_by_parts, parts, uncapped, widened
+from .arithmetic import filled, multiplied, reusable, widened, with_shares
+from .cross_entropy import RowLoss, Spare, capped, gradients_by_parts, parts, uncapped
 
 
 class TokenNumbers(NamedTuple):

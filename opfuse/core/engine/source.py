@@ -135,7 +135,7 @@ class Source:
     def compile(self) -> Callable[..., Any]:
         """The function. A traceback shows its lines as long as it exists."""
         filename, text = f"<opfuse program {next(_numbers)}>", self.text
-        exec(_named(_compile(text), filename), self._names)
+        exec(_relocate(_compile(text), filename), self._names)
         function: Any = self._names.pop(self.pass_name)
         linecache.cache[filename] = len(text), None, text.splitlines(True), filename
         weakref.finalize(function, linecache.cache.pop, filename, None)
@@ -257,9 +257,9 @@ def _compile(text: str) -> CodeType:
     return compile(text, "", "exec")
 
 
-def _named(code: CodeType, filename: str) -> CodeType:
+def _relocate(code: CodeType, filename: str) -> CodeType:
     """A copy of code, and of what it defines, of which a traceback reads another file."""
-    inner = [_named(c, filename) if isinstance(c, CodeType) else c for c in code.co_consts]
+    inner = [_relocate(c, filename) if isinstance(c, CodeType) else c for c in code.co_consts]
     return code.replace(co_filename=filename, co_consts=tuple(inner))
 
 

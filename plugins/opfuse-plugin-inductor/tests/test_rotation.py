@@ -60,7 +60,6 @@ def assert_same(chain, *given, options=TRACED):
         assert a is None or (a.dtype is b.dtype and a.stride() == b.stride() and torch.equal(a, b))
 
 
-@pytest.mark.costly(12)
 @pytest.mark.parametrize("of_tables", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

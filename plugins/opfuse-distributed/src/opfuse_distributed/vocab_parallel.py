@@ -11,7 +11,7 @@ from torch import Tensor
 from opfuse.core.op_context import AllGrads, Outputs
 from opfuse.core.overwriting import unseen
 from opfuse.ops import cross_entropy
-from opfuse.ops.arithmetic import added, multiplied, reusable, wide, widen, with_shares
+from opfuse.ops.arithmetic import added, multiplied, reusable, wide, widen, widened, with_shares
 from opfuse.ops.authoring import rows_of
 
 from .collectives import WithProcessGroup
@@ -162,7 +162,7 @@ class VocabPart(NamedTuple):
             spare: See :func:`opfuse.ops.cross_entropy.parts`.
         """
         _, smoothing, z_loss, softcap, *_ = numbers
-        z = cross_entropy.capped(cross_entropy.widened(logits, spare[0]), softcap, spare[0])
+        z = cross_entropy.capped(widened(logits, spare[0]), softcap, spare[0])
         below = torch.sub(z, lse.unsqueeze(-1), out=spare[1])
         factor = weights * (1 + 2 * z_loss * lse) if z_loss else weights
         dz = multiplied(torch.exp(below, out=reusable(below)), factor.unsqueeze(-1))

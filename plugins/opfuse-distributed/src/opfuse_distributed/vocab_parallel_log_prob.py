@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opfuse.core.op_context import AllGrads, Outputs
-from opfuse.ops.arithmetic import widen
+from opfuse.ops.arithmetic import widen, widened
 from opfuse.ops.authoring import rows_of
-from opfuse.ops.cross_entropy import Spare, capped, widened
+from opfuse.ops.cross_entropy import Spare, capped
 from opfuse.ops.token_log_prob import (
     RowStatistics,
     TokenLogProb,

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuse.core.overwriting import may_write
-from opfuse.ops.arithmetic import added, multiplied, with_shares
+from opfuse.ops.arithmetic import added, multiplied, widened, with_shares
 from opfuse.ops.authoring import add_product, adds_itself, wide
-from opfuse.ops.cross_entropy import LossNumbers, Spare, capped, parts, uncapped, widened
+from opfuse.ops.cross_entropy import LossNumbers, Spare, capped, parts, uncapped
 from opfuse.ops.libraries import linear
 
 LEAST_ROWS, MOST_ROWS = 128, 512
