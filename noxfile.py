@@ -11,6 +11,7 @@ Nothing is imported from this checkout; the wheels are.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import functools
 import hashlib
 import json
@@ -18,6 +19,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,16 +28,7 @@ from collections.abc import Callable, Sequence
 import nox
 
 nox.needs_version = ">=2025.2.9"
-nox.options.sessions = [
-    "tests",
-    "plugin",
-    "together",
-    "strangers",
-    "lint",
-    "types",
-    "docs",
-    "build",
-]
+nox.options.sessions = ["everything"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = pathlib.Path(__file__).parent.resolve()
@@ -61,7 +54,10 @@ TOOLKITS = [ROOT / "plugins" / name for name in PACKAGES if not name.startswith(
 KIT = [ROOT / "plugins" / name for name in ("opfuse-distributed", "opfuse-reproducible")]
 NAMES = {name.removeprefix("opfuse-").removeprefix("plugin-"): name for name in PACKAGES}
 PLUGINS = {short for short, name in NAMES.items() if name == f"opfuse-plugin-{short}"}
-
+DEFAULTS = ["tests", "together", *(f"plugin({short})" for short in NAMES)]  # long ones first
+DEFAULTS += ["strangers", "lint", "types", "docs", "build"]
+LANES = 2
+IN_A_LANE = "OPFUSE_NOX_LANE"  # set for sessions that ``everything`` runs
 
 SECONDS: dict[str, float] = {}
 WHEELS: dict[pathlib.Path, str] = {}  # built in this run
@@ -94,8 +90,41 @@ def timed(**options) -> Callable[[Callable[..., None]], Callable[..., None]]:
 @atexit.register
 def print_seconds() -> None:
     """Print the table of sessions, behind what nox says itself."""
-    for name, seconds in [*SECONDS.items(), ("all", sum(SECONDS.values()))] if SECONDS else ():
+    for name, seconds in SECONDS.items() if IN_A_LANE not in os.environ else ():
         print(f"{name:24}{seconds:8.1f} s", file=sys.stderr)
+
+
+@timed(python=False)
+def everything(session: nox.Session) -> None:
+    """All tests and checks: two sessions at a time, each with half of the cores.
+
+    Each is a nox of its own, so that one installs while the other tests. What a session prints
+    comes when it ends.
+    """
+    wheel_of(session, ROOT)  # all of them, and the base: before two sessions want them
+
+    def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
+        started = time.monotonic()
+        command = [sys.executable, "-m", "nox", "-f", __file__, "-s", name, "--", *session.posargs]
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, IN_A_LANE: "1"},
+        )
+        SECONDS[name] = time.monotonic() - started
+        return name, done
+
+    failed = []
+    with concurrent.futures.ThreadPoolExecutor(LANES) as lanes:
+        for each in concurrent.futures.as_completed([lanes.submit(run, name) for name in DEFAULTS]):
+            name, done = each.result()
+            print(done.stdout, flush=True)
+            if done.returncode:
+                failed.append(name)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 def folders(name: str) -> list[pathlib.Path]:
@@ -164,10 +193,11 @@ def wheel_of(session: nox.Session, package: pathlib.Path) -> str:
     """
     if not WHEELS:
         home = ROOT / ".nox" / "wheels"
-        shutil.rmtree(home, ignore_errors=True)
         packages = [ROOT, *(ROOT / "plugins" / name for name in PACKAGES)]
-        command = [base(session), "-c", BUILD, str(home), *map(str, packages)]
-        session.run(*command, external=True, log=False)
+        if IN_A_LANE not in os.environ:
+            shutil.rmtree(home, ignore_errors=True)
+            command = [base(session), "-c", BUILD, str(home), *map(str, packages)]
+            session.run(*command, external=True, log=False)
         WHEELS.update((each, str(*(home / each.name).iterdir())) for each in packages)
     return WHEELS[package]
 
@@ -199,7 +229,7 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
 
 
 def pytest(session: nox.Session, *where: pathlib.Path, options: Sequence[str] = ()) -> None:
-    """Run the tests in some folders against what is installed, with a process per core.
+    """Run the tests in some folders against what is installed, with a process per core of ours.
 
     What is installed must not be the checkout.
     """
@@ -209,11 +239,12 @@ def pytest(session: nox.Session, *where: pathlib.Path, options: Sequence[str] = 
     )
     session.run("python", "-c", check, str(ROOT / "opfuse"))
     config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    workers = min(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8
-    )
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    workers = min(cores // (LANES if IN_A_LANE in os.environ else 1), 8)
     session.env["OMP_NUM_THREADS"] = "1"
-    parallel = ["-n", str(workers), "--dist", "worksteal"]
+    # one process needs none that distributes its tests, which would import torch as well
+    parallel = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
     session.run(
         "python", "-m", "pytest", *config, *parallel, *options, *map(str, where), *session.posargs
     )
@@ -241,7 +272,7 @@ def install_all(session: nox.Session) -> None:
     install(session, core, *(ROOT / "plugins" / name for name in PACKAGES))
 
 
-def everything(session: nox.Session) -> None:
+def install_and_show_all(session: nox.Session) -> None:
     """Install and list every package of this repository."""
     install_all(session)
     show_plugins(session)
@@ -280,7 +311,7 @@ def together(session: nox.Session) -> None:
 
     Fusing never changes the answer. Of a test with several cases a tenth run: see conftest.py.
     """
-    everything(session)
+    install_and_show_all(session)
     session.env["OPFUSE_SHARE"] = "0.1"
     # what a converted model of a library gains comes from other plugins
     models = ROOT / "plugins" / "opfuse-plugin-transformers"
@@ -514,7 +545,7 @@ def models(session: nox.Session) -> None:
 
     It takes many minutes, so the other sessions have one tiny model of each family.
     """
-    everything(session)
+    install_and_show_all(session)
     session.env["OPFUSE_MODELS"] = "all"
     pytest(session, ROOT / "tests" / "models")
 
@@ -525,7 +556,7 @@ def checkpoints(session: nox.Session) -> None:
 
     It takes many minutes, so elsewhere a few cases of each fusion save one operation each.
     """
-    everything(session)
+    install_and_show_all(session)
     session.env["OPFUSE_THOROUGH"] = "1"
     where = ROOT / "tests" / "test_overwriting.py", ROOT / "tests" / "models" / "test_orders.py"
     suites = sorted(ROOT.glob("plugins/*/tests/test_conformance.py"))
@@ -538,7 +569,7 @@ def check_all(session: nox.Session) -> None:
 
     It takes minutes, so the plugins' tests compile one configuration of each.
     """
-    everything(session)
+    install_and_show_all(session)
     report = ROOT / "benchmarks" / "results" / "kernels.json"
     session.run("python", "-m", "opfuse_triton", "check", "--all", "--report", str(report))
 
@@ -549,7 +580,7 @@ def index(session: nox.Session) -> None:
 
     The conformance suites of all take many minutes.
     """
-    everything(session)
+    install_and_show_all(session)
     measured = ROOT / "benchmarks" / "results" / "h100-kernels.json"
     for name in session.posargs or sorted(PLUGINS):
         # kernels without a twin that runs on a CPU
