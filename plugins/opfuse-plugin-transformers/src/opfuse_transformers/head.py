@@ -150,9 +150,11 @@ class _HeadCall:
             return "without labels it gives logits"
         if "ignore_index" in kwargs:
             return "it was called with ignore_index"
+        if why := sharded.why_not_called(module.lm_head) or _other_loss(module):
+            return why
         if module.lm_head.weight.dtype is torch.float64:
             return "its loss is computed in fp32, which keeps less than the chain's fp64"
-        return sharded.why_not_called(module.lm_head) or _other_loss(module)
+        return ""
 
 
 class _Head(standin.ChildInPlace):

@@ -11,13 +11,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from opfuse.core.introspection import is_dtensor
-from opfuse.ops.authoring import op_class
 
 from . import sharded
 
@@ -191,20 +190,8 @@ class Logits:
         with torch.inference_mode(False), grads(), self._autocast():
             if not self._late:  # hooks run around it
                 return self.stepped(self.linear(self.hidden))
-            return self.stepped(self._late_result())
-
-    def _late_result(self) -> Tensor:
-        """The result of the head with the parameters of its forward, without its hooks.
-
-        Raises:
-            RuntimeError: The weight is computed from parameters that were replaced.
-        """
-        forward, weight = op_class(self.linear).forward, self._own.get("weight")
-        if forward is nn.Linear.forward and weight is not None:
-            return F.linear(self.hidden, weight, self._own.get("bias"))
-        if [*map(id, self.linear.parameters())] != [*map(id, self._params)]:
-            raise RuntimeError(f"{_WITHOUT}, and computes them when they are read; {_CHANGED}")
-        return forward(self.linear, self.hidden)  # type: ignore[no-any-return]
+            own = self._own  # with the parameters of its forward, and without its hooks
+            return self.stepped(F.linear(self.hidden, own["weight"], own["bias"]))
 
     def stepped(self, result: Tensor) -> Tensor:
         """What the forward makes of the result of the head."""

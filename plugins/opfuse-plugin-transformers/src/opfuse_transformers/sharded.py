@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from opfuse.core.introspection import hook_dicts, hook_kinds, is_dtensor
 
@@ -20,6 +21,8 @@ _HOME = "torch.distributed.fsdp"
 
 def why_not_called(head: nn.Module) -> str:
     """Return why no chain runs within a call of a head, or ``""``."""
+    if parametrize.is_parametrized(head):  # perhaps into others each time they are read
+        return "the weights of lm_head are computed"
     hooks = [hook for hooks in hook_dicts(head) for hook in hooks.values()]
     if not all(map(_is_of_fsdp, hooks)):
         return f"lm_head has {hook_kinds(head)} hooks"
