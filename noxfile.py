@@ -105,6 +105,7 @@ def everything(session: nox.Session) -> None:
 
     def run(name: str) -> tuple[str, subprocess.CompletedProcess[str]]:
         started = time.monotonic()
+        session.log(f"{name} begins")
         command = [sys.executable, "-m", "nox", "-f", __file__, "-s", name, "--", *session.posargs]
         done = subprocess.run(
             command,
