@@ -180,9 +180,10 @@ class QuantizerStates:
         return self._unrecorded[recipe]
 
     def of_mode(self, op: Any, recipe: Recipe | None, mode: str) -> list[Quantizer]:
-        """The quantizers of :meth:`of` that the forward uses, or the backward."""
-        known = self._by_recipe.get(recipe) or self.own  # type: ignore[arg-type]  # as `of` has it
-        return [*filter(None, map(known.get, quantizer_names(op, mode)))]
+        """The quantizers for ``recipe`` that the forward uses, or the backward; empty: none yet."""
+        made = [*self._by_recipe.get(recipe, {}).values()]  # type: ignore[arg-type]  # None
+        count = op.num_quantizers("forward")  # which are the first
+        return made[:count] if mode == "forward" else made[count:]
 
     def in_force(self, op: Any, recipe: Recipe | None, recording: bool) -> dict[str, Quantizer]:
         """The quantizers of :meth:`of` that the recipe's block does not skip."""

@@ -72,7 +72,8 @@ class WeightCache:
         """
         if isinstance(weight, QuantizedParameter) and part is None:
             return weight.for_call(current.recipe, usage, f"the parameter {name}")
-        if (found := self.reusable(name, weight, quantizer)) is not None:
+        cached = current.weights == "cached"
+        if cached and (found := self.reusable(name, weight, quantizer)) is not None:
             if found.usage.covers(usage):
                 return found
             usage = Usage(*map(max, usage, found.usage))  # so that all are of one scale
