@@ -21,6 +21,7 @@ from opfuse_memory.actions import offloading
 from opfuse_memory.costs import Option, front, options_of, pareto
 from opfuse_memory.units import units_of
 from torch import nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from tuned import tables_in
@@ -405,20 +406,61 @@ def test_what_would_not_repeat_is_not_computed_again(way, why):
         opfuse.plan_memory(model, torch.randn(32, WIDTH), *given, budget="1")
 
 
-@pytest.mark.parametrize("what", ["parameter", "mode"])
+@pytest.mark.parametrize(
+    "what", ["parameter", "another parameter", "functional", "mode", "dropout"]
+)
 def test_nothing_may_change_before_the_backward(what):
-    model, x = Layers(*[Stateful("none") for _ in range(4)]), torch.randn(32, WIDTH)
-    opfuse.plan_memory(model, x, budget=0.3)
-    loss = model(x).sum()
+    model, x = Layers(*[DropsOut() for _ in range(4)]), torch.randn(32, WIDTH)
+    opfuse.plan_memory(model, x, budget=0.25, measure=False)
+    first, params = model.layers[0], {k: 1.5 * p for k, p in model.named_parameters()}
+    loss = (functional_call(model, params, x) if what == "functional" else model(x)).sum()
     if what == "mode":
         model.eval()
-    else:
+    elif what == "dropout":
+        first.drop.p = 0.2
+    elif what == "another parameter":
+        first.up.weight = nn.Parameter(2 * first.up.weight)
+    elif what == "parameter":
         with torch.no_grad():
-            model.layers[0].up.weight.mul_(2)
+            first.up.weight.mul_(2)
     with pytest.raises(
         RuntimeError, match="changed between the forward and this backward, which runs"
     ):
         loss.backward()
+
+
+class DropsOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_another_forward_may_come_before_the_backward(converted):
+    """In another mode, and with other shares dropped out, if both are back before the backward."""
+    model, x = nn.Sequential(DropsOut(), DropsOut()), an_input(6)
+    if converted:
+        opfuse.convert(model)
+    planned = copy.deepcopy(model)
+    plan = opfuse.plan_memory(planned, x, budget=0.4, measure=False)
+    assert ("chain of" in str(plan)) is converted
+    found = []
+    for each in (model, planned):
+        torch.manual_seed(0)
+        loss = each(x).square().sum()
+        each.eval()(x)
+        for layer in each.train():
+            layer.drop.p = 0.5
+        each(x)
+        for layer in each:
+            layer.drop.p = 0.1
+        loss.backward()
+        found.append([param.grad for param in each.parameters()])
+    torch.testing.assert_close(*found)
 
 
 def test_a_list_among_the_arguments_is_the_callers():

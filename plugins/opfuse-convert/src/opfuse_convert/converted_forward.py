@@ -338,10 +338,17 @@ class ConvertedForward(ReplacedForward):
 
     def _through_chain(self, module: nn.Module, given: Any) -> Any:
         """Run the chain, as a memory plan says."""
-        chain: Any = self._conversion.chain  # type: ignore[union-attr]
+        made: Any = self._conversion
         is_first = vars(module).get(KEPT_AS) is self  # a plan for memory is for that one
         memory = vars(module).get(MEMORY) if is_first else None
-        return chain(*given) if memory is None else memory.call_chain(module, chain, given)
+        if memory is None:
+            return made.chain(*given)
+
+        def run(*given: Any) -> Any:  # in a backward again, after forwards in other modes
+            follow(getattr(made.call, "dropouts", ()))
+            return made.chain(*given)
+
+        return memory.call_chain(module, made.chain, run, given)
 
     def in_graphs(self) -> bool:
         """Whether graphs of ``torch.compile`` may have the chain: it is asked for, or measured."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from opfuse_convert.layers import is_traced, layer_in, layered, set_class, without_layer
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -95,23 +97,27 @@ def _run_compiled(of: type, budget: float, forward: Any, args: Any, kwargs: Any)
 
 
 def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is refused in the backward if a parameter or the training mode was changed.
+    """A forward that is refused in the backward if parameters or modes are others then.
 
-    Where nothing is computed again the mode does not matter, and autograd finds what it saved
-    changed.
+    Where nothing is computed again the mode does not matter, and autograd has the parameters of the
+    forward, or finds them changed.
     """
-    params, modules = list(module.parameters()), list(module.modules())
 
-    def state() -> list[int]:
-        return [*[param._version for param in params], *[part.training for part in modules]]
+    def state() -> Any:
+        params, modules = [*module.parameters()], [*module.modules()]
+        modes = [part.training for part in modules]
+        shares = [part.p for part in modules if isinstance(part, _DropoutNd)]
+        return params, [param._version for param in params], modes, shares
 
-    before = state()
+    params, *before = state()
 
     def same(*args: Any, **kwargs: Any) -> Any:
-        if state() != before:
+        now, *after = state()
+        if after != before or any(map(operator.is_not, now, params)):
             raise RuntimeError(
-                f"{type(module).__name__}: a parameter or the mode was changed between the forward "
-                f"and this backward, which runs the forward again for opfuse.plan_memory"
+                f"{type(module).__name__}: a parameter, the mode or the probability of a dropout "
+                f"was changed between the forward and this backward, which runs the forward again "
+                f"for opfuse.plan_memory"
             )
         return forward(*args, **kwargs)
 
@@ -257,9 +263,9 @@ class ModuleMemory:
         own = None if by_user is True else self.own
         return self._run(own, module, functools.partial(forward, module), args, kwargs)
 
-    def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
-        """The chain of the module's forward."""
-        return self._run(self.chain, module, chain, given, {})
+    def call_chain(self, module: nn.Module, chain: Any, run: Any, given: Any) -> Any:
+        """The chain of the module's forward: ``run(*given)``, now and perhaps in the backward."""
+        return self._run(self.chain, module, run, given, {})
 
     def _run(self, action: Action | None, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
         if action is None or not torch.is_grad_enabled() or is_traced():

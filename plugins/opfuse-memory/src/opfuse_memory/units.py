@@ -53,7 +53,9 @@ class Place:
             return self.module(*args, **kwargs)
         memory, replaced = vars(self.module).get(MEMORY), replaced_forward(self.module)
         chain: Any = replaced.chain  # type: ignore[union-attr]
-        return chain(*args) if memory is None else memory.call_chain(self.module, chain, args)
+        return (
+            chain(*args) if memory is None else memory.call_chain(self.module, chain, chain, args)
+        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,9 +190,9 @@ class _Heard:
         run = functools.partial(forward, module, *args, **kwargs)
         return self._hear((module, False), args, kwargs, run, module)
 
-    def call_chain(self, module: nn.Module, chain: Any, given: Any) -> Any:
+    def call_chain(self, module: nn.Module, chain: Any, run: Any, given: Any) -> Any:
         """The chain of the module's forward."""
-        return self._hear((module, True), given, {}, functools.partial(chain, *given), chain)
+        return self._hear((module, True), given, {}, functools.partial(run, *given), chain)
 
     def _hear(self, key: Any, args: Any, kwargs: Any, run: Callable[[], Any], of: Any) -> Any:
         """Keep a call and make it."""
