@@ -441,8 +441,9 @@ def test_deepcopy_copies_the_state():
 # Recomputation
 
 
+@pytest.mark.parametrize("backward_in_block", [False, True])
 @pytest.mark.parametrize("levels", [0, 8])
-def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels):
+def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels, backward_in_block):
     recipe = Rounding(levels=levels)
     results = []
     for recompute in (False, True):
@@ -457,7 +458,8 @@ def test_checkpoint_recomputes_under_the_recipe_and_with_the_same_state(levels):
                     )
                 else:
                     y = chain(2 * x)
-            y.square().sum().backward()
+            with opfuse.autocast(recipe=recipe) if backward_in_block else contextlib.nullcontext():
+                y.square().sum().backward()
         state = [
             (q.amax.item(), q.updates.item())
             for linear in chain

@@ -94,7 +94,7 @@ class _CheckpointedForward(_Restoring):
 class _Recomputation(_Restoring):
     """Active in the recomputation; restores the forward's settings and each chain's state.
 
-    Outer recorders are told nothing: they were in the forward.
+    Outer recorders, and the block around the backward, are told nothing: those of the forward were.
     """
 
     def __init__(self, forward: _CheckpointedForward) -> None:
@@ -104,14 +104,15 @@ class _Recomputation(_Restoring):
     def __enter__(self) -> _Recomputation:
         super().__enter__()
         current.recorders = (self,)
-        self._settings = current.values, current.weights
+        self._settings = current.values, current.weights, current.block
         current.values, current.weights = self._forward.settings, self._forward.weights
+        current.block = None
         self._states = iter(self._forward.states)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__()
-        current.values, current.weights = self._settings
+        current.values, current.weights, current.block = self._settings
         while self._after:
             self._after.pop().put_back()
 

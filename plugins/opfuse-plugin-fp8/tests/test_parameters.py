@@ -315,6 +315,15 @@ def test_quantized_parameters_train_under_fsdp2_and_ddp(tmp_path):
     assert [process.returncode for process in started] == [0, 0], said[0][-3000:] + said[1][-3000:]
 
 
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), fp8.NVFP4BlockScaling()], ids=repr)
+def test_a_report_leaves_them_as_they_are(recipe):
+    model = chain(recipe)
+    before = codes(model)
+    with opfuse.autocast(recipe):
+        assert "Linear" in str(opfuse.explain(model, batch()))
+    assert same(codes(model), before)
+
+
 def test_copies_of_a_model_have_quantizers_of_their_own():
     model = chain(RECIPES["delayed"])
     with opfuse.autocast(RECIPES["delayed"]):
