@@ -205,8 +205,10 @@ def test_an_exported_chain_matches_torch(strict, dynamic):
     chain, plain = pair()
     shapes = ({0: torch.export.Dim("rows", min=2)},) if dynamic else None
     program = torch.export.export(chain.eval(), (data(),), dynamic_shapes=shapes, strict=strict)
-    rows = 9 if dynamic else ROWS
-    check([program.module()(data(rows)).detach()], [plain(data(rows)).detach()])
+    rows, exported = data(9 if dynamic else ROWS), program.module()
+    params = dict(exported.named_parameters())
+    named = [params[name] for name, _ in chain.named_parameters()]
+    check(train_step(exported, named, rows), train_step(plain, list(plain.parameters()), rows))
 
 
 # Recomputation, copies, files

@@ -279,9 +279,14 @@ def key_of(
 ) -> tuple[Any, ...]:
     """The fields of :class:`Key`; a lookup needs only a plain tuple, which is faster."""
     settings = current.values
-    if _functorch_active() or (
-        forward_ad._current_level >= 0
-        and any(_unpack(t).tangent is not None for t in (input, *tensors))
+    if (
+        _functorch_active()
+        or (
+            forward_ad._current_level >= 0
+            and any(_unpack(t).tangent is not None for t in (input, *tensors))
+        )
+        # what is exported has no autograd functions, and would lose their gradients
+        or (compiling and torch.compiler.is_exporting() and torch.is_grad_enabled())
     ):  # unfused: kernels lose these
         settings = settings._replace(options=(*settings.options, ("double_backward", True)))
     grads: tuple[bool, ...] | None = None
