@@ -117,9 +117,18 @@ class _Recomputation(_Restoring):
             self._after.pop().put_back()
 
     def record(self, fuser: OperationFuser, program: Program, given: Any) -> None:
-        """Restore the state that the chain started from."""
+        """Restore the state that the chain started from.
+
+        Raises:
+            RuntimeError: The forward ran fewer chains.
+        """
+        if (state := next(self._states, None)) is None:
+            raise RuntimeError(
+                f"{fuser._chain.title} runs where a forward is computed again, and did not run in "
+                f"that forward: what it depends on, such as a hook, was changed before the backward"
+            )
         self._after.append(_State.of(fuser._chain))
-        next(self._states).put_back()
+        state.put_back()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from rounding import Rounding, RoundingPlugin
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,6 +47,26 @@ def model():
 
     torch.manual_seed(0)
     return Model()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # raised inside torch
+def test_a_recipe_with_state_breaks_the_graph_and_the_chain_is_quantized(chains):
+    """It cannot be traced. In eager mode Dynamo then traces each function that is called by itself."""
+    record = opfuse.plugins.register(RoundingPlugin(), name="rounding", distribution="rounding")
+    recipe, x, found = Rounding(levels=8), torch.randn(4, WIDTH), []
+    for compiled in (False, True):
+        made = model()
+        convert(made, chains)
+        run = torch.compile(made, backend="eager") if compiled else made
+        with opfuse.autocast(recipe):
+            y = run(x)
+        y.sum().backward()
+        states = {k: v for k, v in made.state_dict().items() if k.endswith("updates")}
+        assert states and all(map(bool, states.values()))
+        found.append([y, *states.values()])
+    opfuse.plugins.remove(record)
+    torch.testing.assert_close(*found)
+    assert not torch.allclose(found[0][0], model()(x), rtol=1e-3)
 
 
 def another_forward(self, x):

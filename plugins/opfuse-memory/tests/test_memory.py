@@ -407,9 +407,18 @@ def test_what_would_not_repeat_is_not_computed_again(way, why):
 
 
 @pytest.mark.parametrize(
-    "what", ["parameter", "another parameter", "functional", "mode", "dropout"]
+    ("what", "named"),
+    [
+        ("parameter", "up.weight"),
+        ("another parameter", "up.weight"),
+        ("functional", "norm.weight"),
+        ("mode", "training"),
+        ("dropout", "drop.p"),
+        ("eps", "norm.eps"),
+        ("hook", "norm._forward_hooks"),
+    ],
 )
-def test_nothing_may_change_before_the_backward(what):
+def test_nothing_may_change_before_the_backward(what, named):
     model, x = Layers(*[DropsOut() for _ in range(4)]), torch.randn(32, WIDTH)
     opfuse.plan_memory(model, x, budget=0.25, measure=False)
     first, params = model.layers[0], {k: 1.5 * p for k, p in model.named_parameters()}
@@ -418,14 +427,16 @@ def test_nothing_may_change_before_the_backward(what):
         model.eval()
     elif what == "dropout":
         first.drop.p = 0.2
+    elif what == "eps":
+        first.norm.eps = 0.1
+    elif what == "hook":
+        first.norm.register_forward_hook(lambda module, args, output: 2 * output)
     elif what == "another parameter":
         first.up.weight = nn.Parameter(2 * first.up.weight)
     elif what == "parameter":
         with torch.no_grad():
             first.up.weight.mul_(2)
-    with pytest.raises(
-        RuntimeError, match="changed between the forward and this backward, which runs"
-    ):
+    with pytest.raises(RuntimeError, match=f"DropsOut: {named} was changed between the forward"):
         loss.backward()
 
 

@@ -288,6 +288,8 @@ def test_a_file_that_is_no_lock(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match="expected a file that `opfuse freeze` wrote"):
             opfuse.options(locked=path)
+    with pytest.raises(ValueError, match="expected the path of a file .* got its text"):
+        opfuse.options(locked=opfuse.freeze())
     with pytest.raises(OSError, match="missing.json"):
         opfuse.options(locked=tmp_path / "missing.json")
     with pytest.raises(TypeError, match="PathLike"):

@@ -74,10 +74,12 @@ def _before_that_of(owner: Any) -> Any:
 
     def converted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: Any = vars(self).get(KEPT_AS)
-        chosen = state is not None and (state.in_graphs() if is_dynamo_compiling() else _is_run())
-        result = state.call(self, args, kwargs) if chosen else NotImplemented
+        is_chosen = state is not None and (
+            state.in_graphs() if is_dynamo_compiling() else not is_traced()
+        )
+        result = state.call(self, args, kwargs) if is_chosen else NotImplemented
         if state is not None and current.values.recipe is not None:
-            state.check_recipe(self, chosen)
+            state.check_recipe(self, is_chosen)
         return owner.of.forward(self, *args, **kwargs) if result is NotImplemented else result
 
     @functools.wraps(owner.of.forward)
@@ -240,14 +242,10 @@ def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
 def is_traced() -> bool:
     """Whether a trace or transform other than ``torch.compile``'s is under way.
 
-    It must see the module's own forward.
+    It must see the module's own forward. ``torch.compile`` may trace this function alone, where it
+    gave up on the caller.
     """
-    return not is_dynamo_compiling() and not _is_run()
-
-
-def _is_run() -> bool:
-    """Whether the forward runs, and no trace or transform sees it."""
-    return not (
+    return not is_dynamo_compiling() and (
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch.fx._symbolic_trace.is_fx_symbolic_tracing()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from opfuse_convert.layers import is_traced, layer_in, layered, set_class, without_layer
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -30,6 +28,8 @@ _FIXED = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 """Classes of arguments that no call changes."""
+
+_PLAIN = {bool, int, float, str, type(None)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,31 +97,40 @@ def _run_compiled(of: type, budget: float, forward: Any, args: Any, kwargs: Any)
 
 
 def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is refused in the backward if parameters or modes are others then.
+    """A forward that is refused in the backward if what it depends on is another then.
 
     Where nothing is computed again the mode does not matter, and autograd has the parameters of the
     forward, or finds them changed.
     """
-
-    def state() -> Any:
-        params, modules = [*module.parameters()], [*module.modules()]
-        modes = [part.training for part in modules]
-        shares = [part.p for part in modules if isinstance(part, _DropoutNd)]
-        return params, [param._version for param in params], modes, shares
-
-    params, *before = state()
+    before = _facts(module)
 
     def same(*args: Any, **kwargs: Any) -> Any:
-        now, *after = state()
-        if after != before or any(map(operator.is_not, now, params)):
+        after = _facts(module)
+        if after != before:
+            keys = dict.fromkeys([*before, *after])
+            (path, name) = next(key for key in keys if before.get(key) != after.get(key))
             raise RuntimeError(
-                f"{type(module).__name__}: a parameter, the mode or the probability of a dropout "
-                f"was changed between the forward and this backward, which runs the forward again "
-                f"for opfuse.plan_memory"
+                f"{type(module).__name__}: {f'{path}.{name}'.lstrip('.')} was changed between the "
+                f"forward and this backward, which runs the forward again for opfuse.plan_memory"
             )
         return forward(*args, **kwargs)
 
+    vars(same)["params"] = [*module.parameters()]  # so that no other gets the id of one
     return same
+
+
+def _facts(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """What a forward may depend on, by path and name: parameters, modes, numbers and hooks."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if type(value) in _PLAIN:
+                found[path, name] = value
+            elif name.endswith("_hooks"):
+                found[path, name] = (*value,)
+        for name, param in part._parameters.items():
+            found[path, name] = None if param is None else (id(param), param._version)
+    return found
 
 
 class AsItIsError(RuntimeError):

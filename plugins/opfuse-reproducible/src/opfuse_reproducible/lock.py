@@ -112,6 +112,9 @@ class Lock(NamedTuple):
             OSError: It cannot be read.
         """
         path = os.fspath(path)
+        if "\n" in path or path.startswith("{"):
+            what = "the path of a file that `opfuse freeze` wrote"
+            raise ValueError(f"options(locked=...) expected {what}, got its text")
         with open(path, encoding="utf-8") as file:
             text = file.read()
         try:
