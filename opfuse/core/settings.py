@@ -92,6 +92,11 @@ class ThreadSettings(threading.local):
         part_params: The parameters that were read for the parts of a chain, by module and name.
         call: What a tool leaves in a forward for its backward, see
             :func:`opfuse.core.hookspecs.opfuse_wrap_pass`.
+        autograd_run: The last run of autograd that cast gradients under a recipe with state, or
+            None.
+        checkpoints: The number of ``torch.utils.checkpoint`` frames around the innermost block of a
+            recipe.
+        tuning_group: The processes that tune together with this one, or None.
     """
 
     values: Settings = Settings(_options_from_environ(), os.environ.get("OPFUSE_PLUGINS"))
@@ -106,6 +111,9 @@ class ThreadSettings(threading.local):
     environment: Any = None
     part_params: Any = None
     call: Any = None
+    autograd_run: Any = None
+    checkpoints: int = 0
+    tuning_group: Any = None
 
     @contextlib.contextmanager
     def temporarily(self, **values: Any) -> Iterator[None]:

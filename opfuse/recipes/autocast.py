@@ -13,7 +13,7 @@ from ..core.quantization.quantizer import CALIBRATING
 from ..core.recipe_lookup import offered
 from ..core.settings import Setting, Settings, current
 from .checkpoint import checkpoint_frames
-from .scale_update import Block, thread
+from .scale_update import Block
 
 DEFAULT_RECIPE = "fp8-delayed"
 """The default on every device; Transformer Engine has another one from Blackwell on."""
@@ -106,8 +106,8 @@ class autocast(Setting):
             )
         check_names(self._changes["skip"])
         super().__enter__()
-        self._outside.append((thread.checkpoints, current.weights, current.block))
-        thread.checkpoints, current.weights = checkpoint_frames(), self._weights
+        self._outside.append((current.checkpoints, current.weights, current.block))
+        current.checkpoints, current.weights = checkpoint_frames(), self._weights
         if current.block is None:
             current.block = Block(self._group)
 
@@ -116,6 +116,6 @@ class autocast(Setting):
         if is_compiling():
             return
         block, current.is_recording = current.block, True
-        thread.checkpoints, current.weights, current.block = self._outside.pop()
+        current.checkpoints, current.weights, current.block = self._outside.pop()
         if current.block is None:
             block.end(failed=exc_info[0] is not None)

@@ -16,7 +16,6 @@ from ..core.engine.program import Program
 from ..core.overwriting import put_back, unseen
 from ..core.quantization import Quantizer, WeightCache
 from ..core.settings import Recorder, current
-from .scale_update import thread
 
 
 def checkpoint_frames() -> int:
@@ -34,7 +33,7 @@ def check_checkpoint(program: Program) -> None:
     restoring = recorders and any([isinstance(recorder, _Restoring) for recorder in recorders])
     if restoring or not (depth := checkpoint_frames()):
         return
-    if depth != thread.checkpoints:
+    if depth != current.checkpoints:
         raise RuntimeError(
             "a chain under a recipe inside of torch.utils.checkpoint: the recomputation would not "
             "know the recipe; pass use_reentrant=False, context_fn=opfuse.checkpoint_contexts"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -126,11 +125,11 @@ class Block:
     def begin_backward(self, part: Pass) -> None:
         """Note that the backward of a chain runs, whose scales advance at the end of autograd."""
         task = current_task()
-        if thread.autograd_run is None or thread.autograd_run.task != task:
-            thread.autograd_run = AutogradRun(task)
-            Variable._execution_engine.queue_callback(thread.autograd_run.end)
+        if current.autograd_run is None or current.autograd_run.task != task:
+            current.autograd_run = AutogradRun(task)
+            Variable._execution_engine.queue_callback(current.autograd_run.end)
         _, skip = part.chain.ops[0]._quantizers.called
-        ran = thread.autograd_run.ran
+        ran = current.autograd_run.ran
         ran.setdefault((part.recipe, self.group), _Ran({}, {}, set(), part.env)).add(part, skip)
 
     def end(self, *, failed: bool) -> None:
@@ -182,22 +181,6 @@ class AutogradRun:
         ran, self.ran = self.ran, {}
         for (recipe, group), of in ran.items():
             _advance(recipe, of, group, "backward")
-
-
-class _Thread(threading.local):
-    """What a thread is in.
-
-    Attributes:
-        autograd_run: The last one that cast gradients under a recipe with state, or None.
-        checkpoints: The number of ``torch.utils.checkpoint`` frames around the innermost block.
-    """
-
-    autograd_run: AutogradRun | None = None
-    checkpoints: int = 0
-
-
-thread = _Thread()
-"""That of the current thread."""
 
 
 def begin_backward(part: Pass) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..core.settings import current
 
 Call = Callable[[], object]
 Sampler = Callable[[], float]
@@ -26,19 +27,6 @@ MOST_SETS = 16
 
 _SEED = 0x5DEECE66D
 _MOST_CALLS = 1000  # in a graph
-
-
-_thread = threading.local()  # the processes that tune together with this one
-
-
-@contextlib.contextmanager
-def tuning_together(group: Any) -> Iterator[None]:
-    """A block in which the processes of a group tune together; None: this one alone."""
-    before, _thread.together = getattr(_thread, "together", None), group
-    try:
-        yield
-    finally:
-        _thread.together = before
 
 
 class Clock:
@@ -59,7 +47,7 @@ class Clock:
     runs = 1
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.together = device, getattr(_thread, "together", None)
+        self.device, self.together = device, current.tuning_group
 
     def slowest(self, seconds: float) -> float:
         """The time of the slowest of the processes that tune together; or the largest of others."""

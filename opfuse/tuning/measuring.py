@@ -19,7 +19,6 @@ from ..core.settings import Recorder, current
 from ..report.isolation import isolated
 from ..report.replaced_forward import ReplacedForward
 from . import table as tables
-from .clock import tuning_together
 from .job import Job, add, check_writable
 from .parts import MeasuredCall, as_compiled, candidates, extent
 from .reference import Reference
@@ -99,7 +98,7 @@ def _together(groups: Sequence[Any]) -> Iterator[None]:
     """A block in which the processes of the largest of these groups tune together."""
     largest = max(groups, key=lambda group: group.size, default=None)
     once = largest.comparing_once("tuning") if largest else contextlib.nullcontext()
-    with tuning_together(largest), once:  # comparing takes time
+    with current.temporarily(tuning_group=largest), once:  # comparing takes time
         yield
 
 
