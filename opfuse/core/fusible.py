@@ -196,7 +196,7 @@ class FusibleOperation(nn.Module, metaclass=_OperationMeta):
         super().__init_subclass__(**kwargs)
         overridden = _overriding(cls)
         for name, default in _DECLARED.items():
-            if _defined(cls, name) > overridden:
+            if first_defining(cls, name) > overridden:
                 type.__setattr__(cls, name, default)
 
     @property
@@ -417,18 +417,21 @@ another pass.
 """
 
 
-def _defined(cls: type, name: str, start: int = 0) -> int:
-    """Return the index in the MRO of the first ancestor that defines a name."""
-    found = (i for i, base in enumerate(cls.__mro__) if i >= start and name in vars(base))
-    return next(found, len(cls.__mro__))
+def first_defining(cls: type, *names: str, start: int = 0) -> int:
+    """Return the MRO index of the first class, from ``start`` on, that defines one of the names.
+
+    It is the length of the MRO if none does.
+    """
+    defines = [not vars(base).keys().isdisjoint(names) for base in cls.__mro__]
+    return next((i for i, does in enumerate(defines) if does and i >= start), len(defines))
 
 
 def _overriding(cls: type) -> int:
     """Return the MRO index of the first class that overrides a pass; its length if none does."""
     first = len(cls.__mro__)
     for name in _PASSES:
-        own = _defined(cls, name)
-        inherited = _defined(cls, name, own + 1)
+        own = first_defining(cls, name)
+        inherited = first_defining(cls, name, start=own + 1)
         if inherited == len(cls.__mro__):
             continue
         base = cls.__mro__[inherited]

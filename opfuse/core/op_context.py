@@ -138,7 +138,7 @@ class ModuleCache:
     """Values derived from a module: dropped, never copied, when the module is copied or pickled."""
 
     def __init__(self) -> None:
-        self.key: Any = (ModuleCache,)  # of nothing
+        self.key: Any = (ModuleCache,)  # equal to no key: copies start empty
         self.value: Any = None
 
     def __reduce__(self) -> tuple[type[ModuleCache], tuple[()]]:

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
 from ..core.cast import PassThrough
+from ..core.fusible import first_defining
 from ..core.introspection import PASS_METHODS
 from ..core.op_context import OperationContext, Unread
 from ..core.overwriting import may_write
@@ -106,9 +107,9 @@ class Activation(RowwiseOperation):
     def __init_subclass__(cls, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         type.__setattr__(cls, "_built_in", built_in)
-        computing = _newest(cls, *_COMPUTING, *PASS_METHODS, "operand")
+        computing = first_defining(cls, *_COMPUTING, *PASS_METHODS, "operand")
         for name, (ours, of_others) in _DECLARED.items():
-            if computing < _newest(cls, name):
+            if computing < first_defining(cls, name):
                 type.__setattr__(cls, name, ours if _is_built_in(cls, computing) else of_others)
         cls._declare_numbers()
         cls._replace_faster_methods()
@@ -116,9 +117,9 @@ class Activation(RowwiseOperation):
     @classmethod
     def _declare_numbers(cls) -> None:
         """Set ``number_names`` where the class has new formulas; let the context carry them."""
-        formulas = _newest(cls, *_COMPUTING)
-        if formulas < _newest(cls, "number_names"):
-            both_passes = max(_newest(cls, "op_forward"), _newest(cls, "op_backward"))
+        formulas = first_defining(cls, *_COMPUTING)
+        if formulas < first_defining(cls, "number_names"):
+            both_passes = max(first_defining(cls, "op_forward"), first_defining(cls, "op_backward"))
             own_passes = both_passes < cls.__mro__.index(Activation)
             none = _is_built_in(cls, formulas) or (own_passes and cls.saved_names is not None)
             type.__setattr__(cls, "number_names", () if none else None)
@@ -132,11 +133,11 @@ class Activation(RowwiseOperation):
     @classmethod
     def _replace_faster_methods(cls) -> None:
         """Take those that inherited formulas had from the nearest abstract base."""
-        formulas = _newest(cls, *_FORMULAS)
+        formulas = first_defining(cls, *_FORMULAS)
         abstract = filter(inspect.isabstract, reversed(cls.__mro__))
         templates = {name: method for base in abstract for name, method in vars(base).items()}
         for name in templates.keys() & _FASTER:
-            if formulas < _newest(cls, name) and getattr(cls, name) is not templates[name]:
+            if formulas < first_defining(cls, name) and getattr(cls, name) is not templates[name]:
                 type.__setattr__(cls, name, templates[name])
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -363,12 +364,6 @@ def _is_built_in(cls: type, index: int) -> bool:
     """Return whether a class of the MRO comes with opfuse: it takes any rows, and does not draw."""
     base = cls.__mro__[index]
     return vars(base).get("_built_in", base in Activation.__mro__)  # type: ignore[no-any-return]
-
-
-def _newest(cls: type, *names: str) -> int:
-    """Return the MRO index of the first class that defines one of these names."""
-    found = (i for i, base in enumerate(cls.__mro__) if not vars(base).keys().isdisjoint(names))
-    return next(found, len(cls.__mro__))
 
 
 def sigmoid(x: Tensor) -> Tensor:

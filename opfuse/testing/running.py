@@ -20,7 +20,7 @@ from ..core.engine.program import Program
 from ..core.errors import PluginWarning
 from ..core.fused_op import FusedOperation
 from ..core.fusion import Fusion
-from ..core.hookspecs import hookimpl
+from ..core.hookspecs import TOOLS, hookimpl
 from ..core.plugins import manager
 from ..core.records import PluginRecord
 from ..core.settings import Recorder, Settings, current
@@ -295,12 +295,8 @@ class _Watch:
 _WATCH = _Watch()
 
 
-@functools.cache
-def _watching() -> PluginRecord:
-    """The tool, loaded once, among no others."""
-    record = manager.register(_WATCH, name="opfuse-testing-watch", tool=True)
-    manager.tools = [other for other in manager.tools if other is not record]
-    return record
+_WATCHING = PluginRecord("opfuse-testing-watch", recipes.NAME, "0", TOOLS, load=lambda: _WATCH)
+"""The tool, which is among the others in :func:`watched` alone."""
 
 
 @contextlib.contextmanager
@@ -311,7 +307,7 @@ def watched(*callbacks: Callback | None) -> Iterator[None]:
     again) and the result.
     """
     _WATCH.callbacks = dict(zip(("forward", "backward", "recompute"), callbacks))  # noqa: B905
-    with manager.temporarily(tools=[*manager.tools, _watching()]):
+    with manager.temporarily(tools=[*manager.tools, _WATCHING]):
         yield
 
 

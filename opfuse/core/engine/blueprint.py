@@ -14,10 +14,9 @@ from ..introspection import op_class, overridden
 from ..op import BasicOperation
 from ..op_context import OperationContext
 from ..quantization.coded_tensor import params_to_dequantize
+from ..quantization.state import MODES
 from .facts import Facts, Recompute, Step
 from .plan import FusionPlan
-
-PASSES = "forward", "backward"
 
 
 def is_builtin(op: Any, pass_name: str) -> bool:
@@ -92,7 +91,7 @@ class Blueprint:
         self.num_params = len(chain.param_sources)
         self.input_requires_grad = bool(contexts) and contexts[0]["input_requires_grad"]
         casts = facts.edges.forward.get(0), facts.edges.backward.get(len(chain.ops))
-        self.entry_casts = dict(zip(("forward", "backward"), casts, strict=True))
+        self.entry_casts = dict(zip(MODES, casts, strict=True))
         self._set_saved()
         self._set_gradients()
         ranges, quantizers = chain.param_ranges, facts.edges.quantizers
@@ -106,9 +105,8 @@ class Blueprint:
     def _set_saved(self) -> None:
         """Set what stays between the passes."""
         fused = [(s, range(s.start, s.stop)) for s in self.forward if s.source]
-        joint = {
-            i for step, of in fused if step.passes == "joint" for i in of
-        }  # may leave anything
+        # a joint op may leave anything on its contexts
+        joint = {i for step, of in fused if step.passes == "joint" for i in of}
         self.saved_ranges: list[tuple[int, int, int]] = []
         self.saved_attributes: list[tuple[int, str]] = []
         self.undeclared_ops: list[int] = []
@@ -126,8 +124,8 @@ class Blueprint:
         self.saves_quantized = own or self.recipe is not None
         # functions are the fusions of Transformer Engine: their ops may write anything
         of_functions = {i for s, of in fused if not isinstance(s.source.fusion, Fusion) for i in of}
-        passes, ops = ("forward", "backward"), enumerate(self.chain.ops)
-        foreign = [i for i, op in ops if not all(is_builtin(op, name) for name in passes)]
+        ops = enumerate(self.chain.ops)
+        foreign = [i for i, op in ops if not all(is_builtin(op, name) for name in MODES)]
         self.free_ops = of_functions.union(self.undeclared_ops)
         self.unpooled_ops = self.free_ops.union(foreign)
 

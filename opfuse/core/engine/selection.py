@@ -33,7 +33,7 @@ from .facts import Candidate, Facts
 from .plan import Refusal
 
 logger = logging.getLogger("opfuse")
-_MOST = 1e6  # of a benefit: sums stay exact
+_MOST = 1e6  # a larger benefit would make sums inexact
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,10 @@ from ..fusible import declared
 from ..introspection import op_class
 from ..op import is_direct
 from ..quantization import QuantizedTensor
+from ..quantization.state import MODES
 from ..settings import current
 from . import lines
-from .blueprint import PASSES, Blueprint, is_builtin
+from .blueprint import Blueprint, is_builtin
 from .facts import Step
 
 _numbers = itertools.count()
@@ -79,7 +80,7 @@ class Source:
 
     def write(self) -> Source:
         """Write it; ops that ask for their quantizers themselves get those of the program."""
-        asking = any(op.num_quantizers(name) for op in self.chain.ops for name in PASSES)
+        asking = any(op.num_quantizers(name) for op in self.chain.ops for name in MODES)
         if not asking or not self.to_check or self.traced:
             self.write_lines()
             return self
