@@ -53,8 +53,9 @@ def quantized_operands(
     if not isinstance(x, QuantizedTensor):
         x = ctx.quantizers["input"](x, Usage(True, quantized and wgrad))
     usage = Usage(True, quantized and dgrad)
-    first, *others = [ctx.quantizers[name] for name in names]
-    if others and all([same_quantizer(first, other) for other in others]):
+    first, last = ctx.quantizers[names[0]], ctx.quantizers[names[-1]]
+    shared = len(names) > 1 and (first._recording or first) is (last._recording or last)
+    if shared and all([same_quantizer(first, ctx.quantizers[name]) for name in names]):
         weights = [_as_rows_of_one(ctx.weights, names, params, first, usage)]
     else:
         weights = []
