@@ -6,7 +6,7 @@ import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -18,6 +18,20 @@ from .introspection import hook_kinds, kwarg_names
 from .op import BasicOperation
 from .op_context import ModuleCache
 from .tools import wrap_call
+
+
+class _Groups(NamedTuple):
+    """The parts of a chain, as they are called.
+
+    Attributes:
+        parts: A fuser for each run of fusible ops, and the other modules.
+        calls: What calls each.
+        run: The call of the only part, if that is a fuser; else None.
+    """
+
+    parts: Sequence[Any]
+    calls: Sequence[Any]
+    run: Any
 
 
 class Sequential(nn.Sequential):
@@ -39,10 +53,10 @@ class Sequential(nn.Sequential):
     @property
     def _module_groups(self) -> list[Any]:
         """The current groups: a fuser for each run of fusible ops, and the other modules."""
-        return self._grouped()[0]
+        return [*self._grouped().parts]
 
-    def _grouped(self) -> tuple[list[Any], list[Any], Any]:
-        """The groups, what calls each, and the callable that runs the group if there is one."""
+    def _grouped(self) -> _Groups:
+        """The current groups, and what calls them."""
         key = list(_contents(self))
         if dynamo_traces() or not _same(self._cache.key, key):
             _regroup(self, *key)
@@ -267,8 +281,8 @@ def _regroup(chain: Sequential, *key: Any) -> None:
                 group.holder = chain._cache
         calls = [_call_of(group) for group in groups]
         single = len(groups) == 1 and isinstance(groups[0], OperationFuser)
-        value = groups, calls, calls[0] if single else None
-        chain._cache.value, chain._cache.key = value, list(key)
+        chain._cache.value = _Groups(groups, calls, calls[0] if single else None)
+        chain._cache.key = list(key)
 
 
 def _call_of(group: Any) -> Any:

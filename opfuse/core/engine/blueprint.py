@@ -52,7 +52,7 @@ class Blueprint:
         num_saved: The number of tensors that are saved by declaration.
         undeclared_ops: The ops that may leave anything, so that all of their contexts is kept.
         saves_quantized: Whether ops may save quantized tensors.
-        free_ops: The ops that may leave anything on their contexts.
+        free_ops: The ops that may leave anything on their contexts: those, and all of functions.
         unpooled_ops: The ops whose contexts serve one call: those, and all that are not of opfuse.
         recomputations: Basic op -> how its input is computed again.
         params_to_dequantize: The quantized parameters that belong to ops that quantize nothing.

@@ -37,7 +37,10 @@ _functorch_active = torch._C._are_functorch_transforms_active
 
 
 _ELSEWHERE: dict[str, Any] = {"_parameters": {}}
-"""Replaces the attributes of a module that is looked up again at every call."""
+"""Replaces the attributes of a module that is looked up again at every call.
+
+A look-up here raises ``KeyError``, as one of a parameter that was replaced does.
+"""
 
 
 class OperationFuser:
