@@ -29,8 +29,8 @@ class _Groups(NamedTuple):
         run: The call of the only part, if that is a fuser; else None.
     """
 
-    parts: Sequence[Any]
-    calls: Sequence[Any]
+    parts: list[Any]
+    calls: list[Any]
     run: Any
 
 
@@ -53,7 +53,7 @@ class Sequential(nn.Sequential):
     @property
     def _module_groups(self) -> list[Any]:
         """The current groups: a fuser for each run of fusible ops, and the other modules."""
-        return [*self._grouped().parts]
+        return self._grouped().parts
 
     def _grouped(self) -> _Groups:
         """The current groups, and what calls them."""
