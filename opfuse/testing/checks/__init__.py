@@ -18,7 +18,7 @@ CHECKS: dict[str, Check] = {name: FOUND[name] for name in ORDER}
 
 ROOTS = ("runs", "output", "gradients")
 DEPENDENT = frozenset(
-    """output recompute gradients requires_grad autocast repeatable interleaved orders
+    """settings output recompute gradients requires_grad autocast repeatable interleaved orders
 follows_values keeps_numbers nan_and_inf magnitude errors together versions neighbours threads
 without_grad batch_invariance main_grad recipe compile""".split()
 )
