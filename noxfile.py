@@ -230,9 +230,9 @@ def install(session: nox.Session, *what: str | pathlib.Path, into: str | None = 
 
 
 def pytest(session: nox.Session, *where: pathlib.Path, options: Sequence[str] = ()) -> None:
-    """Run the tests in some folders against what is installed, with a process per core of ours.
+    """Run the tests in some folders against what is installed, with a process per core.
 
-    What is installed must not be the checkout.
+    In ``everything`` a session has half of the cores. What is installed must not be the checkout.
     """
     check = (  # found, not imported, which would import torch
         "import importlib.util, pathlib, sys; found = importlib.util.find_spec('opfuse').origin; "

@@ -418,7 +418,7 @@ def _tensor(tensor: Tensor) -> Callable[[], object]:
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
     """Whether values are the same; NaN is NaN, and codes of a byte are compared as bytes."""
-    if one.dtype.itemsize == 1:
+    if one.is_floating_point() and one.dtype.itemsize == 1:
         return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     may_be_nan = one.is_floating_point() and one.shape == other.shape
     return torch.equal(one, other) or (

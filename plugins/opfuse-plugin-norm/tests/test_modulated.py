@@ -56,7 +56,7 @@ def drawn(*shapes, dtype=torch.float32):
 
 
 @runs
-@pytest.mark.costly(7)
+@pytest.mark.costly(12)
 @pytest.mark.parametrize(
     "shapes",
     [

@@ -164,7 +164,6 @@ def test_two_training_steps_match_peft_in_fp64(models, family, dropout, prefer):
     assert not opfuse.converted(twin)[LAYER]
 
 
-@pytest.mark.costly(7)
 @pytest.mark.parametrize("mode", ["bf16", "bf16, adapters too", "autocast", "fp32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("prefer", ["speed", "memory"])

@@ -30,6 +30,7 @@ _FIXED = (
 """Classes of arguments that no call changes."""
 
 _PLAIN = {bool, int, float, str, type(None)}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +127,11 @@ def _facts(module: nn.Module) -> dict[tuple[str, str], Any]:
         for name, value in vars(part).items():
             if type(value) in _PLAIN:
                 found[path, name] = value
-            elif name.endswith("_hooks"):
+            elif name in _HOOKS:
                 found[path, name] = (*value,)
         for name, param in part._parameters.items():
-            found[path, name] = None if param is None else (id(param), param._version)
+            is_counted = param is not None and not param.is_inference()
+            found[path, name] = id(param), param._version if is_counted else 0
     return found
 
 
