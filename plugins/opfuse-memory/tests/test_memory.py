@@ -411,6 +411,7 @@ def test_what_would_not_repeat_is_not_computed_again(way, why):
     [
         ("parameter", "up.weight"),
         ("another parameter", "up.weight"),
+        ("buffer", "norm.shift"),
         ("functional", "norm.weight"),
         ("mode", "training"),
         ("dropout", "drop.p"),
@@ -420,6 +421,8 @@ def test_what_would_not_repeat_is_not_computed_again(way, why):
 )
 def test_nothing_may_change_before_the_backward(what, named):
     model, x = Layers(*[DropsOut() for _ in range(4)]), torch.randn(32, WIDTH)
+    for layer in model.layers:
+        layer.norm.register_buffer("shift", torch.zeros(1))
     opfuse.plan_memory(model, x, budget=0.25, measure=False)
     first, params = model.layers[0], {k: 1.5 * p for k, p in model.named_parameters()}
     loss = (functional_call(model, params, x) if what == "functional" else model(x)).sum()
@@ -433,6 +436,8 @@ def test_nothing_may_change_before_the_backward(what, named):
         first.norm.register_forward_hook(lambda module, args, output: 2 * output)
     elif what == "another parameter":
         first.up.weight = nn.Parameter(2 * first.up.weight)
+    elif what == "buffer":
+        first.norm.shift.add_(1)
     elif what == "parameter":
         with torch.no_grad():
             first.up.weight.mul_(2)

@@ -116,12 +116,13 @@ def _unchanged_forward(module: nn.Module, forward: Callable[..., Any]) -> Callab
             )
         return forward(*args, **kwargs)
 
-    vars(same)["params"] = [*module.parameters()]  # so that no other gets the id of one
+    # so that no other gets the id of one
+    vars(same)["tensors"] = [*module.parameters(), *module.buffers()]
     return same
 
 
 def _facts(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """What a forward may depend on, by path and name: parameters, modes, numbers and hooks."""
+    """What a forward may depend on, by path and name: tensors, modes, numbers and hooks."""
     found: dict[tuple[str, str], Any] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -129,9 +130,9 @@ def _facts(module: nn.Module) -> dict[tuple[str, str], Any]:
                 found[path, name] = value
             elif name in _HOOKS:
                 found[path, name] = (*value,)
-        for name, param in part._parameters.items():
-            is_counted = param is not None and not param.is_inference()
-            found[path, name] = id(param), param._version if is_counted else 0
+        for name, tensor in {**part._parameters, **part._buffers}.items():
+            is_counted = tensor is not None and not tensor.is_inference()
+            found[path, name] = id(tensor), tensor._version if is_counted else 0
     return found
 
 
